@@ -1,8 +1,8 @@
 """Pretrain a Mixture-of-Experts language model: `python pretrain_moe.py FLAGS`, with Megatron-LM's flags.
 
-Reads the flags, checks them against this machine and calls `moe_trainer.train.pretrain`; `--validate-only` and `--dry-run` end here,
-without torch. What ends a run early becomes a message and an exit code.
-Exit codes: docs/exit_codes.md.
+Parses the flags, checks them against this machine and calls `moe_trainer.training.pretrain.pretrain`;
+`--validate-only` and `--dry-run` end here, without torch. Errors become a message and an exit code
+(docs/exit_codes.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python imports ends the process without a traceback; _train catches it
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C while Python imports ends the process without a traceback; _train catches it
     for _name in ("stdout", "stderr"):
         if getattr(sys, _name) is None:  # started with the stream closed
-            setattr(sys, _name, open(os.devnull, "w", encoding="utf-8"))
-ASK_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-if __name__ == "__main__" and "--auto-resume" in sys.argv and not {"--validate-only", "--dry-run", "--fake-process-group"} & {*sys.argv}:
-    # from the first line on: until somebody listens (guard/signals.py) they wait, instead of killing a run that could save
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_SAVE)
+            setattr(sys, _name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until exit
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+if (
+    __name__ == "__main__"
+    and "--auto-resume" in sys.argv
+    and not {"--validate-only", "--dry-run", "--fake-process-group"} & {*sys.argv}
+):
+    # block the signals until a handler is installed (resilience/signals.py), so that they do not kill a run that could
+    # save
+    signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
 
 import json  # noqa: E402
 import resource  # noqa: E402
@@ -31,17 +38,17 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from arguments.machine import allocator_environment  # noqa: E402
-from moe_trainer.errors import need_packages  # noqa: E402
+from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
-from moe_trainer.place import Place, find_place  # noqa: E402
+from moe_trainer.launch_env import LaunchEnv, read_launch_env  # noqa: E402
 
 if TYPE_CHECKING:
-    from arguments.checkpoint_args import Wanted
-    from moe_trainer.guard.signals import ExitSignal
+    from arguments.checkpoint_args import CheckpointArgsSource
+    from moe_trainer.resilience.signals import ExitSignalHandler
 
 
 def main(argv: list[str]) -> int:
-    """Run one process of a training job; returns its exit code."""
+    """Run one process of a training job and return its exit code."""
     if not argv:
         from arguments.help import EXAMPLES
 
@@ -49,190 +56,221 @@ def main(argv: list[str]) -> int:
             sys.stderr.write(EXAMPLES)
         return ExitCode.USER_ERROR
     if "--validate-only" in argv:
-        from arguments.report import FilesFound, run_validate_only, world_size_of
+        from arguments.report import FileCheckResult, get_world_size, run_validate_only
+        from arguments.stage_layout import parallel_sizes
+        from moe_trainer.estimate.dry_run import planned_memory
+        from moe_trainer.estimate.parameters import params_report
+        from moe_trainer.estimate.static_memory import state_report
         from moe_trainer.parallel.groups import group_table, plan_groups
-        from moe_trainer.planner.dry_run import planned_memory
-        from moe_trainer.planner.state import state_report
-        from moe_trainer.shape.batch_sizes import sizes_that_wait
-        from moe_trainer.shape.counts import params_report
-        from moe_trainer.shape.layout import mapping_sizes
+        from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 
-        def check_files(args: arguments.Arguments) -> FilesFound:
-            need_packages("numpy")
-            from moe_trainer.training.files import check_files as look
+        def check_files(args: arguments.Arguments) -> FileCheckResult:
+            require_packages("numpy")
+            from moe_trainer.training.check_files import check_files as look
 
             return look(args)
 
         def describe_groups(args: arguments.Arguments, world_size: int) -> str:
-            return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **mapping_sizes(args)))}"
+            return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **parallel_sizes(args)))}"
 
         try:
-            return run_validate_only(argv, params_report, _recorded_flags(argv, world_size_of(argv)[0]), describe_groups, state_report, sizes_that_wait, planned_memory,
-                                     check_files)
+            return run_validate_only(
+                argv,
+                params_report,
+                _recorded_flags(argv, get_world_size(argv)[0]),
+                describe_groups,
+                state_report,
+                deadlocking_batch_sizes,
+                planned_memory,
+                check_files,
+            )
         except ValueError as error:
             return _refuse(error, "0")
     if "--dry-run" in argv or "--fake-process-group" in argv:
         return _dry_run(argv)
     try:
-        place = find_place(os.environ)
+        launch_env = read_launch_env(os.environ)
     except ValueError as error:
         return _refuse(error, "0")
     try:
-        args = arguments.parse_args(argv, place.world_size, _recorded_flags(argv, place.world_size))
+        args = arguments.parse_args(argv, launch_env.world_size, _recorded_flags(argv, launch_env.world_size))
         if args.unbuildable:
             raise arguments.ArgumentError(args.unbuildable)
     except ValueError as error:
-        return _refuse(error, str(place.rank))
-    if args.output.dry_run or args.parallel.fake_process_group:  # a recipe asks for it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_SAVE)
+        return _refuse(error, str(launch_env.rank))
+    if args.output.dry_run or args.parallel.fake_process_group:  # set by a recipe
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
         return _dry_run(argv)
     for name, value in args.recipe_env.items():
         os.environ.setdefault(name, value)
     os.environ.update(allocator_environment(args, os.environ))
     try:
-        need_packages("torch", "numpy", "safetensors")
+        require_packages("torch", "numpy", "safetensors")
     except ValueError as error:
-        return _refuse(error, str(place.rank))
+        return _refuse(error, str(launch_env.rank))
 
-    from moe_trainer.guard.signals import exit_signal
+    from moe_trainer.resilience.signals import make_exit_signal_handler
 
-    with exit_signal(args.training, args.output) or nullcontext() as listening:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_SAVE)
-        return _train(args, place, listening)
+    with make_exit_signal_handler(args.training, args.output) or nullcontext() as listening:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
+        return _train(args, launch_env, listening)
 
 
-def _train(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None) -> int:
-    """Train, and turn what ends the run early into a message and an exit code."""
+def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHandler | None) -> int:
+    """Train; turn interrupts and memory errors into a message and an exit code."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return _run(args, place, exit_signal)
+        return _run(args, launch_env, exit_signal)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once what is left
-        if place.rank == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+        if launch_env.rank == 0:
             print(f"pretrain_moe.py: interrupted; {_what_is_saved(args.output.save)}", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
     except MemoryError as error:
-        return _refuse_memory(error, place.rank)
+        return _refuse_memory(error, launch_env.rank)
     except (ImportError, OSError) as error:
         if "failed to map segment" not in str(error) and "Cannot allocate memory" not in str(error):
             raise
-        return _refuse_memory(error, place.rank)
+        return _refuse_memory(error, launch_env.rank)
 
 
 def _what_is_saved(folder: str | None) -> str:
-    """One clause for a run that was interrupted."""
+    """Describe the newest checkpoint after an interrupt."""
     if folder is None:
         return "nothing was saved (no --save)"
     try:
-        with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), encoding="ascii", errors="replace") as file:
+        with open(
+            os.path.join(folder, "latest_checkpointed_iteration.txt"), encoding="ascii", errors="replace"
+        ) as file:
             newest = file.read(20).strip()
     except OSError:
         newest = ""
-    return f"the checkpoint of iteration {newest} in {folder} is complete" if newest.isdecimal() else f"there is no checkpoint in {folder} yet"
+    return (
+        f"the checkpoint of iteration {newest} in {folder} is complete"
+        if newest.isdecimal()
+        else f"there is no checkpoint in {folder} yet"
+    )
 
 
 def _refuse_memory(error: BaseException, rank: int) -> int:
-    """Say in one line where the host's memory ran out, and what limits it."""
+    """Report in one line where the host's memory ran out, and what limits it."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v allows {limit >> 20} MiB)"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(os.path.dirname(os.path.abspath(__file__)))]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(os.path.dirname(os.path.abspath(__file__)))
+    ]
     where = f"{frames[-1].name} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
-    print(f"pretrain_moe.py: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train a smaller model or on "
-          "more ranks", file=sys.stderr, flush=True)
+    print(
+        f"pretrain_moe.py: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train "
+        "a smaller model or on "
+        "more ranks",
+        file=sys.stderr,
+        flush=True,
+    )
     return ExitCode.USER_ERROR
 
 
-def _run(args: arguments.Arguments, place: Place, exit_signal: ExitSignal | None) -> int:
-    # The store's C++ side tells every lost connection with a stack of frames; guard/watchdog.py tells it in a line.
+def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHandler | None) -> int:
+    # The store logs a C++ stack for every lost connection; resilience/watchdog.py logs one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Imported after the flags are known to be good: torch takes seconds, a typo should not.
-    from moe_trainer.errors import InputError
-    from moe_trainer.guard.rejection import ResultRejected
+    # Imported after the flags are checked: torch takes seconds to import.
+    from moe_trainer.errors import UserError
+    from moe_trainer.io import BestEffortStream
     from moe_trainer.parallel.trace import CommunicationError
-    from moe_trainer.report.stream import Forgiving
-    from moe_trainer.train import pretrain
+    from moe_trainer.resilience.rejection import ResultRejectedError
+    from moe_trainer.training.pretrain import pretrain
 
-    sys.stdout, sys.stderr = Forgiving(sys.stdout), Forgiving(sys.stderr)
+    sys.stdout, sys.stderr = BestEffortStream(sys.stdout), BestEffortStream(sys.stderr)
     try:
-        return pretrain(args, place, exit_signal)
-    except InputError as error:
-        if error.told is None and place.rank != 0:
-            # the ranks have not met, and the first one may not have this error: one line holds all of it
-            error = InputError(f"rank {place.rank}: {'; '.join(line.strip() for line in str(error).splitlines())}")
-        return _refuse(error, "another" if error.told else "0")
+        return pretrain(args, launch_env, exit_signal)
+    except UserError as error:
+        if error.reported_elsewhere is None and launch_env.rank != 0:
+            # the ranks have not met, so rank 0 may not have this error: print it in one line
+            error = UserError(f"rank {launch_env.rank}: {'; '.join(line.strip() for line in str(error).splitlines())}")
+        return _refuse(error, "another" if error.reported_elsewhere else "0")
     except CommunicationError as error:
-        _tell_torchrun(f"rank {place.rank}: {error}")
-        if not error.told:
-            print(f"pretrain_moe.py: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        _write_torchrun_error(f"rank {launch_env.rank}: {error}")
+        if not error.was_reported:
+            print(f"pretrain_moe.py: rank {launch_env.rank}: {error}", file=sys.stderr, flush=True)
         return ExitCode.COMMUNICATION_FAILED
-    except ResultRejected as error:
-        # a fact about the run, which all ranks tell in the same words, better than a traceback
-        _tell_torchrun(str(error))
-        if place.rank == 0:
+    except ResultRejectedError as error:
+        # all ranks raise it with the same message
+        _write_torchrun_error(str(error))
+        if launch_env.rank == 0:
             print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except ArithmeticError as error:
-        _tell_torchrun(str(error))
+        _write_torchrun_error(str(error))
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
-        return 1
+        return ExitCode.FAILED
 
 
 def _dry_run(argv: list[str]) -> int:
-    """Plan instead of running. Nothing is imported that needs torch. Under a launcher the first rank tells it."""
+    """Plan instead of running, without torch; under a launcher only the first rank prints."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    from arguments.report import world_size_of
-    from moe_trainer.planner.dry_run import run_dry_run
+    from arguments.report import get_world_size
+    from moe_trainer.estimate.dry_run import run_dry_run
 
     try:
-        return run_dry_run(argv, _recorded_flags(argv, world_size_of(argv)[0]))
+        return run_dry_run(argv, _recorded_flags(argv, get_world_size(argv)[0]))
     except ValueError as error:
         return _refuse(error, "0")
 
 
 def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, object] | None:
-    """With --use-checkpoint-args the flags that the checkpoint recorded (none where this run has yet to write it), else None.
+    """Return the flags that the checkpoint recorded, None without --use-checkpoint-args.
 
-    Raises: ValueError when the checkpoint cannot be read; an ArgumentError where more is wrong with the command line.
+    Raises:
+        ValueError: if the checkpoint cannot be read; an ArgumentError if the command line has other errors too.
     """
-    wanted = arguments.checkpoint_wanted(argv)
+    wanted = arguments.find_checkpoint_args_source(argv)
     if wanted is None:
         return None
     try:
         return _read_flags(wanted)
     except ValueError as error:
-        others = arguments.problems_without_checkpoint(argv, world_size)
+        others = arguments.violations_without_checkpoint(argv, world_size)
         if not others:
             raise
-        raise arguments.ArgumentError([arguments.Violation(("--use-checkpoint-args",), str(error), "machine"), *others]) from error
+        raise arguments.ArgumentError(
+            [arguments.Violation(("--use-checkpoint-args",), str(error), "machine"), *others]
+        ) from error
 
 
-def _read_flags(wanted: Wanted) -> Mapping[str, object]:
-    from moe_trainer.checkpoint.checkpoint import latest_iteration, read_saved_args
-    from moe_trainer.checkpoint.find import newest_in_sight
+def _read_flags(wanted: CheckpointArgsSource) -> Mapping[str, object]:
+    from moe_trainer.checkpoint.manager import latest_iteration, read_saved_args
+    from moe_trainer.checkpoint.resolve import peek_latest_valid
 
     if wanted.own is not None:
-        newest = newest_in_sight(wanted.own)
+        newest = peek_latest_valid(wanted.own)
         if newest is not None:
             return read_saved_args(wanted.own, newest)
         if wanted.folder is None:
             return {}
-    return {} if wanted.may_come and latest_iteration(wanted.folder) is None else read_saved_args(wanted.folder, wanted.step)
+    return (
+        {}
+        if wanted.may_come and latest_iteration(wanted.folder) is None
+        else read_saved_args(wanted.folder, wanted.step)
+    )
 
 
 def _refuse(error: ValueError, rank: str) -> int:
-    _tell_torchrun(str(error))
+    _write_torchrun_error(str(error))
     if rank == "0":
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
-    # torchrun ends all ranks as soon as one has left: that should be the one that says why, however late a busy machine lets it begin.
+    # torchrun ends all ranks as soon as one exits: that should be the one that reports the reason, even on a busy
+    # machine.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(ExitCode.USER_ERROR))
     time.sleep(20.0 if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
     return ExitCode.USER_ERROR
 
 
-def _tell_torchrun(message: str) -> None:
-    """Leave the message where torchrun looks for it, which otherwise ends its own report without a reason."""
+def _write_torchrun_error(message: str) -> None:
+    """Write the message to the file from which torchrun takes the reason of a failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
@@ -240,11 +278,11 @@ def _tell_torchrun(message: str) -> None:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": text}, file)
         except OSError:
-            return  # it has been printed
+            return  # already printed
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; at once where the job has failed, since broken communicators can keep an interpreter from ending."""
+    """End the process; at once after a communication failure, since broken communicators can block the interpreter."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == ExitCode.COMMUNICATION_FAILED:
@@ -254,5 +292,5 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     if {"--validate-only", "--dry-run", "--help", "-h"} & set(sys.argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no failure
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not a failure
     leave(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ setup(
     version="0.1.0",
     description="Mixture-of-experts language-model pretraining with Megatron-LM's command line, on CPU and GPU",
     packages=find_packages(include=["moe_trainer", "moe_trainer.*", "arguments", "arguments.*", "model_zoo"]),
-    package_data={"model_zoo": ["*.yaml"], "moe_trainer.report": ["page/*"]},
+    package_data={"model_zoo": ["*.yaml"], "moe_trainer.metrics": ["page/*"]},
     py_modules=["pretrain_moe"],
     python_requires=">=3.10",
     install_requires=[
@@ -31,6 +31,7 @@ setup(
         "triton": ["triton>=3.6"],
         "logging": ["wandb"],
         "hf": ["transformers", "tiktoken", "zstandard"],
-        "dev": ["ruff", "hypothesis", "selenium", "transformers", "tiktoken", "zstandard"],
+        "docs": ["mkdocs", "mkdocs-material"],
+        "dev": ["ruff", "mypy", "types-PyYAML", "hypothesis", "selenium", "transformers", "tiktoken", "zstandard"],
     },
 )

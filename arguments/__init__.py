@@ -2,7 +2,15 @@
 
 from arguments.container import Arguments
 from arguments.machine import check_machine
-from arguments.parse import checkpoint_wanted, parse_args, problems_without_checkpoint
+from arguments.parse import find_checkpoint_args_source, parse_args, violations_without_checkpoint
 from arguments.settings import ArgumentError, Violation
 
-__all__ = ["ArgumentError", "Arguments", "Violation", "check_machine", "checkpoint_wanted", "parse_args", "problems_without_checkpoint"]
+__all__ = [
+    "ArgumentError",
+    "Arguments",
+    "Violation",
+    "check_machine",
+    "find_checkpoint_args_source",
+    "parse_args",
+    "violations_without_checkpoint",
+]

@@ -1,7 +1,7 @@
-"""--use-checkpoint-args: the architecture comes from the checkpoint, whatever the command line says.
+"""--use-checkpoint-args: the architecture comes from the checkpoint and overrides the command line.
 
-Reading a checkpoint needs torch, which this package does without. So it happens in two steps: `wanted` tells
-which checkpoint is meant, before any rule runs; the caller reads its recorded flags and hands them to `parse_args`.
+Reading a checkpoint needs torch, which this package does not import. So there are two steps: `find_source` returns the
+checkpoint to read, before any rule runs; the caller reads its recorded flags and passes them to `parse_args`.
 """
 
 import os
@@ -12,67 +12,180 @@ from arguments.container import OPTIONS
 from arguments.settings import Settings
 
 SHAPE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
-    "num_query_groups", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent",
-    "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_type",
-    "rotary_scaling_factor", "mscale", "mscale_all_dim", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
-    "yarn_correction_range_round_to_int", "no_rope_freq", "window_size", "window_attn_skip_freq",
-    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
-    "qk_layernorm", "qk_l2_norm", "swiglu", "squared_relu", "quick_geglu", "glu_linear_offset",
-    "activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
-    "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_num_key_heads", "linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
-    "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon",
-    "attention_output_gate", "softmax_type", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    "mtp_num_layers", "mtp_use_repeated_layer", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function",
-    "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias", "moe_grouped_gemm", "moe_latent_size", "finermoe_intermediate_granularity",
-    "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion", "vocab_size", "padded_vocab_size",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_type",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "no_rope_freq",
+    "window_size",
+    "window_attn_skip_freq",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "apply_residual_connection_post_layernorm",
+    "qk_layernorm",
+    "qk_l2_norm",
+    "swiglu",
+    "squared_relu",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_rope_interleaved",
+    "dsa_indexer_rotate_activation",
+    "dsa_indexer_scoring_relu",
+    "dsa_indexer_k_norm_epsilon",
+    "attention_output_gate",
+    "softmax_type",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mtp_num_layers",
+    "mtp_use_repeated_layer",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_grouped_gemm",
+    "moe_latent_size",
+    "finermoe_intermediate_granularity",
+    "finermoe_output_granularity",
+    "finermoe_intermediate_expansion",
+    "finermoe_output_expansion",
+    "vocab_size",
+    "padded_vocab_size",
     "make_vocab_size_divisible_by",
-)  # fmt: skip
-"""The flags that say what model the weights belong to."""
+)
+"""Flags that define the model of the weights."""
 
-MUP = ("use_mup", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power")
-"""Part of the model too; Megatron-LM takes them from the command line only. Taken for --skip-train where that does not say."""
+MUP = (
+    "use_mup",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
+)
+"""Taken for --skip-train unless given. Part of the model too, but Megatron-LM takes them from the command line only."""
 
 WHERE_NOT_GIVEN = ("seq_length",)
-"""Taken only if the command line (or recipe) does not say: a run may train on with longer sequences."""
+"""Taken unless given: a run may continue with longer sequences."""
 
 DROPOUT = ("attention_dropout", "hidden_dropout")
-"""Taken from the config.json of a Hugging Face model where the command line does not say: Megatron's default is 0.1, no such model's is."""
+"""Taken from a Hugging Face model's config.json unless given: no such model has Megatron's default of 0.1."""
 
 CONVERSION = ("bf16", "fp16", "optimizer")
-"""Taken for --ckpt-convert-format where the command line does not say: what is stored of a parameter."""
+"""Taken for --ckpt-convert-format unless given: they determine what is stored of a parameter."""
 
-EVALUATION = ("micro_batch_size", "eval_micro_batch_size", "bf16", "fp16", "seed", "eval_iters", "full_validation", "eod_mask_loss", "reset_position_ids",
-              "reset_attention_mask", "create_attention_mask_in_dataloader", "dataloader_inter_document_masking")  # fmt: skip
-"""Taken for --skip-train where the command line does not say: with these, and the data below, an evaluation reads what the run's own validations read."""
+EVALUATION = (
+    "micro_batch_size",
+    "eval_micro_batch_size",
+    "bf16",
+    "fp16",
+    "seed",
+    "eval_iters",
+    "full_validation",
+    "eod_mask_loss",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "create_attention_mask_in_dataloader",
+    "dataloader_inter_document_masking",
+)
+"""Taken for --skip-train unless given: with these and DATA, an evaluation reads what the run's validations read."""
 
-CAPACITY = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dispatcher_type")
-"""Taken for --skip-train from a run that drops tokens, where the command line does not say: the losses depend on them."""
+CAPACITY = (
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_token_dispatcher_type",
+)
+"""Taken for --skip-train from a run that drops tokens, unless given: the losses depend on them."""
 
-DATA = ("data_path", "split", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "mock_data",
-        "multiple_validation_sets", "validation_set_names")  # fmt: skip
+DATA = (
+    "data_path",
+    "split",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+    "mock_data",
+    "multiple_validation_sets",
+    "validation_set_names",
+)
 """Taken for --skip-train if the command line names no data at all."""
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
 
 MAPPING = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
-"""Taken with --use-mp-args-from-checkpoint-args: how the model is cut. Not how sequences or batches are (context and data
-parallelism), which depends on the number of ranks at hand."""
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Taken with --use-mp-args-from-checkpoint-args: how the model is sharded. Context and data parallelism depend on the
+number of ranks available."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Flags that are taken together. asked: under which flags; recorded: from which checkpoints; overrides: also where the command line says
-    something else."""
+    """Flags that are taken together.
+
+    Attributes:
+        asked: whether the settings ask for them.
+        recorded: whether the checkpoint provides them.
+        overrides: whether they override the command line.
+    """
 
     dests: tuple[str, ...]
     asked: Callable[[Settings], bool] = lambda settings: True
@@ -81,7 +194,7 @@ class Group:
 
 
 def _evaluates(settings: Settings) -> bool:
-    return settings.evaluates_only
+    return settings.is_eval_only
 
 
 def _no_data_given(settings: Settings, _recorded: Mapping[str, object]) -> bool:
@@ -105,9 +218,14 @@ GROUPS = (
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The checkpoint whose flags are wanted. own: with --auto-resume the folder whose newest whole checkpoint comes first. folder: else this
-    one, None where --auto-resume alone is given. may_come: the run writes to it itself, so its first start finds nothing there."""
+class CheckpointArgsSource:
+    """Reference to the checkpoint whose flags are used.
+
+    Attributes:
+        folder: the checkpoint directory; None with --auto-resume alone.
+        may_come: whether the run itself writes it, so that it may not exist at the first start.
+        own: with --auto-resume, the directory whose newest complete checkpoint takes precedence.
+    """
 
     folder: str | None
     step: int | None
@@ -115,35 +233,40 @@ class Wanted:
     own: str | None = None
 
 
-def wanted(settings: Settings) -> Wanted | None:
-    """The checkpoint whose flags are wanted, or None."""
+def find_source(settings: Settings) -> CheckpointArgsSource | None:
+    """Return the checkpoint whose flags are used, or None."""
     folder = settings.load if settings.load is not None else settings.pretrained_checkpoint
     resumed = settings.save if settings.auto_resume else None
     if not settings.use_checkpoint_args or (folder is None and resumed is None):
         return None
     if folder is None:
-        return Wanted(None, None, True, resumed)
+        return CheckpointArgsSource(None, None, True, resumed)
     own = settings.save is not None and os.path.abspath(settings.save) == os.path.abspath(folder)
-    return Wanted(folder, settings.ckpt_step, own and settings.ckpt_step is None, resumed)
+    return CheckpointArgsSource(folder, settings.ckpt_step, own and settings.ckpt_step is None, resumed)
 
 
 def suppliable(settings: Settings) -> frozenset[str]:
-    """Destinations that a checkpoint may set under these flags."""
+    """Return the destinations that a checkpoint may set under these flags."""
     return frozenset(dest for group in GROUPS if group.asked(settings) for dest in group.dests)
 
 
 def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
-    """Write the recorded architecture over the settings; says where the command line had asked for something else."""
+    """Write the recorded architecture over the settings, and note what it overrides on the command line."""
     if not recorded:
         settings.set_derived("use_checkpoint_args", False, "there is no checkpoint yet")
-        settings.note("--use-checkpoint-args: there is no checkpoint yet, the command line counts.")
+        settings.note("--use-checkpoint-args: there is no checkpoint yet; the command line is used.")
         return
     # the checkpoint of --moe-use-upcycling is of a dense model, whose experts the command line describes
-    names = [dest for group in GROUPS if group.asked(settings) and group.recorded(settings, recorded) for dest in group.dests
-             if group.overrides or not settings.given(dest)]
+    names = [
+        dest
+        for group in GROUPS
+        if group.asked(settings) and group.recorded(settings, recorded)
+        for dest in group.dests
+        if group.overrides or not settings.given(dest)
+    ]
     if settings.moe_use_upcycling:
         names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
-    if settings.evaluates_only:
+    if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
         names = [dest for dest in names if dest != "padded_vocab_size"]
@@ -152,29 +275,40 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
             continue
         if dest in settings.typed:
-            settings.note(f"{settings.shown(dest)} gives way to the checkpoint's {value} (--use-checkpoint-args)")
+            settings.note(
+                f"{settings.shown(dest)}: overridden by the checkpoint's value {value} (--use-checkpoint-args)"
+            )
         settings.forget(dest)
         settings.set_derived(dest, value, "from the checkpoint")
 
 
 def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:
-    """Whether the tensor-parallel size here needs another padding of the vocabulary than the checkpoint's."""
+    """Return whether the tensor-parallel size needs another vocabulary padding than the checkpoint's."""
     rows, ranks = recorded.get("padded_vocab_size"), settings.tensor_model_parallel_size
     apart = settings.use_mp_args_from_checkpoint_args or "padded_vocab_size" in settings.typed
     return not apart and isinstance(rows, int) and isinstance(ranks, int) and ranks > 0 and rows % ranks != 0
 
 
 def _for_evaluation(settings: Settings, recorded: Mapping[str, object], names: list[str]) -> list[str]:
-    """What of these an evaluation takes; sets its batch size, which a run may record under another name."""
+    """Return what an evaluation takes; set its batch size, which a run may record under another name."""
     if settings.bf16 or settings.fp16:
         names = [dest for dest in names if dest not in ("bf16", "fp16")]
     size = recorded.get("eval_global_batch_size") or recorded.get("global_batch_size")
-    if isinstance(size, int) and size > 0 and not settings.given("global_batch_size") and not settings.given("eval_global_batch_size"):
+    if (
+        isinstance(size, int)
+        and size > 0
+        and not settings.given("global_batch_size")
+        and not settings.given("eval_global_batch_size")
+    ):
         settings.set_derived("eval_global_batch_size", size, "from the checkpoint")
     if settings.given("data_path") and not settings.given("split"):
         names = [*names, "split"]
     if _no_data_given(settings, recorded):
-        taken = [f"{OPTIONS[dest].spellings[0]} {_text(recorded[dest])}".strip() for dest in DATA if recorded.get(dest) and _is_value(dest, recorded[dest])]
+        taken = [
+            f"{OPTIONS[dest].spellings[0]} {_text(recorded[dest])}".strip()
+            for dest in DATA
+            if recorded.get(dest) and _is_value(dest, recorded[dest])
+        ]
         if taken:
             settings.note(f"no data was given: the evaluation takes the checkpoint's, {', '.join(taken)}")
     checked = {*MUP, *EVALUATION, *CAPACITY, *DATA}
@@ -182,9 +316,10 @@ def _for_evaluation(settings: Settings, recorded: Mapping[str, object], names: l
 
 
 def _is_value(dest: str, value: object) -> bool:
-    """Could the flag have this value? None could not: nothing is taken then."""
+    """Return whether the flag could have this value; None could not."""
     option = OPTIONS[dest]
-    kind = {"int": int, "float": (int, float), "bool": bool}.get(option.type_name, str)
+    kinds: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool}
+    kind = kinds.get(option.type_name, str)
     if option.is_list:
         return isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value)
     return isinstance(value, kind)

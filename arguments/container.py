@@ -1,9 +1,10 @@
-"""The frozen result of parsing: eight sections, and how they came about."""
+"""The frozen result of parsing: eight sections, and the sources of their values."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from arguments import schema
 from arguments.data import DataArgs
@@ -13,7 +14,7 @@ from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from arguments.settings import Settings, Violation, evaluates_only
+from arguments.settings import Settings, Violation, is_eval_only
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -58,14 +59,33 @@ class Arguments:
     unbuildable: tuple[Violation, ...] = ()
 
     @property
-    def evaluates_only(self) -> bool:
-        """Does the run evaluate a model and nothing else?"""
-        return evaluates_only(self.training.skip_train, self.moe.moe_use_upcycling, self.output.ckpt_convert_format)
+    def is_eval_only(self) -> bool:
+        """Whether the run only evaluates a model."""
+        return is_eval_only(self.training.skip_train, self.moe.moe_use_upcycling, self.output.ckpt_convert_format)
 
     @property
-    def keeps_weights(self) -> bool:
-        """Do the weights stay as they are, so that there are no gradients and no optimizer?"""
-        return self.evaluates_only or self.optimizer.freeze_all_layers
+    def has_frozen_weights(self) -> bool:
+        """Whether the weights stay unchanged, so that there are no gradients and no optimizer."""
+        return self.is_eval_only or self.optimizer.freeze_all_layers
+
+    @property
+    def has_fp8_params(self) -> bool:
+        """Whether the weights of quantized layers are stored in fp8 (--fp8-param-gather).
+
+        Not with full sharding, on any number of ranks: then one process computes with the same weights. MXFP8 weights
+        cannot be stored once for both GEMMs (quantization/fp8_weight.py: can_store_in_fp8).
+        """
+        precision, parallel = self.precision, self.parallel
+        is_fully_sharded = parallel.use_torch_fsdp2 or (
+            parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "optim"
+        )
+        return bool(
+            precision.fp8
+            and precision.fp8_param_gather
+            and precision.fp8_recipe not in ("mxfp8", "custom")
+            and parallel.use_distributed_optimizer
+            and not is_fully_sharded
+        )
 
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
@@ -74,7 +94,7 @@ class Arguments:
 
 def freeze(settings: Settings, world_size: int | None, unbuildable: Iterable[Violation] = ()) -> Arguments:
     """Freeze resolved settings into sections."""
-    sections = {
+    sections: dict[str, Any] = {
         name: cls(**{f.name: settings.values[f.name] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS
     }
     return Arguments(

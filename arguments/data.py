@@ -1,9 +1,11 @@
 """DataArgs: corpora, samples, tokenizer.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +13,28 @@ from arguments.schema import flag
 
 DEFAULT_SPLIT = "969, 30, 1"
 """Taken for --split where it is not given."""
+
+
+def split_weights(text: str) -> tuple[float, float, float]:
+    """Parse --split such as 969,30,1 into the shares of training, validation and test; missing ones are 0.
+
+    Raises:
+        ValueError: with what is needed.
+    """
+    words = [word for word in re.split(r"[,/\s]+", text.strip().strip("'\"")) if word]
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        raise ValueError("needs up to three numbers separated by commas, for example 969,30,1") from None
+    if not all(map(math.isfinite, weights)):
+        raise ValueError("needs finite numbers")
+    if not 1 <= len(weights) <= 3:
+        raise ValueError(f"has {len(weights)} numbers; needs one to three: training, validation, test")
+    if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+        raise ValueError("needs numbers that are not negative and not all 0")
+    train, valid, test = weights + [0.0] * (3 - len(weights))
+    total = train + valid + test
+    return train / total, valid / total, test / total
 
 
 @dataclass(frozen=True)
@@ -29,29 +53,29 @@ class DataArgs:
     test_data_path: list[str] | None = flag(None, nargs="*")
     """Prefixes (with weights) for test."""
     data_args_path: str | None = None
-    """File that holds what --data-path would."""
+    """File with the value of --data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with a list of prefixes for each of train, valid and test."""
     per_dataset_sequences_path: str | None = None
-    """JSON file with the number of sequences of each data set."""
+    """JSON file with the number of sequences of each dataset."""
     mock_data: bool = False
-    """Train on made-up tokens."""
+    """Train on synthetic tokens."""
     phase_transition_iterations: str | None = None
-    """Iterations at which a phase of training ends: save, stop, go on with another data blend."""
+    """Iterations at which a training phase ends: save, stop, continue with another data blend."""
     data_cache_path: str | None = None
-    """Folder for index files."""
+    """Directory for index files."""
 
     # ---- samples
-    seq_length: int | None = None
+    seq_length: int = flag(None)
     """Tokens per sample."""
     reset_position_ids: bool = False
-    """Start positions anew after each end-of-document token."""
+    """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = False
     """Do not attend across end-of-document tokens."""
     eod_mask_loss: bool = False
-    """No loss on end-of-document tokens."""
+    """Compute no loss on end-of-document tokens."""
     create_attention_mask_in_dataloader: bool = flag(True, off=("--no-create-attention-mask-in-dataloader",))
-    """Make the attention mask in the data loader."""
+    """Create the attention mask in the data loader."""
     dataloader_inter_document_masking: bool = False
     """Mask documents from each other through sequence lengths."""
     allow_ambiguous_pad_tokens: bool = False
@@ -61,15 +85,15 @@ class DataArgs:
     fim_data: bool = False
     """Rearrange documents into prefix, suffix and middle (FIM), so that the model learns to fill gaps."""
     fim_rate: float = 0.5
-    """How often a document is rearranged."""
+    """Fraction of documents that are rearranged."""
     fim_spm_rate: float = 0.5
-    """How often a rearranged document has its suffix first (SPM) instead of its prefix (PSM)."""
+    """Fraction of rearranged documents with the suffix first (SPM) instead of the prefix (PSM)."""
     fim_split_sample: str | None = None
     """Token that divides a document into fragments, which are rearranged one by one."""
     fim_fragment_rate: float | None = None
-    """How often a fragment is rearranged, with --fim-split-sample."""
+    """Fraction of fragments that are rearranged, with --fim-split-sample."""
     fim_no_prefix: str | None = None
-    """Leave text alone that begins with these words."""
+    """Do not rearrange text that begins with these words."""
     fim_prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
     fim_middle_token: str = "<fim_middle>"
@@ -83,19 +107,19 @@ class DataArgs:
 
     # ---- reading
     num_workers: int = 2
-    """Data-loading processes per rank."""
+    """Number of data-loading processes per rank."""
     mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",))
     """Map .bin files into memory instead of reading them."""
     num_dataset_builder_threads: int = 1
-    """Threads per rank that build data sets."""
+    """Threads per rank that build datasets."""
     mid_level_dataset_surplus: float = 0.005
-    """Extra samples taken of each data set of a blend, as a fraction."""
+    """Extra samples of each dataset of a blend, as a fraction."""
     dataloader_fast_cache_load: bool = False
     """Trust that index files exist and skip the checks."""
     dataloader_defer_npy_index_mmap: bool = False
     """Map index files on first use."""
     object_storage_cache_path: str | None = None
-    """Local folder for index files of data in object storage."""
+    """Local directory for index files of data in object storage."""
 
     # ---- tokenizer
     tokenizer_type: (
@@ -115,9 +139,9 @@ class DataArgs:
         ]
         | None
     ) = None
-    """Which tokenizer."""
+    """Kind of tokenizer. Unset: GPT2BPETokenizer."""
     tokenizer_model: str | None = None
-    """Model file, folder or hub name of the tokenizer."""
+    """Model file, directory or hub name of the tokenizer."""
     vocab_file: str | None = None
     """Vocabulary file of the GPT-2 BPE tokenizer."""
     merge_file: str | None = None
@@ -133,17 +157,17 @@ class DataArgs:
             "--disable-pad-vocab-size",
         ),
     )
-    """Pad the vocabulary at all."""
+    """Pad the vocabulary."""
     metadata_path: str | None = flag(None, "--tokenizer-metadata")
-    """File or folder with the tokenizer's metadata."""
+    """File or directory with the tokenizer's metadata."""
     special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens")
-    """Special tokens to add."""
+    """Special tokens to add to the tokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = None
-    """Pre-tokenisation pattern of tiktoken."""
+    """Pre-tokenization pattern of tiktoken."""
     tiktoken_num_special_tokens: int = 1000
     """Number of special tokens of tiktoken."""
     tokenizer_sentencepiece_legacy: bool = False
-    """SentencePiece's old treatment of special tokens."""
+    """Use SentencePiece's legacy treatment of special tokens."""
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
         True,
         off=(
@@ -163,4 +187,4 @@ class DataArgs:
     null_tokenizer_pad_id: int = -1
     """Pad token of the null tokenizer."""
     use_gigatoken: bool = False
-    """Use the gigatoken library."""
+    """Use the gigatoken library for tokenization."""

@@ -1,4 +1,4 @@
-"""--help [TOPIC|--flag]: every flag with its meaning, default and standing, read from the section files only when asked for."""
+"""--help [TOPIC|--flag]: every flag with its meaning, default and status, read from the section files."""
 
 import ast
 import difflib
@@ -8,39 +8,44 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from arguments import standing
+from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
 from arguments.schema import Option, layer_pattern
 
 EXAMPLES = """pretrain_moe.py: no flags were given. For example:
-  python pretrain_moe.py --preset mixtral_tiny --mock-data --train-iters 20                            train a small model for a minute
-  python pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 1024            check a command line
-  python pretrain_moe.py --use-checkpoint-args --load CHECKPOINTS --skip-train                         evaluate a checkpoint
+  python pretrain_moe.py --preset mixtral_tiny --mock-data --train-iters 20                  train a small model
+  python pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 1024  check a command line
+  python pretrain_moe.py --use-checkpoint-args --load CHECKPOINTS --skip-train               evaluate a checkpoint
 --help lists every flag, --help moe (or --help --moe-router-topk) some of them.
 """
 
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
-       pretrain_moe.py --help [TOPIC|--flag]        TOPIC: a section (moe, parallel, data, ...), a heading, or part of a flag's name
+       pretrain_moe.py --help [TOPIC|--flag]    TOPIC: a section (moe, data, ...), a heading, or part of a flag's name
 
 Pretrain a Mixture-of-Experts language model. The flags are Megatron-LM's, without abbreviations; of several the last
 wins. A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets.
-[idle]: accepted, without effect here. [later]: refused by name until a later version. [old]: see the new name.
+[no effect]: accepted, but has no effect here. [not implemented]: rejected until a later version. [renamed]: see the
+new name.
 """
 
 
 def field_docs(section: str) -> dict[str, tuple[str, str]]:
-    """(heading, help text) of every field of a section, from its source file."""
+    """Return (heading, help text) of every field of a section, from its source file."""
     source = Path(__file__).with_name(f"{section}.py").read_text(encoding="ascii")
     headings = [
         (number, line.removeprefix("    # ---- "))
         for number, line in enumerate(source.splitlines(), 1)
         if line.startswith("    # ---- ")
     ]
-    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
+    body = next(
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name.endswith("Args")
+    ).body
     docs = {}
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = str(after.value.value)
             heading = next(name for number, name in reversed(headings) if number < node.lineno)
             docs[node.target.id] = (heading, " ".join(text.split()))
     return docs
@@ -62,19 +67,21 @@ def _value_name(option: Option) -> str:
 
 
 def _tail(option: Option) -> str:
-    """Default, long choices, and standing."""
+    """Return the default, long lists of choices, and the status."""
     parts = []
     if option.choices and len(option.choices) > 8:
         parts.append(f"Choices: {', '.join(map(str, option.choices))}.")
     if option.takes != 0 and option.default not in (None, []):
         default = " ".join(map(str, option.default)) if isinstance(option.default, list) else option.default
         parts.append(f"Default: {default}.")
-    tag = {"idle": "[idle]", "later": "[later]", "renamed": "[old]"}.get(standing.standing_of(option.dest)[0])
+    tag = {"no effect": "[no effect]", "not implemented": "[not implemented]", "renamed": "[renamed]"}.get(
+        flag_status.get_flag_status(option.dest)[0]
+    )
     return " ".join([*parts, *([tag] if tag else [])])
 
 
 def help_lines(width: int = 100, options: frozenset[str] | None = None) -> Iterator[str]:
-    """The help text, line by line. options: only these, by destination."""
+    """Yield the help text, line by line; `options` restricts it to some destinations."""
     if options is None:
         yield from HEAD.splitlines()
     for section, cls in SECTIONS:
@@ -98,25 +105,40 @@ def help_lines(width: int = 100, options: frozenset[str] | None = None) -> Itera
 
 
 def about(topic: str) -> frozenset[str]:
-    """The options that a topic names, by destination: a flag, a section, a heading, or what has the topic in its name.
+    """Return the destinations that a topic names: a flag, a section, a heading, or part of a flag's name.
 
-    Raises: ValueError with what could have been meant when there are none.
+    Raises:
+        ValueError: if there are none, with suggestions.
     """
     word = topic.lower()
     hyphenated = topic.partition("=")[0].replace("_", "-")
     sections = {section for section, _ in SECTIONS}
     if topic.startswith("-"):
-        found = {option.dest for option in OPTIONS.values() if hyphenated in (spelling.replace("_", "-") for spelling in option.spellings)}
+        found = {
+            option.dest
+            for option in OPTIONS.values()
+            if hyphenated in (spelling.replace("_", "-") for spelling in option.spellings)
+        }
     elif word in sections:
         found = {option.dest for option in OPTIONS.values() if option.section == word}
     else:
         headings = {dest: heading for section in sections for dest, (heading, _) in field_docs(section).items()}
         found = {dest for dest, heading in headings.items() if word.replace("_", " ") in heading.lower()}
-        found |= {option.dest for option in OPTIONS.values() if any(word.replace("_", "-") in spelling for spelling in option.spellings)}
+        found |= {
+            option.dest
+            for option in OPTIONS.values()
+            if any(word.replace("_", "-") in spelling for spelling in option.spellings)
+        }
     found = {dest for dest in found if not OPTIONS[dest].hidden}
     if not found:
-        near = difflib.get_close_matches(hyphenated, [spelling for option in OPTIONS.values() for spelling in option.spellings], 3, 0.6)
-        advice = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(section for section, _ in SECTIONS)}"
+        near = difflib.get_close_matches(
+            hyphenated, [spelling for option in OPTIONS.values() for spelling in option.spellings], 3, 0.6
+        )
+        advice = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"sections: {', '.join(section for section, _ in SECTIONS)}"
+        )
         raise ValueError(f"--help {topic}: there is no such flag or topic; {advice}")
     return frozenset(found)
 
@@ -127,9 +149,9 @@ def _paragraph(text: str, width: int) -> list[str]:
 
 
 def run_help(argv: list[str]) -> int:
-    """Print the help text to standard output: of what follows --help or -h, or everything. Returns: the exit code, 0 or 2."""
+    """Print the help text, of the topic after --help or -h if there is one, and return the exit code, 0 or 2."""
     width = min(max(shutil.get_terminal_size().columns, 60), 120)
-    rest = argv[min(argv.index(word) for word in ("--help", "-h") if word in argv) + 1:]
+    rest = argv[min(argv.index(word) for word in ("--help", "-h") if word in argv) + 1 :]
     try:
         options = about(rest[0]) if rest else None
     except ValueError as error:

@@ -1,11 +1,9 @@
-"""Rules about the machine a job runs on: environment variables, the GPU's generation, versions of installed packages.
+"""Rules about the machine of a job: environment variables, GPU generation, versions of installed packages.
 
-Parsing never looks at the machine, so that a command line can be checked on a laptop. A run calls `check_machine` at
-start-up with its environment and its GPU's compute capability, `check_packages` with the versions it finds, and applies
-`environment_defaults` before anything reads the environment. `arch` None means that there is no GPU; all variables here
-steer GPU libraries, so nothing is asked of them then.
-
-Findings of kind "machine" are errors; those of kind "note" are said and the run goes on.
+Parsing does not look at the machine, so that a command line can be checked on a laptop. A run calls `check_machine` at
+start-up with its environment and compute capability, `check_packages` with installed versions, and applies
+`environment_defaults` before anything reads the environment. `arch` None means no GPU; the variables here affect GPU
+libraries only. Violations of kind "machine" are errors; those of kind "note" are logged.
 """
 
 import os
@@ -13,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from arguments.container import OPTIONS, Arguments
-from arguments.rules.facts import Facts, gather, say
+from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
 from arguments.settings import Settings, Violation
 
 BLACKWELL = 10
@@ -29,7 +27,7 @@ DETERMINISTIC = (
 ATTENTION_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 ATTENTION = (("flash", ("1", "0", "0")), ("fused", ("0", "1", "0")), ("unfused", ("0", "0", "1")))
 
-Rule = Callable[[Settings, Facts, Mapping[str, str], int], Iterator[Violation]]
+Rule = Callable[[Settings, DerivedSizes, Mapping[str, str], int], Iterator[Violation]]
 
 
 def check_machine(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> list[Violation]:
@@ -37,7 +35,7 @@ def check_machine(args: Arguments | Settings, env: Mapping[str, str], arch: int 
     if arch is None:
         return []
     s = _flat(args)
-    facts = gather(s, None)
+    facts = derive_sizes(s, None)
     return [violation for rule in RULES for violation in rule(s, facts, env, arch)]
 
 
@@ -45,15 +43,18 @@ def check_packages(args: Arguments | Settings, versions: Mapping[str, str]) -> l
     """Check resolved arguments against versions of installed packages; packages that are absent are not judged here."""
     s = _flat(args)
     return [
-        Violation(tuple(s.flag(dest) for dest in dests), f"{s.flag(dests[0])} needs {package} {least} or later, found "
-                  f"{versions[package]}.", "machine")
+        Violation(
+            tuple(s.flag(dest) for dest in dests),
+            f"{s.flag(dests[0])} needs {package} {least} or later, found {versions[package]}.",
+            "machine",
+        )
         for dests, package, least in _MINIMUM_VERSIONS
         if package in versions and all(getattr(s, dest) for dest in dests) and _older(versions[package], least)
-    ]  # fmt: skip
+    ]
 
 
 def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> dict[str, str]:
-    """Variables that a run should set because its flags imply them and nobody has set them."""
+    """Return the variables that a run should set because its flags imply them, unless they are set."""
     s = _flat(args)
     wanted = _flight_recorder(s, env)
     if arch is None:
@@ -68,10 +69,10 @@ def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arc
 
 
 def allocator_environment(args: Arguments | Settings, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, whose allocator reads them once: segments of CUDA memory that can grow.
+    """Return variables to set before torch is imported, so that its allocator uses expandable segments.
 
-    The counts of routed tokens vary, so that segments of fixed sizes fragment. Nothing where the user has chosen, where NCCL registers
-    buffers, which must not move, or would register those of captured graphs.
+    The number of routed tokens varies, which fragments segments of fixed size. Nothing is set if the user has chosen,
+    or if NCCL registers buffers, which must not move; NCCL does not register those of captured graphs then.
     """
     s = _flat(args)
     if any(name in env for name in ALLOCATOR) or s.nccl_ub:
@@ -82,12 +83,18 @@ def allocator_environment(args: Arguments | Settings, env: Mapping[str, str]) ->
 
 
 def _flight_recorder(s: Settings, env: Mapping[str, str]) -> dict[str, str]:
-    """What torch's flight recorder reads, under its present and its older names; asked for by the flag or by a path in the environment."""
-    path = env.get("TORCH_FR_DUMP_TEMP_FILE") or env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or s.flight_recorder_dump_path
+    """Return the variables of torch's flight recorder, under present and older names, if it is requested."""
+    path = (
+        env.get("TORCH_FR_DUMP_TEMP_FILE") or env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or s.flight_recorder_dump_path
+    )
     if path is None:
         return {}
     prefix = os.path.join(path, "_dump_") if os.path.isdir(path) else path
-    size = env.get("TORCH_FR_BUFFER_SIZE") or env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or str(s.flight_recorder_trace_buffer_size)
+    size = (
+        env.get("TORCH_FR_BUFFER_SIZE")
+        or env.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+        or str(s.flight_recorder_trace_buffer_size)
+    )
     return {
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
@@ -119,7 +126,9 @@ def _env(env: Mapping[str, str], name: str) -> str:
     return f"{name}={env[name]}" if name in env else f"{name} is not set"
 
 
-def one_connection_for_split_layers(s: Settings, f: Facts, env: Mapping[str, str], arch: int) -> Iterator[Violation]:
+def one_connection_for_split_layers(
+    s: Settings, f: DerivedSizes, env: Mapping[str, str], arch: int
+) -> Iterator[Violation]:
     """Before Blackwell the order of kernels on one connection is what overlaps communication with computation."""
     split = [d for d, n in (("tensor_model_parallel_size", f.tp), ("context_parallel_size", f.cp)) if n > 1]
     if not split or arch >= BLACKWELL or env.get(CONNECTIONS) == "1":
@@ -127,19 +136,19 @@ def one_connection_for_split_layers(s: Settings, f: Facts, env: Mapping[str, str
     lenient = [d for d in ("overlap_moe_expert_parallel_comm", "use_megatron_fsdp", "use_torch_fsdp2") if getattr(s, d)]
     if lenient:
         message = (
-            f"{say(s, split[0])} with {s.flag(lenient[0])}: on GPUs before Blackwell both want different values of "
+            f"{s.describe(split[0])} with {s.flag(lenient[0])}: on GPUs before Blackwell both want different values of "
             f"{CONNECTIONS}; expect less overlap."
         )
         yield _finding(s, message, split[0], lenient[0], kind="note")
         return
     message = (
-        f"{say(s, split[0])} on a GPU before Blackwell needs {CONNECTIONS}=1 in the environment "
+        f"{s.describe(split[0])} on a GPU before Blackwell needs {CONNECTIONS}=1 in the environment "
         f"({_env(env, CONNECTIONS)}): kernels must start in the order they are issued."
     )
     yield _finding(s, message, *split)
 
 
-def several_connections(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+def several_connections(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
     if env.get(CONNECTIONS) != "1":
         return
     for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
@@ -150,14 +159,14 @@ def several_connections(s: Settings, _f: Facts, env: Mapping[str, str], _arch: i
             )
             yield _finding(s, message, dest)
     if s.pipeline_model_parallel_comm_backend == "ucc":
-        message = f"{say(s, 'pipeline_model_parallel_comm_backend')} needs {CONNECTIONS} above 1 or not set."
+        message = f"{s.describe('pipeline_model_parallel_comm_backend')} needs {CONNECTIONS} above 1 or not set."
         yield _finding(s, message, "pipeline_model_parallel_comm_backend")
     if s.overlap_moe_expert_parallel_comm:
         message = f"{s.flag('overlap_moe_expert_parallel_comm')} overlaps better with {CONNECTIONS}=32 than with 1."
         yield _finding(s, message, "overlap_moe_expert_parallel_comm", kind="note")
 
 
-def deterministic_libraries(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+def deterministic_libraries(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
     if not s.deterministic_mode:
         return
     for name, accepted in DETERMINISTIC:
@@ -168,28 +177,30 @@ def deterministic_libraries(s: Settings, _f: Facts, env: Mapping[str, str], _arc
             yield _finding(s, message, "deterministic_mode")
 
 
-def offloading_switch(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+def offloading_switch(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
     dest, name = "fine_grained_activation_offloading", "NVTE_CPU_OFFLOAD_V1"
     if s.fine_grained_activation_offloading and env.get(name) != "1":
         message = f"{s.flag(dest)} needs {name}=1 in the environment ({_env(env, name)})."
         yield _finding(s, message, dest)
 
 
-def expandable_segments(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+def expandable_segments(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
     allocator = next((name for name in ALLOCATOR if name in env), None)
     if allocator is None:
         return
     if EXPANDABLE not in env[allocator]:
         if s.num_experts:
             message = (
-                f"{_env(env, allocator)} is kept: without {EXPANDABLE} memory fragments, since {s.flag('num_experts')} makes sizes "
+                f"{_env(env, allocator)} is kept: without {EXPANDABLE} memory fragments, since "
+                f"{s.flag('num_experts')} makes sizes "
                 "vary with the routing."
             )
             yield _finding(s, message, "num_experts", kind="note")
         return
     if s.cuda_graph_impl == "transformer_engine" and env.get("NCCL_GRAPH_REGISTER") != "0":
         message = (
-            f"{say(s, 'cuda_graph_impl')} with {_env(env, allocator)} needs NCCL_GRAPH_REGISTER=0 in the environment "
+            f"{s.describe('cuda_graph_impl')} with {_env(env, allocator)} needs NCCL_GRAPH_REGISTER=0 in the "
+            "environment "
             f"({_env(env, 'NCCL_GRAPH_REGISTER')}): registered buffers may move."
         )
         yield _finding(s, message, "cuda_graph_impl")
@@ -198,12 +209,12 @@ def expandable_segments(s: Settings, _f: Facts, env: Mapping[str, str], _arch: i
         yield _finding(s, message, "nccl_ub")
 
 
-def attention_switches(s: Settings, _f: Facts, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+def attention_switches(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
     if s.transformer_impl != "transformer_engine":
         return
     for name, value in zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False):
         if env.get(name, value) != value:
-            message = f"{say(s, 'attention_backend')} needs {name}={value} or not set, but {_env(env, name)}."
+            message = f"{s.describe('attention_backend')} needs {name}={value} or not set, but {_env(env, name)}."
             yield _finding(s, message, "attention_backend")
     name = "NVTE_APPLY_QK_LAYER_SCALING"
     if name in env and (env[name] == "1") != bool(s.apply_query_key_layer_scaling):
@@ -213,14 +224,15 @@ def attention_switches(s: Settings, _f: Facts, env: Mapping[str, str], _arch: in
         yield _finding(s, message, "apply_query_key_layer_scaling")
 
 
-def gpu_generation(s: Settings, _f: Facts, _environment: Mapping[str, str], arch: int) -> Iterator[Violation]:
+def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str], arch: int) -> Iterator[Violation]:
     if s.moe_grouped_gemm and arch < 8:
         message = f"{s.flag('moe_grouped_gemm')} needs a GPU of compute capability 8.0 or later, this one has {arch}.x."
         yield _finding(s, message, "moe_grouped_gemm")
     for dest, blackwell_only in (("fp8_recipe", s.fp8 and s.fp8_recipe == "mxfp8"), ("fp4", bool(s.fp4))):
         if blackwell_only and arch < BLACKWELL:
             message = (
-                f"{say(s, dest)} has hardware support from Blackwell on (compute capability 10), this GPU has {arch}.x."
+                f"{s.describe(dest)} has hardware support from Blackwell on (compute capability 10), this GPU has "
+                f"{arch}.x."
             )
             yield _finding(s, message, dest, kind="note")
 

@@ -1,7 +1,7 @@
 """ModelArgs: the shape and mathematics of the transformer.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ class ModelArgs:
     """The shape and mathematics of the transformer."""
 
     # ---- sizes
-    num_layers: int | None = None
+    num_layers: int = flag(None)
     """Number of decoder layers (multi-token-prediction layers not counted)."""
-    hidden_size: int | None = None
+    hidden_size: int = flag(None)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int = flag(None)
     """Width of a dense feed-forward layer. Unset: 4 x hidden size, or 8/3 x hidden size rounded down to a multiple
     of 64 with --swiglu."""
-    num_attention_heads: int | None = None
+    num_attention_heads: int = flag(None)
     """Number of query heads."""
-    kv_channels: int | None = None
+    kv_channels: int = flag(None)
     """Size of one attention head. Unset: hidden size / heads."""
     group_query_attention: bool = False
     """Share each key/value head among a group of query heads."""
     num_query_groups: int = 1
-    """Number of key/value heads; counts only with --group-query-attention."""
-    max_position_embeddings: int | None = None
+    """Number of key/value heads; has an effect only with --group-query-attention."""
+    max_position_embeddings: int = flag(None)
     """Largest position the model may see; at least --seq-length."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this, times the tensor-parallel size."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights instead of the embedding's."""
 
-    # ---- normalisation and activations
+    # ---- normalization and activations
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Kind of normalisation before attention, before the feed-forward layer and at the end."""
+    """Kind of normalization before attention, before the feed-forward layer and at the end."""
     layernorm_epsilon: float = flag(1e-05, "--norm-epsilon")
-    """Added to the variance before the root is taken."""
+    """Constant added to the variance before its square root is taken."""
     layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p")
     """Store the norm's gain minus one, so that weight decay pulls it towards one."""
     apply_residual_connection_post_layernorm: bool = False
@@ -50,9 +50,9 @@ class ModelArgs:
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
     qk_layernorm: bool = False
-    """Normalise queries and keys of each head."""
+    """Normalize the queries and keys of each head."""
     qk_l2_norm: bool = False
-    """Normalise queries and keys by their length, without a learned gain (Llama 4)."""
+    """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
     swiglu: bool = False
     """Gated SiLU feed-forward layers (dense and experts)."""
     squared_relu: bool = False
@@ -83,9 +83,9 @@ class ModelArgs:
         "relative",
         "none",
     ] = "learned_absolute"
-    """How positions enter: a learned table, rotary, YaRN, none."""
+    """Kind of position embedding: a learned table, rotary, YaRN, or none."""
     use_rotary_position_embeddings: bool = False
-    """Old spelling of --position-embedding-type rope."""
+    """Deprecated spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
     """Add a learned position table (Megatron's old switch; only rope ignores it)."""
     rotary_base: int = 10000
@@ -121,7 +121,7 @@ class ModelArgs:
     flash_attention_version: Literal[2, 3, 4] | None = None
     """Which FlashAttention generation to ask for."""
     use_flash_attn: bool = False
-    """Ask for FlashAttention (nothing reads it any more)."""
+    """Request FlashAttention (nothing reads this flag any more)."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
     window_size: tuple[int, int] | None = flag(None, parse=int_pair)
@@ -159,7 +159,7 @@ class ModelArgs:
     mscale_all_dim: float = 0.0
     """YaRN's attention temperature for all channels."""
     mla_down_proj_fusion: bool = False
-    """Compute the query and key/value down projections in one product."""
+    """Compute the query and key/value down projections in one GEMM."""
 
     # ---- linear and sparse attention
     experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net"] | None = None
@@ -176,11 +176,11 @@ class ModelArgs:
     """Number of key heads of a gated DeltaNet layer."""
     linear_num_value_heads: int = 32
     """Number of value heads of a gated DeltaNet layer."""
-    dsa_indexer_n_heads: int | None = None
+    dsa_indexer_n_heads: int = flag(None)
     """Sparse attention: heads of the lightning indexer."""
-    dsa_indexer_head_dim: int | None = None
+    dsa_indexer_head_dim: int = flag(None)
     """Sparse attention: size of an indexer head."""
-    dsa_indexer_topk: int | None = None
+    dsa_indexer_topk: int = flag(None)
     """Sparse attention: keys each query attends to."""
     dsa_indexer_topk_freq: int = 1
     """Sparse attention: how often a layer computes its own selection."""
@@ -189,7 +189,8 @@ class ModelArgs:
     dsa_indexer_loss_coeff: float | None = None
     """Sparse attention: weight of the indexer's KL loss."""
     dsa_indexer_warmup: bool = False
-    """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is frozen. Ours."""
+    """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is
+    frozen. A flag of this program."""
     dsa_indexer_use_sparse_loss: bool = False
     """Sparse attention: take the KL loss over the selected keys only."""
     dsa_indexer_rope_interleaved: bool = False
@@ -217,7 +218,8 @@ class ModelArgs:
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
     """Sparse attention: kernel library."""
     dsa_attention_form: Literal["auto", "masked", "gathered"] = "auto"
-    """Sparse attention: multiply all keys and mask those not chosen, gather the chosen ones' latents, or what the shapes make cheaper. Ours."""
+    """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
+    whichever is cheaper for the shapes. A flag of this program."""
 
     # ---- multi-token prediction
     mtp_num_layers: int | None = None
@@ -231,23 +233,24 @@ class ModelArgs:
     mtp_hsm: bool = False
     """Predict the hidden state of the next depth (hidden-state matching)."""
 
-    # ---- initialisation
+    # ---- initialization
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x layers)."""
+    """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
     embedding_init_method_std: float | None = None
     """Standard deviation of the initial embedding. Unset: --init-method-std."""
     init_method_xavier_uniform: bool = False
     """Draw initial weights from Xavier's uniform distribution."""
     perform_initialization: bool = flag(True, off=("--no-initialization",))
-    """Initialise the weights (off: leave them as allocated, when a checkpoint follows)."""
+    """Initialize the weights (off: leave them as allocated, when a checkpoint follows)."""
     use_cpu_initialization: bool | None = None
     """Draw the initial weights on the CPU."""
     init_model_with_meta_device: bool = False
-    """Build the model without storage first, and materialise it when it is sharded."""
+    """Build the model without storage first, and materialize it when it is sharded."""
 
     # ---- maximal update parametrization
     use_mup: bool = False
-    """Scale initial weights, logits and learning rates with the width (muP), so that rates found at one width serve another."""
+    """Scale initial weights, logits and learning rates with the width (muP), so that rates tuned at one width fit
+    another."""
     mup_base_hidden_size: int | None = None
     """muP: the width at which nothing is scaled. Unset: --hidden-size."""
     mup_embedding_mult: float = 1.0
@@ -263,7 +266,7 @@ class ModelArgs:
     cross_entropy_loss_fusion: bool = False
     """Use a fused cross-entropy kernel."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Whose fused cross-entropy: our own or TransformerEngine's."""
+    """Implementation of the fused cross-entropy: native or TransformerEngine."""
     masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
     """Fuse scaling, masking and softmax of attention."""
     bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
@@ -283,11 +286,11 @@ class ModelArgs:
     use_te_activation_func: bool = False
     """Use TransformerEngine's activation function."""
     use_grouped_gemm_for_shared_expert: bool = False
-    """Run the shared expert through the grouped product."""
+    """Run the shared expert through the grouped GEMM."""
     use_grouped_gemm_for_dense_mlp: bool = False
-    """Run dense feed-forward layers through the grouped product."""
+    """Run dense feed-forward layers through the grouped GEMM."""
     deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
-    """Use Megatron-Core's models (there is no other kind left)."""
+    """Use Megatron-Core's models (the only kind)."""
 
     @property
     def width_mult(self) -> float:
@@ -296,7 +299,7 @@ class ModelArgs:
 
     @property
     def softmax_scale(self) -> float | None:
-        """Factor of attention scores under muP. None: 1 / the root of the key size, as latent attention has it in any case."""
+        """Factor of attention scores under muP; None for 1 / sqrt(key size), which latent attention always has."""
         if not self.use_mup or self.multi_latent_attention:
             return None
         base = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim**0.5
@@ -304,5 +307,5 @@ class ModelArgs:
 
     @property
     def query_groups(self) -> int:
-        """Groups of heads that share one key and value: --num-query-groups counts only with --group-query-attention."""
+        """Number of key/value heads: --num-query-groups with --group-query-attention, else the number of heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads

@@ -1,16 +1,31 @@
 """MoEArgs: experts, router, balancing, dispatch.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from arguments.fine_grid import FineGrid
 from arguments.schema import flag, layer_pattern
 
 BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
+
+
+class ExpertGrid(NamedTuple):
+    """Layout of FineRMoE's experts as [slices, candidates, group_size], the last fastest.
+
+    Each slice of the output comes from one of its candidate groups of experts. Source: arXiv 2603.13364.
+    """
+
+    slices: int
+    candidates: int
+    group_size: int
+
+    @property
+    def num_experts(self) -> int:
+        """Total number of experts."""
+        return self.slices * self.candidates * self.group_size
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class MoEArgs:
     num_experts: int | None = None
     """Number of routed experts in a MoE layer. Unset or 0: a dense model."""
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
-    """Which layers are MoE: N means every N-th from the first, a pattern such as ([0]*3+[1]*58) says it per layer."""
+    """MoE layers: N means every N-th from the first, a pattern such as ([0]*3+[1]*58) sets it per layer."""
     moe_ffn_hidden_size: int | None = None
     """Width of one expert. Unset: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = None
@@ -29,7 +44,7 @@ class MoEArgs:
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate of the token."""
     moe_shared_expert_overlap: bool = False
-    """Run the shared expert while tokens are on their way to the routed experts."""
+    """Compute the shared expert while tokens are exchanged between expert ranks."""
     moe_shared_expert_glu_interleave_size: int | None = None
     """Interleave gate and linear channels of the shared expert in blocks of this size."""
     moe_mlp_glu_interleave_size: int | None = None
@@ -37,29 +52,30 @@ class MoEArgs:
     moe_latent_size: int | None = None
     """Project tokens down to this width before the routed experts and up again after them (LatentMoE)."""
     finermoe_intermediate_granularity: int | None = flag(None, "--finermoe-intermediate-granularity", "--G-I")
-    """FineRMoE: how many experts share the width of a dense layer (--ffn-hidden-size). A flag of this program, as the next three."""
+    """FineRMoE: number of experts that share the width of a dense layer (--ffn-hidden-size). A flag of this program, as
+    the next three."""
     finermoe_output_granularity: int | None = flag(None, "--finermoe-output-granularity", "--G-O")
-    """FineRMoE: into how many slices the output is cut; an expert makes one of them."""
+    """FineRMoE: number of slices the output is split into; an expert computes one of them."""
     finermoe_intermediate_expansion: int = flag(0, "--finermoe-intermediate-expansion", "--R-I")
-    """FineRMoE: how many times the width of a dense layer stands in a group of experts. 0: as often as it is cut."""
+    """FineRMoE: number of dense-layer widths in a group of experts. 0: --finermoe-intermediate-granularity."""
     finermoe_output_expansion: int = flag(0, "--finermoe-output-expansion", "--R-O")
-    """FineRMoE: groups of experts that a slice of the output chooses from. 0: as many as there are slices."""
+    """FineRMoE: number of expert groups that a slice of the output chooses from. 0: the number of slices."""
     moe_apply_probs_on_input: bool = False
     """Multiply the router's probability into the expert's input instead of its activation (top-1 only)."""
     moe_grouped_gemm: bool = False
-    """Compute all local experts in one grouped product."""
+    """Compute all local experts in one grouped GEMM."""
     moe_use_grouped_tensor: bool = False
-    """Keep expert weights as TransformerEngine grouped tensors."""
+    """Store expert weights as TransformerEngine grouped tensors."""
     moe_single_grouped_weight: bool = False
-    """Keep all local expert weights in one tensor."""
+    """Store all local expert weights in one tensor."""
     moe_single_grouped_bias: bool = False
-    """Keep all local expert biases in one tensor."""
+    """Store all local expert biases in one tensor."""
 
     # ---- router
     moe_router_topk: int = 2
     """Routed experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """Turns router logits into scores."""
+    """Function that turns router logits into scores."""
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before choosing the top k, instead of over the chosen ones."""
     moe_router_topk_scaling_factor: float | None = None
@@ -67,15 +83,16 @@ class MoEArgs:
     moe_router_num_groups: int | None = None
     """Divide the experts into this many groups for group-limited routing."""
     moe_router_group_topk: int | None = None
-    """Groups a token may choose its experts from."""
+    """Number of groups a token may choose its experts from."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Format of the router's product and scores. Unset: the activations' format."""
+    """Format of the router's GEMM and scores. Unset: the activations' format."""
     moe_router_enable_expert_bias: bool = False
     """Aux-loss-free balancing: a bias per expert, used for the choice only, moved by the load."""
     moe_router_bias_update_rate: float = 0.001
-    """Step of that bias after every global batch."""
+    """Step of the expert bias after every global batch."""
     moe_router_quantile_balancing_ema: float = 0.0
-    """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last batch's estimate alone."""
+    """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last batch's estimate
+    alone."""
     moe_router_force_load_balancing: bool = False
     """Replace the logits by random ones, for benchmarks."""
     moe_router_force_biased: float | None = None
@@ -83,15 +100,15 @@ class MoEArgs:
     moe_input_jitter_eps: float | None = None
     """Multiply the router's input by uniform noise from 1 - eps to 1 + eps in training."""
     moe_router_padding_for_quantization: bool = False
-    """Pad each expert's token count to the block size of the quantised product."""
+    """Pad each expert's token count to the block size of the quantized GEMM."""
     moe_router_padding_for_fp8: bool = False
-    """Old spelling of --moe-router-padding-for-quantization."""
+    """Deprecated spelling of --moe-router-padding-for-quantization."""
     moe_enable_routing_replay: bool = False
-    """Record routing decisions and use them again."""
+    """Record routing decisions and replay them."""
 
     # ---- balancing and capacity
     moe_router_load_balancing_type: BalancingType | list[BalancingType] = "aux_loss"
-    """Balancing method, or several, each with its coefficient."""
+    """Load-balancing method, or several, each with its coefficient."""
     moe_aux_loss_coeff: float | list[float] = 0.0
     """Weight of the balancing loss; one per method."""
     moe_z_loss_coeff: float | None = None
@@ -101,30 +118,31 @@ class MoEArgs:
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens go beyond capacity: the least probable or the last ones."""
+    """Tokens to drop beyond the capacity: the least probable (probs) or the last ones (position)."""
     moe_expert_rank_capacity_factor: float | None = None
-    """Rows a rank has room for, as a multiple of an even share; more grow the room, and no token is lost. With HybridEP the counts of rows
-    stay on the device in training, and no MoE layer waits for the host; an iteration in which there was too little room is repeated."""
+    """Number of tokens that the receive buffer of a rank holds, as a multiple of an even share; the buffer grows if
+    more arrive, and no token is lost. With HybridEP token counts stay on the device in training, and no MoE layer waits
+    for the host; an iteration whose buffer was too small is rerun."""
     moe_clone_hot_experts: int = 0
-    """Experts a rank takes in when others have too many rows: clones of hot experts, planned anew for every microbatch (ECHO); the
-    same numbers, an even load. 0: none. A flag of this program."""
+    """Number of experts a rank hosts for overloaded ranks: clones of hot experts, planned for every microbatch (ECHO).
+    Same results, balanced load. 0: none. A flag of this program."""
     moe_per_layer_logging: bool = False
-    """Write balancing losses of every layer to TensorBoard, and the health of routing to metrics.jsonl and the dashboard: loads, entropy,
-    dead experts, drops, bias drift."""
+    """Write balancing losses of every layer to TensorBoard, and routing statistics (loads, entropy, dead experts,
+    drops, bias drift) to metrics.jsonl and the dashboard."""
 
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """How tokens reach the ranks that hold their experts."""
+    """Method of sending tokens to the ranks that hold their experts."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
     """Communication library of the flex dispatcher."""
     moe_enable_deepep: bool = False
-    """Old spelling of --moe-flex-dispatcher-backend deepep."""
+    """Deprecated spelling of --moe-flex-dispatcher-backend deepep."""
     moe_flex_dispatcher_num_sms: int | None = None
     """Streaming multiprocessors the flex dispatcher may occupy."""
     moe_deepep_num_sms: int | None = None
-    """Old spelling of --moe-flex-dispatcher-num-sms."""
+    """Deprecated spelling of --moe-flex-dispatcher-num-sms."""
     moe_hybridep_num_sms: int | None = None
-    """Old spelling of --moe-flex-dispatcher-num-sms."""
+    """Deprecated spelling of --moe-flex-dispatcher-num-sms."""
     moe_hybridep_num_blocks_permute: int | None = None
     """Thread blocks of HybridEP's permutation."""
     moe_hybridep_num_blocks_unpermute: int | None = None
@@ -134,37 +152,38 @@ class MoEArgs:
     moe_hybridep_pad_uneven_dispatch_inputs: bool = False
     """Pad ranks to equal token counts for HybridEP."""
     moe_permute_fusion_into_hybridep: bool = False
-    """Let HybridEP permute tokens while it sends them."""
+    """Let HybridEP permute tokens during the exchange."""
     moe_ncclep_zero_copy: bool = False
     """Let the NCCL EP backend write directly into the receiver's buffer."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    """Format of tokens on the wire in the forward dispatch (Megatron-LM: ncclep; here: the alltoall dispatcher)."""
+    """Format in which tokens are sent in the forward dispatch (Megatron-LM: ncclep; here: the alltoall dispatcher)."""
     moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    """Format of gradients on the wire in the backward of combine (as above)."""
+    """Format in which gradients are sent in the backward of combine (Megatron-LM: ncclep; here: the alltoall
+    dispatcher)."""
     moe_permute_fusion: bool = False
     """Use fused permutation kernels."""
     moe_router_fusion: bool = False
     """Use fused router kernels."""
     moe_paged_stash: bool = False
-    """Keep expert activations in pages, so that uneven routing does not need worst-case buffers."""
+    """Store expert activations in pages, so that uneven routing needs no worst-case buffers."""
     moe_paged_stash_page_size: int = 64
-    """Tokens per page."""
+    """Tokens per page of --moe-paged-stash."""
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
     """Size of the device page pool, as a multiple of an even share."""
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0
     """Size of the host page pool, as a multiple of an even share."""
     moe_layer_recompute: bool = False
-    """Old spelling of --recompute-modules moe."""
+    """Deprecated spelling of --recompute-modules moe."""
 
     # ---- upcycling
     moe_use_upcycling: bool = False
     """Turn the dense checkpoint of --load into a MoE model and save it before training."""
     moe_upcycling_granularity: int = 1
-    """How many experts one dense feed-forward layer is cut into."""
+    """Number of experts that one dense feed-forward layer is split into."""
 
     # ---- routing traces
     moe_routing_trace_path: str | None = None
-    """Folder for a trace of routing decisions: which experts every token chose, in every iteration, one file per rank."""
+    """Directory for a trace of routing decisions: the experts of every token in every iteration, one file per rank."""
     moe_routing_trace_max_training_iters: int | None = None
     """Stop the trace after this many iterations of a start or resume."""
     moe_routing_trace_capture_logits: bool = False
@@ -172,17 +191,19 @@ class MoEArgs:
     moe_routing_trace_capture_hidden_states: bool = False
     """Put the router's inputs into the trace, in bf16."""
     moe_routing_trace_dump_weights: bool = False
-    """Put the router's weights, as the trace begins, beside it."""
+    """Save the router's weights at the start of the trace next to it."""
 
     @property
-    def finermoe(self) -> FineGrid | None:
-        """The layout of FineRMoE's experts; None where experts make whole outputs."""
+    def finermoe(self) -> ExpertGrid | None:
+        """Layout of FineRMoE's experts; None if every expert computes the full output."""
         if self.finermoe_intermediate_granularity is None and self.finermoe_output_granularity is None:
             return None
         cuts, slices = self.finermoe_intermediate_granularity or 1, self.finermoe_output_granularity or 1
-        return FineGrid(slices, self.finermoe_output_expansion or slices, cuts * (self.finermoe_intermediate_expansion or cuts))
+        return ExpertGrid(
+            slices, self.finermoe_output_expansion or slices, cuts * (self.finermoe_intermediate_expansion or cuts)
+        )
 
     def expert_widths(self, hidden_size: int) -> tuple[int, int]:
-        """Of what a routed expert reads and makes: the model's, the latent's, or a slice."""
+        """Return the widths of a routed expert's input and output: the model's, the latent's, or a slice."""
         width = self.moe_latent_size or hidden_size
         return width, width // (1 if self.finermoe is None else self.finermoe.slices)

@@ -1,7 +1,7 @@
 """OptimizerArgs: optimizer, learning rate, weight decay.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class OptimizerArgs:
 
     # ---- optimizer
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
-    """The update rule."""
+    """The optimizer."""
     adam_beta1: float = 0.9
     """Decay of Adam's first moment."""
     adam_beta2: float = 0.999
     """Decay of Adam's second moment."""
     adam_eps: float = 1e-08
-    """Added to the root of Adam's second moment."""
+    """Constant added to the square root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
     lion_beta1: float = 0.95
@@ -30,7 +30,7 @@ class OptimizerArgs:
     lion_beta2: float = 0.98
     """Decay of Lion's momentum."""
     clip_grad: float = 1.0
-    """Clip the global gradient norm to this; 0 is off."""
+    """Clip the global gradient norm to this value; 0: off."""
     weight_decay: float = 0.01
     """Decoupled weight decay (not on biases and norms)."""
     start_weight_decay: float | None = None
@@ -42,7 +42,7 @@ class OptimizerArgs:
     apply_wd_to_qk_layernorm: bool = False
     """Decay the gains of the query/key norms as well."""
     no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = None
-    """Old way to choose the parameters without weight decay."""
+    """Deprecated way to choose the parameters without weight decay."""
     freeze_all_layers: bool = False
     """Run training batches forward only and update no weights."""
 
@@ -76,19 +76,21 @@ class OptimizerArgs:
     decoupled_min_lr: float | None = None
     """Smallest learning rate for embedding and output layer."""
     mup_width_mult: float = 1.0
-    """muP: what learning rates, and Adam's epsilon, are scaled by, parameter by parameter. Always --hidden-size / --mup-base-hidden-size."""
+    """muP: factor that scales learning rates and Adam's epsilon, per parameter. Always --hidden-size /
+    --mup-base-hidden-size."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
-    """Use this command line's schedule, not the checkpoint's."""
+    """Use the schedule of this command line instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
     )
-    """Use the checkpoint's schedule, not this command line's."""
+    """Use the checkpoint's schedule instead of this command line's."""
     warmup: int | None = None
     """Old warm-up percentage; use --lr-warmup-fraction."""
 
     # ---- memory
     use_precision_aware_optimizer: bool = False
-    """Let the optimizer keep its states in the formats below."""
+    """Let the optimizer store its states in the formats of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and
+    --exp-avg-sq-dtype."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of the gradients the optimizer reads."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
@@ -98,9 +100,9 @@ class OptimizerArgs:
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """Format of Adam's second moment."""
     optimizer_cpu_offload: bool = False
-    """Keep optimizer states and step on the host."""
+    """Store optimizer states and run the optimizer step on the host."""
     optimizer_offload_fraction: float = 1.0
-    """Share of the parameters whose states live on the host."""
+    """Fraction of the parameters whose states are on the host."""
     use_torch_optimizer_for_cpu_offload: bool = False
     """Use torch's optimizer for the host part."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
@@ -109,16 +111,18 @@ class OptimizerArgs:
     """Pin host memory of offloaded gradients."""
     pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",))
     """Pin host memory of offloaded parameters."""
-    chunked_optimizer_state_offload: bool = flag(False, "--chunked-optimizer-state-offload", "--offload-optimizer-states")
-    """Keep optimizer states on the host between steps; the device updates them chunk by chunk."""
+    chunked_optimizer_state_offload: bool = flag(
+        False, "--chunked-optimizer-state-offload", "--offload-optimizer-states"
+    )
+    """Store optimizer states on the host between steps; the device updates them chunk by chunk."""
     optimizer_state_offload_chunk_size_mb: int = 0
-    """Device memory for the states of one chunk, in MiB; 0 is a fixed number of elements."""
+    """Device memory for the states of one chunk, in MiB; 0: a fixed number of elements."""
     optimizer_state_offload_fraction: float = 1.0
-    """Share of the parameters whose states are kept on the host between steps."""
+    """Fraction of the parameters whose states are on the host between steps."""
     optimizer_cuda_graph: bool = False
     """Capture the optimizer step in a CUDA graph."""
     dump_param_to_param_group_map: str | None = None
-    """Write which parameter belongs to which group to this file."""
+    """Write the parameter group of every parameter to this file."""
 
     # ---- muon
     muon_momentum: float = 0.9
@@ -126,13 +130,13 @@ class OptimizerArgs:
     muon_nesterov: bool = False
     """Nesterov momentum in Muon."""
     muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
-    """Orthogonalise queries, keys and values separately."""
+    """Orthogonalize queries, keys and values separately."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """How Muon's update is scaled to the matrix."""
     muon_extra_scale_factor: float = 1.0
     """Multiply Muon's update by this."""
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
-    """Precision of the products in Newton-Schulz."""
+    """Precision of the GEMMs in Newton-Schulz."""
     muon_coefficient_type: str = "quintic"
     """Polynomial of Newton-Schulz."""
     muon_num_ns_steps: int = 5
@@ -140,6 +144,6 @@ class OptimizerArgs:
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
     """How Newton-Schulz treats tensor-parallel matrices."""
     muon_use_syrk: bool = False
-    """Use the symmetric product kernel in Newton-Schulz."""
+    """Use the symmetric GEMM kernel in Newton-Schulz."""
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
-    """Update rule of vectors and embeddings beside Muon."""
+    """Optimizer of vectors and embeddings with Muon."""

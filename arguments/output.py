@@ -1,7 +1,7 @@
 """OutputArgs: checkpoints, logging, profiling, and our own files.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,22 @@ class OutputArgs:
     preset: str | None = None
     """Start from a recipe: a name of the model zoo, or a YAML file. Flags on the command line win."""
     validate_only: bool = False
-    """Resolve and check the flags, print what they became, exit 0 or 2."""
+    """Resolve and check the flags, print the result, and exit with code 0 or 2."""
     dry_run: bool = False
-    """Print what a run with these flags would need and how fast it would be, without running it: memory of every pipeline stage, time of
-    an iteration by cause, the nearest published run. Exit 0 or 2. Needs --world-size."""
+    """Print what a run with these flags would need and how fast it would be, without running it: memory of every
+    pipeline stage, time of an iteration by cause, the nearest published run. Exit code 0 or 2. Needs --world-size."""
     hardware: str | None = None
-    """What --dry-run plans for: a100, h100, h200, h800, b200, gb200, gb300, or a YAML file that describes a machine. Unset: h100."""
+    """Hardware that --dry-run plans for: a100, h100, h200, h800, b200, gb200, gb300, or a YAML file that describes a
+    machine. Unset: h100."""
     report: str | None = None
-    """Write what --validate-only or --dry-run found to this JSON file."""
+    """Write the result of --validate-only or --dry-run to this JSON file."""
     check_files: bool = False
-    """With --validate-only: open data, tokenizer, the checkpoint to load and the output folders, say what is missing, how many tokens there are
-    and how many epochs the run takes."""
+    """With --validate-only: open data, tokenizer, the checkpoint to load and the output directories; report what is
+    missing, the number of tokens and the number of epochs."""
     log_all_arguments: bool = False
-    """Print every setting at the start and with --validate-only, not only those that are not at their defaults."""
+    """Print all settings at the start and with --validate-only, including those at their defaults."""
     metrics_file: str | None = None
-    """One JSON object per logged iteration goes here. Unset: under --save, else under --tensorboard-dir."""
+    """JSONL file with one object per logged iteration. Unset: under --save, else under --tensorboard-dir."""
     init_from: str | None = None
     """Take initial weights from this safetensors file, under Megatron-Core's names."""
     export_weights: str | None = None
@@ -40,16 +41,17 @@ class OutputArgs:
     dump_step: list[str] | None = flag(None, nargs=2, metavar=("N", "DIR"))
     """Write gradients, routing maps and probabilities of iteration N to DIR."""
     record_step: int | None = None
-    """Write all that is needed to run iteration N again, under another mapping or dtype too, to recorded_step_N under --save; scripts/replay.py
-    does that. Size: the weights, their gradients in fp32, and of every token about 72 bytes a layer (144 with experts)."""
+    """Record what is needed to replay iteration N, under another layout or dtype too, in recorded_step_N under --save;
+    scripts/replay.py replays it. Size: the weights, their gradients in fp32, and about 72 bytes per token and layer
+    (144 with experts)."""
 
     # ---- saving
     save: str | None = None
-    """Folder for checkpoints."""
+    """Directory for checkpoints."""
     save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
     """Iterations between checkpoints."""
     save_retain_interval: int | None = None
-    """Keep checkpoints at multiples of this, delete earlier ones."""
+    """Retain checkpoints at multiples of this iteration, delete earlier ones."""
     no_save_optim: bool | None = None
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool | None = None
@@ -57,9 +59,9 @@ class OutputArgs:
     async_save: bool = False
     """Write checkpoints in the background."""
     use_persistent_ckpt_worker: bool = False
-    """Keep the background writer alive between checkpoints."""
+    """Reuse the background writer between checkpoints."""
     async_strategy: Literal["nvrx", "mcore"] = "nvrx"
-    """Whose background writer."""
+    """Implementation of the asynchronous writer."""
     async_ckpt_cpu_priority: int = 10
     """Niceness of the background writer."""
     async_ckpt_io_priority: int = 3
@@ -75,25 +77,26 @@ class OutputArgs:
     )
     """Copy tokenizer files into checkpoints."""
     verify_integrity: bool = False
-    """Write and check hashes of checkpoint files."""
+    """Write and verify hashes of checkpoint files."""
     save_params_interval: int | None = None
     """Iterations between dumps of all parameters, under --save."""
     save_activations_interval: int | None = None
-    """Iterations between dumps of what goes in and out of the layers' modules (the last microbatch's), under --save."""
+    """Iterations between dumps of the inputs and outputs of the layers' modules (of the last microbatch), under
+    --save."""
     save_tokens_per_expert_interval: int | None = None
-    """Iterations between dumps of the rows that every expert got, under --save."""
+    """Iterations between dumps of the number of tokens per expert, under --save."""
     save_wgrads_interval: int | None = None
-    """Iterations between dumps of all weight gradients, reduced and not clipped, under --save."""
+    """Iterations between dumps of all weight gradients, reduced and unclipped, under --save."""
     save_dgrads_interval: int | None = None
-    """Iterations between dumps of the gradients of modules' inputs (the last microbatch's), under --save."""
+    """Iterations between dumps of the gradients of modules' inputs (of the last microbatch), under --save."""
 
     # ---- loading
     load: str | None = None
-    """Folder to load a checkpoint from."""
+    """Directory to load a checkpoint from."""
     finetune: bool = False
-    """Take weights only and start at iteration 0."""
+    """Load weights only and start at iteration 0."""
     pretrained_checkpoint: str | None = None
-    """Folder with weights to start from when --load has none."""
+    """Directory with weights to start from if --load has none."""
     ckpt_step: int | None = None
     """Iteration to load instead of the latest."""
     no_load_optim: bool | None = None
@@ -115,8 +118,8 @@ class OutputArgs:
     )
     """Take the tokenizer from the checkpoint (with --use-checkpoint-args)."""
     auto_resume: bool = False
-    """Go on from the newest complete checkpoint under --save where there is one, else start as the other flags say. SIGTERM, SIGUSR1, --exit-signal
-    and --exit-duration-in-mins then save and end the run with exit code 75: to be started again."""
+    """Resume from the newest complete checkpoint under --save if there is one, else start as the other flags say.
+    SIGTERM, SIGUSR1, --exit-signal and --exit-duration-in-mins then save and exit with code 75: to be restarted."""
     exit_on_missing_checkpoint: bool = False
     """Stop when --load has no checkpoint."""
     override_ckpt_iteration: int | None = None
@@ -124,9 +127,9 @@ class OutputArgs:
 
     # ---- checkpoint format
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
-    """Format of checkpoints."""
+    """Format of saved checkpoints."""
     auto_detect_ckpt_format: bool = False
-    """Find the format of the checkpoint to load."""
+    """Detect the format of the checkpoint to load."""
     dist_ckpt_strictness: Literal[
         "assume_ok_unexpected",
         "log_unexpected",
@@ -137,13 +140,13 @@ class OutputArgs:
         "return_all",
         "ignore_all",
     ] = "assume_ok_unexpected"
-    """What to do about keys that are missing or unexpected."""
+    """Action on missing or unexpected keys."""
     dist_ckpt_optim_fully_reshardable: bool = False
     """Store optimizer states so that any layout can load them."""
     distrib_optim_fully_reshardable_mem_efficient: bool = False
-    """Do so with less memory."""
+    """Use less memory for --dist-ckpt-optim-fully-reshardable."""
     dist_ckpt_save_pre_mcore_014: bool = False
-    """Write optimizer states as old Megatron-Core did."""
+    """Write optimizer states in the format before Megatron-Core 0.14."""
     dist_ckpt_workers: int = 1
     """Writer threads per rank."""
     ckpt_fully_parallel_save: bool = flag(True, off=("--no-ckpt-fully-parallel-save",))
@@ -151,7 +154,7 @@ class OutputArgs:
     ckpt_fully_parallel_load: bool = False
     """Share the reading among data-parallel ranks."""
     ckpt_fully_parallel_load_exchange_algo: Literal["broadcast", "gather_rounds", "gather_object"] = "broadcast"
-    """How ranks then exchange what they read."""
+    """How ranks exchange what they read with --ckpt-fully-parallel-load."""
     ckpt_fully_parallel_load_per_rank_objects: bool = False
     """Let each rank read its own objects."""
     ckpt_fully_parallel_save_process_group: Literal["dp", "ep_dp"] = "dp"
@@ -171,9 +174,9 @@ class OutputArgs:
     ckpt_drop_redundant_extra_state: bool = False
     """Leave TransformerEngine's extra states out."""
     ckpt_pg_tensors_cache_path: str | None = None
-    """Folder for a cache of optimizer group tensors."""
+    """Directory for a cache of optimizer group tensors."""
     ckpt_pg_tensors_cache_create: bool = False
-    """Make that cache."""
+    """Create the cache of --ckpt-pg-tensors-cache-path."""
     strict_fsdp_dtensor_load: bool = flag(
         True,
         off=(
@@ -181,17 +184,17 @@ class OutputArgs:
             "--disable-strict-fsdp-dtensor-load",
         ),
     )
-    """Refuse mismatches when loading fsdp_dtensor."""
+    """Reject mismatches when loading fsdp_dtensor."""
     use_dist_ckpt_deprecated: bool = flag(False, "--use-dist-ckpt")
-    """Old switch for distributed checkpoints."""
+    """Deprecated switch for distributed checkpoints."""
     dist_ckpt_format_deprecated: str | None = flag(None, "--dist-ckpt-format")
-    """Old spelling of --ckpt-format."""
+    """Deprecated spelling of --ckpt-format."""
     ckpt_fully_parallel_save_deprecated: bool = flag(False, "--ckpt-fully-parallel-save")
-    """Old switch; sharing the writing is the default."""
+    """Deprecated switch; shared writing is the default."""
     ckpt_convert_format: Literal["torch", "torch_dist"] | None = None
     """Convert the checkpoint of --load to this format and exit."""
     ckpt_convert_save: str | None = None
-    """Folder for the converted checkpoint."""
+    """Directory for the converted checkpoint."""
     ckpt_convert_update_legacy_dist_opt_format: bool = False
     """Update an old distributed-optimizer format while converting."""
 
@@ -199,19 +202,19 @@ class OutputArgs:
     non_persistent_save_interval: int | None = None
     """Iterations between non-persistent checkpoints."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = None
-    """Where non-persistent checkpoints live."""
+    """Location of non-persistent checkpoints."""
     non_persistent_global_ckpt_dir: str | None = None
-    """Their global folder."""
+    """Shared directory for non-persistent checkpoints."""
     non_persistent_local_ckpt_dir: str | None = None
-    """Their local folder."""
+    """Local directory for non-persistent checkpoints."""
     non_persistent_local_ckpt_algo: Literal["fully_parallel", "atomic"] = "fully_parallel"
-    """How local ones are written."""
+    """How local non-persistent checkpoints are written."""
     replication: bool = False
-    """Copy local checkpoints to other nodes."""
+    """Replicate local checkpoints to other nodes."""
     replication_jump: int | None = None
-    """Ranks between copies."""
+    """Distance in ranks between replicas."""
     replication_factor: int = 2
-    """Number of copies."""
+    """Number of replicas."""
 
     # ---- log
     log_interval: int = 100
@@ -229,37 +232,37 @@ class OutputArgs:
     log_device_memory_used: bool = False
     """Log the memory the device itself reports."""
     log_energy: bool = False
-    """Log energy per iteration."""
+    """Log the energy per iteration."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit."""
     logging_level: int | None = None
     """Level of Python's logging."""
     timing_log_level: Literal[0, 1, 2] = 0
-    """How many timers run: 0 iteration only, 1 a few, 2 many."""
+    """Detail of timers: 0 iteration only, 1 a few, 2 many."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
-    """Over ranks: the largest, smallest and largest, or all times."""
+    """Timer values to log over ranks: the largest, smallest and largest, or all."""
     barrier_with_L1_time: bool = flag(True, off=("--no-barrier-with-level-1-timing",))
-    """Synchronise ranks round level-1 timers."""
+    """Synchronize ranks at level-1 timers."""
     config_logger_dir: str = ""
-    """Folder for a record of configurations."""
+    """Directory for a record of configurations."""
     log_straggler: bool = False
-    """Look for slow ranks."""
+    """Detect slow ranks."""
     straggler_ctrlr_port: int = 65535
-    """Port that switches this on and off."""
+    """Port that turns straggler detection on and off."""
     straggler_minmax_count: int = 1
     """Number of slowest and fastest ranks to report."""
     disable_straggler_on_startup: bool = False
-    """Start with it off."""
+    """Start with straggler detection off."""
 
     # ---- TensorBoard and Weights & Biases
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard."""
+    """Directory for TensorBoard."""
     tensorboard_log_interval: int = 1
     """Iterations between TensorBoard points."""
     tensorboard_queue_size: int = 1000
     """Events TensorBoard may buffer."""
     log_timers_to_tensorboard: bool = False
-    """Timers to TensorBoard."""
+    """Write timers to TensorBoard."""
     log_loss_scale_to_tensorboard: bool = flag(
         True,
         off=(
@@ -267,21 +270,21 @@ class OutputArgs:
             "--disable-log-loss-scale-to-tensorboard",
         ),
     )
-    """The loss scale to TensorBoard."""
+    """Write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False
-    """Validation perplexity to TensorBoard."""
+    """Write validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = False
-    """Memory to TensorBoard."""
+    """Write memory use to TensorBoard."""
     log_world_size_to_tensorboard: bool = False
-    """The number of ranks to TensorBoard."""
+    """Write the number of ranks to TensorBoard."""
     wandb_project: str | None = None
-    """Project on Weights & Biases; empty is off."""
+    """Project on Weights & Biases; empty: off."""
     wandb_exp_name: str | None = None
-    """Name of the run there."""
+    """Name of the run on Weights & Biases."""
     wandb_save_dir: str | None = None
-    """Local folder of Weights & Biases."""
+    """Local directory of Weights & Biases."""
     wandb_entity: str | None = None
-    """Entity (user or team) there."""
+    """Entity (user or team) on Weights & Biases."""
 
     # ---- profiling
     profile: bool = False
@@ -289,21 +292,21 @@ class OutputArgs:
     profile_step_start: int = 10
     """First profiled iteration."""
     profile_step_end: int = 12
-    """First iteration no longer profiled."""
+    """First iteration after the profiled ones."""
     profile_ranks: list[int] = flag([])
     """Ranks to profile. Unset: rank 0."""
     use_pytorch_profiler: bool = False
     """Use torch's profiler (otherwise marks for nsys)."""
     pytorch_profiler_collect_shapes: bool = False
-    """Let it record shapes."""
+    """Record shapes in torch's profiler."""
     pytorch_profiler_collect_callstack: bool = False
-    """Let it record call stacks."""
+    """Record call stacks in torch's profiler."""
     pytorch_profiler_collect_chakra: bool = False
-    """Let it write a Chakra trace."""
+    """Write a Chakra trace with torch's profiler."""
     record_memory_history: bool = False
     """Record allocations of the device."""
     memory_snapshot_path: str = "snapshot.pickle"
-    """File for that record."""
+    """File for the allocations of --record-memory-history."""
     record_shapes: bool = False
     """Record shapes in nsys marks."""
     nvtx_ranges: bool = False

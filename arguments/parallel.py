@@ -1,7 +1,7 @@
 """ParallelArgs: how work is split over ranks, and how ranks talk.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
@@ -16,81 +16,81 @@ class ParallelArgs:
 
     # ---- sizes
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices."""
+    """Number of ranks that shard each layer's matrices."""
     pipeline_model_parallel_size: int = 1
-    """Stages the layers are divided into."""
+    """Number of pipeline stages the layers are divided into."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that shard each sequence."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that shard the experts of a layer."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert's matrices. Unset: the tensor-parallel size."""
+    """Number of ranks that shard each expert's matrices. Unset: the tensor-parallel size."""
     sequence_parallel: bool = False
-    """Split the sequence over tensor-parallel ranks between the matrices."""
+    """Shard activations along the sequence over tensor-parallel ranks, outside the GEMMs."""
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     world_size: int | None = None
     """Number of ranks to check against with --validate-only and --dry-run; else the environment's WORLD_SIZE."""
     model_parallel_size: int | None = None
-    """Old spelling of --tensor-model-parallel-size."""
+    """Deprecated spelling of --tensor-model-parallel-size."""
     tensor_parallel_num_weight_shards: int | None = None
-    """Shards of tensor-parallel weights over data-parallel ranks."""
+    """Number of shards of tensor-parallel weights over data-parallel ranks."""
     expert_tensor_parallel_num_weight_shards: int | None = None
-    """The same for expert weights."""
+    """Number of shards of tensor-parallel expert weights over data-parallel ranks."""
 
     # ---- pipeline
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first stage."""
+    """Number of decoder layers of the first pipeline stage."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last stage."""
+    """Number of decoder layers of the last pipeline stage."""
     pipeline_model_parallel_layout: str | None = None
-    """Which layers each (virtual) stage holds, such as "Et*3|(tt|)*28m|L"."""
+    """Layers of each (virtual) pipeline stage, such as "Et*3|(tt|)*28m|L"."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of one virtual stage."""
+    """Number of layers of one virtual pipeline stage."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Virtual stages of one pipeline rank."""
+    """Number of virtual stages of one pipeline rank."""
     microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
-    """Microbatches a virtual stage runs in a row. Unset: the pipeline size."""
+    """Number of consecutive microbatches of a virtual stage. Unset: the pipeline size."""
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = None
-    """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages. zero-bubble
-    computes weight gradients apart, where a stage would wait; its results are those of the others."""
+    """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
+    zero-bubble computes weight gradients separately, where a stage would wait; the results are the same."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer when dividing stages."""
     account_for_loss_in_pipeline_split: bool = False
     """Count the loss as a layer when dividing stages."""
     mtp_standalone: bool = False
-    """Put the multi-token-prediction layers on a stage of their own."""
+    """Put the multi-token-prediction layers on a separate stage."""
     overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",))
     """Overlap stage-to-stage messages with computation (with virtual stages)."""
     overlap_p2p_comm_warmup_flush: bool = flag(False, "--overlap-p2p-communication-warmup-flush")
-    """Overlap them in warm-up and flush as well."""
+    """Overlap stage-to-stage messages in warm-up and flush as well."""
     use_ring_exchange_p2p: bool = False
     """Send stage-to-stage messages with a ring exchange."""
     pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
-    """Communication library between stages."""
+    """Communication library between pipeline stages."""
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient in the pipeline's flush."""
     wgrad_deferral_limit: int = 0
-    """Microbatches whose output-layer weight gradient may wait; 0 is all."""
+    """Number of microbatches whose output-layer weight gradient may be deferred; 0: all."""
 
     # ---- context
     cp_comm_type: list[str] = flag(["p2p"])
-    """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per layer
-    (the last one serves multi-token prediction too)."""
+    """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per
+    layer (the last one serves multi-token prediction too)."""
     hierarchical_context_parallel_sizes: list[int] | None = None
     """Sizes of the two levels of a2a+p2p: neighbours that exchange heads, and how many such groups form the ring."""
     hybrid_context_parallel: bool = False
     """Choose the context-parallel size per sample."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Longest piece of a sequence on one rank with hybrid context parallelism."""
+    """Largest number of tokens of a sequence on one rank with hybrid context parallelism."""
 
     # ---- expert communication
     overlap_moe_expert_parallel_comm: bool = False
     """Overlap one microbatch's token exchange with another's computation."""
     delay_wgrad_compute: bool = False
-    """Compute weight gradients later, to hide token exchange behind them."""
+    """Compute weight gradients later, to overlap token exchange with them."""
     overlap_dispatch_backward_with_experts_wgrad: bool = False
-    """Hide the backward of dispatch behind the experts' weight gradients."""
+    """Overlap the backward of dispatch with the experts' weight gradients."""
     ep_overlap_early_attn_memory_release: bool = False
     """Free attention memory earlier when exchange is overlapped."""
     high_priority_a2a_comm_stream: bool = False
@@ -98,9 +98,9 @@ class ParallelArgs:
 
     # ---- tensor-parallel communication
     tp_comm_overlap: bool = False
-    """Overlap tensor-parallel communication with the products."""
+    """Overlap tensor-parallel communication with the GEMMs."""
     tp_comm_overlap_cfg: str | None = None
-    """YAML file with details of that overlap."""
+    """YAML file with details of --tp-comm-overlap."""
     tp_comm_bulk_wgrad: bool = flag(
         True,
         off=(
@@ -108,7 +108,7 @@ class ParallelArgs:
             "--disable-tp-comm-bulk-wgrad",
         ),
     )
-    """Overlap the weight-gradient product with communication as one block."""
+    """Overlap the weight-gradient GEMM with communication as one block."""
     tp_comm_bulk_dgrad: bool = flag(
         True,
         off=(
@@ -116,7 +116,7 @@ class ParallelArgs:
             "--disable-tp-comm-bulk-dgrad",
         ),
     )
-    """Overlap the input-gradient product with communication as one block."""
+    """Overlap the input-gradient GEMM with communication as one block."""
     tp_comm_overlap_ag: bool = flag(
         True,
         off=(
@@ -124,7 +124,7 @@ class ParallelArgs:
             "--disable-tp-comm-overlap-ag",
         ),
     )
-    """Overlap the all-gather with its product."""
+    """Overlap the all-gather with its GEMM."""
     tp_comm_overlap_rs: bool = flag(
         True,
         off=(
@@ -132,9 +132,9 @@ class ParallelArgs:
             "--disable-tp-comm-overlap-rs",
         ),
     )
-    """Overlap the reduce-scatter with its product."""
+    """Overlap the reduce-scatter with its GEMM."""
     tp_comm_overlap_rs_dgrad: bool = False
-    """Overlap the reduce-scatter with the input-gradient product."""
+    """Overlap the reduce-scatter with the input-gradient GEMM."""
     tp_comm_split_ag: bool = flag(
         True,
         off=(
@@ -160,13 +160,13 @@ class ParallelArgs:
             "--disable-clone-scatter-output-in-embedding",
         ),
     )
-    """Copy the scattered embedding, so that the whole one can be freed."""
+    """Copy the scattered embedding, so that the full one can be freed."""
 
     # ---- data parallel
     use_distributed_optimizer: bool = False
     """Shard optimizer states and main parameters over data-parallel ranks."""
     num_distributed_optimizer_instances: int = 1
-    """Copies of the sharded optimizer (sharding within a part of the data-parallel ranks)."""
+    """Number of replicas of the sharded optimizer (sharding within a part of the data-parallel ranks)."""
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket during backward."""
     overlap_param_gather: bool = False
@@ -184,13 +184,13 @@ class ParallelArgs:
     align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
     """Let all stages start their parameter gathers together."""
     ddp_num_buckets: int | None = None
-    """Number of buckets."""
+    """Number of gradient buckets."""
     ddp_bucket_size: int | None = None
-    """Elements per bucket."""
+    """Elements per gradient bucket."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad buckets to sizes that NCCL likes."""
+    """Pad buckets to sizes with high NCCL bandwidth."""
     ddp_average_in_collective: bool = False
-    """Let the collective average instead of scaling before it."""
+    """Let the collective average gradients instead of scaling them before it."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
     """Reduce bf16 gradients with fp32 accumulation."""
     ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([])
@@ -215,41 +215,41 @@ class ParallelArgs:
     ] = "optim_grads_params"
     """What Megatron's FSDP shards."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """What it shards over the outer group."""
+    """What Megatron's FSDP shards over the outer group."""
     megatron_fsdp_version: Literal[1, 2] = 1
     """Generation of Megatron's FSDP."""
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
-    """Its format of main parameters."""
+    """Format of main parameters in Megatron's FSDP."""
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
-    """Its format of main gradients."""
+    """Format of main gradients in Megatron's FSDP."""
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = "auto"
-    """Its format of gradients on the wire."""
+    """Format in which Megatron's FSDP reduces gradients."""
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
-    """Gather parameters module by module."""
+    """Gather fully sharded parameters module by module."""
     megatron_fsdp_max_pool_double_buffer: bool = False
-    """Double-buffer its largest pool."""
+    """Double-buffer the largest pool of Megatron's FSDP."""
     fsdp_double_buffer: bool = False
-    """Keep two communication buffers."""
+    """Use two communication buffers in fully sharded data parallelism."""
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    """Fall back to persistent buffers when the double buffer cannot be had."""
+    """Use persistent buffers if the double buffer cannot be allocated."""
     fsdp_manual_registration: bool = False
-    """Register communication buffers by hand."""
+    """Register communication buffers manually."""
     suggested_communication_unit_size: int | None = None
-    """Elements per communication."""
+    """Elements per communication of Megatron's FSDP."""
     keep_fp8_transpose_cache: bool = False
-    """Keep transposed fp8 weights."""
+    """Cache transposed fp8 weights."""
     enable_full_sharding_in_hsdp: bool = False
-    """Shard fully in the hybrid mode."""
+    """Shard parameters fully in hybrid sharding."""
     create_all_gather_group: bool = False
-    """Make a separate group for parameter gathers."""
+    """Create a separate group for parameter gathers."""
 
     # ---- processes
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library; CPU ranks always use gloo."""
     distributed_timeout_minutes: int = 10
-    """How long a collective may take, minutes."""
+    """Timeout of a collective, in minutes."""
     distributed_timeout_seconds_after_init: int | None = None
-    """The same once the first iteration is done, seconds."""
+    """Timeout of a collective once the first iteration is done, in seconds."""
     print_groups: bool = False
     """Print every process group of the layout at start-up."""
     local_rank: int = 0
@@ -257,7 +257,7 @@ class ParallelArgs:
     lazy_mpu_init: bool = False
     """Leave group creation to an outer framework."""
     use_gloo_process_groups: bool = flag(True, off=("--disable-gloo-process-groups",))
-    """Make gloo groups beside the NCCL ones."""
+    """Create gloo groups in addition to the NCCL ones."""
     fake_process_group: bool = False
     """Pretend to be one rank of many, without communication: the same as --dry-run."""
     nccl_communicator_config_path: str | None = None
@@ -265,19 +265,19 @@ class ParallelArgs:
     nccl_ub: bool = flag(False, "--use-nccl-ub")
     """Register NCCL user buffers."""
     disable_symmetric_registration: bool = False
-    """No symmetric registration of NCCL user buffers."""
+    """Do not register NCCL user buffers symmetrically."""
     use_sharp: bool = False
-    """Reduce in the network switches."""
+    """Reduce in the network switches (SHARP)."""
     sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
-    """Group that gets the switches."""
+    """Group that uses SHARP."""
     high_priority_stream_groups: list[str] = flag([])
     """Groups whose communication runs on high-priority streams."""
     disable_jit_fuser: bool = False
     """Do not compile small operations."""
     flight_recorder_dump_path: str | None = None
-    """Where NCCL's flight recorder writes."""
+    """File that NCCL's flight recorder writes."""
     flight_recorder_trace_buffer_size: int = 2000
-    """Events the flight recorder keeps."""
+    """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(
         True,
         off=(
@@ -287,7 +287,7 @@ class ParallelArgs:
     )
     """Write the flight recorder when a collective times out."""
     flight_recorder_include_stack_trace: bool = False
-    """Record stack traces."""
+    """Record stack traces in the flight recorder."""
     flight_recorder_include_only_active: bool = flag(
         True,
         off=(
@@ -295,7 +295,7 @@ class ParallelArgs:
             "--disable-flight-recorder-include-only-active",
         ),
     )
-    """Write unfinished collectives only."""
+    """Write only unfinished collectives to the flight recorder's file."""
     flight_recorder_extra_dump_on_exec: bool = flag(
         True,
         off=(
@@ -303,4 +303,41 @@ class ParallelArgs:
             "--disable-flight-recorder-extra-dump-on-exec",
         ),
     )
-    """Write it once more when a program is executed."""
+    """Write the flight recorder's file once more when a program is executed."""
+
+    @property
+    def has_wgrad_in_ep_overlap(self) -> bool:
+        """Whether all weight gradients are computed while tokens are exchanged in backward."""
+        return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
+
+    @property
+    def has_deferred_wgrad(self) -> bool:
+        """Whether the weight gradients of all layers are computed after their backward (parallel/weight_grads.py)."""
+        return self.pipeline_schedule == "zero-bubble" or self.has_wgrad_in_ep_overlap
+
+    @property
+    def has_deferred_head_wgrad(self) -> bool:
+        """Whether only the output layer's weight gradient is deferred."""
+        return self.defer_embedding_wgrad_compute and not self.has_deferred_wgrad
+
+    @property
+    def fsdp_strategy(self) -> str | None:
+        """What full sharding shards, as a value of --data-parallel-sharding-strategy; None without full sharding.
+
+        With one data-parallel rank, nothing is sharded whatever the strategy is.
+        """
+        if self.use_torch_fsdp2:
+            return "optim_grads_params"
+        return self.data_parallel_sharding_strategy if self.use_megatron_fsdp else None
+
+    @property
+    def has_sharded_params(self) -> bool:
+        """Whether the parameters themselves are sharded over the data-parallel ranks, so that there are no replicas."""
+        return self.fsdp_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def has_gathered_params(self) -> bool:
+        """Whether full parameters stay resident between forward and backward, in addition to the shards."""
+        return self.fsdp_strategy == "optim_grads" or (
+            self.use_torch_fsdp2 and not self.torch_fsdp2_reshard_after_forward
+        )

@@ -1,7 +1,7 @@
-"""PrecisionArgs: number formats of parameters, gradients and matrix products, and whose layers and kernels compute them.
+"""PrecisionArgs: number formats of parameters, gradients and GEMMs; implementations of layers and kernels.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from arguments.schema import flag
 
 @dataclass(frozen=True)
 class PrecisionArgs:
-    """Number formats of parameters, gradients and matrix products; whose layers and kernels compute them."""
+    """Number formats of parameters, gradients and GEMMs; implementations of layers and kernels."""
 
     # ---- formats
     bf16: bool = False
@@ -20,18 +20,33 @@ class PrecisionArgs:
     fp16: bool = False
     """Parameters and activations in float16, fp32 main parameters, scaled loss."""
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
-    """Whose layers to build: our own (local) or TransformerEngine's."""
+    """Implementation of the layers: local or TransformerEngine."""
     on_missing_backend: Literal["error", "fallback"] | None = None
-    """What to do when an optional library is missing. Unset: error if its flag was typed and CUDA is there, else
-    fall back."""
-    triton_kernels: list[Literal["all", "none", "activation", "norm", "rope", "permute", "router", "cross-entropy", "grouped-gemm", "quantize", "sparse-attention",
-                                 "delta-rule"]] = flag([])
-    """Operations that run on this program's own Triton kernels on CUDA devices instead of plain torch: the same numbers up to
-    rounding. Unset: all but grouped-gemm (torch has a fused product of its own) where the package triton is installed, and
-    TransformerEngine's norms, --moe-permute-fusion and --moe-router-fusion come before them; kernels that are named come before those. They
-    have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, and not yet run on a GPU; scripts/bench_kernels.py
-    measures which of them pay. delta-rule, of gated DeltaNet layers: those of the package flash-linear-attention where 0.6 or later is
-    installed (packed documents: our own), else our own. On a CPU: plain torch."""
+    """Action when an optional library is missing. Unset: error if its flag was typed and CUDA is available, else
+    fallback."""
+    triton_kernels: list[
+        Literal[
+            "all",
+            "none",
+            "activation",
+            "norm",
+            "rope",
+            "permute",
+            "router",
+            "cross-entropy",
+            "grouped-gemm",
+            "quantize",
+            "sparse-attention",
+            "delta-rule",
+        ]
+    ] = flag([])
+    """Operations that use this program's Triton kernels on CUDA devices instead of plain torch, with the same results
+    up to rounding. Unset: all but grouped-gemm (torch has a fused GEMM) if the package triton is installed;
+    TransformerEngine's norms, --moe-permute-fusion and --moe-router-fusion take precedence over them, and kernels that
+    are named here take precedence over those. They have been checked in Triton's interpreter and compiled for sm_90,
+    sm_100 and sm_103, and not yet run on a GPU; scripts/bench_kernels.py measures which of them pay. delta-rule, of
+    gated DeltaNet layers: the kernels of the package flash-linear-attention if 0.6 or later is installed (packed
+    documents: this program's), else this program's. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
     grad_reduce_in_bf16: bool = False
@@ -41,9 +56,9 @@ class PrecisionArgs:
     fp16_lm_cross_entropy: bool = False
     """Compute the loss in half precision."""
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, "--output-logit-dtype")
-    """Format of the logits that the loss sees. Unset: that of the model."""
+    """Format of the logits that the loss reads. Unset: that of the model."""
     disable_bf16_reduced_precision_matmul: bool = False
-    """Do not let bf16 products accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
+    """Do not let bf16 GEMMs accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
 
     # ---- fp16 loss scale
     loss_scale: float | None = None
@@ -61,17 +76,17 @@ class PrecisionArgs:
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format")
     """Compute linear layers in fp8: all e4m3, or hybrid with e5m2 gradients."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
-    """How fp8 scales are found."""
+    """Method of computing fp8 scales."""
     fp8_quantizer_factory: str | None = None
-    """Python path of a factory for custom fp8 quantisers."""
+    """Python path of a factory for custom fp8 quantizers."""
     fp8_margin: int = 0
-    """Powers of two kept free below the fp8 maximum."""
+    """Powers of two left free below the fp8 maximum."""
     fp8_interval: int = 1
     """Iterations between updates of delayed scales."""
     fp8_amax_history_len: int = 1
-    """Iterations of maxima that delayed scaling looks back on."""
+    """Number of iterations whose maxima delayed scaling uses."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    """Which maximum of the history delayed scaling takes."""
+    """Maximum of the history that delayed scaling uses."""
     fp8_wgrad: bool = flag(
         True,
         off=(
@@ -83,23 +98,23 @@ class PrecisionArgs:
     fp8_output_proj: bool = False
     """Compute the output layer in fp8 too."""
     fp8_param_gather: bool = False
-    """Keep and gather the parameters in fp8."""
+    """Store and gather the parameters in fp8."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in bf16."""
     num_layers_at_start_in_bf16: int = 1
-    """How many first layers stay in bf16."""
+    """Number of first layers that stay in bf16."""
     num_layers_at_end_in_bf16: int = 1
-    """How many last layers stay in bf16."""
+    """Number of last layers that stay in bf16."""
     fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
     """Compute linear layers in fp4."""
     fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"
-    """How fp4 scales are found."""
+    """Method of computing fp4 scales."""
     fp4_quantizer_factory: str | None = None
-    """Python path of a factory for custom fp4 quantisers."""
+    """Python path of a factory for custom fp4 quantizers."""
     fp4_param_gather: bool = False
-    """Keep and gather the parameters in fp4."""
+    """Store and gather the parameters in fp4."""
     te_precision_config_file: str | None = None
     """YAML file that sets the format of each layer for TransformerEngine."""
 

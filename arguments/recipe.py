@@ -1,17 +1,13 @@
-"""Recipes: flags in a YAML file of the public model zoo's shape, or of that of Megatron-LM's own recipes (dev branch, examples/moe_recipes).
+"""Recipes: flags in a YAML file in the shape of the public model zoo or of Megatron-LM's recipes.
 
-    ENV_VARS:                       environment variables the run wants
+    ENV_VARS:                       environment variables that the run sets
       CUDA_DEVICE_MAX_CONNECTIONS: 1
     MODEL_ARGS:                     flags: true -> bare flag, false -> left out, a list -> several values
       --num-layers: ${NUM_LAYERS:-61}
-      --swiglu: true
 
-Megatron-LM's recipes call the table ARGS, and write flags as names: num_layers: 61. Both tables take both spellings; a file has one of
-them. Other tables (DEPENDENCIES, TEST_TYPE, METRICS) are not read.
-
-`${VAR}` and `${VAR:-default}` are replaced from the environment. A recipe named by a word is a preset of model_zoo.
-What stands on the command line wins over the recipe; where two different flags exclude each other,
-rules/precedence.py sees to that.
+Megatron-LM's recipes (dev branch, examples/moe_recipes) call the table ARGS and omit dashes: num_layers: 61. Both
+tables accept both; a file has one. Other tables are ignored. ${VAR} and ${VAR:-default} are replaced from the
+environment. The command line takes precedence (rules/precedence.py).
 """
 
 import re
@@ -22,10 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments import products, retired
+from arguments.flag_status import OLD_SPELLINGS
 from arguments.regular_file import regular_file
 from arguments.settings import Violation
-from arguments.tokens import FIELDS, Reading, read
+from arguments.tokens import FIELDS, ParsedTokens, parse_tokens
 
 if TYPE_CHECKING:
     import yaml
@@ -48,7 +44,7 @@ class Recipe:
 
     name: str
     source: str
-    reading: Reading = field(default_factory=Reading)
+    parsed: ParsedTokens = field(default_factory=ParsedTokens)
     env: dict[str, str] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 
@@ -93,7 +89,11 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
         return refuse("the file is nested too deeply")
     except yaml.YAMLError as error:
         return refuse(f"the file is not YAML: {' '.join(str(error).split())}")
-    entries = [(key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)] if isinstance(root, yaml.MappingNode) else []
+    entries = (
+        [(key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)]
+        if isinstance(root, yaml.MappingNode)
+        else []
+    )
     if twice := _twice((key for key, _ in entries if key.value in ("ENV_VARS", *FLAG_TABLES)), str):
         return refuse(f"{twice}; keep one of the tables")
     tables = {key.value: value for key, value in entries}
@@ -106,7 +106,7 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     if not found:
         return refuse("the file has no MODEL_ARGS (or ARGS), so it is no recipe (see the files in model_zoo/)")
     if len(found) > 1:
-        return refuse(f"the file has {' and '.join(found)}, which both hold flags; keep one of them")
+        return refuse(f"the file has {' and '.join(found)}, which both contain flags; keep one of them")
     for name, spelled in (("ENV_VARS", str), (found[0], _flag)):
         if tables.get(name) is not None and (twice := _twice((key for key, _ in tables[name].value), spelled)):
             return refuse(f"{name}: {twice}; keep one of them")
@@ -118,16 +118,19 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     tokens: list[str] = []
     for key, value in tables[found[0]].value if tables[found[0]] is not None else ():
         if (option := FIELDS.get(_flag(key.value))) is not None and option.dest in ON_THE_COMMAND_LINE:
-            return refuse(f"{found[0]}: {key.value}, line {key.start_mark.line + 1}: this flag acts on the command line only; remove it from the file")
+            return refuse(
+                f"{found[0]}: {key.value}, line {key.start_mark.line + 1}: this flag acts on the command line only; "
+                "remove it from the file"
+            )
         tokens += _tokens(_flag(key.value), substitute(value), not isinstance(value, yaml.ScalarNode))
     recipe.violations += substitute.violations
-    recipe.reading = read(tokens, str(path) if recipe.source == "recipe" else path.name)
-    recipe.violations += recipe.reading.violations
+    recipe.parsed = parse_tokens(tokens, str(path) if recipe.source == "recipe" else path.name)
+    recipe.violations += recipe.parsed.violations
 
 
 def _by_name() -> dict[str, str]:
-    """Every spelling of every flag by its name without dashes in front; the first one wins."""
-    known = [spelling for table in (FIELDS, retired.BY_SPELLING, products.BY_SPELLING) for spelling in table]
+    """Return the spellings of fields and old flags by name without leading dashes; the first one wins."""
+    known = [*FIELDS, *OLD_SPELLINGS]
     return {spelling[2:].replace("_", "-"): spelling for spelling in reversed(known)}
 
 
@@ -135,7 +138,7 @@ _BY_NAME = MappingProxyType(_by_name())
 
 
 def _flag(key: str) -> str:
-    """The flag that a key names: `--num-layers`, num_layers and num-layers are one. Unknown names are spelled as flags, for the message."""
+    """Return the flag that a key names (`--num-layers`, num_layers and num-layers are one); unknown names as flags."""
     if key.startswith("-"):
         return key
     wanted = key.rstrip(":").replace("_", "-")
@@ -143,29 +146,32 @@ def _flag(key: str) -> str:
 
 
 def _twice(keys: Iterable["yaml.ScalarNode"], spelled: Callable[[str], str]) -> str | None:
-    """One clause on the first key that stands twice, None where none does. YAML itself would let the last one win."""
+    """Return a clause about the first duplicate key, or None; YAML would silently use the last one."""
     lines: dict[str, int] = {}
     for key in keys:
         name, line = spelled(key.value), key.start_mark.line + 1
         if name in lines:
-            return f"{name} stands in line {lines[name]} and in line {line}"
+            return f"{name} is in line {lines[name]} and in line {line}"
         lines[name] = line
     return None
 
 
 def _is_table(node) -> bool:
-    """Words, each with a word or a list of words."""
+    """Return whether a node maps words to words or lists of words."""
     import yaml
 
     def holds_words(value: yaml.Node) -> bool:
         return isinstance(value, yaml.ScalarNode) or (
-            isinstance(value, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in value.value))
+            isinstance(value, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in value.value)
+        )
 
-    return isinstance(node, yaml.MappingNode) and all(isinstance(key, yaml.ScalarNode) and holds_words(value) for key, value in node.value)
+    return isinstance(node, yaml.MappingNode) and all(
+        isinstance(key, yaml.ScalarNode) and holds_words(value) for key, value in node.value
+    )
 
 
 def _tokens(flag: str, values: list[str], is_list: bool) -> Iterator[str]:
-    """The tokens of one entry of the table of flags."""
+    """Yield the tokens of one entry of the table of flags."""
     if not is_list and (not values or values[0].lower() in ("false", "", "null", "~")):
         return
     yield flag
@@ -198,7 +204,9 @@ class _Substitution:
         name, fallback = match.group(1) or match.group(3), match.group(2)
         if fallback is not None:
             return self.environ.get(name) or fallback
-        if name == "SLURM_NODEID":  # elsewhere than in a job of SLURM: torchrun's number of this node; where flags are only judged, the first
+        if (
+            name == "SLURM_NODEID"
+        ):  # elsewhere than in a job of SLURM: torchrun's number of this node; where flags are only judged, the first
             return self.environ.get(name) or self.environ.get("GROUP_RANK") or "0"
         if name not in self.environ:
             text = f"{self.path}, line {line}: the variable {name} is not set; export it or write ${{{name}:-default}}"

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from arguments import rules
+from arguments.apply_flag_status import can_count_params
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
-from arguments.parse import understand
-from arguments.rules.facts import gather
+from arguments.parse import resolve_command_line
+from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import ArgumentError, Settings, Violation
-from arguments.verdict import countable
 
 
 @dataclass(frozen=True)
-class FilesFound:
-    """What the files are that the flags name: what is wrong, lines that say what was found, and the padded vocabulary of the tokenizer."""
+class FileCheckResult:
+    """Result of checking the files that flags name: problems, lines to print, and the tokenizer's padded vocabulary."""
 
     problems: list[Violation]
     lines: list[str]
@@ -31,53 +31,66 @@ def run_validate_only(
     describe_state: Callable[[Arguments, int | None], list[str]] = lambda args, world_size: [],
     judge_batches: Callable[[Arguments, int], list[str]] = lambda args, data_ranks: [],
     plan_memory: Callable[[Arguments, int], Mapping[str, object] | None] | None = None,
-    check_files: Callable[[Arguments], FilesFound] | None = None,
+    check_files: Callable[[Arguments], FileCheckResult] | None = None,
 ) -> int:
-    """Resolve, check, print and (with --report FILE) write a command line. Returns the exit code, 0 or 2.
+    """Resolve, check, print and (with --report FILE) write a command line; return the exit code, 0 or 2.
 
-    The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. `count_params` gives the
-    model's parameters: total, mtp, active, active_no_embedding. `checkpoint`: as for parse_args. `describe_groups` tells
-    the process groups of legal flags on so many ranks, for --print-groups; `describe_state` what their weights and optimizer state take;
-    `judge_batches` what is wrong with batch sizes, which takes the pipeline's timetable, on so many data ranks; `plan_memory` the memory of
-    legal flags on so many ranks, for --report; `check_files` looks at the files that the flags name, for --check-files.
+    The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. The result is printed first;
+    violations go to standard error.
 
-    The verdict comes first. What is wrong goes to standard error, with every reason.
+    Args:
+        argv: the command line.
+        count_params: returns the model's parameters: total, mtp, active, active_no_embedding.
+        checkpoint: see `parse_args`.
+        describe_groups: describes the process groups, for --print-groups.
+        describe_state: lines about the size of weights and optimizer state.
+        judge_batches: returns what is wrong with batch sizes, by simulating the pipeline schedule.
+        plan_memory: returns the estimated memory, for --report.
+        check_files: checks the files that flags name, for --check-files.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import run_help
 
         return run_help(argv)
-    world_size, violations = world_size_of(argv)
-    settings, found = understand(argv, world_size, checkpoint)
+    world_size, violations = get_world_size(argv)
+    settings, found = resolve_command_line(argv, world_size, checkpoint)
     violations += found
     violations += _waiting_batches(settings, violations, world_size, judge_batches)
     files = None
-    if settings.check_files and check_files is not None and not any(violation.kind in ("recipe", "value") for violation in violations):
+    if (
+        settings.check_files
+        and check_files is not None
+        and not any(violation.kind in ("recipe", "value") for violation in violations)
+    ):
         files = check_files(freeze(settings, world_size))
         violations += files.problems
     model = None
-    if countable(settings, violations):
+    if can_count_params(settings, violations):
         model = freeze(settings, world_size)
         if files is not None and files.vocab_rows:  # as the run will build it
             model = replace(model, data=replace(model.data, padded_vocab_size=files.vocab_rows))
-    params = {"total": None, "mtp": None, "active": None, "active_no_embedding": None}
+    params: dict[str, int | None] = dict.fromkeys(("total", "mtp", "active", "active_no_embedding"))
     if model is not None:
         params |= count_params(model)
-    trains = model is not None and not violations and not model.keeps_weights
-    state_lines = describe_state(model, world_size) if trains else []
+    state_lines = []
+    if model is not None and not violations and not model.has_frozen_weights:
+        state_lines = describe_state(model, world_size)
     print("\n".join(summary(settings, violations, params, world_size, state_lines)))
     if files is not None and files.lines:
         print("\n".join(["files:", *(f"  {line}" for line in files.lines)]))
     if settings.print_groups and not violations and describe_groups is not None:
-        print(describe_groups(freeze(settings, world_size), world_size) if world_size else
-              "--print-groups: the number of ranks is not known (give --world-size)")
+        print(
+            describe_groups(freeze(settings, world_size), world_size)
+            if world_size
+            else "--print-groups: the number of ranks is not known (give --world-size)"
+        )
     if not violations or settings.log_all_arguments:
         print("\n".join(table(settings, world_size, bool(settings.log_all_arguments))))
     if settings.report is not None:
         content = as_json(settings, violations, params, world_size)
         if files is not None:
             content["files"] = files.lines
-        if plan_memory is not None and world_size and not violations:
+        if plan_memory is not None and model is not None and world_size and not violations:
             content["memory"] = plan_memory(model, world_size)
         try:
             with open(settings.report, "w", encoding="utf-8") as file:
@@ -93,23 +106,43 @@ def run_validate_only(
     return 2 if violations else 0
 
 
-def _waiting_batches(settings: Settings, violations: list[Violation], world_size: int | None,
-                     judge: Callable[[Arguments, int], list[str]]) -> list[Violation]:
-    """What the timetable finds, if no other violation concerns what it is made of."""
-    facts = gather(settings, world_size)
+def _waiting_batches(
+    settings: Settings,
+    violations: list[Violation],
+    world_size: int | None,
+    judge: Callable[[Arguments, int], list[str]],
+) -> list[Violation]:
+    """Return what the simulated schedule finds, unless another violation concerns its inputs."""
+    facts = derive_sizes(settings, world_size)
     dests = [dest for dest, option in OPTIONS.items() if option.section in ("model", "parallel", "training", "data")]
-    flags = {settings.flag(dest) for dest in dests} | {spelling for dest in dests for spelling in OPTIONS[dest].spellings}
-    if facts.dp is None or facts.layers is None or settings.micro_batch_size is None or any(violation.kind == "recipe" or flags.intersection(violation.flags) for violation in violations):
+    flags = {settings.flag(dest) for dest in dests} | {
+        spelling for dest in dests for spelling in OPTIONS[dest].spellings
+    }
+    if (
+        facts.dp is None
+        or facts.layers is None
+        or settings.micro_batch_size is None
+        or any(violation.kind == "recipe" or flags.intersection(violation.flags) for violation in violations)
+    ):
         return []
-    about = "rampup_batch_size" if settings.rampup_batch_size else "step_batch_size_schedule" if settings.step_batch_size_schedule else "global_batch_size"
-    return [Violation((settings.flag(about),), f"{settings.shown(about)}: {text}.") for text in judge(freeze(settings, world_size), facts.dp)]
+    about = (
+        "rampup_batch_size"
+        if settings.rampup_batch_size
+        else "step_batch_size_schedule"
+        if settings.step_batch_size_schedule
+        else "global_batch_size"
+    )
+    return [
+        Violation((settings.flag(about),), f"{settings.shown(about)}: {text}.")
+        for text in judge(freeze(settings, world_size), facts.dp)
+    ]
 
 
-def world_size_of(argv: list[str]) -> tuple[int | None, list[Violation]]:
-    """The number of ranks to judge for: --world-size, else the environment's WORLD_SIZE, else None; and what is wrong with it."""
-    from arguments.tokens import read
+def get_world_size(argv: list[str]) -> tuple[int | None, list[Violation]]:
+    """Return --world-size, else the environment's WORLD_SIZE, else None, and what is wrong with it."""
+    from arguments.tokens import parse_tokens
 
-    typed = read(argv).last("world_size")
+    typed = parse_tokens(argv).last("world_size")
     if typed is not None:
         if typed < 1:
             return None, [Violation(("--world-size",), f"--world-size {typed}: there is at least one rank", "value")]
@@ -127,13 +160,13 @@ def _text(value: object) -> str:
 
 
 def behind_flags(settings: Settings, world_size: int | None) -> dict[str, object]:
-    """Values that follow from several flags and that no flag holds."""
+    """Return values that follow from several flags and that no flag holds."""
     found = rules.derived(settings, world_size)
     return {name: value for name, value in found.items() if name not in OPTIONS or settings.values[name] is None}
 
 
 def table(settings: Settings, world_size: int | None = None, everything: bool = True) -> list[str]:
-    """Settings with their sources, section by section, then what follows from them. everything: those at their defaults, too."""
+    """Return settings with their sources by section, then derived values; `everything` includes defaults."""
     lines = ["------------------------ arguments ------------------------"]
     left_out = 0
     for section, _cls in SECTIONS:
@@ -159,25 +192,35 @@ def table(settings: Settings, world_size: int | None = None, everything: bool = 
 
 
 def summary(
-    settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None,
+    settings: Settings,
+    violations: list[Violation],
+    params: Mapping[str, int | None],
+    world_size: int | None,
     state_lines: Sequence[str] = (),
 ) -> list[str]:
-    """What to read first: the verdict, parameters, what their state takes, notices."""
+    """Return what to read first: the result, parameters, size of their state, notices."""
     count = f"{len(violations)} problem{'s' if len(violations) > 1 else ''}"
-    lines = [f"not valid: {count} (see standard error)" if violations else "valid" + (f" for {world_size} ranks" if world_size else "")]
+    lines = [
+        f"not valid: {count} (see standard error)"
+        if violations
+        else "valid" + (f" for {world_size} ranks" if world_size else "")
+    ]
     if params["total"] is not None:
         lines.append(f"parameters: {params['total']:,} (+ {params['mtp'] or 0:,} multi-token prediction)")
         lines.append(f"active per token: {params['active']:,} (without embedding {params['active_no_embedding']:,})")
         lines += state_lines
     elif not violations:
-        lines.append("parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size, or --check-files to open it)")
+        lines.append(
+            "parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size, or "
+            "--check-files to open it)"
+        )
     return [*lines, *settings.lines()]
 
 
 def as_json(
     settings: Settings, violations: list[Violation], params: Mapping[str, int | None], world_size: int | None
 ) -> dict[str, object]:
-    """The content of the --report file."""
+    """Return the content of the --report file."""
     return {
         "valid": not violations,
         "world_size": world_size,
@@ -189,7 +232,7 @@ def as_json(
         | {name: {"value": value, "source": "derived"} for name, value in behind_flags(settings, world_size).items()},
         "violations": [{"flags": list(v.flags), "message": v.message, "kind": v.kind} for v in violations],
         "renamed": [{"flag": flag, "became": became} for flag, became in settings.renamed],
-        "idle": [{"flag": flag, "reason": reason} for flag, reason in settings.idle],
+        "idle": [{"flag": flag, "reason": reason} for flag, reason in settings.no_effect],
         "notes": list(settings.notes),
         "recipe_env": dict(settings.recipe_env),
         "params": dict(params),

@@ -17,8 +17,9 @@ import ast
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 def flag(
@@ -69,7 +70,7 @@ def layer_pattern(text: str) -> int | list[int]:
     return value
 
 
-def _pattern_value(node: ast.expr) -> int | list:
+def _pattern_value(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 2**63:
         return node.value
     if isinstance(node, ast.List):
@@ -98,10 +99,10 @@ class Option:
     on: tuple[str, ...]
     off: tuple[str, ...]
     takes: int | str
-    read: Callable[[str], object]
+    read: Callable[[str], Any]
     type_name: str
     choices: tuple | None
-    default: object
+    default: Any
     metavar: tuple[str, ...] | None
     hidden: bool
 
@@ -138,7 +139,7 @@ def read_float(text: str) -> float:
         raise ValueError("a number") from None
 
 
-_READERS = types.MappingProxyType({int: read_int, float: read_float, str: str})
+_READERS: Mapping[type, Callable[[str], Any]] = types.MappingProxyType({int: read_int, float: read_float, str: str})
 
 
 def _members(annotation: object) -> tuple[object, ...]:
@@ -167,7 +168,7 @@ def _default(field: dataclasses.Field) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def option_of(field: dataclasses.Field, section: str) -> Option:
+def make_option(field: dataclasses.Field, section: str) -> Option:
     """The option that a section's field declares."""
     extra = field.metadata
     element, choices, is_list = _element(field.type)
@@ -198,10 +199,10 @@ def options(sections: Iterable[tuple[str, type]]) -> dict[str, Option]:
         for field in dataclasses.fields(cls):
             if field.name in found:
                 raise ValueError(f"the flag {field.name} is declared twice, the second time in section {section}")
-            found[field.name] = option_of(field, section)
+            found[field.name] = make_option(field, section)
     return found
 
 
-def by_spelling(all_options: dict[str, Option]) -> dict[str, Option]:
+def by_spelling(all_options: Mapping[str, Option]) -> dict[str, Option]:
     """Every spelling of every option, with its leading dashes."""
     return {spelling: option for option in all_options.values() for spelling in option.spellings}

@@ -1,12 +1,12 @@
-"""What is known about every flag while a command line is being understood.
+"""State of all flags while a command line is being resolved.
 
-`Settings` is the mutable state between reading the tokens and freezing the result: rules read it by destination name
-and write derived values through `set_derived`, so that every value keeps its source. `Violation` is one thing that is
-wrong.
+`Settings` is the mutable state between parsing and freezing. Rules read it by destination name and write derived values
+through `set_derived`, so that every value has a recorded source.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from arguments.schema import Option
 
@@ -18,10 +18,13 @@ KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine", "b
 class Violation:
     """One reason why a command line cannot run.
 
-    `flags` as the user typed them (or their usual spelling), `message` a whole sentence with values, need and reason;
-    `kind` one of KINDS: "later" names a feature that this version does not have yet, "product" a flag of another
-    product, "machine" and "note" come from machine.py (a note is said, and the run goes on), "build" is what Megatron-LM meets only when it
-    builds the model or the groups: `parse_args` lets it pass as Megatron's parser does, every start refuses it.
+    Attributes:
+        flags: as the user spelled them, or their usual spelling.
+        message: a full sentence with the values, what is needed, and why.
+        kind: one of KINDS. "later": a feature that is not implemented yet. "product": a flag of another product.
+            "machine" and "note": found by machine.py; a note is logged and the run continues. "build": an error that
+            Megatron-LM raises only when it builds the model or the groups; `parse_args` accepts it, as Megatron-LM's
+            parser does, and every start of a run rejects it.
     """
 
     flags: tuple[str, ...]
@@ -33,7 +36,10 @@ class Violation:
 
 
 class ArgumentError(ValueError):
-    """A command line that cannot run; `violations` lists every reason, `settings` holds what was resolved so far."""
+    """A command line that cannot run.
+
+    `violations` lists every reason; `settings` holds what was resolved so far.
+    """
 
     def __init__(self, violations: Iterable[Violation], settings: "Settings | None" = None):
         self.violations = list(violations)
@@ -44,123 +50,154 @@ class ArgumentError(ValueError):
         super().__init__("\n".join([head, *(f"  - {violation.message}" for violation in self.violations)]))
 
 
-def evaluates_only(skip_train: bool, moe_use_upcycling: bool, ckpt_convert_format: str | None) -> bool:
-    """Does a run with these flags evaluate a model and nothing else: --skip-train that neither upcycles nor converts a checkpoint?"""
+def is_eval_only(skip_train: bool, moe_use_upcycling: bool, ckpt_convert_format: str | None) -> bool:
+    """Return whether a run with these flags only evaluates a model: --skip-train without upcycling or conversion."""
     return bool(skip_train) and not moe_use_upcycling and ckpt_convert_format is None
 
 
 class Settings:
-    """Every flag's value by destination name, with its source.
+    """Value and source of every flag, by destination name.
 
-    Attributes besides the destinations: `typed` (destinations typed on the command line), `source[dest]` (one of
-    SOURCES), `spelling[dest]` (the flag as typed), `why[dest]` (reason of a derived value), `notes` (one-line
-    notices), `renamed` and `idle` (pairs of flag and text: what became of old spellings, why flags have no effect),
-    `recipe_env` (environment variables a recipe asks for), `changes` (how often a value was written).
     Reading or writing a name that is no destination raises AttributeError.
+
+    Attributes:
+        values: value by destination.
+        source: one of SOURCES by destination.
+        spelling: the flag as typed, by destination; only of flags that were given.
+        why: reason of a derived value, by destination.
+        typed: destinations given on the command line.
+        notes: one-line notices.
+        renamed: pairs of an old spelling and its replacement.
+        no_effect: pairs of a flag and the reason why it has no effect.
+        recipe_env: environment variables that a recipe sets.
+        changes: number of writes so far.
     """
 
-    _own = ("typed", "source", "spelling", "why", "notes", "renamed", "idle", "recipe_env", "changes", "values", "_options")
+    _ATTRIBUTES = (
+        "typed",
+        "source",
+        "spelling",
+        "why",
+        "notes",
+        "renamed",
+        "no_effect",
+        "recipe_env",
+        "changes",
+        "values",
+        "_options",
+    )
 
     def __init__(self, options: Mapping[str, Option]):
         self._options = options
-        self.values = {dest: option.default for dest, option in options.items()}
+        self.values: dict[str, Any] = {dest: option.default for dest, option in options.items()}
         self.typed: set[str] = set()
         self.source = dict.fromkeys(options, "default")
         self.spelling: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.notes: list[str] = []
         self.renamed: list[tuple[str, str]] = []
-        self.idle: list[tuple[str, str]] = []
+        self.no_effect: list[tuple[str, str]] = []
         self.recipe_env: dict[str, str] = {}
         self.changes = 0
 
-    def __getattr__(self, dest: str) -> object:
+    def __getattr__(self, dest: str) -> Any:
         try:
             return self.__dict__["values"][dest]
         except KeyError:
             raise AttributeError(f"there is no flag with the destination {dest!r}") from None
 
     def __setattr__(self, dest: str, value: object) -> None:
-        if dest in Settings._own:
+        if dest in Settings._ATTRIBUTES:
             object.__setattr__(self, dest, value)
         else:
             self.set_derived(dest, value, "")
 
     @property
-    def evaluates_only(self) -> bool:
-        """As `Arguments.evaluates_only`, before the settings are frozen."""
-        return evaluates_only(self.skip_train, self.moe_use_upcycling, self.ckpt_convert_format)
+    def is_eval_only(self) -> bool:
+        """The same as `Arguments.is_eval_only`, before the settings are frozen."""
+        return is_eval_only(self.skip_train, self.moe_use_upcycling, self.ckpt_convert_format)
 
     def set_given(self, dest: str, value: object, source: str, spelling: str) -> None:
         """Record a value from a preset, a recipe or the command line."""
-        self._known(dest)
+        self._check_known(dest)
         self._write(dest, value, source)
         self.spelling[dest] = spelling
         if source == "command line":
             self.typed.add(dest)
 
     def set_derived(self, dest: str, value: object, why: str) -> None:
-        """Record a value that follows from others; a value that is already so keeps its source."""
-        self._known(dest)
+        """Record a value that follows from others; a flag that has the value already keeps its source."""
+        self._check_known(dest)
         if self.values[dest] == value and type(self.values[dest]) is type(value):
             return
         self._write(dest, value, "derived")
         self.why[dest] = why
 
     def given(self, dest: str) -> bool:
-        """Did a preset, a recipe or the command line set this flag (whatever a rule made of it since)?"""
-        self._known(dest)
+        """Return whether a preset, a recipe or the command line set this flag, even if a rule changed it since."""
+        self._check_known(dest)
         return dest in self.spelling
 
     def flag(self, dest: str) -> str:
-        """The flag as the user spelled it, or its usual spelling."""
-        self._known(dest)
+        """Return the flag as the user spelled it, or its usual spelling."""
+        self._check_known(dest)
         return self.spelling.get(dest, self._options[dest].spellings[0])
 
     def shown(self, dest: str) -> str:
-        """`--flag value`, for messages."""
+        """Return `--flag value`, for messages."""
         value = self.values[dest]
         if isinstance(value, bool) or value is None:
             return self.flag(dest)
         return f"{self.flag(dest)} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
+    def describe(self, dest: str) -> str:
+        """Return `--flag value` for messages, marked if the user did not give the value."""
+        if self.values[dest] is None:
+            return f"{self.flag(dest)} (not given)"
+        source = self.source[dest]
+        return f"{self.shown(dest)} ({source})" if source in ("default", "derived") else self.shown(dest)
+
+    def violation(self, message: str, *dests: str, kind: str = "rule") -> Violation:
+        """Return the violation of a rule about these destinations, the most important first."""
+        return Violation(tuple(self.flag(dest) for dest in dests), message, kind)
+
     def note(self, line: str) -> None:
-        """Say something in one line, once."""
+        """Record a one-line notice, once."""
         if line not in self.notes:
             self.notes.append(line)
 
-    def default(self, dest: str) -> object:
-        """Megatron's default of a flag."""
-        self._known(dest)
+    def default(self, dest: str) -> Any:
+        """Return the default of a flag, which is Megatron's."""
+        self._check_known(dest)
         return self._options[dest].default
 
     def given_dests(self) -> tuple[str, ...]:
-        """The destinations that were given, in order of declaration."""
+        """Return the destinations that were given, in order of declaration."""
         return tuple(dest for dest in self._options if dest in self.spelling)
 
     def forget(self, dest: str) -> None:
-        """Put a flag back to its default, as if it had not been given."""
-        self._known(dest)
+        """Reset a flag to its default, as if it had not been given."""
+        self._check_known(dest)
         self._write(dest, self._options[dest].default, "default")
         self.typed.discard(dest)
         self.spelling.pop(dest, None)
         self.why.pop(dest, None)
 
-    def say_renamed(self, flag: str, became: str) -> None:
-        """Record once that an old spelling was understood."""
+    def note_renamed(self, flag: str, became: str) -> None:
+        """Record once that an old spelling was read as another flag."""
         if (flag, became) not in self.renamed:
             self.renamed.append((flag, became))
 
-    def say_idle(self, flag: str, reason: str) -> None:
-        """Record once that a given flag has no effect."""
-        if (flag, reason) not in self.idle:
-            self.idle.append((flag, reason))
+    def note_no_effect(self, flag: str, reason: str) -> None:
+        """Record once that a given flag has no effect; the reason may begin with "without"."""
+        if (flag, reason) not in self.no_effect:
+            self.no_effect.append((flag, reason))
 
     def lines(self) -> list[str]:
-        """Everything worth a line in the log: renamed flags, flags without effect, notices."""
+        """Return the lines to log: renamed flags, flags without effect, notices."""
         return [
             *(f"{flag} is now {became}" for flag, became in self.renamed),
-            *(f"{flag} is idle: {reason}" for flag, reason in self.idle),
+            *(f"{flag} has no effect{_join_reason(reason)}" for flag, reason in self.no_effect),
             *self.notes,
         ]
 
@@ -168,6 +205,10 @@ class Settings:
         self.values[dest], self.source[dest] = value, source
         self.changes += 1
 
-    def _known(self, dest: str) -> None:
+    def _check_known(self, dest: str) -> None:
         if dest not in self.values:
             raise AttributeError(f"there is no flag with the destination {dest!r}")
+
+
+def _join_reason(reason: str) -> str:
+    return f" {reason}" if reason.startswith("without ") else f": {reason}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping as MappingOf
 
 from arguments.container import OPTIONS
-from arguments.rules.facts import as_list
+from arguments.rules.derived_sizes import as_list
 from arguments.schema import Option
 
 
-def flags_of(values: MappingOf[str, object]) -> list[str]:
-    """Spell values as flags, in the order in which flags are declared; None and switches at their default are left out."""
+def to_command_line(values: MappingOf[str, object]) -> list[str]:
+    """Spell values as flags in order of declaration; None and switches at their default are left out."""
     words: list[str] = []
     for dest, option in OPTIONS.items():
         if dest in values and values[dest] is not None:

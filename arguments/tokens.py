@@ -1,26 +1,34 @@
-"""From tokens to values: what a command line says, before any rule looks at it.
+"""From tokens to values: what a command line contains, before any rule applies.
 
-The reading follows argparse without abbreviations: a token that starts with a dash and is no number is a flag,
-`--flag=value` is two tokens in one, a list takes everything up to the next flag, the last of several wins. Beyond
-argparse: every mistake is collected, old spellings are read as what they became, flags of other products are read
-over with their values, `--switch=true|false` sets a switch (which is how a preset's switch is undone), quotes that a
-launcher left round a value are dropped, and `--flag: value` from YAML-like documents is understood.
+The syntax is argparse's without abbreviations: a token that starts with a dash and is no number is a flag,
+`--flag=value` is two tokens in one, a list takes everything up to the next flag, and the last of several wins. Beyond
+argparse: every error is collected, old spellings are read as their replacement, values of other products' flags are
+skipped, `--switch=true|false` sets a switch (which undoes a preset's), quotes that a launcher left around a value are
+dropped, and `--flag: value` from YAML-like documents is accepted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from arguments import products, retired, schema
+from arguments import schema
 from arguments.container import OPTIONS
+from arguments.flag_status import (
+    NOT_IMPLEMENTED_VALUES,
+    OLD_SPELLINGS,
+    RENAMED_VALUES,
+    OldSpelling,
+    find_out_of_scope,
+    is_known_spelling,
+)
 from arguments.schema import Option
 from arguments.settings import Settings, Violation
-from arguments.standing import VALUES
 
 FIELDS = MappingProxyType(schema.by_spelling(OPTIONS))
-"""Every spelling of every flag that is a field."""
+"""Option by spelling, for every flag that is a field."""
 
-SHORT = MappingProxyType(
+COMMON_ABBREVIATIONS = MappingProxyType(
     {
         "--tp": "--tensor-model-parallel-size",
         "--pp": "--pipeline-model-parallel-size",
@@ -35,54 +43,54 @@ SHORT = MappingProxyType(
         "--layers": "--num-layers",
     }
 )
-"""What people say for a flag; offered, not accepted."""
+"""Abbreviations that are suggested, not accepted."""
 
-MAX_SEARCHES = 50
-"""Unknown flags for which close spellings are looked up: every search reads all flags."""
+MAX_SUGGESTION_SEARCHES = 50
+"""Number of unknown flags for which close spellings are searched; every search compares with all flags."""
 
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
-"""What an editor or a web page makes of hyphens."""
+"""Dashes that editors and web pages make of hyphens."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """One flag with its value, as it was spelled."""
+class ParsedFlag:
+    """A flag with its value and spelling."""
 
     dest: str
-    value: object
+    value: Any
     spelling: str
 
 
 @dataclass
-class Reading:
-    """What a list of tokens says: values in order, and everything worth saying about them."""
+class ParsedTokens:
+    """Result of parsing a list of tokens."""
 
-    given: list[Given] = field(default_factory=list)
+    given: list[ParsedFlag] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     renamed: list[tuple[str, str]] = field(default_factory=list)
-    idle: list[tuple[str, str]] = field(default_factory=list)
+    no_effect: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
-    """Destinations whose value could not be read: rules that miss it have nothing to say."""
+    """Destinations whose value could not be read; rules about them are not reported."""
 
-    def last(self, dest: str) -> object:
-        """The value that wins, or None."""
+    def last(self, dest: str) -> Any:
+        """Return the value that wins, or None."""
         return next((item.value for item in reversed(self.given) if item.dest == dest), None)
 
     def apply(self, settings: Settings, source: str) -> None:
-        """Write everything into settings."""
+        """Write values and notices into settings."""
         for item in self.given:
             settings.set_given(item.dest, item.value, source, item.spelling)
         for flag, became in self.renamed:
-            settings.say_renamed(flag, became)
-        for flag, reason in self.idle:
-            settings.say_idle(flag, reason)
+            settings.note_renamed(flag, became)
+        for flag, reason in self.no_effect:
+            settings.note_no_effect(flag, reason)
         for line in self.notes:
             settings.note(line)
 
 
 def is_value(token: str) -> bool:
-    """Is this token a value? No leading dash, or a number, or a dash followed by something with a blank in it."""
+    """Return whether a token is a value: no leading dash, a number, or a dash followed by text with a space in it."""
     if not token.startswith("-") or token == "-" or " " in token:
         return True
     try:
@@ -92,49 +100,52 @@ def is_value(token: str) -> bool:
     return True
 
 
-def read(tokens: Sequence[str], where: str = "") -> Reading:
-    """Read tokens; `where` (a file name) is put before every message."""
-    return _Reader(list(tokens), where).run()
+def parse_tokens(tokens: Sequence[str], where: str = "") -> ParsedTokens:
+    """Parse tokens; `where` (a file name) prefixes every message."""
+    return _TokenParser(list(tokens), where).run()
 
 
-class _Reader:
+class _TokenParser:
     """One pass over a list of tokens."""
 
     def __init__(self, tokens: list[str], where: str):
         self.tokens = tokens
-        self.at = 0
+        self.position = 0
         self.prefix = f"{where}: " if where else ""
-        self.searches = MAX_SEARCHES
-        self.out = Reading()
+        self.searches_left = MAX_SUGGESTION_SEARCHES
+        self.out = ParsedTokens()
 
-    def run(self) -> Reading:
+    def run(self) -> ParsedTokens:
         flag = ""
-        while self.at < len(self.tokens):
+        while self.position < len(self.tokens):
             token = self.take()
             if token[:1] in DASHES and token:
-                self.values("*")
+                self.take_values("*")
                 name = "--" + token.lstrip(DASHES + "-").partition("=")[0]
-                hint = f"; did you mean {name}?" if self.known(name) else self.hint(name)
-                self.refuse(token, f"{token}: this flag is unknown: it begins with a typographic dash, not with --{hint}", "unknown")
+                hint = f"; did you mean {name}?" if self.is_known(name) else self.suggest(name)
+                self.reject(
+                    token, f"{token}: this flag is unknown: it begins with a typographic dash, not with --{hint}"
+                )
             elif is_value(token):
-                self.stray(token, flag)
+                self.reject_stray_value(token, flag)
             else:
                 flag, equals, inline = token.partition("=")
-                self.flag(flag, [inline] if equals else [])
+                self.parse_flag(flag, [inline] if equals else [])
         return self.out
 
-    def stray(self, token: str, flag: str) -> None:
-        """Refuse a value that no flag takes; `flag` is the one before it."""
+    def reject_stray_value(self, token: str, flag: str) -> None:
+        """Reject a value that no flag takes; `flag` is the one before it."""
         after = ""
         if flag in FIELDS:
             takes = FIELDS[flag].takes
-            after = f": {flag} before it takes {('no value', 'one value')[takes] if takes in (0, 1) else f'{takes} values'}"
+            count = "no value" if takes == 0 else "one value" if takes == 1 else f"{takes} values"
+            after = f": {flag} before it takes {count}"
         hint = f"; did you mean --{token}?" if f"--{token}" in FIELDS else ""
-        self.refuse(token, f"{token!r} belongs to no flag{after}{hint}", "unknown")
+        self.reject(token, f"unexpected argument {token!r}{after}{hint}")
 
-    def flag(self, name: str, inline: list[str]) -> None:
-        """Read one flag and the values that follow it."""
-        if name.endswith(":") and self.known(name[:-1]):
+    def parse_flag(self, name: str, inline: list[str]) -> None:
+        """Parse one flag and the values that follow it."""
+        if name.endswith(":") and self.is_known(name[:-1]):
             self.out.renamed.append((name, name[:-1]))
             name = name[:-1]
             option = FIELDS.get(name)
@@ -142,141 +153,143 @@ class _Reader:
                 inline = [self.take()]
         if name in FIELDS:
             option = FIELDS[name]
-            self.store(option, name, inline or self.values(option.takes))
-        elif name in retired.BY_SPELLING:
-            record = retired.BY_SPELLING[name]
-            self.retired(record, inline or self.values(record.takes))
-        elif name in products.BY_SPELLING:
-            product, takes = products.BY_SPELLING[name]
+            self.store(option, name, inline or self.take_values(option.takes))
+        elif name in OLD_SPELLINGS:
+            record = OLD_SPELLINGS[name]
+            self.parse_old_spelling(record, inline or self.take_values(record.takes))
+        elif (match := find_out_of_scope(name)) is not None:
+            product, takes = match
             if not inline:
-                self.values(takes)
-            self.refuse(name, f"{name}: this flag is for {product.name}; {product.instead}", "product")
+                self.take_values(takes)
+            self.reject(name, f"{name}: this flag is for {product.name}; {product.instead}", "product")
         else:
-            self.values("*")
-            self.refuse(name, f"{name}: this flag is unknown{self.hint(name)}", "unknown")
+            self.take_values("*")
+            self.reject(name, f"{name}: this flag is unknown{self.suggest(name)}")
 
     def store(self, option: Option, name: str, texts: list[str]) -> None:
-        """Convert and keep the values of a field."""
+        """Convert and store the values of a field."""
         if option.takes == 0:
-            self.switch(option, name, texts)
+            self.store_switch(option, name, texts)
             return
         if (option.takes == "+" and not texts) or (isinstance(option.takes, int) and len(texts) != option.takes):
-            wanted = "a value" if option.takes in (1, "+") else f"{option.takes} values"
-            found = f", {len(texts)} given" if texts else ""
-            self.refuse(name, f"{' '.join([name, *texts])}: needs {wanted}{found}", "value", option.dest)
+            needed = "a value" if option.takes in (1, "+") else f"{option.takes} values"
+            given = f", {len(texts)} given" if texts else ""
+            self.reject(name, f"{' '.join([name, *texts])}: needs {needed}{given}", "value", option.dest)
             return
         values = []
         for text in texts:
             bare = self.unquote(name, text)
             if not bare.strip() and option.default != "":
-                self.refuse(name, f"{name} {text!r}: the value is empty (a variable that is not set?)", "value", option.dest)
+                self.reject(name, f"{name} {text!r}: the value is empty (an unset variable?)", "value", option.dest)
                 return
             if not _is_text(bare):
-                self.refuse(name, f"{name} {text}: the value is no text in UTF-8", "value", option.dest)
+                self.reject(name, f"{name} {text}: the value is not valid UTF-8", "value", option.dest)
                 return
-            if (option.dest, bare) in retired.LATER_VALUES:
-                what, feature = retired.LATER_VALUES[option.dest, bare]
-                self.refuse(name, f"{name} {bare}: this version does not have {what} yet (feature: {feature})", "later", option.dest)
+            if (option.dest, bare) in NOT_IMPLEMENTED_VALUES:
+                what = NOT_IMPLEMENTED_VALUES[option.dest, bare]
+                self.reject(name, f"{name} {bare}: {what} is not implemented yet", "later", option.dest)
                 return
-            new = VALUES.get((option.dest, bare))
+            new = RENAMED_VALUES.get((option.dest, bare))
             if new is not None:
                 self.out.renamed.append((f"{name} {bare}", f"{name} {new}"))
             try:
                 values.append(option.convert(new or bare))
             except ValueError as error:
-                close = _close(bare, [str(choice) for choice in option.choices or ()], 1)
+                close = _close_matches(bare, [str(choice) for choice in option.choices or ()], 1)
                 hint = f" (did you mean {close[0]}?)" if close else ""
-                self.refuse(name, f"{name} {text}: the value must be {error}{hint}", "value", option.dest)
+                self.reject(name, f"{name} {text}: the value must be {error}{hint}", "value", option.dest)
                 return
-        self.out.given.append(Given(option.dest, values if option.is_list else values[0], name))
+        self.out.given.append(ParsedFlag(option.dest, values if option.is_list else values[0], name))
 
-    def switch(self, option: Option, name: str, texts: list[str]) -> None:
-        """Keep a flag without values; `=true` and `=false` are allowed."""
+    def store_switch(self, option: Option, name: str, texts: list[str]) -> None:
+        """Store a flag without values; `=true` and `=false` are allowed."""
         if texts and texts[0].lower() not in ("true", "false"):
             text = f"{name}={texts[0]}: this flag takes no value (or =true, =false)"
-            self.refuse(name, text, "value", option.dest)
+            self.reject(name, text, "value", option.dest)
             return
         on = not texts or texts[0].lower() == "true"
-        self.out.given.append(Given(option.dest, (name in option.on) == on, name))
+        self.out.given.append(ParsedFlag(option.dest, (name in option.on) == on, name))
 
-    def retired(self, record: retired.Retired, texts: list[str]) -> None:
-        """Read an old spelling: as what it became, over it, or refuse it."""
+    def parse_old_spelling(self, record: OldSpelling, texts: list[str]) -> None:
+        """Replace, skip or reject an old spelling."""
         name, shown = record.spelling, " ".join([record.spelling, *texts])
         if not all(map(_is_text, texts)):
-            self.refuse(name, f"{shown}: the value is no text in UTF-8", "value")
+            self.reject(name, f"{shown}: the value is not valid UTF-8", "value")
         elif isinstance(record.takes, int) and len(texts) < record.takes:
-            self.refuse(name, f"{name}: needs a value", "value")
-        elif record.standing == "idle":
-            self.out.idle.append((shown, record.text))
-        elif record.standing == "later" and (not texts or texts[0] not in record.harmless):
-            text = f"{shown}: this version does not have {record.text} yet (feature: {record.feature})"
-            self.refuse(name, text, "later")
-        elif record.standing == "refused":
-            self.refuse(name, f"{shown}: this flag has gone; {record.text}", "unknown")
-        elif record.standing == "renamed":
+            self.reject(name, f"{name}: needs a value", "value")
+        elif record.status == "no effect":
+            self.out.no_effect.append((shown, record.text))
+        elif record.status == "not implemented" and (not texts or texts[0] not in record.harmless):
+            self.reject(name, f"{shown}: {record.text} is not implemented yet", "later")
+        elif record.status == "removed":
+            self.reject(name, f"{shown}: this flag has been removed; {record.text}")
+        elif record.status == "renamed":
             tokens = record.replacement(texts)
             if tokens is None:
-                self.refuse(name, f"{shown}: use {record.text.replace('{}', 'N')}", "unknown")
+                self.reject(name, f"{shown}: use {record.text.replace('{}', 'N')}")
                 return
             self.out.renamed.append((shown, " ".join(tokens) or "the default"))
-            self.take_over(tokens, name)
+            self.parse_replacement(tokens, name)
 
-    def take_over(self, tokens: list[str], spelling: str) -> None:
-        """Read replacement tokens as if the user had typed them under the old spelling."""
-        new = read(tokens)
-        self.out.given += [Given(item.dest, item.value, spelling) for item in new.given]
+    def parse_replacement(self, tokens: list[str], spelling: str) -> None:
+        """Parse replacement tokens as if the user had typed them under the old spelling."""
+        new = parse_tokens(tokens)
+        self.out.given += [ParsedFlag(item.dest, item.value, spelling) for item in new.given]
         for violation in new.violations:
-            self.refuse(spelling, f"{spelling}, now {violation.message}", violation.kind)
+            self.reject(spelling, f"{spelling}, now {violation.message}", violation.kind)
 
-    def values(self, takes: int | str) -> list[str]:
+    def take_values(self, takes: int | str) -> list[str]:
         """Take the values that follow: a fixed number, at most one ("?"), or all up to the next flag."""
-        most = {"?": 1, "+": len(self.tokens), "*": len(self.tokens)}.get(takes, takes)
-        found: list[str] = []
-        while len(found) < most and self.at < len(self.tokens) and is_value(self.tokens[self.at]):
-            found.append(self.take())
-        return found
+        limit = takes if isinstance(takes, int) else 1 if takes == "?" else len(self.tokens)
+        values: list[str] = []
+        while len(values) < limit and self.position < len(self.tokens) and is_value(self.tokens[self.position]):
+            values.append(self.take())
+        return values
 
     def take(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1]
+        self.position += 1
+        return self.tokens[self.position - 1]
 
     def peek(self) -> str | None:
-        return self.tokens[self.at].lower() if self.at < len(self.tokens) else None
+        return self.tokens[self.position].lower() if self.position < len(self.tokens) else None
 
     def unquote(self, name: str, text: str) -> str:
         if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
-            self.out.notes.append(f"{self.prefix}{name} {text}: the quotes round the value were dropped")
+            self.out.notes.append(f"{self.prefix}{name} {text}: the quotes around the value were dropped")
             return text[1:-1]
         return text
 
-    def refuse(self, flag: str, message: str, kind: str, dest: str | None = None) -> None:
-        shown = message.encode("utf-8", "backslashreplace").decode()  # what is no text can still be printed
-        self.out.violations.append(Violation((flag,), self.prefix + shown, kind))
+    def reject(self, flag: str, message: str, kind: str = "unknown", dest: str | None = None) -> None:
+        printable = message.encode("utf-8", "backslashreplace").decode()
+        self.out.violations.append(Violation((flag,), self.prefix + printable, kind))
         if dest is not None:
             self.out.unread.add(dest)
 
     @staticmethod
-    def known(name: str) -> bool:
-        return name in FIELDS or name in retired.BY_SPELLING or name in products.BY_SPELLING
+    def is_known(name: str) -> bool:
+        return name in FIELDS or is_known_spelling(name)
 
-    def hint(self, name: str) -> str:
-        if name in SHORT:
-            return f"; did you mean {SHORT[name]}?"
-        if self.searches == 0:
+    def suggest(self, name: str) -> str:
+        if name in COMMON_ABBREVIATIONS:
+            return f"; did you mean {COMMON_ABBREVIATIONS[name]}?"
+        if self.searches_left == 0:
             return ""
-        self.searches -= 1
-        shown = [spelling for spelling, option in FIELDS.items() if not option.hidden]
-        starts = [spelling for spelling in shown if spelling.startswith(name)] if len(name) > 4 else []
-        close = (starts or _close(name.replace("_", "-"), shown, 3))[:3]
+        self.searches_left -= 1
+        spellings = [spelling for spelling, option in FIELDS.items() if not option.hidden]
+        starts = [spelling for spelling in spellings if spelling.startswith(name)] if len(name) > 4 else []
+        close = (starts or _close_matches(name.replace("_", "-"), spellings, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _is_text(value: str) -> bool:
-    """Can it be printed, and stand in a file's name? The system passes bytes that are no UTF-8 as lone surrogates."""
+    """Return whether a value can be printed and used in a file name.
+
+    The system passes bytes that are not UTF-8 as lone surrogates.
+    """
     return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-def _close(word: str, words: list[str], count: int) -> list[str]:
-    import difflib  # (only for a mistake)
+def _close_matches(word: str, words: list[str], count: int) -> list[str]:
+    import difflib  # imported only for an error message
 
     return difflib.get_close_matches(word, words, n=count)

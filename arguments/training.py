@@ -1,13 +1,58 @@
 """TrainingArgs: batches, duration, recompute, offload, evaluation, exit.
 
-A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string under
-it the help text. How a field becomes an option stands in schema.py.
+A field is a flag: its name is Megatron's destination, its annotation the type and the choices, the string below it
+the help text. schema.py turns fields into options.
 """
 
+import math
+import re
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from arguments.schema import flag
+
+_COUNT_SUFFIXES = MappingProxyType({"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
+_SCHEDULE_ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
+
+
+def parse_batch_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse a batch-size schedule such as "0:384 200B:768 400B:1152".
+
+    Entries TOKENS:BATCH_SIZE are separated by blanks or commas; a number of tokens may end in K, M, B or T (thousands
+    to trillions). The first number of tokens is 0, and they rise.
+
+    Returns:
+        (tokens, global batch size) pairs: the number of tokens from which on a batch size holds.
+
+    Raises:
+        ValueError: with the form that is needed and the entry that does not have it.
+    """
+    need = "TOKENS:BATCH_SIZE entries such as 0:768 250B:1536, first 0 and rising"
+    entries = []
+    for word in text.replace(",", " ").strip("'\"").split():
+        match = _SCHEDULE_ENTRY.fullmatch(word)
+        if match is None:
+            raise ValueError(f"{need} ({word} is not TOKENS:BATCH_SIZE with an optional K, M, B or T)")
+        tokens, batch_size = Decimal(match.group(1)) * _COUNT_SUFFIXES[match.group(2).upper()], int(match.group(3))
+        if tokens != int(tokens):
+            raise ValueError(f"{need} ({word} has a fraction of a token)")
+        if batch_size < 1:
+            raise ValueError(f"{need} ({word} has no samples in a batch)")
+        entries.append((int(tokens), batch_size))
+    if not entries or entries[0][0] != 0:
+        raise ValueError(f"{need} (the first entry must begin at 0 tokens)")
+    if any(later[0] <= earlier[0] for earlier, later in pairwise(entries)):
+        raise ValueError(f"{need} (numbers of tokens must rise from entry to entry)")
+    return tuple(entries)
+
+
+def _checked_batch_schedule(text: str) -> str:
+    """Check a schedule and return its text, which checkpoints record as Megatron-LM's do."""
+    parse_batch_schedule(text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -15,13 +60,13 @@ class TrainingArgs:
     """Batches, duration, recompute, offload, evaluation, exit."""
 
     # ---- batches and duration
-    micro_batch_size: int | None = None
+    micro_batch_size: int = flag(None)
     """Samples in one forward pass of one data-parallel rank."""
-    global_batch_size: int | None = None
+    global_batch_size: int = flag(None)
     """Samples per iteration over all ranks. Unset: micro-batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
     """START INCREMENT SAMPLES: grow the global batch size from START in steps over that many samples."""
-    step_batch_size_schedule: str | None = None
+    step_batch_size_schedule: str | None = flag(None, parse=_checked_batch_schedule)
     """Global batch sizes with the tokens at which they begin, such as "0:384 200B:768 400B:1152"."""
     decrease_batch_size_if_needed: bool = False
     """Round the global batch size down when it does not divide among the ranks."""
@@ -32,13 +77,13 @@ class TrainingArgs:
     train_samples: int | None = None
     """Samples to train."""
     iterations_to_skip: list[int] = flag([])
-    """Iterations whose batch is read but not trained on."""
+    """Iterations whose batch is read but not used for training."""
     exit_interval: int | None = None
-    """Stop when the iteration is a multiple of this."""
+    """Stop at an iteration that is a multiple of this number."""
     exit_duration_in_mins: int | None = None
-    """Stop (and save) after this many minutes."""
+    """Save and stop after this number of minutes."""
     exit_signal_handler: bool = False
-    """Save and stop when the signal below arrives."""
+    """Save and stop when --exit-signal arrives."""
     exit_signal: Literal[
         "SIGHUP",
         "SIGINT",
@@ -74,15 +119,15 @@ class TrainingArgs:
         "SIGRTMIN",
         "SIGRTMAX",
     ] = "SIGTERM"
-    """The signal to stop at."""
+    """Signal to stop at."""
     exit_signal_handler_for_dataloader: bool = False
     """Install the handler in data workers too."""
     exit_signal_handler_for_training: bool = False
     """Stop without a traceback at SIGINT or SIGTERM."""
     train_sync_interval: int | None = None
-    """Synchronise device and host every so many iterations."""
+    """Synchronize device and host at this interval, in iterations."""
     batch_size: int | None = None
-    """Old spelling of --micro-batch-size."""
+    """Deprecated spelling of --micro-batch-size."""
 
     # ---- evaluation
     eval_iters: int = 100
@@ -96,15 +141,15 @@ class TrainingArgs:
     eval_micro_batch_size: int | None = None
     """Micro-batch size of evaluation. Unset: training's."""
     skip_train: bool = False
-    """Evaluate only."""
+    """Evaluate only, without training."""
     test_mode: bool = False
-    """Run the extra checks of Megatron-LM's own tests beside the run."""
+    """Run the additional checks of Megatron-LM's tests during the run."""
     full_validation: bool = False
-    """Evaluate on the whole validation set each time."""
+    """Evaluate on the full validation set each time."""
     multiple_validation_sets: bool = False
     """Evaluate on each validation set separately."""
     validation_set_names: list[str] | None = None
-    """Names of these sets."""
+    """Names of the validation sets."""
 
     # ---- recompute
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -112,95 +157,100 @@ class TrainingArgs:
     recompute_method: Literal["uniform", "block"] | None = None
     """How whole layers are grouped for recompute."""
     recompute_num_layers: int | None = None
-    """Layers in a group, or layers to recompute."""
+    """Number of layers in a recomputed group (uniform), or of recomputed layers (block)."""
     recompute_modules: list[str] | None = None
-    """Parts of a layer to recompute."""
+    """Modules of a layer to recompute with --recompute-granularity selective."""
     recompute_activations: bool = False
-    """Old spelling of --recompute-granularity selective."""
+    """Deprecated spelling of --recompute-granularity selective."""
     distribute_saved_activations: bool = False
-    """Spread saved activations over tensor-parallel ranks."""
+    """Shard saved activations over tensor-parallel ranks."""
     checkpoint_activations: bool = False
-    """Old spelling of full recompute."""
+    """Deprecated spelling of full recompute."""
 
     # ---- offload of activations
     cpu_offloading_num_layers: int = 0
-    """Layers whose activations go to the host."""
+    """Number of layers whose activations are offloaded to the host."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
-    """Keep the pinned host buffers."""
+    """Retain the pinned host buffers."""
     fine_grained_activation_offloading: bool = False
-    """Send the inputs of chosen parts to the host."""
+    """Offload the saved tensors of the modules in --offload-modules to the host."""
     offload_modules: list[str] = flag([])
-    """The parts."""
+    """Modules of a layer to offload with --fine-grained-activation-offloading."""
     min_offloaded_tensor_size: int = 1048576
-    """Smallest tensor worth sending, elements."""
+    """Smallest tensor that is offloaded, in elements."""
     delay_offload_until_cuda_graph: bool = False
-    """Wait with sending until a CUDA graph runs."""
+    """Start offloading only when CUDA graphs are replayed."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Difference of sent bytes between pipeline ranks."""
+    """Difference of offloaded bytes between neighboring pipeline ranks."""
     activation_offload_fraction: float = 1.0
-    """Share of the activations to send."""
+    """Fraction of the activations to offload."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Transfers under way at once."""
+    """Largest number of concurrent transfers."""
 
     # ---- CUDA graphs
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
-    """Who captures CUDA graphs."""
+    """CUDA graph implementation."""
     cuda_graph_modules: list[str] = flag([])
-    """Parts of a layer to capture."""
+    """Modules of a layer to capture. Unset: full layers."""
     cuda_graph_warmup_steps: int = 3
-    """Iterations before capture."""
+    """Number of iterations before capture."""
     enable_cuda_graph: bool = False
-    """Old spelling of --cuda-graph-impl local."""
+    """Deprecated spelling of --cuda-graph-impl local."""
     external_cuda_graph: bool = False
-    """Old spelling of --cuda-graph-impl transformer_engine."""
+    """Deprecated spelling of --cuda-graph-impl transformer_engine."""
     cuda_graph_scope_deprecated: list[str] | None = flag(None, "--cuda-graph-scope", hidden=True)
-    """Old spelling of --cuda-graph-modules."""
+    """Deprecated spelling of --cuda-graph-modules."""
 
     # ---- randomness and reproducibility
     seed: int = 1234
-    """Seed of weights, data order, dropout."""
+    """Seed of weights, data order and dropout."""
     data_parallel_random_init: bool = False
     """Let data-parallel ranks start from different weights."""
     te_rng_tracker: bool = False
     """Use TransformerEngine's random-number tracker."""
     deterministic_mode: bool = False
-    """Choose deterministic algorithms: the same run on the same ranks gives the same bits, and an operation that has none ends it by name. On
-    CPUs runs are the same to the bit without it."""
+    """Use deterministic algorithms: a run repeated on the same ranks gives bitwise equal results, and an operation
+    without such an algorithm is an error. On CPUs runs are bitwise equal without it."""
 
     # ---- checks
     check_for_nan_in_loss_and_grad: bool = flag(True, off=("--no-check-for-nan-in-loss-and-grad",))
-    """Reject an iteration whose loss or gradients are not finite; --on-nan says what then."""
+    """Reject an iteration whose loss or gradients are not finite; see --on-nan."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What an iteration that is not finite leads to, when repeating it gives the same: stop, and name the layer, expert and microbatch; or
-    skip its update, and end the run after ten in a row. Skipped iterations and their samples stand in checkpoints and metrics.jsonl."""
+    """Action when a rerun reproduces a non-finite loss or gradient: stop, and name the layer, expert and microbatch; or
+    skip the update, and stop after ten in a row. Skipped iterations and their samples are recorded in checkpoints and
+    metrics.jsonl."""
     check_for_large_grads: bool = False
-    """Reject an iteration whose gradient norm is ten times the largest of the first hundred iterations; see --on-loss-spike."""
+    """Reject an iteration whose gradient norm is ten times the largest of the first hundred iterations; see
+    --on-loss-spike."""
     check_for_spiky_loss: bool = False
     """Reject an iteration whose loss is ten times the largest of the first hundred iterations; see --on-loss-spike."""
     loss_spike_factor: float | None = None
-    """Call it a spike when the loss is more than X times the median of the last hundred iterations (with --check-for-spiky-loss)."""
+    """Treat a loss above this factor times the median of the last hundred iterations as a spike (with
+    --check-for-spiky-loss)."""
     on_loss_spike: Literal["report", "skip", "stop"] = "report"
-    """What a spike of the loss or the gradient norm leads to, when repeating the iteration gives the same: a warning, no update, or the end."""
+    """Action when a rerun reproduces a spike of the loss or the gradient norm: report it, skip the update, or stop."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Iterations between comparisons of weights across data-parallel ranks."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    """validate_results: repeat a rejected iteration in place. A result that differs is a machine's fault: it is named, and the run goes on if the
-    repeated one is good, else exit code 17. One that comes again stops the run with the place, exit code 16 where resuming elsewhere can tell
-    more, else 17. report_stats: repeat every logged iteration and report how far the results lie apart. disabled: repeat nothing (exit code 1)."""
+    """validate_results: rerun a rejected iteration in place. A different result is a hardware fault: it is reported,
+    and the run continues if the rerun is valid, else it exits with code 17. An equal result stops the run with its
+    location, exit code 16 where resuming on other machines can tell more, else 17. report_stats: rerun every logged
+    iteration and report how far the results differ. disabled: no reruns (exit code 1)."""
     error_injection_rate: int = 0
-    """Make the result of one rank wrong in about one of so many iterations (to test the above)."""
+    """Corrupt the result of one rank in about one of this many iterations (to test --rerun-mode)."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
-    """transient_error: wrong once; persistent_error: wrong as long as the machines are the same; correct_result: wrong everywhere."""
+    """transient_error: wrong once; persistent_error: wrong as long as the machines are the same; correct_result: wrong
+    on every rank."""
     result_rejected_tracker_filename: str | None = None
-    """Add a line to this file for every rejected result and every repetition."""
+    """File that gets a line for every rejected result and every rerun."""
     gpu_sniff_test_interval: int | None = None
-    """Iterations between quick tests of the device."""
+    """Iterations between short correctness tests of the device."""
 
     # ---- housekeeping
     manual_gc: bool = False
-    """Switch Python's garbage collector off and collect at fixed iterations."""
+    """Disable Python's automatic garbage collection and collect at fixed iterations."""
     manual_gc_interval: int = 0
-    """Iterations between manual collections; 0 is never."""
+    """Iterations between manual collections; 0: never."""
     manual_gc_eval: bool = flag(
         True,
         off=(
@@ -208,15 +258,75 @@ class TrainingArgs:
             "--disable-manual-gc-eval",
         ),
     )
-    """Collect round evaluations too."""
+    """Collect before and after evaluations too."""
     empty_unused_memory_level: Literal[0, 1, 2] = 0
-    """Return cached device memory: never, after each iteration, or more often."""
+    """Return cached device memory: never (0), after each iteration (1), or more often (2)."""
     gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))
-    """Add weight gradients into the main gradient inside the matmul: of this program's linear layers, router, experts that are computed one
-    by one, and output head. Grouped GEMMs, TransformerEngine's layers, quantized and deferred gradients and full sharding add in a pass of their own."""
+    """Accumulate weight gradients into the main gradient inside the GEMM: in the local linear layers, router, experts
+    computed one by one, and output layer. Grouped GEMMs, TransformerEngine's layers, quantized and deferred gradients
+    and full sharding accumulate in a separate pass."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = None
-    """How training samples are drawn: once in order, cyclically shuffled, or by the user's own loader."""
+    """Order of training samples: once in order (single), cyclically shuffled (cyclic), or from the user's loader
+    (external)."""
     enable_experimental: bool = False
     """Allow experimental features of Megatron-Core."""
     spec: list[str] | None = flag(None, nargs="*")
     """Python path of a custom layer specification."""
+
+    @property
+    def step_batch_sizes(self) -> tuple[tuple[int, int], ...] | None:
+        """Parsed --step-batch-size-schedule: (tokens, global batch size) pairs, or None."""
+        return None if self.step_batch_size_schedule is None else parse_batch_schedule(self.step_batch_size_schedule)
+
+    @property
+    def recomputed_modules(self) -> frozenset[str]:
+        """Parts of a layer that run again in backward.
+
+        "full" for spans of layers, "mtp" for multi-token prediction, else names of --recompute-modules.
+        """
+        if self.recompute_granularity == "full":
+            return frozenset({"full", "mtp"} if self.recompute_method == "uniform" else {"full"})
+        return frozenset(self.recompute_modules or ()) if self.recompute_granularity == "selective" else frozenset()
+
+    @property
+    def offloaded_modules(self) -> frozenset[str]:
+        """Parts of a layer whose saved tensors are offloaded: "layer" (full layers), or names of --offload-modules."""
+        if self.cpu_offloading_num_layers:
+            return frozenset({"layer"})
+        if not self.fine_grained_activation_offloading:
+            return frozenset()
+        modules = set(self.offload_modules)
+        return frozenset(modules | {"expert_fc1", "moe_act"} if "fused_group_mlp" in modules else modules)
+
+    @property
+    def captured_modules(self) -> frozenset[str]:
+        """Parts of a layer that are captured as CUDA graphs.
+
+        Names of --cuda-graph-modules, "layer" for full layers, or "iteration" for one graph of everything.
+        """
+        if self.cuda_graph_impl == "full_iteration":
+            return frozenset({"iteration"})
+        if self.cuda_graph_impl == "none":
+            return frozenset()
+        return frozenset(self.cuda_graph_modules) or frozenset({"layer"})
+
+    def recompute_spans(self, num_layers: int) -> tuple[tuple[int, int, bool], ...]:
+        """Return (first, stop, is recomputed) of the spans that the layers of a chunk run in.
+
+        uniform: every --recompute-num-layers layers are one region. block: the first --recompute-num-layers layers are
+        one region each.
+        """
+        step = self.recompute_num_layers or 1
+        if self.recompute_granularity != "full":
+            return ((0, num_layers, False),)
+        if self.recompute_method == "uniform":
+            return tuple((first, min(first + step, num_layers), True) for first in range(0, num_layers, step))
+        return tuple((index, index + 1, index < step) for index in range(num_layers))
+
+
+def is_offloaded(index: int, fraction: float) -> bool:
+    """Return whether the tensor group `index`, of those that a part saves in one pass, is offloaded.
+
+    memory/offload.py decides the same group by group. fraction: --activation-offload-fraction.
+    """
+    return math.floor((index + 1) * fraction + 1e-9) > math.floor(index * fraction + 1e-9)

@@ -1,4 +1,4 @@
-"""Optional libraries: use the one that was asked for, fall back, or stop. One decision for all choosers."""
+"""Policy for optional libraries: use the requested one, fall back, or stop."""
 
 import importlib
 import importlib.util
@@ -6,41 +6,45 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-class MissingBackend(InputError):
-    """A library that was asked for cannot be used here, and nobody allowed to do without it."""
+class MissingBackendError(UserError):
+    """A requested library cannot be used, and --on-missing-backend does not allow a fallback."""
 
 
 def import_problem(name: str) -> str | None:
-    """What stands in the way of importing a package, which is imported; None if nothing does.
+    """Import a package and return why it cannot be imported; None if it can.
 
-    One that is built against another torch or CUDA fails as it is imported, rarely with ImportError.
+    A package built against another version of torch or CUDA fails during the import, rarely with ImportError.
     """
     try:
         if importlib.util.find_spec(name) is None:
             return f"the package {name} is not installed"
-    except ValueError:  # it is loaded, and was found in some other way
+    except ValueError:  # loaded already, without a module spec
         return None
     try:
         importlib.import_module(name)
     except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-        return f"the installed {name} cannot be imported ({type(error).__name__}: {said})"
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+        return f"the installed {name} cannot be imported ({type(error).__name__}: {reason})"
     return None
 
 
 @dataclass(frozen=True)
-class Backends:
-    """What --on-missing-backend says, and what its default depends on.
+class BackendPolicy:
+    """Whether a missing optional library is an error (--on-missing-backend), and what the default depends on.
 
-    on_missing: None stands for "error" where this rank has a CUDA device and the user typed the backend's flag, and for
-    "fallback" everywhere else: Megatron's own defaults and ranks on a CPU never stop a run.
-    typed: destinations of the flags on the command line. cuda: whether this rank computes on a CUDA device. capability: of that device.
-    missing: gathers what stops the run until `check`, so that all of it is told at once; None: the first one raises.
+    Attributes:
+        on_missing: None means "error" if this rank has a CUDA device and the user typed the backend's flag, and
+            "fallback" otherwise: Megatron's own defaults and CPU ranks never stop a run.
+        typed: destinations of the flags on the command line.
+        cuda: whether this rank computes on a CUDA device.
+        missing: collects the errors until `check`, so that all of them are reported at once; None: the first one
+            raises.
+        capability: compute capability of the CUDA device.
     """
 
     on_missing: Literal["error", "fallback"] | None = None
@@ -49,13 +53,21 @@ class Backends:
     missing: list[str] | None = None
     capability: tuple[int, int] = (0, 0)
 
-    def use(self, dests: tuple[str, ...], *, flag: str, problem: str | None, remedy: str, instead: str, loud: bool = False) -> bool:
-        """Whether to use a backend. Called once per model and backend: a fallback is one line in the log, loud: a warning.
+    def should_use(
+        self, dests: tuple[str, ...], *, flag: str, problem: str | None, remedy: str, instead: str, loud: bool = False
+    ) -> bool:
+        """Return whether to use a backend, and log a fallback. Called once per model and backend.
 
-        dests: destinations of the flags that ask for it. flag: as the user would write it. problem: what stands in the way
-        ("the package deep_ep is not installed"), None if nothing does. remedy: what to do about it, with the install line.
-        instead: what runs if it cannot be used.
-        Raises: MissingBackend, unless these are gathered.
+        Args:
+            dests: destinations of the flags that request the backend.
+            flag: the flag as the user would write it.
+            problem: why the backend cannot be used ("the package deep_ep is not installed"); None if it can.
+            remedy: what to do about it, including the install command.
+            instead: what runs as the fallback.
+            loud: log the fallback as a warning.
+
+        Raises:
+            MissingBackendError: if the policy is "error" and errors are not collected in `missing`.
         """
         if problem is None:
             return True
@@ -63,16 +75,17 @@ class Backends:
         if stop:
             text = f"{flag}: {problem}. {remedy}, or add --on-missing-backend fallback to use {instead}."
             if self.missing is None:
-                raise MissingBackend(text)
+                raise MissingBackendError(text)
             self.missing.append(text)
             return False
         logger.log(logging.WARNING if loud else logging.INFO, "%s: %s; using %s", flag, problem, instead)
         return False
 
     def check(self) -> None:
-        """Stop if anything was gathered that stops the run.
+        """Raise the collected errors, if any.
 
-        Raises: MissingBackend naming all of it.
+        Raises:
+            MissingBackendError: naming every backend that is missing.
         """
         if self.missing:
-            raise MissingBackend("\n  ".join(self.missing))
+            raise MissingBackendError("\n  ".join(self.missing))

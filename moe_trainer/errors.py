@@ -1,4 +1,4 @@
-"""The error that a user can mend: flags, files, folders, packages. The command line turns it into exit code 2 without a traceback."""
+"""User errors: wrong flags, files or directories, missing packages. The CLI exits with code 2, without a traceback."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,43 +6,55 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 
-class InputError(ValueError):
-    """Something given to the program is wrong; the message says what, where, and what is needed.
+class UserError(ValueError):
+    """An error that the user can correct. The message says what is wrong, where, and what is needed.
 
-    told: whether another rank prints the same words; None where the ranks had not met yet.
+    Attributes:
+        reported_elsewhere: whether another rank prints the same message; None if the ranks have not connected yet.
     """
 
-    told: bool | None = None
+    reported_elsewhere: bool | None = None
 
 
-def need_packages(*names: str) -> None:
-    """Raises: InputError naming the packages that this Python cannot import. To be asked before the first import of one of them."""
+def require_packages(*names: str) -> None:
+    """Check that packages are installed, without importing them.
+
+    Raises:
+        UserError: naming the missing packages.
+    """
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise InputError(f"{sys.executable} has no {', '.join(missing)}: use the environment that scripts/quickstart.sh makes "
-                         "(. .venv/bin/activate), or pip install -e . (scripts/doctor.py tells what is there)")
+        raise UserError(
+            f"{sys.executable} has no {', '.join(missing)}: use the environment that scripts/quickstart.sh makes "
+            "(. .venv/bin/activate), or pip install -e . (scripts/doctor.py lists what is installed)"
+        )
 
 
 @contextmanager
-def user_input(what: str) -> Iterator[None]:
-    """Turn a ValueError or OSError of the enclosed step, which reads what the user gave, into an InputError."""
+def as_user_error(context: str) -> Iterator[None]:
+    """Turn a ValueError or OSError of the block into a UserError whose message starts with `context`."""
     try:
         yield
-    except InputError:
+    except UserError:
         raise
     except (ValueError, OSError) as error:
-        raise InputError(f"{what}: {error}") from error
+        raise UserError(f"{context}: {error}") from error
 
 
 @contextmanager
-def told_once(count: Callable[[str], int] | None) -> Iterator[None]:
-    """Of the ranks that raise the same InputError let the first one print it. count: the how many-th rank says these words; None
-    with one rank. Where nobody answers any more every rank prints."""
+def report_once_per_job(count: Callable[[str], int] | None) -> Iterator[None]:
+    """Mark a UserError that another rank has already reported, so that the job prints it once.
+
+    If the rendezvous store is unreachable, every rank prints the error.
+
+    Args:
+        count: returns how many ranks, this one included, have raised an error with this message; None with one rank.
+    """
     try:
         yield
-    except InputError as error:
+    except UserError as error:
         try:
-            error.told = count is not None and count(str(error)) > 1
-        except RuntimeError:  # the store went with its host
-            error.told = False
+            error.reported_elsewhere = count is not None and count(str(error)) > 1
+        except RuntimeError:  # the store went down with its host
+            error.reported_elsewhere = False
         raise

@@ -1,25 +1,27 @@
-"""Exit codes of the program and its scripts. `arguments/`, which imports nothing of this package, returns USER_ERROR as 2."""
+"""Exit codes of the program and its scripts. `arguments/`, which imports none of this package, returns 2."""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a process ended."""
+    """Exit codes. Two programs may use one value for different outcomes: a second name is an alias of the first."""
 
     OK = 0
     FAILED = 1
-    """An error of the program, a rejected result with --rerun-mode disabled, or something that was compared differs."""
+    """An internal error, a rejected result with --rerun-mode disabled, or a comparison that found differences."""
     USER_ERROR = 2
-    """Flags, files or folders that the user can correct; a message says which."""
+    """A flag, file or directory that the user can correct; a message names it."""
     COMMUNICATION_FAILED = 3
-    """Another rank ended or is stuck."""
+    """Another rank exited or is stuck."""
     DOES_NOT_FIT = 3
-    """Of --dry-run, which meets no other rank: the plan needs more memory than a device has."""
+    """Only with --dry-run: the plan needs more memory than a device has."""
+    FILES_LEFT_TO_WRITE = 3
+    """Only scripts/convert.py: other ranks have files left to write."""
     RESUME_ELSEWHERE = 16
-    """A rejected result: resume on other machines to tell whether the model, the data or a machine is to blame."""
+    """A rejected result; resuming on other nodes shows whether the hardware caused it. Same code as in Megatron-LM."""
     RESULT_NOT_VALID = 17
-    """A rejected result that the model or the data made."""
+    """A rejected result caused by the model or the data, or without an attribution. Same code as in Megatron-LM."""
     RESTART = 75
-    """Saved, and to be started again: EX_TEMPFAIL of sysexits.h."""
+    """A checkpoint was saved and the same command continues from it. EX_TEMPFAIL of sysexits.h."""
     INTERRUPTED = 130
     """Ctrl-C."""

@@ -1,6 +1,6 @@
-"""What scripts/gpu_acceptance.py checks: the lines of every section, each a name and a function that checks it.
+"""Checks of scripts/gpu_acceptance.py: the lines of every section, each a name and a function.
 
-Packages are imported where a check needs them: what is missing then fails its own lines only.
+Packages are imported by the checks that need them, so that a missing one fails only their lines.
 """
 
 from __future__ import annotations
@@ -18,123 +18,137 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-GAPS = 10
-SLOWER = 0.9  # times as fast as torch: below it a kernel has no reason to be there
+NUM_GAPS = 10
+MIN_SPEEDUP = 0.9  # over torch; a slower kernel is a failure
 NO_SPEED = "an emulated device has no speed"
 
 
-class NotMeasured(Exception):
-    """What stands in the way of a line."""
+class NotMeasuredError(Exception):
+    """A line cannot be measured; the message is the reason."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a line found: one line of text, and what belongs below the section's table."""
+class CheckResult:
+    """Result of a line: one line of text, and lines to print below the table of the section."""
 
     detail: str
     below: list[str] = field(default_factory=list)
 
 
-Check = Callable[[], "str | Found"]
-"""Returns what was found; raises NotMeasured, or anything else where the line fails."""
+Check = Callable[[], "str | CheckResult"]
+"""Returns the result. Raises NotMeasuredError, or another exception if the line fails."""
 
 
-def emulated() -> bool:
-    """Whether the devices are those of tests/emulated_cuda."""
+def is_emulated() -> bool:
+    """Return whether the devices are those of tests/emulated_cuda."""
     import torch
 
     return torch.cuda.get_device_properties(0).uuid == "emulated"
 
 
 def train(argv: list[str], device: str = "cuda", steps: int = 3, prepare: Callable | None = None):
-    """Train in this process. Returns: proof.observe.Outcome."""
+    """Train in this process. Returns the recorded trace."""
     import torch
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof import observe
+    from moe_trainer.verification import training_trace
 
     torch.manual_seed(7)  # dropout draws from the global generator
     torch.backends.cuda.matmul.allow_tf32 = False
-    return observe.train(parse_args(argv, 1), 0, ParallelState.single(), steps, prepare=prepare, device=device)
+    return training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), steps, prepare=prepare, device=device)
 
 
-def close(one, other, tolerances) -> str:
-    """How close two trainings are. Raises: AssertionError with what is too far apart."""
-    from moe_trainer.proof.compare import closeness, compare
+def assert_close(reference, actual, tolerances) -> str:
+    """Compare two trainings. Returns how close they are.
 
-    differences = [str(difference) for difference in compare(one, other, tolerances)]
+    Raises:
+        AssertionError: if a quantity differs by more than its tolerance.
+    """
+    from moe_trainer.verification.compare_runs import compare, describe_agreement
+
+    differences = [str(difference) for difference in compare(reference, actual, tolerances)]
     assert not differences, f"{len(differences)} quantities differ: {'; '.join(differences[:3])}"
-    return closeness(one, other)
+    return describe_agreement(reference, actual)
 
 
-# ---- sections: each yields the names of its lines with what checks them
+# ---- sections: each yields the names and checks of its lines
+
 
 def environment() -> Iterator[tuple[str, Check]]:
-    """What is here."""
+    """Hardware, driver and libraries."""
     import torch
 
     from scripts import doctor
 
     def nvidia_smi(*words: str) -> str:
         try:
-            done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=60, check=False)
+            process = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NotMeasured(f"nvidia-smi does not run here ({error})") from error
-        assert done.returncode == 0, (done.stdout + done.stderr).strip()
-        return done.stdout.strip()
+            raise NotMeasuredError(f"nvidia-smi does not run here ({error})") from error
+        assert process.returncode == 0, (process.stdout + process.stderr).strip()
+        return process.stdout.strip()
 
     def gpus() -> str:
         count, properties = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
-        return f"{count} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        return f"{count} x {properties.name}, {memory}, {properties.multi_processor_count} multiprocessors"
 
     def capability() -> str:
-        found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-        text = ", ".join(f"{major}.{minor}" for major, minor in sorted(found))
-        assert min(found) >= (8, 0), f"{text}: bf16 and grouped GEMMs need 8.0"
+        capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+        text = ", ".join(f"{major}.{minor}" for major, minor in sorted(capabilities))
+        assert min(capabilities) >= (8, 0), f"{text}: bf16 and grouped GEMMs need 8.0"
         return text
 
     def library(finding: doctor.Finding) -> Check:
         def check() -> str:
             if finding.problem is None:
-                return finding.version or "here"
-            if finding.name == "nccl" and emulated():
-                raise NotMeasured("gloo takes NCCL's place on emulated devices")
-            if finding.name in doctor.needed_names(found, []) or "cannot be imported" in finding.problem:
+                return finding.version or "installed"
+            if finding.name == "nccl" and is_emulated():
+                raise NotMeasuredError("emulated devices use gloo instead of NCCL")
+            if finding.name in doctor.get_required_names(findings, []) or "cannot be imported" in finding.problem:
                 raise AssertionError(finding.problem)
-            raise NotMeasured(f"{finding.problem}: {finding.cost}")
+            raise NotMeasuredError(f"{finding.problem}: {finding.cost}")
 
         return check
 
     yield "driver", lambda: nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
     yield "GPUs", gpus
     yield "compute capability", capability
-    yield "links", lambda: Found("see below", nvidia_smi("topo", "-m").splitlines())
-    found = [*doctor.look_around(), doctor.plain_package("torchtitan", "torchtitan", "its line of the benchmark is left out")]
-    for finding in found:
+    yield "links", lambda: CheckResult("see below", nvidia_smi("topo", "-m").splitlines())
+    findings = [
+        *doctor.collect_environment(),
+        doctor.find_package("torchtitan", "torchtitan", "its line of the benchmark is skipped"),
+    ]
+    for finding in findings:
         yield finding.name, library(finding)
 
 
 def tests() -> Iterator[tuple[str, Check]]:
-    """tests/gpu."""
+    """One line per file of tests/gpu."""
 
     def run(file: Path) -> Check:
         def check() -> str:
             with tempfile.TemporaryDirectory() as folder:
-                written = Path(folder, "results.xml")
-                command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={written}", str(file)]
+                report = Path(folder, "results.xml")
+                options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+                command = [sys.executable, "-m", "pytest", *options, str(file)]
                 subprocess.run(command, cwd=ROOT, check=False, stdin=subprocess.DEVNULL)
-                assert written.exists(), "pytest ended without a report; see tests.log"
-                suite = next(ET.parse(written).getroot().iter("testsuite"))
-            number = {kind: int(suite.get(kind, 0)) for kind in ("tests", "failures", "errors", "skipped")}
-            bad = [f"{case.get('name')}: {(case.find('failure') if case.find('error') is None else case.find('error')).get('message', '')[:200]}"
-                   for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None]
-            ran = number["tests"] - number["skipped"]
-            why = "; ".join(sorted({skipped.get("message", "") for skipped in suite.iter("skipped")}))
-            summary = f"{ran - len(bad)} passed, {len(bad)} failed, {number['skipped']} skipped" + (f" ({why})" if why else "")
-            assert not bad and number["tests"], "; ".join([summary, *bad])
-            if not ran:
-                raise NotMeasured(summary)
+                assert report.exists(), "pytest ended without a report; see tests.log"
+                suite = next(ET.parse(report).getroot().iter("testsuite"))
+            num_tests, num_skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+            failures = []
+            for case in suite.iter("testcase"):
+                failure = case.find("failure") if case.find("error") is None else case.find("error")
+                if failure is not None:
+                    failures.append(f"{case.get('name')}: {failure.get('message', '')[:200]}")
+            num_run = num_tests - num_skipped
+            reasons = "; ".join(sorted({skipped.get("message", "") for skipped in suite.iter("skipped")}))
+            summary = f"{num_run - len(failures)} passed, {len(failures)} failed, {num_skipped} skipped"
+            summary += f" ({reasons})" if reasons else ""
+            assert not failures and num_tests, "; ".join([summary, *failures])
+            if not num_run:
+                raise NotMeasuredError(summary)
             return summary
 
         return check
@@ -144,80 +158,85 @@ def tests() -> Iterator[tuple[str, Check]]:
 
 
 def parity() -> Iterator[tuple[str, Check]]:
-    """Tiny presets in fp32."""
+    """Tiny presets in fp32: the CPU against the GPU."""
     from gpu.test_one_device import NEAR
 
     from scripts.bench_gpu import COMMON
 
-    sizes = "--seq-length 64 --max-position-embeddings 64 --adam-eps 1e-5 --lr 1e-3 --train-iters 3 --lr-warmup-fraction 0"
+    sizes = (
+        "--seq-length 64 --max-position-embeddings 64 --adam-eps 1e-5 --lr 1e-3 --train-iters 3 --lr-warmup-fraction 0"
+    )
 
     def check(preset: str) -> str:
         argv = [word for word in f"--preset {preset} {COMMON} {sizes}".split() if word != "--bf16"]
-        return close(train(argv, "cpu"), train(argv), NEAR)
+        return assert_close(train(argv, "cpu"), train(argv), NEAR)
 
     for file in sorted((ROOT / "model_zoo").glob("*_tiny.yaml")):
         yield file.stem, lambda preset=file.stem: check(preset)
 
 
 def waits() -> Iterator[tuple[str, Check]]:
-    """Training steps that may wait at the documented places alone."""
+    """Training steps that may wait for the device only at the documented places."""
     from emulated_cuda.test_waits import CASES, MICROBATCHES, expected_train
-    from train.layouts import argv_of
+    from training.layouts import argv_of
 
     def check(flags: str, per_layer: int) -> str:
         argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
         steps = 3
         expected = {place: times * steps for place, times in expected_train(flags, per_layer, MICROBATCHES).items()}
-        found = waits_of(argv, steps, tuple(expected))
-        over = {place: times for place, times in found.items() if times > expected.get(place, 0)}
-        assert not over, f"waits more often than documented: {over}, allowed {expected}"
+        counts = count_waits(argv, steps, tuple(expected))
+        excess = {place: times for place, times in counts.items() if times > expected.get(place, 0)}
+        assert not excess, f"waits more often than documented: {excess}, allowed {expected}"
         return f"in {steps} iterations of {MICROBATCHES} microbatches " + ", ".join(
-            f"{times} in {place} ({expected[place]} allowed)" for place, times in sorted(found.items()))
+            f"{times} in {place} ({expected[place]} allowed)" for place, times in sorted(counts.items())
+        )
 
     for name, (flags, per_layer) in CASES.items():
         yield name, lambda flags=flags, per_layer=per_layer: check(flags, per_layer)
 
 
-def waits_of(argv: list[str], steps: int, places: tuple[str, ...]) -> dict[str, int]:
-    """How often training steps wait in files of moe_trainer/. Raises: RuntimeError, torch's, for a wait anywhere else."""
+def count_waits(argv: list[str], steps: int, places: tuple[str, ...]) -> dict[str, int]:
+    """Count the waits of training steps for the device in `places`, files of moe_trainer/ that may wait.
+
+    Raises:
+        RuntimeError: from torch, for a wait in another file.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
     from arguments import parse_args
-    from moe_trainer.memory.host_read import HostReads
+    from moe_trainer.memory.host_read import AsyncHostReader
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof.observe import make_run
-    from moe_trainer.run import TrainState
+    from moe_trainer.training.context import TrainState
     from moe_trainer.training.step import train_step
+    from moe_trainer.verification.training_trace import make_run
 
-    found: dict[str, int] = {}
-    begin, product = HostReads.start, f"{ROOT / 'moe_trainer'}{os.sep}"
-    waiting = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__float__, torch.Tensor.__bool__}
+    counts: dict[str, int] = {}
+    original_start, package = AsyncHostReader.start, f"{ROOT / 'moe_trainer'}{os.sep}"
+    syncing = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__float__, torch.Tensor.__bool__}
 
     @contextlib.contextmanager
-    def allowed(place: str):
-        found[place] = found.get(place, 0) + 1
+    def allow_sync(place: str):
+        counts[place] = counts.get(place, 0) + 1
         torch.cuda.set_sync_debug_mode("default")
         try:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    class Documented(TorchFunctionMode):
-        """Lets the documented places wait."""
-
+    class AllowDocumentedWaits(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            place = sys._getframe(1).f_code.co_filename.removeprefix(product)
-            if place in places and function in waiting and args[0].is_cuda:
-                with allowed(place):
+            place = sys._getframe(1).f_code.co_filename.removeprefix(package)
+            if place in places and function in syncing and args[0].is_cuda:
+                with allow_sync(place):
                     return function(*args, **kwargs or {})
             return function(*args, **kwargs or {})
 
     def start(*args, **kwargs):
-        values = begin(*args, **kwargs)
+        values = original_start(*args, **kwargs)
 
         def read():
-            with allowed("memory/host_read.py"):
+            with allow_sync("memory/host_read.py"):
                 return values()
 
         return read
@@ -225,184 +244,201 @@ def waits_of(argv: list[str], steps: int, places: tuple[str, ...]) -> dict[str, 
     args = parse_args(argv, 1)
     run, state = make_run(args, 0, ParallelState.single(), steps + 2, device="cuda"), TrainState()
     microbatches = args.training.global_batch_size // args.training.micro_batch_size
-    for _ in range(2):  # what is made once, and libraries that load
+    for _ in range(2):  # one-time allocations, and libraries that are loaded
         train_step(run, state, microbatches)
         state.iteration += 1
-    HostReads.start = start
+    AsyncHostReader.start = start
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with Documented():
+        with AllowDocumentedWaits():
             for _ in range(steps):
                 train_step(run, state, microbatches)
                 state.iteration += 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        HostReads.start = begin
-    return found
+        AsyncHostReader.start = original_start
+    return counts
 
 
 def races() -> Iterator[tuple[str, Check]]:
-    """Trainings that use side streams."""
+    """Trainings that use side streams, under the stream sanitizer."""
     from gpu.test_memory import HOWS, LAYERS
-    from gpu.test_one_device import FURTHER
-    from gpu.test_one_device import NEAR as near
-    from train.layouts import argv_of
+    from gpu.test_one_device import FURTHER, NEAR
+    from training.layouts import argv_of
 
     def check(kind: str, flags: str) -> str:
         argv = [*argv_of(kind), *flags.split()]
-        if emulated():
+        if is_emulated():
             import emulation
 
             emulation.DEVICE().watch(True)
             emulation.DEVICE().lib.ec_check_races(1)
             train(argv)
-            raise NotMeasured("torch's sanitizer does not see emulated streams; the emulated device's own check of every access passed")
+            raise NotMeasuredError(
+                "torch's sanitizer does not see emulated streams; the access check of the emulated device passed"
+            )
         from torch.cuda import _sanitizer
 
         plain = train(argv, steps=2)
         _sanitizer.enable_cuda_sanitizer()
-        return close(plain, train(argv, steps=2), near)
+        return assert_close(plain, train(argv, steps=2), NEAR)
 
     for name, kind, flags in (
-        ("plain", "plain", ""), ("overlapped optimizer", "distributed optimizer, overlap", ""), ("DeepSeek", "deepseek", ""),
-        ("shared experts beside the exchange", "plain", FURTHER["shared experts"]), ("offload", "plain", f"{LAYERS} {HOWS['offload']}"),
+        ("plain", "plain", ""),
+        ("overlapped optimizer", "distributed optimizer, overlap", ""),
+        ("DeepSeek", "deepseek", ""),
+        ("shared experts overlapped with the exchange", "plain", FURTHER["shared experts"]),
+        ("offload", "plain", f"{LAYERS} {HOWS['offload']}"),
     ):
         yield name, lambda kind=kind, flags=flags: check(kind, flags)
 
 
 def graphs() -> Iterator[tuple[str, Check]]:
-    """Captured and replayed against eager."""
+    """CUDA graphs against eager execution."""
     from gpu.test_cuda_graph import CASES, NEAR
     from memory.graphed import STEPS, line
 
     def check(kind: str, flags: str, graphed: list[str]) -> str:
         eager = line(kind, flags)
-        return close(*(train([*eager, *more], steps=STEPS) for more in ([], graphed)), NEAR)
+        return assert_close(*(train([*eager, *extra], steps=STEPS) for extra in ([], graphed)), NEAR)
 
     for name, case in CASES.items():
         yield name, lambda case=case: check(*case)
 
 
 def dispatchers() -> Iterator[tuple[str, Check]]:
-    """Experts spread over 2, 4 and 8 GPUs."""
+    """Dispatchers with experts on 2, 4 and 8 GPUs."""
     import torch
     from gpu.test_flex_parity import KINDS, one_rank
     from gpu.test_one_device import NEAR
-    from train.layouts import argv_of
+    from training.layouts import argv_of
 
-    here = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
 
     def plain(dispatcher: str, ranks: int) -> str:
         argv = [*argv_of("plain"), "--micro-batch-size", "1", "--moe-token-dispatcher-type", dispatcher]
-        one = train(argv, "cpu")
-        return close(one, on_ranks(trained, ranks, [*argv, "--expert-model-parallel-size", str(ranks)])[0], NEAR)
+        parallel_argv = [*argv, "--expert-model-parallel-size", str(ranks)]
+        return assert_close(train(argv, "cpu"), run_on_ranks(train_on_rank, ranks, parallel_argv)[0], NEAR)
 
     def flex(backend: str, ranks: int) -> str:
         if problem := importlib.import_module(f"moe_trainer.moe.dispatch.{backend}").problem():
-            raise NotMeasured(problem)
+            raise NotMeasuredError(problem)
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(one_rank, args=(folder, backend, 2, ranks), nprocs=ranks)
-        return "the rows of every expert equal those of alltoall bit for bit, results and gradients within the rounding of bf16"
+        return "tokens of every expert bitwise equal to alltoall, outputs and gradients within the rounding of bf16"
 
     def check(name: str, ranks: int) -> str:
-        if ranks > here:
-            raise NotMeasured(f"{here} GPU{'s' if here > 1 else ''} here, {ranks} are needed")
+        if ranks > num_gpus:
+            raise NotMeasuredError(f"{ranks} GPUs are needed, {num_gpus} available")
         detail = flex(name, ranks) if name in KINDS else plain(name, ranks)
-        return f"{detail} (NCCL's place is taken by gloo)" if emulated() else detail
+        return f"{detail} (with gloo instead of NCCL)" if is_emulated() else detail
 
     for ranks in (2, 4, 8):
         for name in ("alltoall", "allgather", *KINDS):
             yield f"{name}, {ranks} GPUs", lambda name=name, ranks=ranks: check(name, ranks)
 
 
-def on_ranks(work: Callable, ranks: int, *given) -> list:
-    """Call work(rank, ranks, *given) on ranks with a GPU each, over NCCL. Returns: what they return, by rank."""
+def run_on_ranks(work: Callable, ranks: int, *args) -> list:
+    """Call work(rank, ranks, *args) on ranks with one GPU each, over NCCL. Returns the results by rank."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_one_rank, args=(ranks, folder, work, given), nprocs=ranks)
+        torch.multiprocessing.spawn(_run_rank, args=(ranks, folder, work, args), nprocs=ranks)
         return [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False) for rank in range(ranks)]
 
 
-def _one_rank(rank: int, ranks: int, folder: str, work: Callable, given: tuple) -> None:
+def _run_rank(rank: int, ranks: int, folder: str, work: Callable, args: tuple) -> None:
     import torch
     import torch.distributed as dist
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, device_id=device)
-    torch.save(work(rank, ranks, *given), Path(folder, f"rank{rank}.pt"))
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, device_id=device
+    )
+    torch.save(work(rank, ranks, *args), Path(folder, f"rank{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trained(rank: int, ranks: int, argv: list[str]):
-    """One rank of a training."""
-    from train.layouts import groups_of
+def train_on_rank(rank: int, ranks: int, argv: list[str]):
+    """Train as one rank of a group. Returns the recorded trace."""
+    from training.layouts import groups_of
 
     from arguments import parse_args
-    from moe_trainer.proof import observe
+    from moe_trainer.verification import training_trace
 
-    return observe.train(parse_args(argv, ranks), rank, groups_of(argv, rank, ranks), device=f"cuda:{rank}")
+    return training_trace.train(parse_args(argv, ranks), rank, groups_of(argv, rank, ranks), device=f"cuda:{rank}")
 
 
 def kernels() -> Iterator[tuple[str, Check]]:
-    """Triton against torch."""
+    """Triton kernels against torch."""
     import torch
 
-    from scripts.bench_kernels import APART, MEASURED, apart
-    from scripts.bench_kernels import measure as measured
-    from scripts.kernel_pairs import NAMES, make
+    from scripts.bench_kernels import BENCH_SIZES, MAX_ERROR, measure, relative_error
+    from scripts.kernel_cases import NAMES, make
 
-    def need_triton() -> None:
+    def require_triton() -> None:
         if importlib.util.find_spec("triton") is None:
-            raise NotMeasured("the package triton is not installed")
+            raise NotMeasuredError("the package triton is not installed")
 
     def numbers(name: str) -> str:
-        need_triton()
-        pair = make(name, "tiny" if emulated() else "parity", torch.bfloat16, "cuda")
-        distance = max(apart(one, other) for one, other in zip(pair.kernel(), pair.plain(), strict=True))
-        assert distance <= APART, f"apart by {distance:.1e}, allowed {APART:.0e}"
-        return f"apart by {distance:.1e}{', in the interpreter of Triton' if emulated() else ''}"
+        require_triton()
+        case = make(name, "tiny" if is_emulated() else "parity", torch.bfloat16, "cuda")
+        error = max(relative_error(*pair) for pair in zip(case.kernel(), case.plain(), strict=True))
+        assert error <= MAX_ERROR, f"relative error {error:.1e}, allowed {MAX_ERROR:.0e}"
+        return f"relative error {error:.1e}{', in the interpreter of Triton' if is_emulated() else ''}"
 
     def speed(name: str, size: str) -> str:
-        need_triton()
-        if emulated():
-            raise NotMeasured(NO_SPEED)
-        _, _, plain, kernel, ratio, reaches, _ = measured(name, size, 20)
+        require_triton()
+        if is_emulated():
+            raise NotMeasuredError(NO_SPEED)
+        _, _, plain, kernel, speedup, throughput, _ = measure(name, size, 20)
         torch.cuda.empty_cache()
-        detail = f"torch {plain} ms, Triton {kernel} ms, {ratio} times as fast, {reaches}"
-        assert float(ratio) >= SLOWER, f"slower than torch: {detail}"
+        detail = f"torch {plain} ms, Triton {kernel} ms, speedup {speedup}, {throughput}"
+        assert float(speedup) >= MIN_SPEEDUP, f"slower than torch: {detail}"
         return detail
 
     for name in NAMES:
         yield f"{name}: numbers", lambda name=name: numbers(name)
-        for size in MEASURED:
+        for size in BENCH_SIZES:
             yield f"{name}: time, {size}", lambda name=name, size=size: speed(name, size)
 
 
-def slice_of(shape: str) -> list[str]:
-    """The command line of a shape of bench_gpu.py: tiny on an emulated device, and not in Triton's interpreter, which takes minutes."""
+def shape_argv(shape: str) -> list[str]:
+    """Return the command line of a shape of bench_gpu.py.
+
+    On an emulated device it is tiny, and without Triton, whose interpreter would take minutes.
+    """
     from scripts import bench_gpu
 
-    return bench_gpu.command_line(shape, 64, True, "--triton-kernels none") if emulated() else bench_gpu.command_line(shape, bench_gpu.SEQ, False, "")
+    return (
+        bench_gpu.command_line(shape, 64, True, "--triton-kernels none")
+        if is_emulated()
+        else bench_gpu.command_line(shape, bench_gpu.SEQ, False, "")
+    )
 
 
 def benchmark() -> Iterator[tuple[str, Check]]:
-    """scripts/bench_gpu.py, by its functions."""
+    """Shapes and contenders of scripts/bench_gpu.py."""
     from scripts import bench_gpu
 
     def check(shape: str, contender: str) -> str:
         if problem := bench_gpu.problem(contender):
-            raise NotMeasured(problem)
-        tiny = emulated()
+            raise NotMeasuredError(problem)
+        tiny = is_emulated()
         if tiny and contender != "moe-trainer":
-            raise NotMeasured(NO_SPEED)
-        seconds, tokens, flops, share, peak, kinds = bench_gpu.apart(bench_gpu.CONTENDERS[contender], slice_of(shape), 2 if tiny else 8, "cuda", tiny)
+            raise NotMeasuredError(NO_SPEED)
+        result = bench_gpu.run_in_process(
+            bench_gpu.CONTENDERS[contender], shape_argv(shape), 2 if tiny else 8, "cuda", tiny
+        )
         if tiny:
-            raise NotMeasured(f"{NO_SPEED}; the program ran at tiny sizes")
-        return (f"{seconds:.3f} s per step, {tokens:,.0f} tokens/s, {flops / 1e12:.0f} TFLOP/s, {share:.0%} of the GEMM rate, "
-                f"{peak:.1f} GiB; {', '.join(kinds)}")
+            raise NotMeasuredError(f"{NO_SPEED}; the program ran at tiny sizes")
+        return (
+            f"{result.seconds:.3f} s per step, {result.tokens_per_s:,.0f} tokens/s, {result.flops_per_s / 1e12:.0f} "
+            f"TFLOP/s, {result.gemm_share:.0%} of the GEMM rate, {result.peak_gib:.1f} GiB; "
+            f"{', '.join(result.breakdown)}"
+        )
 
     for shape in bench_gpu.SHAPES:
         for contender in bench_gpu.contenders(shape):
@@ -410,37 +446,55 @@ def benchmark() -> Iterator[tuple[str, Check]]:
 
 
 def profile() -> Iterator[tuple[str, Check]]:
-    """Gaps between kernels."""
+    """Gaps between the kernels of a training step."""
     from scripts import bench_gpu
 
-    def check(shape: str) -> Found:
-        path = traced(slice_of(shape), Path.cwd())
+    def check(shape: str) -> CheckResult:
+        path = profile_step(shape_argv(shape), Path.cwd())
         events = json.loads(path.read_text())["traceEvents"]
-        gaps, idle, total = largest_gaps(events)
-        if not total:
-            if emulated():
-                raise NotMeasured("an emulated device puts no kernels into a trace; the trace was written")
-            raise AssertionError(f"{path.name} holds no kernels")
-        return Found(f"the GPU had nothing to do for {idle / total:.0%} of {total / 1e3:.1f} ms; the largest gap is {gaps[0].microseconds:.0f} us", [
-            "| us | after | before | because |", "|---:|---|---|---|",
-            *(f"| {gap.microseconds:.0f} | {gap.after[:60]} | {gap.before[:60]} | {gap.because} |" for gap in gaps)])
+        gaps, idle_us, total_us = largest_gaps(events)
+        if not total_us:
+            if is_emulated():
+                raise NotMeasuredError("an emulated device records no kernels; the trace was written")
+            raise AssertionError(f"{path.name} contains no kernels")
+        return CheckResult(
+            f"the GPU was idle for {idle_us / total_us:.0%} of {total_us / 1e3:.1f} ms; the largest gap is "
+            f"{gaps[0].microseconds:.0f} us",
+            [
+                "| us | after | before | cause |",
+                "|---:|---|---|---|",
+                *(f"| {gap.microseconds:.0f} | {gap.after[:60]} | {gap.before[:60]} | {gap.cause} |" for gap in gaps),
+            ],
+        )
 
     for shape in bench_gpu.SHAPES:
         yield f"{shape}, a step", lambda shape=shape: check(shape)
 
 
-def traced(argv: list[str], folder: Path) -> Path:
-    """Profile the fourth training step (report/profiler.py). Returns: the trace."""
+def profile_step(argv: list[str], folder: Path) -> Path:
+    """Profile the fourth training step (metrics/profiler.py). Returns the trace file."""
     from arguments import parse_args
+    from moe_trainer.metrics.profiler import Profiler
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof.observe import make_run
-    from moe_trainer.report.profiler import Profiler
-    from moe_trainer.run import TrainState
+    from moe_trainer.training.context import TrainState
     from moe_trainer.training.step import train_step
+    from moe_trainer.verification.training_trace import make_run
 
-    flags = ["--profile", "--profile-ranks", "0", "--use-pytorch-profiler", "--profile-step-start", "3", "--profile-step-end", "4", "--tensorboard-dir", str(folder)]
+    flags = [
+        "--profile",
+        "--profile-ranks",
+        "0",
+        "--use-pytorch-profiler",
+        "--profile-step-start",
+        "3",
+        "--profile-step-end",
+        "4",
+        "--tensorboard-dir",
+        str(folder),
+    ]
     args = parse_args([*argv, *flags], 1)
-    run, state, profiler = make_run(args, 0, ParallelState.single(), 4, device="cuda"), TrainState(), Profiler(args.output, 0)
+    run = make_run(args, 0, ParallelState.single(), 4, device="cuda")
+    state, profiler = TrainState(), Profiler(args.output, 0)
     path = None
     for number in range(1, 5):
         profiler.before(number)
@@ -453,46 +507,63 @@ def traced(argv: list[str], folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Gap:
-    """Time in which a GPU did nothing, between two of its kernels (or copies)."""
+    """Idle time of a GPU between two kernels or copies."""
 
     microseconds: float
     after: str
     before: str
-    because: str
+    cause: str
 
 
-def largest_gaps(events: list[dict], number: int = GAPS) -> tuple[list[Gap], float, float]:
-    """The largest gaps of a Chrome trace. Returns: them, and the microseconds of all gaps and of the whole.
+def largest_gaps(events: list[dict], number: int = NUM_GAPS) -> tuple[list[Gap], float, float]:
+    """Find the largest gaps of a Chrome trace.
 
-    because: the host started the next kernel too late, and in which operator it was; or the kernel had been started, and waited.
+    The cause of a gap is either a late launch, with the operator that launched the next kernel, or a wait of a kernel
+    that had been launched in time.
+
+    Returns:
+        The gaps, the microseconds of all gaps, and the microseconds of the trace.
     """
-    on_device = sorted((event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda event: event["ts"])
+    on_device = sorted(
+        (event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
+        key=lambda event: event["ts"],
+    )
     if not on_device:
         return [], 0.0, 0.0
-    launches = {event["args"]["correlation"]: event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})}
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
     operators = [event for event in events if event.get("cat") == "cpu_op"]
 
-    def because(event: dict, idle_from: float) -> str:
+    def find_cause(event: dict, gap_start: float) -> str:
         launch = launches.get(event.get("args", {}).get("correlation"))
         if launch is None:
             return "unknown"
-        if launch["ts"] < idle_from:
-            return f"started {idle_from - launch['ts']:.0f} us before the gap: waited for another stream"
-        inside = [operator for operator in operators
-                  if operator["tid"] == launch["tid"] and operator["ts"] <= launch["ts"] <= operator["ts"] + operator["dur"]]
-        return f"the host came {launch['ts'] - idle_from:.0f} us late, in {max(inside, key=lambda each: each['ts'])['name'] if inside else 'Python'}"
+        if launch["ts"] < gap_start:
+            return f"launched {gap_start - launch['ts']:.0f} us before the gap: waited for another stream"
+        enclosing = [
+            operator
+            for operator in operators
+            if operator["tid"] == launch["tid"] and operator["ts"] <= launch["ts"] <= operator["ts"] + operator["dur"]
+        ]
+        name = max(enclosing, key=lambda operator: operator["ts"])["name"] if enclosing else "Python"
+        return f"launched {launch['ts'] - gap_start:.0f} us late, in {name}"
 
-    gaps, idle, last = [], 0.0, on_device[0]
+    gaps, idle_us, last = [], 0.0, on_device[0]
     end = last["ts"] + last["dur"]
     for event in on_device[1:]:
         if event["ts"] > end:
-            idle += event["ts"] - end
+            idle_us += event["ts"] - end
             gaps.append((event["ts"] - end, end, last, event))
         if event["ts"] + event["dur"] > end:
             end, last = event["ts"] + event["dur"], event
     gaps.sort(key=lambda gap: -gap[0])
-    found = [Gap(size, last["name"], event["name"], because(event, start)) for size, start, last, event in gaps[:number]]
-    return found, idle, end - on_device[0]["ts"]
+    largest = [
+        Gap(size, last["name"], event["name"], find_cause(event, start)) for size, start, last, event in gaps[:number]
+    ]
+    return largest, idle_us, end - on_device[0]["ts"]
 
 
 SECTIONS: dict[str, Callable[[], Iterator[tuple[str, Check]]]] = {

@@ -30,10 +30,19 @@ sys.path.insert(0, str(ROOT))
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
-from scripts.measuring import load, record, stamp
+from scripts.bench_common import load_line, provenance_line, write_result
 
 HEADS, GROUPS, WIDTH = 8, 4, 64
-CASES = (("one rank", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2), ("p2p", 4), ("allgather", 4), ("a2a", 4), ("a2a+p2p", 4))
+CASES = (
+    ("one rank", 1),
+    ("p2p", 2),
+    ("allgather", 2),
+    ("a2a", 2),
+    ("p2p", 4),
+    ("allgather", 4),
+    ("a2a", 4),
+    ("a2a+p2p", 4),
+)
 MODEL = SimpleNamespace(softmax_type="vanilla", attention_dropout=0.0, window_attn_skip_freq=None, window_size=None)
 
 
@@ -48,8 +57,11 @@ class Sent(TorchDispatchMode):
         name = function.name().removeprefix("c10d::")
         # of what a rank hands over: to one member, to each of the others, or all parts but its own
         tensor, share = {
-            "send": (0, 1.0), "_allgather_base_": (1, self.size - 1.0), "_reduce_scatter_base_": (1, 1.0 - 1.0 / self.size),
-            "alltoall_base_": (1, 1.0 - 1.0 / self.size)}.get(name, (None, 0.0))
+            "send": (0, 1.0),
+            "_allgather_base_": (1, self.size - 1.0),
+            "_reduce_scatter_base_": (1, 1.0 - 1.0 / self.size),
+            "alltoall_base_": (1, 1.0 - 1.0 / self.size),
+        }.get(name, (None, 0.0))
         if tensor is not None:
             x = args[tensor]
             x = x[0] if isinstance(x, (list, tuple)) else x
@@ -96,8 +108,9 @@ def main() -> None:
     lines = [
         "# Attention over context-parallel ranks",
         "",
-        f"{stamp()}, gloo, {load()}. "
-        f"One sequence of {args.length} positions, {HEADS} query and {GROUPS} key-value heads of {WIDTH}, fp32, forward and backward of one layer.",
+        f"{provenance_line()}, gloo, {load_line()}. "
+        f"One sequence of {args.length} positions, {HEADS} query and {GROUPS} key-value heads of {WIDTH}, fp32, "
+        "forward and backward of one layer.",
         "",
         "| kind | ranks | ms | x ranks / one rank | MiB sent per rank |",
         "|---|---|---|---|---|",
@@ -110,7 +123,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     text = "\n".join(lines)
     if args.write:
-        record("context_parallel.md", text)
+        write_result("context_parallel.md", text)
     print(text)
 
 

@@ -33,32 +33,75 @@ def make_folder(folder: Path, gigabytes: float, vocabulary: int = 65536) -> int:
 
     layers = max(1, round((gigabytes * 1e9 / 2 - 2 * vocabulary * HIDDEN) / _LAYER))
     folder.mkdir(parents=True)
-    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": layers, "hidden_size": HIDDEN, "head_dim": HEAD,
-              "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "intermediate_size": 4 * HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS,
-              "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": vocabulary, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-              "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
-    noise = torch.randn(1 << 24).mul_(0.02).to(torch.bfloat16)  # a random part of it stands for a random tensor: drawing 20 GB takes longer than all else
+    config = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": HIDDEN,
+        "head_dim": HEAD,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "intermediate_size": 4 * HIDDEN,
+        "moe_intermediate_size": WIDTH,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    noise = (
+        torch.randn(1 << 24).mul_(0.02).to(torch.bfloat16)
+    )  # a random part of it stands for a random tensor: drawing 20 GB takes longer than all else
 
     def draw(*shape: int) -> torch.Tensor:
         count = torch.Size(shape).numel()
         repeats = -(-count // (len(noise) - 4096)) + 1
         start = int(torch.randint(4096, ()))
-        return noise.repeat(repeats)[start:start + count].view(shape).clone() if repeats > 2 else noise[start:start + count].view(shape).clone()
+        return (
+            noise.repeat(repeats)[start : start + count].view(shape).clone()
+            if repeats > 2
+            else noise[start : start + count].view(shape).clone()
+        )
 
     table, files = {}, -(-layers // _PER_FILE) + 1
     for number in range(files):
         tensors = {}
         if number == 0:
-            tensors = {"model.embed_tokens.weight": draw(vocabulary, HIDDEN), "model.norm.weight": draw(HIDDEN), "lm_head.weight": draw(vocabulary, HIDDEN)}
+            tensors = {
+                "model.embed_tokens.weight": draw(vocabulary, HIDDEN),
+                "model.norm.weight": draw(HIDDEN),
+                "lm_head.weight": draw(vocabulary, HIDDEN),
+            }
         for layer in range((number - 1) * _PER_FILE, min(number * _PER_FILE, layers)) if number else ():
             name = f"model.layers.{layer}"
-            tensors |= {f"{name}.{leaf}.weight": draw(*shape) for leaf, shape in (
-                ("input_layernorm", (HIDDEN,)), ("post_attention_layernorm", (HIDDEN,)), ("self_attn.q_norm", (HEAD,)), ("self_attn.k_norm", (HEAD,)),
-                ("self_attn.q_proj", (HEADS * HEAD, HIDDEN)), ("self_attn.k_proj", (GROUPS * HEAD, HIDDEN)), ("self_attn.v_proj", (GROUPS * HEAD, HIDDEN)),
-                ("self_attn.o_proj", (HIDDEN, HEADS * HEAD)), ("mlp.gate", (EXPERTS, HIDDEN)))}
+            tensors |= {
+                f"{name}.{leaf}.weight": draw(*shape)
+                for leaf, shape in (
+                    ("input_layernorm", (HIDDEN,)),
+                    ("post_attention_layernorm", (HIDDEN,)),
+                    ("self_attn.q_norm", (HEAD,)),
+                    ("self_attn.k_norm", (HEAD,)),
+                    ("self_attn.q_proj", (HEADS * HEAD, HIDDEN)),
+                    ("self_attn.k_proj", (GROUPS * HEAD, HIDDEN)),
+                    ("self_attn.v_proj", (GROUPS * HEAD, HIDDEN)),
+                    ("self_attn.o_proj", (HIDDEN, HEADS * HEAD)),
+                    ("mlp.gate", (EXPERTS, HIDDEN)),
+                )
+            }
             for expert in range(EXPERTS):
-                tensors |= {f"{name}.mlp.experts.{expert}.{leaf}.weight": draw(*shape) for leaf, shape in (
-                    ("gate_proj", (WIDTH, HIDDEN)), ("up_proj", (WIDTH, HIDDEN)), ("down_proj", (HIDDEN, WIDTH)))}
+                tensors |= {
+                    f"{name}.mlp.experts.{expert}.{leaf}.weight": draw(*shape)
+                    for leaf, shape in (
+                        ("gate_proj", (WIDTH, HIDDEN)),
+                        ("up_proj", (WIDTH, HIDDEN)),
+                        ("down_proj", (HIDDEN, WIDTH)),
+                    )
+                }
         file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         save_file(tensors, folder / file)
         table |= dict.fromkeys(tensors, file)
@@ -73,9 +116,12 @@ def peak_of(words: list[str]) -> tuple[float, int]:
     Raises: RuntimeError when it fails.
     """
     # VmHWM: what getrusage tells of a process begins with what its parent had
-    code = ("import re, resource, sys; sys.path.insert(0, sys.argv.pop(1)); from scripts.convert import main; code = main(sys.argv[1:]); "
-            "own = int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]); "
-            "print('peak', max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)); sys.exit(code)")
+    code = (
+        "import re, resource, sys; sys.path.insert(0, sys.argv.pop(1)); from scripts.convert import main; code = "
+        "main(sys.argv[1:]); "
+        "own = int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]); "
+        "print('peak', max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)); sys.exit(code)"
+    )
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, str(_ROOT), *words], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -85,7 +131,9 @@ def peak_of(words: list[str]) -> tuple[float, int]:
 
 def killed_in_the_middle(words: list[str], under_way: Path, files: int) -> tuple[int, float, int]:
     """Kill a conversion when half of its files are there, and run it again. Returns: files that were there; seconds and peak of the second."""
-    process = subprocess.Popen([sys.executable, str(_ROOT / "scripts" / "convert.py"), *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(_ROOT / "scripts" / "convert.py"), *words], stdout=subprocess.DEVNULL
+    )
     while process.poll() is None and len(list(under_way.glob(".*.done"))) < files // 2:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
@@ -104,7 +152,11 @@ def main(words: list[str]) -> int:
     base, tail = options.folder / "convert_bench", ["--workers", options.workers, "--max-shard-size", "1"]
     try:
         size = make_folder(base / "hf", options.gigabytes)
-        print(f"| {size / 1e9:.1f} GB in bf16, {options.workers} worker(s) | seconds | MB/s | peak resident memory of a process |\n|---|---|---|---|", flush=True)
+        print(
+            f"| {size / 1e9:.1f} GB in bf16, {options.workers} worker(s) | seconds | MB/s | peak resident memory of a "
+            "process |\n|---|---|---|---|",
+            flush=True,
+        )
         directions = (("Hugging Face to ours", "hf", "ours"), ("ours to Hugging Face", "ours", "back"))
         for name, source, target in directions[:1] if options.to else directions:
             words = [str(base / source), str(base / target), *tail]
@@ -113,7 +165,11 @@ def main(words: list[str]) -> int:
         shutil.rmtree(base / target)
         under_way = base / (f"{target}/release.converting" if options.to else f"{target}.converting")
         there, seconds, peak = killed_in_the_middle(words, under_way, int(size / 1e9))
-        print(f"| the same, killed by kill -9 with {there} files written; the second run | {seconds:.0f} | | {peak / 1e9:.2f} GB |", flush=True)
+        print(
+            f"| the same, killed by kill -9 with {there} files written; the second run | {seconds:.0f} | | "
+            f"{peak / 1e9:.2f} GB |",
+            flush=True,
+        )
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return 0

@@ -44,8 +44,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts import measuring  # noqa: E402 - found beside this file
-from scripts.peers import MODELS, Model, build_ours, build_torchtitan, build_transformers  # noqa: E402 - found beside this file
+from moe_trainer.exit_codes import ExitCode  # noqa: E402
+from scripts import bench_common  # noqa: E402 - found beside this file
+from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers  # noqa: E402 - found beside this file
 
 
 def memory_mb() -> float:
@@ -64,7 +65,7 @@ def build_gemm(model: Model, dtype: str):
     """The machine's GEMM rate: a step is one square product; the caller divides."""
     import torch
 
-    product = measuring.square_product({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], GEMM_SIZE)
+    product = bench_common.make_square_gemm({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], GEMM_SIZE)
 
     def step() -> float:
         product()
@@ -84,11 +85,14 @@ def builders(dtype: str) -> dict:
     found = {"moe-trainer": build_ours}
     if importlib.util.find_spec("transformers"):
         for implementation in IMPLEMENTATIONS:
-            found[f"transformers/{implementation}"] = functools.partial(build_transformers, implementation=implementation)
+            found[f"transformers/{implementation}"] = functools.partial(
+                build_transformers, implementation=implementation
+            )
             found[f"transformers, default malloc/{implementation}"] = found[f"transformers/{implementation}"]
             if dtype == "bf16":
                 found[f"transformers, autocast/{implementation}"] = functools.partial(
-                    build_transformers, implementation=implementation, autocast=True)
+                    build_transformers, implementation=implementation, autocast=True
+                )
     if dtype == "bf16" and importlib.util.find_spec("torchtitan"):
         found["torchtitan"] = build_torchtitan
     return {**found, "gemm": build_gemm}
@@ -120,9 +124,9 @@ def take_turns(pipe: Connection, name: str, build: Callable, model: Model, dtype
     torch.set_num_threads(threads)
     sys.stdout = open(os.devnull, "w")
     if "default malloc" not in name:
-        from moe_trainer.memory.host_allocator import keep_freed_memory
+        from moe_trainer.memory.host_allocator import tune_malloc
 
-        keep_freed_memory()
+        tune_malloc()
     if name.startswith("transformers"):
         import transformers  # noqa: F401 - its memory belongs to the libraries, not to the training
     if name == "torchtitan":
@@ -153,7 +157,9 @@ class Contender:
 
     def _answer(self) -> Any:
         try:
-            answer = self._pipe.recv() if self._pipe.poll(self._limit) else Failure(f"no answer within {self._limit:.0f} s")
+            answer = (
+                self._pipe.recv() if self._pipe.poll(self._limit) else Failure(f"no answer within {self._limit:.0f} s")
+            )
         except (EOFError, OSError):
             self._process.join(10)
             answer = Failure(f"its process ended with exit code {self._process.exitcode}")
@@ -237,16 +243,24 @@ class Race:
         for number, name in enumerate(self.found):
             self.begin(name)
             if number == 0:
-                say(f"{len(self.found)} contenders warm up one after the other: about {len(self.found) * (time.perf_counter() - begun) / 60:.0f} min")
+                say(
+                    f"{len(self.found)} contenders warm up one after the other: about "
+                    f"{len(self.found) * (time.perf_counter() - begun) / 60:.0f} min"
+                )
         best: dict[str, tuple[float, str]] = {}
         for name in list(self.running):
-            trials = [seconds for _ in range(3) if name in self.running and (seconds := self.turn(name, steps)) is not None]
+            trials = [
+                seconds for _ in range(3) if name in self.running and (seconds := self.turn(name, steps)) is not None
+            ]
             if name in self.running:
                 best[family(name)] = min(best.get(family(name), (float("inf"), name)), (min(trials), name))
         for name in [name for name in self.running if best[family(name)][1] != name]:
             self.leave(name)
             self.results.pop(name, None)
-        say(f"{rounds} rounds of {steps} steps each: about {rounds * steps * sum(seconds for seconds, _ in best.values()) / 60:.1f} min")
+        say(
+            f"{rounds} rounds of {steps} steps each: about "
+            f"{rounds * steps * sum(seconds for seconds, _ in best.values()) / 60:.1f} min"
+        )
         order = list(self.running)
         for number in range(rounds):
             for name in order if number % 2 == 0 else reversed(order):
@@ -269,12 +283,17 @@ class Race:
             if name in self.running:
                 self.leave(name)
             if number == 0:
-                say(f"{len(names)} contenders one after the other: about {len(names) * (time.perf_counter() - begun) / 60:.0f} min")
+                say(
+                    f"{len(names)} contenders one after the other: about "
+                    f"{len(names) * (time.perf_counter() - begun) / 60:.0f} min"
+                )
         self.leave("gemm")
         best: dict[str, str] = {}
         for name, result in self.results.items():
             other = best.get(family(name))
-            if other is None or statistics.median(result["seconds"]) < statistics.median(self.results[other]["seconds"]):
+            if other is None or statistics.median(result["seconds"]) < statistics.median(
+                self.results[other]["seconds"]
+            ):
                 best[family(name)] = name
         self.results = {name: self.results[name] for name in best.values()}
 
@@ -325,7 +344,8 @@ def race(model: Model, dtype: str, found: Mapping[str, Callable], given: argpars
 
 def table(figures: dict) -> str:
     lines = [
-        "| model | dtype | | tokens/s | ours is faster by | ms per step (best round) | peak memory MB | share of GEMM rate |",
+        "| model | dtype | | tokens/s | ours is faster by | ms per step (best round) | peak memory MB | share of GEMM "
+        "rate |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for model, by_dtype in figures.items():
@@ -338,8 +358,11 @@ def table(figures: dict) -> str:
                     lines.append(f"| {model} | {dtype} | GEMM {r['what']} | | | | | {r['gflops']} GFLOP/s |")
                 else:
                     ratio = "" if name == "moe-trainer" else f"{ours / r['tokens_per_s']:.2f} x"
-                    lines.append(f"| {model} | {dtype} | {name} ({r['what']}) | {r['tokens_per_s']:,} | {ratio} | {r['ms_per_step']:,} "
-                                 f"({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | {r['share_of_gemm_rate']:.0%} |")
+                    lines.append(
+                        f"| {model} | {dtype} | {name} ({r['what']}) | {r['tokens_per_s']:,} | {ratio} | "
+                        f"{r['ms_per_step']:,} "
+                        f"({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | {r['share_of_gemm_rate']:.0%} |"
+                    )
     return "\n".join(lines)
 
 
@@ -365,8 +388,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="steps of each contender per round; of a large model one")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="beside moe-trainer, of the table's first words; all")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a contender that does not answer is left out")
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME", help="beside moe-trainer, of the table's first words; all"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds after which a contender that does not answer is left out"
+    )
     parser.add_argument("--write", action="store_true", help="record the result in scripts/bench_results/")
     given = parser.parse_args()
     for library in ("transformers", "torchtitan"):
@@ -377,7 +404,7 @@ def main() -> int:
             figures = {dtype: race(MODELS[name], dtype, builders(dtype), given) for dtype in given.dtypes}
         except Absent:
             say(f"error: without it ({' and '.join(REQUIRED)}) there is nothing to compare")
-            return 1
+            return ExitCode.FAILED
         print(table({name: figures}), flush=True)
         if given.write:
             keep(name, figures, given)
@@ -398,14 +425,20 @@ def keep(name: str, figures: dict, given: argparse.Namespace) -> None:
         "figures": figures,
     }
     file = "cpu" if name == "small" else f"cpu_{name}"
-    measuring.record(f"{file}.json", json.dumps(record, indent=1))
+    bench_common.write_result(f"{file}.json", json.dumps(record, indent=1))
     found = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
-    rounds = f"{given.rounds} alternating rounds of {given.steps} steps" if together else f"{LARGE_ROUNDS} steps, one contender after another"
-    head = (
-        f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {found}; median of {rounds}; load average "
-        f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {given.threads}). What is measured: see scripts/bench_cpu.py.\n\n"
+    rounds = (
+        f"{given.rounds} alternating rounds of {given.steps} steps"
+        if together
+        else f"{LARGE_ROUNDS} steps, one contender after another"
     )
-    measuring.record(f"{file}.md", head + table({name: figures}))
+    head = (
+        f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {found}; "
+        f"median of {rounds}; load average "
+        f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {given.threads}). What is measured: see "
+        "scripts/bench_cpu.py.\n\n"
+    )
+    bench_common.write_result(f"{file}.md", head + table({name: figures}))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.measuring import load, record, stamp
+from scripts.bench_common import load_line, provenance_line, write_result
 
 TINY = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --swiglu "
-    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --eval-iters 0 --lr 1e-4 --lr-decay-style constant --mock-data "
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 "
+    "--swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 64 "
+    "--max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --eval-iters 0 --lr 1e-4 --lr-decay-style constant "
+    "--mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 127 --transformer-impl local"
 ).split()
 
@@ -57,11 +60,25 @@ def command(*argv: str) -> float:
 
 def flags(rounds: int) -> list[str]:
     from arguments.report import run_validate_only
-    from moe_trainer.shape.counts import params_report
+    from moe_trainer.estimate.parameters import params_report
 
     presets = sorted(path.stem for path in (ROOT / "model_zoo").glob("*.yaml"))
-    lines = [["--preset", presets[number % len(presets)], "--world-size", str(8 << number % 8), "--global-batch-size", str(4096 + 4096 * (number % 7)),
-              "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"] for number in range(1000)]
+    lines = [
+        [
+            "--preset",
+            presets[number % len(presets)],
+            "--world-size",
+            str(8 << number % 8),
+            "--global-batch-size",
+            str(4096 + 4096 * (number % 7)),
+            "--mock-data",
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            "32000",
+        ]
+        for number in range(1000)
+    ]
 
     def all_of_them() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -72,8 +89,10 @@ def flags(rounds: int) -> list[str]:
     all_of_them()
     once = time.process_time() - before
     alone = statistics.median(command("pretrain_moe.py", "--validate-only", *TINY) for _ in range(rounds))
-    return [f"| flags | 1,000 command lines in one process | {len(lines) / once:.0f} a second of one core |",
-            f"| flags | `--validate-only` as a command | {alone:.2f} s CPU |"]
+    return [
+        f"| flags | 1,000 command lines in one process | {len(lines) / once:.0f} a second of one core |",
+        f"| flags | `--validate-only` as a command | {alone:.2f} s CPU |",
+    ]
 
 
 def start(rounds: int) -> list[str]:
@@ -82,8 +101,11 @@ def start(rounds: int) -> list[str]:
         times["torch"].append(command("-c", "import torch"))
         times["job"].append(command("pretrain_moe.py", *TINY))
     torch_s, job_s = (statistics.median(times[name]) for name in ("torch", "job"))
-    return [f"| start | importing torch | {torch_s:.2f} s CPU |",
-            f"| start | from the command to the end of a one-iteration job | {job_s:.2f} s CPU, {job_s / torch_s:.2f} x torch alone |"]
+    return [
+        f"| start | importing torch | {torch_s:.2f} s CPU |",
+        f"| start | from the command to the end of a one-iteration job | {job_s:.2f} s CPU, {job_s / torch_s:.2f} x "
+        "torch alone |",
+    ]
 
 
 def tokens(rounds: int, megabytes: float, folder: Path) -> list[str]:
@@ -93,7 +115,9 @@ def tokens(rounds: int, megabytes: float, folder: Path) -> list[str]:
     documents = list(python_sources(int(megabytes * 1e6)))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.train_from_iterator(documents[::8], trainers.BpeTrainer(vocab_size=8192, show_progress=False, special_tokens=["<|end|>"]))
+    tokenizer.train_from_iterator(
+        documents[::8], trainers.BpeTrainer(vocab_size=8192, show_progress=False, special_tokens=["<|end|>"])
+    )
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
@@ -101,45 +125,79 @@ def tokens(rounds: int, megabytes: float, folder: Path) -> list[str]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     ours, theirs = [], []
     for _ in range(rounds):
-        ours.append(command("scripts/preprocess_data.py", "--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "out"), "--workers", "1",
-                            "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer"), "--append-eod"))
+        ours.append(
+            command(
+                "scripts/preprocess_data.py",
+                "--input",
+                str(folder / "text.jsonl"),
+                "--output-prefix",
+                str(folder / "out"),
+                "--workers",
+                "1",
+                "--tokenizer-type",
+                "HuggingFaceTokenizer",
+                "--tokenizer-model",
+                str(folder / "tokenizer"),
+                "--append-eod",
+            )
+        )
         before = time.process_time()
         count = sum(len(tokenizer.encode(document, add_special_tokens=False).ids) for document in documents)
         theirs.append(time.process_time() - before)
     one, two = statistics.median(ours), statistics.median(theirs)
-    return [f"| tokens | `preprocess_data.py`, {megabytes:.0f} MB of text | {count / one:,.0f} tokens a second of one core |",
-            f"| tokens | the library `tokenizers` alone | {count / two:,.0f} tokens a second of one core; ours reaches {two / one:.0%} of it |"]
+    return [
+        f"| tokens | `preprocess_data.py`, {megabytes:.0f} MB of text | {count / one:,.0f} tokens a second of one core "
+        "|",
+        f"| tokens | the library `tokenizers` alone | {count / two:,.0f} tokens a second of one core; ours reaches "
+        f"{two / one:.0%} of it |",
+    ]
 
 
 def checkpoints(rounds: int, millions: int, folder: Path) -> list[str]:
     import torch
 
     import arguments
-    from moe_trainer.checkpoint.checkpoint import load, save
+    from moe_trainer.checkpoint.manager import load, save
     from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof.observe import make_run
+    from moe_trainer.verification.training_trace import make_run
 
     torch.set_num_threads(1)
     width = 1024
     experts = max(2, round(millions * 1e6 / (3 * width * width)))
-    argv = [*TINY, "--num-layers", "1", "--hidden-size", str(width), "--moe-ffn-hidden-size", str(width), "--num-experts", str(experts)]
+    argv = [
+        *TINY,
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        str(width),
+        "--moe-ffn-hidden-size",
+        str(width),
+        "--num-experts",
+        str(experts),
+    ]
     args = arguments.parse_args(argv, 1)
     run = make_run(args, 0, ParallelState.single(), 0)
     times: dict[str, list[float]] = {"save": [], "load": [], "write": [], "read": []}
     plain = folder / "plain"
     for number in range(1, rounds + 1):
         target, content = folder / "checkpoints", CheckpointState(iteration=number, args=args.as_dict())
-        times["save"].append(seconds(lambda: save(target, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False))))
+        times["save"].append(
+            seconds(lambda: save(target, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False)))
+        )
         saved = target / f"iter_{number:07d}"
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-        times["load"].append(seconds(lambda: load(target, run.chunks, run.optimizer, run.ps, LoadOptions(args.as_dict(), load_rng=False))))
+        times["load"].append(
+            seconds(
+                lambda: load(target, run.chunks, run.optimizer, run.ps, LoadOptions(args.as_dict(), load_rng=False))
+            )
+        )
         block = bytes(64 << 20)
 
         def write() -> None:
             with open(plain, "wb") as file:
                 for begin in range(0, size, len(block)):
-                    file.write(block[:min(len(block), size - begin)])
+                    file.write(block[: min(len(block), size - begin)])
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -154,9 +212,12 @@ def checkpoints(rounds: int, millions: int, folder: Path) -> list[str]:
         for path in saved.iterdir():
             path.unlink()
     median = {name: statistics.median(values) for name, values in times.items()}
-    return [f"| checkpoints | {name} {size / 1e9:.2f} GB (weights, moments) | {size / median[name] / 1e9:.2f} GB/s; a plain {plainly} of as many bytes "
-            f"{size / median[plainly] / 1e9:.2f} GB/s; {median[plainly] / median[name]:.0%} of it |"
-            for name, plainly in (("save", "write"), ("load", "read"))]
+    return [
+        f"| checkpoints | {name} {size / 1e9:.2f} GB (weights, moments) | {size / median[name] / 1e9:.2f} GB/s; a "
+        f"plain {plainly} of as many bytes "
+        f"{size / median[plainly] / 1e9:.2f} GB/s; {median[plainly] / median[name]:.0%} of it |"
+        for name, plainly in (("save", "write"), ("load", "read"))
+    ]
 
 
 def main() -> None:
@@ -166,16 +227,20 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=60, help="millions of them in the checkpoint")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    head = (f"{stamp(software=f'python {platform.python_version()}')}, median of {given.rounds} rounds, {load()} before the run. What is measured: see scripts/bench_data.py.")
+    head = f"{provenance_line(software=f'python {platform.python_version()}')}, median of {given.rounds} rounds, {load_line()} before the run. What is measured: see scripts/bench_data.py."
     text = ["# Flags, start, tokens, checkpoints", "", head, "", "| what | | |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in (lambda: flags(given.rounds), lambda: start(given.rounds), lambda: tokens(given.rounds, given.megabytes, folder),
-                     lambda: checkpoints(given.rounds, given.parameters, folder)):
+        for part in (
+            lambda: flags(given.rounds),
+            lambda: start(given.rounds),
+            lambda: tokens(given.rounds, given.megabytes, folder),
+            lambda: checkpoints(given.rounds, given.parameters, folder),
+        ):
             text += part()
             print(*text[-2:], sep="\n", flush=True)
     if given.write:
-        record("data.md", "\n".join(text))
+        write_result("data.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ sys.path.insert(0, str(ROOT))
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
-from moe_trainer.layers.kit import LOCAL
-from moe_trainer.memory.host_allocator import keep_freed_memory
-from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
+from moe_trainer.layers.layer_factory import LOCAL
+from moe_trainer.memory.host_allocator import tune_malloc
+from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
-from scripts.measuring import load, record, stamp
+from scripts.bench_common import load_line, provenance_line, write_result
 
 HIDDEN, FFN, TOPK = 256, 128, 4
 RANKS, EXPERTS, DISPATCHERS = (1, 2, 4), (8, 64, 256), ("alltoall", "allgather")
@@ -52,9 +52,11 @@ LEAVES = {
 
 def make_layer(num_experts: int, dispatcher: str, ps: ParallelState) -> MoELayer:
     model = ModelArgs(num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=FFN, swiglu=True, add_bias_linear=False)
-    moe = MoEArgs(num_experts=num_experts, moe_router_topk=TOPK, moe_token_dispatcher_type=dispatcher, moe_grouped_gemm=True)
-    layer = MoELayer(model, moe, ps, name="layer", layer_number=1, kit=LOCAL)
-    connect_dispatcher([layer], choose_dispatcher(moe, ps))
+    moe = MoEArgs(
+        num_experts=num_experts, moe_router_topk=TOPK, moe_token_dispatcher_type=dispatcher, moe_grouped_gemm=True
+    )
+    layer = MoELayer(model, moe, ps, name="layer", layer_number=1, factory=LOCAL)
+    attach_dispatcher([layer], build_dispatcher(moe, ps))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in layer.parameters():
@@ -77,13 +79,16 @@ def count_sent(sent: Counter) -> None:
 
 def work(rank: int, n: int, folder: str, num_tokens: int, steps: int, queue) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the trainer does
+    tune_malloc()  # as the trainer does
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", n), rank=rank, world_size=n)
     ps = ParallelState.create(n, rank, ep=n)
     sent: Counter = Counter()
     count_sent(sent)
     for num_experts in EXPERTS:
-        layers = {dispatcher: make_layer(num_experts, dispatcher, ps) for dispatcher in (DISPATCHERS if n > 1 else ("alltoall",))}
+        layers = {
+            dispatcher: make_layer(num_experts, dispatcher, ps)
+            for dispatcher in (DISPATCHERS if n > 1 else ("alltoall",))
+        }
         results = {dispatcher: ([], [], Counter()) for dispatcher in layers}
         for step in range(steps + 2):  # in turns, so that a noisy moment hits all of them
             x = torch.randn(num_tokens // n, 1, HIDDEN, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -130,7 +135,8 @@ def tables(num_tokens: int, steps: int) -> list[str]:
     first_wall, first_cpu, _ = measured[1, EXPERTS[0], "alltoall"]
     volume_unit = sum(measured[2, EXPERTS[0], "alltoall"][2].values())
     lines = [
-        "| EP | experts | dispatcher | elements sent per token | by kind | sent, ratio | CPU per token, us | CPU, ratio | wall of a step, ms | wall, ratio |",
+        "| EP | experts | dispatcher | elements sent per token | by kind | sent, ratio | CPU per token, us | CPU, "
+        "ratio | wall of a step, ms | wall, ratio |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (n, num_experts, dispatcher), (wall, cpu, sent) in measured.items():
@@ -139,11 +145,17 @@ def tables(num_tokens: int, steps: int) -> list[str]:
         name = dispatcher if n > 1 else "(local)"
         lines.append(
             f"| {n} | {num_experts} | {name} | {total / num_tokens:.0f} | {kinds} | {total / volume_unit:.2f} | "
-            f"{cpu / num_tokens * 1e6:.1f} | {cpu / first_cpu:.2f} | {wall * 1e3:.1f} | {wall / first_wall:.2f} |")
-    lines += ["", "Cost per token by number of experts at constant top-k, CPU, each row relative to its 8 experts:", "",
-              "| EP | dispatcher | " + " | ".join(f"{count} experts" for count in EXPERTS) + " |", "|---|---|" + "---|" * len(EXPERTS)]
+            f"{cpu / num_tokens * 1e6:.1f} | {cpu / first_cpu:.2f} | {wall * 1e3:.1f} | {wall / first_wall:.2f} |"
+        )
+    lines += [
+        "",
+        "Cost per token by number of experts at constant top-k, CPU, each row relative to its 8 experts:",
+        "",
+        "| EP | dispatcher | " + " | ".join(f"{count} experts" for count in EXPERTS) + " |",
+        "|---|---|" + "---|" * len(EXPERTS),
+    ]
     for n in RANKS:
-        for dispatcher in (DISPATCHERS if n > 1 else ("alltoall",)):
+        for dispatcher in DISPATCHERS if n > 1 else ("alltoall",):
             base = measured[n, EXPERTS[0], dispatcher][1]
             ratios = " | ".join(f"{measured[n, count, dispatcher][1] / base:.2f}" for count in EXPERTS)
             lines.append(f"| {n} | {dispatcher if n > 1 else '(local)'} | {ratios} |")
@@ -152,22 +164,28 @@ def tables(num_tokens: int, steps: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="tokens of a step, all ranks together")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 32768], help="tokens of a step, all ranks together"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     head = [
-        f"{stamp()}, gloo, one thread a rank, {load()} before the run. See scripts/bench_dispatch.py for what is measured.", "",
-        f"One MoE layer, hidden {HIDDEN}, expert width {FFN} (gated), top-{TOPK}, fp32, forward and backward, median of {given.steps} steps. "
-        "Ratios: sent to EP 2 by all-to-all, CPU and wall to one rank with 8 experts.", "",
+        f"{provenance_line()}, gloo, one thread a rank, {load_line()} before the run. See scripts/bench_dispatch.py "
+        "for what is measured.",
+        "",
+        f"One MoE layer, hidden {HIDDEN}, expert width {FFN} (gated), top-{TOPK}, fp32, forward and backward, median "
+        f"of {given.steps} steps. "
+        "Ratios: sent to EP 2 by all-to-all, CPU and wall to one rank with 8 experts.",
+        "",
     ]
     text = ["# Dispatch over ranks", "", *head]
     for num_tokens in given.tokens:
         text += [f"## {num_tokens} tokens a step", "", *tables(num_tokens, given.steps), ""]
     print("\n".join(text))
     if given.write:
-        record("dispatch.md", "\n".join(text))
+        write_result("dispatch.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
-from scripts.measuring import gemm_rate, load, record, stamp
+from scripts.bench_common import gemm_rate, load_line, provenance_line, write_result
 
 # tokens, hidden, expert ffn width, experts, top-k
 SHAPES = (
@@ -42,7 +42,7 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
     grad = torch.randn(tokens * topk, hidden).to(dtype)
     activation = Activation("silu", gated=True)
     skew = torch.randn(num_experts) * 0.15
-    ways, times = {False: {"allow_grouped": False}, True: {"products": GROUPED_MM}}, {False: [], True: []}
+    ways, times = {False: {"allow_grouped": False}, True: {"gemms": GROUPED_MM}}, {False: [], True: []}
     for _ in range(rounds + rounds // 3):
         for grouped, taken in times.items():
             chosen = (torch.rand(tokens, num_experts) + skew).topk(topk)[1]
@@ -51,7 +51,7 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
             y = expert_mlp(x, p, w1, w2, counts, activation, **ways[grouped])
             torch.autograd.grad(y, (x, p, w1, w2), grad)
             taken.append(time.perf_counter() - start)
-    return tuple(statistics.median(taken[rounds // 3:]) for taken in times.values())
+    return tuple(statistics.median(taken[rounds // 3 :]) for taken in times.values())
 
 
 def main() -> None:
@@ -60,7 +60,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    lines = ["| threads | dtype | tokens x hidden, ffn, experts/top-k | rows per expert | loop ms (share) | grouped ms (share) |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| threads | dtype | tokens x hidden, ffn, experts/top-k | rows per expert | loop ms (share) | grouped ms "
+        "(share) |",
+        "|---|---|---|---|---|---|",
+    ]
     for threads in given.threads:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
@@ -68,16 +72,18 @@ def main() -> None:
             for shape in SHAPES:
                 tokens, hidden, ffn, num_experts, topk = shape
                 flops = 3 * 2 * tokens * topk * hidden * ffn * 3
-                cells = [f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})" for seconds in measure(shape, dtype, given.rounds)]
+                cells = [
+                    f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})"
+                    for seconds in measure(shape, dtype, given.rounds)
+                ]
                 lines.append(
                     f"| {threads} | {str(dtype)[6:]} | {tokens} x {hidden}, {ffn}, {num_experts}/{topk} "
                     f"| {tokens * topk // num_experts} | {cells[0]} | {cells[1]} |"
                 )
                 print(lines[-1], flush=True)
     if given.write:
-        head = (
-            f"# Experts, forward and backward\n\n{stamp()}, {load()} (shares suffer under load; the comparison is in turns). See scripts/bench_experts.py.\n\n")
-        record("experts.md", head + "\n".join(lines))
+        head = f"# Experts, forward and backward\n\n{provenance_line()}, {load_line()} (shares suffer under load; the comparison is in turns). See scripts/bench_experts.py.\n\n"
+        write_result("experts.md", head + "\n".join(lines))
 
 
 if __name__ == "__main__":

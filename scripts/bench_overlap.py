@@ -32,15 +32,18 @@ from queue import Empty
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.measuring import load, record, stamp
+from scripts.bench_common import load_line, provenance_line, write_result
 
 RANKS = 4
 INSIDE = "MOE_TRAINER_BENCH_NAMESPACE"
 MODEL = (
-    "--num-layers 8 --hidden-size 192 --ffn-hidden-size 384 --num-attention-heads 8 --num-experts 8 --moe-router-topk 2 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --normalization RMSNorm --swiglu "
+    "--num-layers 8 --hidden-size 192 --ffn-hidden-size 384 --num-attention-heads 8 --num-experts 8 --moe-router-topk "
+    "2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall "
+    "--normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --seq-length 128 "
-    "--max-position-embeddings 128 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant "
+    "--max-position-embeddings 128 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 "
+    "--lr-decay-style constant "
     "--train-iters 1000 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --logging-level 30"
 ).split()
 EXCHANGE = "--bf16 --global-batch-size 16 --expert-model-parallel-size 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
@@ -51,27 +54,41 @@ PIPELINE = "--global-batch-size 8 --pipeline-model-parallel-size 4 --num-virtual
 CASES = {
     "gradients": [
         ("all-reduce behind the step (dp 4)", "--global-batch-size 8 --ddp-bucket-size 1000000"),
-        ("--overlap-grad-reduce", "--global-batch-size 8 --ddp-bucket-size 1000000 --overlap-grad-reduce")],
+        ("--overlap-grad-reduce", "--global-batch-size 8 --ddp-bucket-size 1000000 --overlap-grad-reduce"),
+    ],
     "distributed optimizer": [
         ("reduce-scatter and all-gather behind the step (dp 4)", SHARDED),
         ("--overlap-grad-reduce", f"{SHARDED} --overlap-grad-reduce"),
-        ("--overlap-grad-reduce --overlap-param-gather", f"{SHARDED} --overlap-grad-reduce --overlap-param-gather")],
+        ("--overlap-grad-reduce --overlap-param-gather", f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"),
+    ],
     "pipeline messages": [
         ("--no-overlap-p2p-communication (pp 4, vpp 2)", f"{PIPELINE} --no-overlap-p2p-communication"),
-        ("overlapped (the default)", PIPELINE)],
+        ("overlapped (the default)", PIPELINE),
+    ],
     "expert exchange": [
         ("one microbatch after the other (ep 4)", EXCHANGE),
         ("--overlap-moe-expert-parallel-comm", f"{EXCHANGE} --overlap-moe-expert-parallel-comm"),
-        ("--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
-         f"{EXCHANGE} --overlap-moe-expert-parallel-comm --delay-wgrad-compute")],
+        (
+            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+            f"{EXCHANGE} --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        ),
+    ],
     "shared experts": [
         ("after the routed ones (ep 4)", SHARED),
-        ("--moe-shared-expert-overlap", f"{SHARED} --moe-shared-expert-overlap")],
+        ("--moe-shared-expert-overlap", f"{SHARED} --moe-shared-expert-overlap"),
+    ],
     "context ring": [
-        ("--cp-comm-type allgather (cp 4)", "--global-batch-size 2 --context-parallel-size 4 --cp-comm-type allgather --seq-length 512 "
-                                            "--max-position-embeddings 512"),
-        ("--cp-comm-type p2p", "--global-batch-size 2 --context-parallel-size 4 --cp-comm-type p2p --seq-length 512 "
-                               "--max-position-embeddings 512")],
+        (
+            "--cp-comm-type allgather (cp 4)",
+            "--global-batch-size 2 --context-parallel-size 4 --cp-comm-type allgather --seq-length 512 "
+            "--max-position-embeddings 512",
+        ),
+        (
+            "--cp-comm-type p2p",
+            "--global-batch-size 2 --context-parallel-size 4 --cp-comm-type p2p --seq-length 512 "
+            "--max-position-embeddings 512",
+        ),
+    ],
 }
 # activations are smaller than gradients: at this part of the bandwidth they too take a good part of a step
 SLOWER = {"pipeline messages": 10, "expert exchange": 5, "shared experts": 5}
@@ -101,21 +118,21 @@ def work(rank: int, folder: str, case: str, mbit: int, rounds: int, queue) -> No
     import torch.distributed as dist
 
     from arguments import parse_args
-    from moe_trainer.initialize import make_groups
-    from moe_trainer.memory.host_allocator import keep_freed_memory
-    from moe_trainer.place import Place
-    from moe_trainer.proof.observe import make_run
-    from moe_trainer.run import TrainState
+    from moe_trainer.launch_env import LaunchEnv
+    from moe_trainer.memory.host_allocator import tune_malloc
+    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.initialize import make_groups
     from moe_trainer.training.step import train_step
+    from moe_trainer.verification.training_trace import make_run
 
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     runs, steps = {}, 2 * (rounds + 1)
     for name, flags in CASES[case]:
         args = parse_args([*MODEL, *flags.split()], RANKS)
-        ps = make_groups(args, Place(rank, RANKS, rank, None, None, "benchmark"), timedelta(seconds=600))
+        ps = make_groups(args, LaunchEnv(rank, RANKS, rank, None, None, "benchmark"), timedelta(seconds=600))
         microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)
         runs[name] = make_run(args, rank, ps, steps), TrainState(), microbatches
     times = {name: ([], []) for name in runs}
@@ -162,23 +179,34 @@ def rows(case: str, rate: int, found: dict[str, tuple[float, float]]) -> list[st
     """The lines of one case."""
     compute = min(free for free, _ in found.values())
     first = next(iter(found.values()))[1]
-    return [f"| {case} | {rate} | {name} | {free * 1e3:.0f} | {throttled * 1e3:.0f} | {(throttled - compute) * 1e3:.0f} | "
-            f"{(throttled - compute) / (first - compute):.2f} | {throttled / first:.2f} |" for name, (free, throttled) in found.items()]
+    return [
+        f"| {case} | {rate} | {name} | {free * 1e3:.0f} | {throttled * 1e3:.0f} | {(throttled - compute) * 1e3:.0f} | "
+        f"{(throttled - compute) / (first - compute):.2f} | {throttled / first:.2f} |"
+        for name, (free, throttled) in found.items()
+    ]
 
 
 def table(cases: list[str], mbit: int, rounds: int) -> list[str]:
-    lines = ["| case | Mbit/s | variant | free, ms | throttled, ms | exposed, ms | exposed, ratio | step throttled, ratio |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | Mbit/s | variant | free, ms | throttled, ms | exposed, ms | exposed, ratio | step throttled, ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for case in cases:
         rate = mbit // SLOWER.get(case, 1)
         found = measure(case, rate, rounds)
         lines += rows(case, rate, found)
-        print(*lines[-len(found):], sep="\n", flush=True)
+        print(*lines[-len(found) :], sep="\n", flush=True)
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mbit", type=int, default=5000, help="bandwidth of the loopback that all ranks share; some cases take a part of it")
+    parser.add_argument(
+        "--mbit",
+        type=int,
+        default=5000,
+        help="bandwidth of the loopback that all ranks share; some cases take a part of it",
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--write", action="store_true")
@@ -191,12 +219,14 @@ def main() -> None:
     for case in given.cases:
         for _, flags in CASES[case]:
             parse_args([*MODEL, *flags.split()], RANKS)
-    head = (f"{stamp()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {given.rounds} "
-            f"rounds, {load()} before the run. What is measured: see scripts/bench_overlap.py.")
+    head = (
+        f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {given.rounds} "
+        f"rounds, {load_line()} before the run. What is measured: see scripts/bench_overlap.py."
+    )
     text = ["# Communication that overlap hides", "", head, "", *table(given.cases, given.mbit, given.rounds)]
     print("\n".join(text))
     if given.write:
-        record("overlap.md", "\n".join(text))
+        write_result("overlap.md", "\n".join(text))
 
 
 if __name__ == "__main__":

@@ -25,18 +25,22 @@ import torch
 from arguments import parse_args
 from moe_trainer.data.loader import Batch
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof.observe import make_run
-from moe_trainer.run import Run, TrainState
-from moe_trainer.training.step import run_microbatches, shared_sums, train_step
-from scripts.measuring import record, stamp
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
+from moe_trainer.verification.training_trace import make_run
+from scripts.bench_common import provenance_line, write_result
 from scripts.quickstart_text import python_sources
 
 SEQ, BATCH, LAST, HELD_OUT = 64, 8, 50, 64
 MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 --normalization RMSNorm "
-    "--swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
-    f"--moe-router-dtype fp32 --moe-aux-loss-coeff 1e-2 --seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size {BATCH} "
-    f"--global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --attention-dropout 0 --hidden-dropout 0 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 "
+    "--normalization RMSNorm "
+    "--swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts "
+    "4 --moe-router-topk 2 "
+    f"--moe-router-dtype fp32 --moe-aux-loss-coeff 1e-2 --seq-length {SEQ} --max-position-embeddings {SEQ} "
+    f"--micro-batch-size {BATCH} "
+    f"--global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
+    "--attention-dropout 0 --hidden-dropout 0 "
     "--mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local"
 ).split()
 RECIPES = {
@@ -68,7 +72,7 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
     """Mean loss of the last iterations, loss of held-out text, seconds an iteration."""
     argv = [*MODEL, *flags.split(), "--train-iters", str(iterations), "--seed", str(1234 + seed)]
     run = make_run(parse_args(argv, 1), 0, ParallelState.single(), 0)
-    order = torch.randperm(len(text) - HELD_OUT, generator=torch.Generator().manual_seed(seed))[:iterations * BATCH]
+    order = torch.randperm(len(text) - HELD_OUT, generator=torch.Generator().manual_seed(seed))[: iterations * BATCH]
     run = replace(run, train_batches=(batch_of(text[rows]) for rows in order.split(BATCH)))
     state, losses, began = TrainState(), [], time.perf_counter()
     for _ in range(iterations):
@@ -78,13 +82,15 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
     return statistics.fmean(losses[-LAST:]), evaluate(run, text[-HELD_OUT:]), seconds
 
 
-def evaluate(run: Run, text: torch.Tensor) -> float:
+def evaluate(run: TrainContext, text: torch.Tensor) -> float:
     """Mean loss of some sequences."""
     for chunk in run.chunks:
         chunk.train(False)
     with torch.no_grad():
-        sums = run_microbatches(run, (batch_of(rows) for rows in text.split(BATCH)), len(text) // BATCH, BATCH, forward_only=True)
-    loss, tokens = shared_sums(run, sums)
+        sums = run_microbatches(
+            run, (batch_of(rows) for rows in text.split(BATCH)), len(text) // BATCH, BATCH, forward_only=True
+        )
+    loss, tokens = reduce_loss(run, sums)
     return loss / tokens
 
 
@@ -104,20 +110,30 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     text = text_of(given.iterations * BATCH + HELD_OUT)
     names = ["bf16", *(name for name in given.recipes if name != "bf16")]
-    found = {name: [train(RECIPES[name], text, given.iterations, seed) for seed in range(given.seeds)] for name in names}
+    found = {
+        name: [train(RECIPES[name], text, given.iterations, seed) for seed in range(given.seeds)] for name in names
+    }
     lines = [
         "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, each in found.items():
         means = [statistics.fmean(values) for values in zip(*each)]
-        gaps = [_gap([(mine[part] - other[part]) / other[part] for mine, other in zip(each, found["bf16"])]) for part in (0, 1)]
-        lines.append(f"| {name} | `{RECIPES[name]}` | {means[0]:.4f} | {gaps[0]} | {means[1]:.4f} | {gaps[1]} | {means[2]:.2f} |")
+        gaps = [
+            _gap([(mine[part] - other[part]) / other[part] for mine, other in zip(each, found["bf16"])])
+            for part in (0, 1)
+        ]
+        lines.append(
+            f"| {name} | `{RECIPES[name]}` | {means[0]:.4f} | {gaps[0]} | {means[1]:.4f} | {gaps[1]} | {means[2]:.2f} |"
+        )
     table = "\n".join(lines)
     print(table)
     if given.write:
-        record(
-            "precision.md", "# Loss of training in 8 and 4 bits\n\n"
-            f"{stamp()}, {given.iterations} iterations of {BATCH} x {SEQ} bytes, "
-            f"{given.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See scripts/bench_precision.py.\n\n" + table)
+        write_result(
+            "precision.md",
+            "# Loss of training in 8 and 4 bits\n\n"
+            f"{provenance_line()}, {given.iterations} iterations of {BATCH} x {SEQ} bytes, "
+            f"{given.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See "
+            "scripts/bench_precision.py.\n\n" + table,
+        )
     return 0
 
 

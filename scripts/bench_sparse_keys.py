@@ -5,7 +5,7 @@
 The layer is latent attention with its indexer, in fp32. Every figure is of a process of its own, with one thread: seconds of the processor
 (other work on the machine counts little), and by how much the largest memory of the process grew. Both forms compute on the same weights
 and inputs; the largest difference of their outputs and input gradients is shown. "by itself" is what --dsa-attention-form auto takes
-(moe_trainer/shape/sparse_keys.py). --loss yes: the indexer learns from the chosen keys, as in training. --write records the table in
+(arguments/sparse_attention.py). --loss yes: the indexer learns from the chosen keys, as in training. --write records the table in
 scripts/bench_results/sparse_keys.md, as far as it has come.
 """
 
@@ -26,21 +26,26 @@ import torch
 
 from arguments import parse_args
 from arguments.container import Arguments
-from moe_trainer.layers.kit import LOCAL
+from arguments.sparse_attention import use_gathered_keys
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.rotary import make_rotary
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group, ParallelState
-from moe_trainer.shape.sparse_keys import gathers
-from scripts.measuring import record, stamp
+from scripts.bench_common import provenance_line, write_result
 
 TOPK, FORMS = 256, ("masked", "gathered")
 MODEL = (
-    "--num-layers 1 --hidden-size 256 --ffn-hidden-size 256 --num-attention-heads {heads} --multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 "
-    "--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm --normalization RMSNorm --disable-bias-linear "
-    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --seq-length {length} --max-position-embeddings {length} "
-    "--micro-batch-size 1 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --transformer-impl local --lr 1e-3 --train-iters 1 --eval-iters 0 "
-    "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 32 --dsa-indexer-topk {topk} --dsa-attention-form {form}"
+    "--num-layers 1 --hidden-size 256 --ffn-hidden-size 256 --num-attention-heads {heads} --multi-latent-attention "
+    "--q-lora-rank 96 --kv-lora-rank 64 "
+    "--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm --normalization RMSNorm "
+    "--disable-bias-linear "
+    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --seq-length {length} "
+    "--max-position-embeddings {length} "
+    "--micro-batch-size 1 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--transformer-impl local --lr 1e-3 --train-iters 1 --eval-iters 0 "
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 32 --dsa-indexer-topk {topk} "
+    "--dsa-attention-form {form}"
 )
 
 
@@ -55,7 +60,7 @@ def one(heads: int, length: int, form: str, loss: bool, results: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = arguments_of(heads, length, form, loss).model
-    layer = MultiLatentAttention(model, ParallelState.single(), name="layer", layer_number=1, kit=LOCAL)
+    layer = MultiLatentAttention(model, ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
     with torch.no_grad():
         for param in layer.parameters():
             param.normal_(std=param.shape[-1] ** -0.5) if param.dim() == 2 else param.fill_(1.0)
@@ -66,7 +71,16 @@ def one(heads: int, length: int, form: str, loss: bool, results: Path) -> None:
     middle = time.process_time()
     y.backward(grad)
     end, after = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    torch.save({"forward": middle - start, "backward": end - middle, "bytes": (after - before) * 1024, "y": y.detach(), "grad": x.grad}, results)
+    torch.save(
+        {
+            "forward": middle - start,
+            "backward": end - middle,
+            "bytes": (after - before) * 1024,
+            "y": y.detach(),
+            "grad": x.grad,
+        },
+        results,
+    )
 
 
 def compare(heads: int, length: int, loss: bool, folder: Path) -> str:
@@ -74,7 +88,19 @@ def compare(heads: int, length: int, loss: bool, folder: Path) -> str:
     found = {}
     for form in FORMS:
         path = folder / f"{form}.pt"
-        words = [sys.executable, __file__, "--one", form, str(path), "--heads", str(heads), "--lengths", str(length), "--loss", "yes" if loss else "no"]
+        words = [
+            sys.executable,
+            __file__,
+            "--one",
+            form,
+            str(path),
+            "--heads",
+            str(heads),
+            "--lengths",
+            str(length),
+            "--loss",
+            "yes" if loss else "no",
+        ]
         subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found[form] = torch.load(path)
     masked, gathered = (found[form] for form in FORMS)
@@ -83,7 +109,7 @@ def compare(heads: int, length: int, loss: bool, folder: Path) -> str:
     cells += [f"{each['forward']:.2f} + {each['backward']:.2f}" for each in (masked, gathered)]
     cells.append(f"{(masked['forward'] + masked['backward']) / (gathered['forward'] + gathered['backward']):.2f}")
     cells += [f"{each['bytes'] / 2**20:.0f}" for each in (masked, gathered)]
-    cells += [f"{apart:.0e}", "gathered" if gathers(arguments_of(heads, length, "auto", loss)) else "masked"]
+    cells += [f"{apart:.0e}", "gathered" if use_gathered_keys(arguments_of(heads, length, "auto", loss)) else "masked"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -100,16 +126,24 @@ def main() -> None:
         one(options.heads[0], options.lengths[0], options.one[0], options.loss == ["yes"], Path(options.one[1]))
         return
     rows = [
-        "| positions | heads | indexer learns | masked, s (forward + backward) | gathered, s | masked / gathered | masked, MiB | gathered, MiB "
-        "| apart by | by itself |", "|---|---|---|---|---|---|---|---|---|---|"]
+        "| positions | heads | indexer learns | masked, s (forward + backward) | gathered, s | masked / gathered | "
+        "masked, MiB | gathered, MiB "
+        "| apart by | by itself |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     print(*rows, sep="\n", flush=True)
-    head = ["# Sparse attention, 256 chosen keys of so many positions", "", f"{stamp()}, one thread, fp32. See scripts/bench_sparse_keys.py.", ""]
+    head = [
+        "# Sparse attention, 256 chosen keys of so many positions",
+        "",
+        f"{provenance_line()}, one thread, fp32. See scripts/bench_sparse_keys.py.",
+        "",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for loss, heads, length in itertools.product(options.loss, options.heads, options.lengths):
             rows.append(compare(heads, length, loss == "yes", Path(folder)))
             print(rows[-1], flush=True)
             if options.write:
-                record("sparse_keys.md", "\n".join(head + rows))
+                write_result("sparse_keys.md", "\n".join(head + rows))
 
 
 if __name__ == "__main__":

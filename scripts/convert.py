@@ -2,41 +2,23 @@
 """Convert models between Hugging Face folders and checkpoints of this program.
 
     python scripts/convert.py HF_FOLDER DIR                 -> DIR/release, for --load DIR --use-checkpoint-args
-    python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file with Megatron-Core's names, as --export-weights writes it
-    python scripts/convert.py DIR HF_FOLDER                 the newest checkpoint under DIR, of any mapping, as a folder for from_pretrained
+    python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file, as --export-weights writes it
+    python scripts/convert.py DIR HF_FOLDER                 the latest checkpoint under DIR, as a folder for from_pretrained
 
-Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek-V2, V3 and V3.2, Kimi-K2, Moonlight.
-config.json becomes flags and flags become config.json; tokenizer files go along; weights in 8 bits with scales per block (as DeepSeek-V3 is
-published) become bf16.
-One tensor is in memory at a time, per worker. A conversion that was ended, by whatever, is continued by the same command; until it is
-complete everything is in TARGET.converting. Several ranks (torchrun, srun: RANK and WORLD_SIZE) share the files of one conversion.
-Every tensor of the source must be used and every one of the target filled: what is missing, left over or of another shape is named, and
-nothing is written. (--load takes a Hugging Face folder as it is, too; then nothing is converted beforehand.)
+Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek-V2, V3 and V3.2,
+Kimi-K2, Moonlight.
 
-Options:
-  --to hf|ours|weights     what TO becomes (default: the other kind than FROM)
-  --verify                 afterwards run both models on random tokens, in fp32, where both fit into memory, and judge the largest difference
-  --workers N              processes on this host (default 1)
-  --dtype bf16|fp16|fp32   of the weights (default: as they are stored)
-  --max-shard-size GB      largest file (default 5)
-  --ckpt-step N            of a checkpoint directory another iteration than the newest
-  --model-type TYPE        to hf: the model type to write (default: the first that expresses the model)
-  --vocab-size N           to hf: leave out rows of the padded vocabulary behind the N-th
-  --config FILE            to hf: a config.json (or its folder) whose other keys, such as bos_token_id, are taken over
-  --tokenizer DIR          to hf: the folder whose tokenizer files go along (default: that of the checkpoint)
-  --transformer-impl IMPL  to ours: under whose names Megatron-LM would look for the tensors, transformer_engine (as there, the default) or local;
-                           this program reads both
-  --ignore PATTERN         from hf: a regular expression for tensors that may be left over; they are named
-
-Exit code: 0 done; 1 --verify: the two models are not the same (message); 2 the source, the target or an option is wrong (message); 3 other
-ranks have files left to write.
+config.json becomes flags and flags become config.json. Tokenizer files are copied. fp8 weights with scales per block (as
+DeepSeek-V3 is published) become bf16. Each worker holds one tensor in memory at a time. The same command continues an
+interrupted conversion; until it is complete everything is in TO.converting. Several ranks (torchrun, srun: RANK and
+WORLD_SIZE) share the files of one conversion. Every tensor of the source must be used and every one of the target
+filled: otherwise the error names the tensors and nothing is written. --load also reads a Hugging Face folder directly.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import os
 import re
 import sys
@@ -53,23 +35,27 @@ from moe_trainer.exit_codes import ExitCode
 if TYPE_CHECKING:
     import torch
 
-    from moe_trainer.checkpoint.hf import Model
-    from moe_trainer.checkpoint.hf_job import Job
+    from moe_trainer.checkpoint.hf.conversion_job import ConversionJob
+    from moe_trainer.checkpoint.hf.folder import HFModel
 
 logger = logging.getLogger("convert")
 
+_EXIT_CODES = """exit codes:
+  0  done
+  1  --verify: the two models differ
+  2  the source, the target or an option is wrong
+  3  other ranks have files left to write
+"""
+
 _DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
-_BATCH, _LONGEST = 2, 64  # sequences and tokens of --verify
-_SAME, _ALIKE = 1e-3, 0.1  # of the largest logit: where both compute the same, and where weights of one are rounded
-OTHERS_WRITE = 3
+_VERIFY_BATCH_SIZE, _VERIFY_SEQ_LENGTH = 2, 64
+# fractions of the largest logit: the same computation, and one whose weights are rounded or whose scores may tie
+_EXACT_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the program. Returns the exit code."""
-    if not words or "--help" in words or "-h" in words:
-        print(__doc__.strip())
-        return ExitCode.OK if words else ExitCode.USER_ERROR
-    options = _options(words)
+    options = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         return _convert(options)
@@ -77,27 +63,48 @@ def main(words: list[str]) -> int:
         print(f"convert.py: {error}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        print("convert.py: interrupted; the same command continues", file=sys.stderr, flush=True)
+        print("convert.py: interrupted; run the same command to continue", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
 
 
-def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="convert.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("source", type=Path, metavar="FROM")
-    parser.add_argument("target", type=Path, metavar="TO")
-    parser.add_argument("--to", choices=("hf", "ours", "weights"))
-    parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--dtype", choices=tuple(_DTYPES))
-    parser.add_argument("--max-shard-size", type=float, default=5.0)
-    parser.add_argument("--ckpt-step", type=int)
-    parser.add_argument("--model-type")
-    parser.add_argument("--vocab-size", type=int)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--transformer-impl", choices=("transformer_engine", "local"))
-    parser.add_argument("--ignore")
-    options = parser.parse_args(words)
+def _parse(argv: list[str]) -> argparse.Namespace:
+    description, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="convert.py",
+        description=f"{description}\n{rest.rstrip()}",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
+    add("target", type=Path, metavar="TO", help="folder or file to create")
+    add("--to", choices=("hf", "ours", "weights"), help="what TO becomes (default: the other kind than FROM)")
+    add("--verify", action="store_true", help="then compare the logits of both models in fp32, if they fit in memory")
+    add("--workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
+    add("--dtype", choices=tuple(_DTYPES), help="type of the weights (default: as stored)")
+    add("--max-shard-size", type=float, default=5.0, metavar="GB", help="size of the largest file (default: 5)")
+    to_hf = parser.add_argument_group("to hf").add_argument
+    to_hf("--ckpt-step", type=int, metavar="N", help="iteration to convert (default: the latest)")
+    to_hf("--model-type", metavar="TYPE", help="model type to write (default: the first that expresses the model)")
+    to_hf("--vocab-size", type=int, metavar="N", help="drop rows of the padded vocabulary after the N-th")
+    to_hf(
+        "--config", type=Path, metavar="FILE", help="config.json (or its folder) to copy bos_token_id and the like from"
+    )
+    to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
+    from_hf = parser.add_argument_group("from hf").add_argument
+    from_hf(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="names that Megatron-LM would expect (default: transformer_engine); this program reads both",
+    )
+    from_hf(
+        "--ignore", metavar="PATTERN", help="regular expression of tensors that may be left unused; they are listed"
+    )
+    if not argv:
+        parser.print_help()
+        sys.exit(ExitCode.USER_ERROR)
+    options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers {options.workers} must be above 0")
     if not 0 < options.max_shard_size < float("inf"):
@@ -105,260 +112,345 @@ def _options(words: list[str]) -> argparse.Namespace:
     try:
         re.compile(options.ignore or "")
     except re.error as error:
-        parser.error(f"--ignore {options.ignore}: no regular expression: {error}")
+        parser.error(f"--ignore {options.ignore}: not a regular expression: {error}")
     return options
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from moe_trainer.errors import need_packages
+    from moe_trainer.errors import require_packages
 
-    need_packages("torch", "numpy", "safetensors")
-    rank, world = (_number(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    if not 0 <= rank < world:
-        raise ValueError(f"RANK={rank} WORLD_SIZE={world} in the environment: a rank from 0 to WORLD_SIZE - 1 is needed")
-    job = _plan(options, speaks=rank == 0)
-    from moe_trainer.checkpoint.hf_job import finish_job, missing_files, open_job
+    require_packages("torch", "numpy", "safetensors")
+    rank, world_size = (_read_integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"RANK={rank} WORLD_SIZE={world_size} in the environment: a rank from 0 to WORLD_SIZE - 1 is needed"
+        )
+    job = _plan(options, log=rank == 0)
+    from moe_trainer.checkpoint.hf.conversion_job import finish_job, missing_files, open_job
 
     open_job(job)
-    begun, before = time.monotonic(), len(missing_files(job))
-    if before < len(job.files):
-        logger.info("%d of %d files are there from an earlier run", len(job.files) - before, len(job.files))
-    code = _write(job, rank, world, min(options.workers, len(job.files)))
+    start_time, num_missing = time.monotonic(), len(missing_files(job))
+    if num_missing < len(job.files):
+        logger.info("%d of %d files exist from an earlier run", len(job.files) - num_missing, len(job.files))
+    code = _write(job, rank, world_size, min(options.workers, len(job.files)))
     if code:
         return code
     if not finish_job(job):
-        logger.info("this rank is done; %d files are left to others", len(missing_files(job)))
-        return OTHERS_WRITE if world == 1 else 0
-    seconds = time.monotonic() - begun
-    logger.info("%s is complete: %d files, %.2f GB; this run took %.1f s", job.target, len(job.files), job.num_bytes / 1e9, seconds)
+        logger.info("this rank is done; other ranks have %d files left to write", len(missing_files(job)))
+        return ExitCode.FILES_LEFT_TO_WRITE if world_size == 1 else ExitCode.OK
+    seconds = time.monotonic() - start_time
+    logger.info(
+        "%s is complete: %d files, %.2f GB; this run took %.1f s",
+        job.target,
+        len(job.files),
+        job.num_bytes / 1e9,
+        seconds,
+    )
     if options.verify and rank == 0:
         return _verify(options)
     return 0
 
 
-def _number(name: str, default: int) -> int:
+def _read_integer(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f"{name}={text} in the environment is no whole number") from error
+        raise ValueError(f"{name}={text} in the environment is not an integer") from error
 
 
-def _plan(options: argparse.Namespace, speaks: bool) -> Job:
-    """Look at the source and settle what is written. Raises: ValueError."""
+def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
+    """Read the source's metadata and plan what is written."""
     import torch
 
-    from moe_trainer.checkpoint.hf_files import is_folder
+    from moe_trainer.checkpoint.hf.files import is_hf_folder
 
     if options.source.resolve() == options.target.resolve():
         raise ValueError(f"{options.target} is the source; choose another folder")
-    from_hf = is_folder(options.source) and not (options.source / "latest_checkpointed_iteration.txt").is_file()
+    from_hf = is_hf_folder(options.source) and not (options.source / "latest_checkpointed_iteration.txt").is_file()
     to = options.to or ("ours" if from_hf else "hf")
     if from_hf == (to == "hf"):
-        kind = "a Hugging Face folder" if from_hf else "no Hugging Face folder (config.json and safetensors files)"
-        raise ValueError(f"{options.source} is {kind}, so --to {to} is no conversion")
-    for name, belongs in (("model_type", to == "hf"), ("vocab_size", to == "hf"), ("config", to == "hf"), ("tokenizer", to == "hf"),
-                          ("ckpt_step", to == "hf"), ("ignore", to != "hf"), ("transformer_impl", to == "ours")):
+        kind = "a Hugging Face folder" if from_hf else "not a Hugging Face folder (config.json and safetensors files)"
+        raise ValueError(f"{options.source} is {kind}, so --to {to} does not convert it")
+    for name, belongs in (
+        ("model_type", to == "hf"),
+        ("vocab_size", to == "hf"),
+        ("config", to == "hf"),
+        ("tokenizer", to == "hf"),
+        ("ckpt_step", to == "hf"),
+        ("ignore", to != "hf"),
+        ("transformer_impl", to == "ours"),
+    ):
         if getattr(options, name) is not None and not belongs:
-            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --to {to}")
+            raise ValueError(f"--{name.replace('_', '-')} does not apply to --to {to}")
     dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
     most = int(options.max_shard_size * 1e9)
-    return _plan_from_hf(options, to, most, dtype, speaks) if from_hf else _plan_to_hf(options, most, dtype)
+    return _plan_from_hf(options, to, most, dtype, log) if from_hf else _plan_to_hf(options, most, dtype)
 
 
-def _plan_from_hf(options: argparse.Namespace, to: str, most: int, dtype: torch.dtype | None, speaks: bool) -> Job:
-    from moe_trainer.checkpoint.hf import compare_copies, open_model
-    from moe_trainer.checkpoint.hf_to_ours import plan_to_ours, plan_to_weights
+def _plan_from_hf(
+    options: argparse.Namespace, to: str, most: int, dtype: torch.dtype | None, log: bool
+) -> ConversionJob:
+    from moe_trainer.checkpoint.hf.folder import check_copies, open_hf_model
+    from moe_trainer.checkpoint.hf.import_weights import plan_native_checkpoint, plan_weights_file
 
     ignored = re.compile(options.ignore) if options.ignore else None
-    model = open_model(options.source, lambda name: ignored is not None and ignored.search(name) is not None)
+    model = open_hf_model(options.source, lambda name: ignored is not None and ignored.search(name) is not None)
     record = _record(model) | {"transformer_impl": options.transformer_impl or "transformer_engine"}
-    if speaks:
-        logger.info("%s: %s, %d tensors of ours", options.source, model.family.name, len(model.links))
+    if log:
+        logger.info("%s: %s, %d native tensors", options.source, model.family.name, len(model.mappings))
         for note in model.notes:
             logger.info("  %s", note)
         if to == "ours":
-            logger.info("  dropout is not part of a checkpoint: give --attention-dropout and --hidden-dropout, whose default is 0.1 as in Megatron-LM")
-        compare_copies(model)
-    return plan_to_ours(model, options.target, record, most, dtype) if to == "ours" else plan_to_weights(model, options.target, dtype)
+            logger.info(
+                "  dropout is not part of a checkpoint: give --attention-dropout and --hidden-dropout, whose default is 0.1 as in Megatron-LM"
+            )
+        check_copies(model)
+    return (
+        plan_native_checkpoint(model, options.target, record, most, dtype)
+        if to == "ours"
+        else plan_weights_file(model, options.target, dtype)
+    )
 
 
-def _record(model: Model) -> dict[str, object]:
-    """The flags that a checkpoint of this model records: they build it, and its tensors are those that will be written.
+def _record(model: HFModel) -> dict[str, object]:
+    """Return the flags to record in the checkpoint, after checking that they build the model that is written.
 
-    Raises: ValueError with the flags that are refused, or the tensors that differ.
+    Raises:
+        ValueError: naming the rejected flags, or the tensors that differ.
     """
-    from moe_trainer.checkpoint.hf import record_of
+    from moe_trainer.checkpoint.hf.folder import recorded_flags
     from moe_trainer.model.build import build_chunks
     from moe_trainer.parallel.params import part_lengths
     from moe_trainer.parallel.state import ParallelState
 
-    args = _flags(record_of(model), None)
-    chunk, = build_chunks(args, ParallelState.single(), model.flags["rows"], device="meta")
+    args = _flags(recorded_flags(model), None)
+    (chunk,) = build_chunks(args, ParallelState.single(), model.flags["rows"], device="meta")
     built = {name: list(buffer.shape) for name, buffer in chunk.named_state_buffers()}
     for param in chunk.parameters():
         shape, info = list(param.shape[1:] if param.info.stacked else param.shape), param.info
-        if info.part_names:  # tensors of their own in a checkpoint
+        if info.part_names:  # separate tensors in a checkpoint
             lengths = part_lengths(info, shape[info.sharded_dim or 0])
-            built |= {f"{name}.{part}": [length, *shape[1:]] for name in info.names for part, length in zip(info.part_names, lengths, strict=True)}
+            built |= {
+                f"{name}.{part}": [length, *shape[1:]]
+                for name in info.names
+                for part, length in zip(info.part_names, lengths, strict=True)
+            }
         else:
             built |= dict.fromkeys(info.names, shape)
-    written = {link.ours: list(link.shape) for link in model.links}
-    differing = [f"{name}: {written.get(name, 'missing')}, and the model has {built.get(name, 'no such tensor')}"
-                 for name in built | written if built.get(name) != written.get(name)]
+    written = {mapping.native: list(mapping.shape) for mapping in model.mappings}
+    differing = [
+        f"{name}: {written.get(name, 'missing')}, and the model has {built.get(name, 'no such tensor')}"
+        for name in built | written
+        if built.get(name) != written.get(name)
+    ]
     if differing:
-        raise ValueError("the tensors do not fill the model:\n  " + "\n  ".join(differing[:12]))
+        raise ValueError("the tensors do not match the model:\n  " + "\n  ".join(differing[:12]))
     return args.as_dict() | {"load": None, "use_checkpoint_args": False, "padded_vocab_size": None}
 
 
 def _flags(record: dict[str, object], folder: Path | None):
-    """A run on one rank that takes its architecture from recorded flags."""
+    """Return the arguments of a single-rank run whose architecture comes from recorded flags."""
     import arguments
 
-    length = min(_LONGEST, int(record.get("max_position_embeddings") or _LONGEST))
-    words = ["--use-checkpoint-args", "--load", str(folder or "."), "--seq-length", str(length), "--micro-batch-size", "1",
-             "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5", "--mock-data", "--eval-iters", "0", "--transformer-impl", "local",
-             "--hidden-dropout", "0", "--attention-dropout", "0", "--no-rope-fusion", "--no-use-tokenizer-model-from-checkpoint-args",
-             "--tokenizer-type", "NullTokenizer", "--on-missing-backend", "fallback"]
-    # where a tokenizer knew the vocabulary, the recorded --vocab-size may be absent or a preset's
+    length = min(_VERIFY_SEQ_LENGTH, int(record.get("max_position_embeddings") or _VERIFY_SEQ_LENGTH))
+    argv = [
+        "--use-checkpoint-args",
+        "--load",
+        str(folder or "."),
+        "--seq-length",
+        str(length),
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-5",
+        "--mock-data",
+        "--eval-iters",
+        "0",
+        "--transformer-impl",
+        "local",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--no-rope-fusion",
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--on-missing-backend",
+        "fallback",
+    ]
+    # with a tokenizer the recorded --vocab-size may be absent or a preset's
     sizes = [size for size in (record.get("vocab_size"), record.get("padded_vocab_size")) if isinstance(size, int)]
     vocabulary = {"vocab_size": min(sizes, default=None)}
-    return arguments.parse_args(words, world_size=1, checkpoint={**record, **vocabulary})
+    return arguments.parse_args(argv, world_size=1, checkpoint={**record, **vocabulary})
 
 
-def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> Job:
-    from moe_trainer.checkpoint.find import find, read_saved_args
-    from moe_trainer.checkpoint.hf_files import read_json
-    from moe_trainer.checkpoint.hf_from_ours import plan_to_hf
+def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> ConversionJob:
+    from moe_trainer.checkpoint.hf.export import plan_hf_folder
+    from moe_trainer.checkpoint.hf.files import read_json
+    from moe_trainer.checkpoint.resolve import read_saved_args, resolve_checkpoint
 
-    folder = find(options.source, options.ckpt_step)
+    folder = resolve_checkpoint(options.source, options.ckpt_step)
     if folder is None:
-        raise ValueError(f"{options.source}: there is neither a checkpoint nor a Hugging Face model in this folder")
-    record = read_saved_args(options.source, options.ckpt_step)  # refuses what cannot be read, or is damaged
-    config = options.config / "config.json" if options.config is not None and options.config.is_dir() else options.config
-    extra = {} if config is None else {
-        name: value for name, value in read_json(config).items() if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")}
+        raise ValueError(f"{options.source}: this folder holds neither a checkpoint nor a Hugging Face model")
+    record = read_saved_args(options.source, options.ckpt_step)  # raises for an unreadable or damaged checkpoint
+    config = (
+        options.config / "config.json" if options.config is not None and options.config.is_dir() else options.config
+    )
+    extra = (
+        {}
+        if config is None
+        else {
+            name: value
+            for name, value in read_json(config).items()
+            if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")
+        }
+    )
     if options.tokenizer is not None and not options.tokenizer.is_dir():
-        raise ValueError(f"--tokenizer {options.tokenizer}: there is no such folder")
+        raise ValueError(f"--tokenizer {options.tokenizer}: not a directory")
     tokenizer = options.tokenizer or folder / "tokenizer"
     logger.info("%s", folder)
     if tokenizer.is_dir():
         extra = _special_tokens(record, tokenizer, options) | extra
-    return plan_to_hf(folder, options.target, most, options.model_type, options.vocab_size, dtype, extra, tokenizer if tokenizer.is_dir() else None)
+    return plan_hf_folder(
+        folder,
+        options.target,
+        most,
+        options.model_type,
+        options.vocab_size,
+        dtype,
+        extra,
+        tokenizer if tokenizer.is_dir() else None,
+    )
 
 
 def _special_tokens(record: Mapping[str, object], folder: Path, options: argparse.Namespace) -> dict[str, int | None]:
-    """The begin token, and the one that ended documents in training, at which generation is to stop; null where the tokenizer does not tell."""
+    """Return the ids of the begin token and of the token that ended documents in training; None where unknown."""
     from arguments.data import DataArgs
-    from moe_trainer.checkpoint.find import saved_vocab_rows
+    from moe_trainer.checkpoint.resolve import saved_padded_vocab_size
     from moe_trainer.data.tokenizer import build_tokenizer
 
-    kind, alone = record.get("tokenizer_type"), folder / "tokenizer.model"
-    model = alone if kind != "HuggingFaceTokenizer" and alone.is_file() else folder
+    kind, single_file = record.get("tokenizer_type"), folder / "tokenizer.model"
+    model = single_file if kind != "HuggingFaceTokenizer" and single_file.is_file() else folder
     try:
         tokenizer = build_tokenizer(DataArgs(tokenizer_type=kind, tokenizer_model=str(model)))
     except (ValueError, OSError) as error:
-        logger.info("  bos_token_id, eos_token_id: null (--tokenizer-type %s: %s); --config takes them over", kind, error)
+        logger.info("  bos_token_id, eos_token_id: null (--tokenizer-type %s: %s); --config copies them", kind, error)
         return {"eos_token_id": None}
-    rows = saved_vocab_rows(options.source, options.ckpt_step)
+    rows = saved_padded_vocab_size(options.source, options.ckpt_step)
     if options.vocab_size is None and rows is not None and rows > tokenizer.vocab_size:
-        logger.info("  vocab_size: %d with the padding, the tokenizer has %d tokens; --vocab-size %d leaves the padding out, so that no id without a token "
-                    "can be drawn", rows, tokenizer.vocab_size, tokenizer.vocab_size)
+        logger.info(
+            "  vocab_size: %d with padding, the tokenizer has %d tokens; --vocab-size %d drops the padding, so that no id "
+            "without a token can be sampled",
+            rows,
+            tokenizer.vocab_size,
+            tokenizer.vocab_size,
+        )
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
 
 
-def _write(job: Job, rank: int, world: int, workers: int) -> int:
-    """Write this rank's files, in this process or in several. Returns: the exit code."""
-    from moe_trainer.checkpoint.hf_job import Progress, run_share
+def _write(job: ConversionJob, rank: int, world_size: int, workers: int) -> int:
+    """Write this rank's files, in this process or in several. Returns the exit code."""
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+    from moe_trainer.checkpoint.hf.conversion_job import Progress, write_share
 
     progress = Progress(job)
     if workers == 1:
-        run_share(job, rank, world, progress.look)
-        progress.look(last=world == 1)
-        return 0
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_work, args=(job, rank * workers + index, world * workers, os.getpid())) for index in range(workers)]
-    for child in children:
-        child.start()
-    try:
-        while any(child.is_alive() for child in children) and not any(child.exitcode for child in children):
-            time.sleep(0.1)
-            progress.look()
-    finally:
-        for child in children:
-            if any(each.exitcode for each in children):
-                child.terminate()
-            child.join()
-    failed = [child.exitcode for child in children if child.exitcode]
-    if not failed:
-        progress.look(last=world == 1)
-    return ExitCode.OK if not failed else ExitCode.USER_ERROR if ExitCode.USER_ERROR in failed else ExitCode.FAILED
+        write_share(job, rank, world_size, progress.update)
+    else:
+        args = (job, rank * workers, world_size * workers)
+        # a worker ends with its parent, and the others with the first one that fails
+        processes = start_processes(_work, args, nprocs=workers, join=False, daemon=True, start_method="fork")
+        try:
+            while not processes.join(timeout=0.1):
+                progress.update()
+        except ProcessExitedException as error:
+            return ExitCode.USER_ERROR if error.exit_code == ExitCode.USER_ERROR else ExitCode.FAILED
+    progress.update(last=world_size == 1)
+    return ExitCode.OK
 
 
-def _work(job: Job, rank: int, world: int, parent: int) -> None:
-    """One process of several; it ends with the one that has started it."""
+def _work(index: int, job: ConversionJob, first_rank: int, world_size: int) -> None:
+    """Write the files of one worker process."""
     import torch
 
-    from moe_trainer.checkpoint.hf_job import run_share
-
-    def still_wanted() -> None:
-        if os.getppid() != parent:
-            os._exit(1)
+    from moe_trainer.checkpoint.hf.conversion_job import write_share
 
     torch.set_num_threads(1)
     try:
-        run_share(job, rank, world, still_wanted)
+        write_share(job, first_rank + index, world_size)
     except (ValueError, OSError) as error:
         print(f"convert.py: {error}", file=sys.stderr, flush=True)
-        os._exit(ExitCode.USER_ERROR)
-    os._exit(0)
+        sys.exit(ExitCode.USER_ERROR)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare the logits of both models. Returns: the exit code."""
+    """Compare the logits of both models. Returns the exit code."""
     if options.to == "weights":
-        raise ValueError("--verify: a file of weights has no flags, so no model can be made of it")
-    from moe_trainer.checkpoint.hf_files import is_folder
+        raise ValueError("--verify: a weights file has no flags to build a model from")
+    from moe_trainer.checkpoint.hf.files import is_hf_folder
 
-    theirs, ours = (options.source, options.target) if is_folder(options.source) else (options.target, options.source)
-    needed = 2 * 4 * sum(path.stat().st_size for path in theirs.glob("*.safetensors")) // 2
-    available = _available()
-    if available is not None and needed > available:
-        logger.info("--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared", needed / 1e9, available / 1e9)
+    hf_folder, native = (
+        (options.source, options.target) if is_hf_folder(options.source) else (options.target, options.source)
+    )
+    bytes_needed = 2 * 4 * sum(path.stat().st_size for path in hf_folder.glob("*.safetensors")) // 2
+    available = _available_bytes()
+    if available is not None and bytes_needed > available:
+        logger.info(
+            "--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared",
+            bytes_needed / 1e9,
+            available / 1e9,
+        )
         return 0
-    from moe_trainer.checkpoint.hf_files import CONFIG, read_json
+    from moe_trainer.checkpoint.hf.files import CONFIG, read_json
 
-    config = read_json(theirs / CONFIG)  # where scores of keys tie, which happens with few heads of an indexer, the two choose otherwise
+    config = read_json(
+        hf_folder / CONFIG
+    )  # with few indexer heads scores tie, and the two models select different keys
     loose = options.dtype is not None or "quantization_config" in config or "index_n_heads" in config
-    difference, largest = compare_logits(theirs, ours, options.ckpt_step)
+    difference, largest = compare_logits(hf_folder, native, options.ckpt_step)
     logger.info("--verify: the logits differ by at most %.3e, the largest logit is %.3e", difference, largest)
-    if not difference <= (_ALIKE if loose else _SAME) * largest:
-        print(f"convert.py: --verify: {options.source} and {options.target} are not the same model", file=sys.stderr, flush=True)
-        return 1
-    return 0
+    if not difference <= (_ROUNDED_TOLERANCE if loose else _EXACT_TOLERANCE) * largest:
+        print(
+            f"convert.py: --verify: {options.source} and {options.target} are not the same model",
+            file=sys.stderr,
+            flush=True,
+        )
+        return ExitCode.FAILED
+    return ExitCode.OK
 
 
-def compare_logits(theirs: Path, ours: Path, step: int | None = None, tokens_BS: torch.Tensor | None = None) -> tuple[float, float]:
-    """Run both models on the same tokens (by default random ones) in fp32. Returns: largest difference, largest logit (of what both have)."""
+def compare_logits(
+    hf_folder: Path, native: Path, step: int | None = None, tokens_BS: torch.Tensor | None = None
+) -> tuple[float, float]:
+    """Run both models on the same tokens (by default random ones) in fp32. Returns the largest difference and logit."""
     import torch
 
     try:
         import transformers
     except ImportError as error:
         raise ValueError("--verify needs transformers: pip install transformers") from error
-    from moe_trainer.checkpoint.checkpoint import load, read_saved_args
-    from moe_trainer.checkpoint.find import saved_vocab_rows
+    from moe_trainer.checkpoint.manager import load, read_saved_args
     from moe_trainer.checkpoint.options import LoadOptions
+    from moe_trainer.checkpoint.resolve import saved_padded_vocab_size
     from moe_trainer.model.build import build_chunks
     from moe_trainer.parallel.state import ParallelState
 
-    args, ps = _flags(read_saved_args(ours, step), ours), ParallelState.single()
-    model, = build_chunks(args, ps, saved_vocab_rows(ours, step))
-    load(ours, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False))
-    other = _load_transformers_model(transformers, theirs)
+    args, ps = _flags(read_saved_args(native, step), native), ParallelState.single()
+    (model,) = build_chunks(args, ps, saved_padded_vocab_size(native, step))
+    load(native, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False))
+    other = _load_transformers_model(transformers, hf_folder)
     rows = other.config.vocab_size
     if tokens_BS is None:
-        tokens_BS = torch.randint(rows, (_BATCH, args.data.seq_length), generator=torch.Generator().manual_seed(1))
+        tokens_BS = torch.randint(
+            rows, (_VERIFY_BATCH_SIZE, args.data.seq_length), generator=torch.Generator().manual_seed(1)
+        )
     with torch.no_grad():
         expected = other.eval()(tokens_BS).logits.float()
         given = model.eval()(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))[..., :rows].float()
@@ -374,21 +466,23 @@ def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn
     """
     import torch
 
-    from moe_trainer.checkpoint.hf_families import family_of
-    from moe_trainer.checkpoint.hf_files import CONFIG, read_json
+    from moe_trainer.checkpoint.hf.families import get_family
+    from moe_trainer.checkpoint.hf.files import CONFIG, read_json
 
     written = read_json(folder / CONFIG)
-    family = family_of(written, str(folder / CONFIG))
+    family = get_family(written, str(folder / CONFIG))
     model_class = getattr(transformers, family.architecture, None)
     if model_class is None:
-        raise ValueError(f"--verify: transformers {transformers.__version__} has no {family.architecture}; a newer release is needed")
+        raise ValueError(
+            f"--verify: transformers {transformers.__version__} has no {family.architecture}; a newer release is needed"
+        )
     # how stored names become those of the class follows from the model type, which may be another name of the family
     config = model_class.config_class.from_dict({**written, "model_type": family.name})
     return model_class.from_pretrained(folder, config=config, dtype=torch.float32, experts_implementation="eager")
 
 
-def _available() -> int | None:
-    """Bytes of memory that can be had, where the system tells."""
+def _available_bytes() -> int | None:
+    """Return the available memory in bytes, if the system reports it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,21 +1,17 @@
 #!/usr/bin/env python3
-"""What this machine has for training, what each absence costs, and whether its ranks can talk to each other.
+"""Check the environment: installed libraries, the effect of each missing one, and communication between ranks.
 
-    python scripts/doctor.py                                    one machine; two forked gloo ranks are the self-test
-    torchrun --nproc-per-node 8 scripts/doctor.py               the ranks present: NCCL where there are GPUs, else gloo
-    srun python scripts/doctor.py                               the same inside a SLURM step, over all its nodes
-    python scripts/doctor.py --require transformer_engine deepep    these, too, must be there
-    python scripts/doctor.py --json                             one JSON object
-
-Exit code: 0, everything that is needed is there and the self-test passed on every rank; 1, something needed is missing, or the self-test
-failed; 2, the command line or the ranks' environment is wrong. Needed are torch, numpy, PyYAML, safetensors, gloo, with GPUs NCCL, and what
---require names.
-
-Libraries are judged by the very functions by which a run chooses (layers/te.py, moe/dispatch/deepep.py, hybridep.py), so what is told
-here is what a run would do with --on-missing-backend. Every rank looks for itself: a node that lacks what others have is named.
-The self-test runs the collectives of moe_trainer/parallel over all ranks and compares every result; it comes first, because forking
-after a library has touched the GPU would break. A collective that does not end is named by a timer, not waited for.
+python scripts/doctor.py                            one machine; the self-test forks two gloo ranks
+torchrun --nproc-per-node 8 scripts/doctor.py       the launched ranks, over NCCL with GPUs, else gloo
+srun python scripts/doctor.py                       the same in a SLURM step, on all its nodes
+python scripts/doctor.py --require transformer_engine deepep
+python scripts/doctor.py --json
 """
+
+# Libraries are checked by the functions by which a run chooses them (layers/te.py, moe/dispatch/deepep.py,
+# hybridep.py), so the result is what a run does with --on-missing-backend. Every rank checks its own node.
+# The self-test runs the collectives of moe_trainer/parallel on all ranks and compares every result. It comes first,
+# because forking after a library has initialized the GPU fails. A collective that hangs is reported by a timer.
 
 from __future__ import annotations
 
@@ -37,31 +33,53 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.backends import import_problem
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.place import Place, find_place
+from moe_trainer.launch_env import LaunchEnv, read_launch_env
 
 if TYPE_CHECKING:  # it imports torch, which may be what is missing
-    from moe_trainer.guard.self_test import SelfTest
+    from moe_trainer.resilience.self_test import SelfTestResult
 
-OLDEST_TORCH = (2, 11)
-NEEDED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "gloo"})
+MIN_TORCH_VERSION = (2, 11)
+REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "gloo"})
 NAMES = (
-    "python", "torch", "numpy", "PyYAML", "safetensors", "gloo", "cuda", "nccl", "transformer_engine", "apex", "deepep", "deepep_v2",
-    "hybridep", "triton", "sentencepiece", "tokenizers", "transformers", "tiktoken", "tensorboard", "wandb", "slurm",
+    "python",
+    "torch",
+    "numpy",
+    "PyYAML",
+    "safetensors",
+    "gloo",
+    "cuda",
+    "nccl",
+    "transformer_engine",
+    "apex",
+    "deepep",
+    "deepep_v2",
+    "hybridep",
+    "triton",
+    "sentencepiece",
+    "tokenizers",
+    "transformers",
+    "tiktoken",
+    "tensorboard",
+    "wandb",
+    "slurm",
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for. problem: None where it can be used. cost: what its absence means. install: how to get it."""
+    """Result of one check."""
 
     name: str
     version: str | None
     problem: str | None
+    """Why it cannot be used; None if it can."""
     cost: str
+    """Effect of its absence."""
     install: str = ""
 
 
-# ---- what is here
+# ---- checks
+
 
 def _version(distribution: str) -> str | None:
     try:
@@ -70,204 +88,276 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def plain_package(name: str, module: str, cost: str) -> Finding:
-    """A package that need only be importable."""
+def find_package(name: str, module: str, cost: str) -> Finding:
+    """Check a package that only has to be importable."""
     problem = import_problem(module) if importlib.util.find_spec(module) else "not installed"
     return Finding(name, None if problem == "not installed" else _version(name), problem, cost, f"pip install {name}")
 
 
 def find_torch() -> list[Finding]:
-    """torch with gloo, CUDA and NCCL."""
+    """Check torch with gloo, CUDA and NCCL."""
     try:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:
         return [Finding("torch", None, f"cannot be imported ({error})", "nothing runs", "pip install 'torch>=2.11'")]
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    old = None if version >= OLDEST_TORCH else f"older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
-    gloo = None if dist.is_available() and dist.is_gloo_available() else "this build of torch has none"
-    found = [
-        Finding("torch", torch.__version__, old, "nothing runs", "pip install 'torch>=2.11'"),
-        Finding("gloo", None, gloo, "no training on several CPU ranks"),
+    major, minor = MIN_TORCH_VERSION
+    version_problem = None if version >= MIN_TORCH_VERSION else f"older than {major}.{minor}"
+    gloo_problem = None if dist.is_available() and dist.is_gloo_available() else "not in this build of torch"
+    findings = [
+        Finding("torch", torch.__version__, version_problem, "nothing runs", "pip install 'torch>=2.11'"),
+        Finding("gloo", None, gloo_problem, "no training on several CPU ranks"),
     ]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         device = torch.cuda.get_device_properties(0)
-        what = f"{torch.version.cuda}, {count} x {device.name}, {device.total_memory / 2**30:.0f} GiB, capability {device.major}.{device.minor}"
+        memory, capability = f"{device.total_memory / 2**30:.0f} GiB", f"{device.major}.{device.minor}"
+        devices = f"{torch.version.cuda}, {count} x {device.name}, {memory}, capability {capability}"
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
-        found += [Finding("cuda", what, None, ""),
-                  Finding("nccl", nccl, None if nccl else "this build of torch has none", "GPUs cannot talk to each other")]
+        findings += [
+            Finding("cuda", devices, None, ""),
+            Finding("nccl", nccl, None if nccl else "not in this build of torch", "no communication between GPUs"),
+        ]
     else:
-        why = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
-        found += [Finding("cuda", torch.version.cuda, why, "training runs on the CPU, over gloo"),
-                  Finding("nccl", None, "needs CUDA devices", "ranks talk over gloo")]
-    return found
+        cuda_problem = (
+            "this torch is a CPU build"
+            if torch.version.cuda is None
+            else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
+        )
+        findings += [
+            Finding("cuda", torch.version.cuda, cuda_problem, "training runs on the CPU, over gloo"),
+            Finding("nccl", None, "needs CUDA devices", "ranks communicate over gloo"),
+        ]
+    return findings
 
 
 def find_te() -> Finding:
-    """TransformerEngine, as --transformer-impl transformer_engine would find it."""
+    """Check TransformerEngine as --transformer-impl transformer_engine does."""
     from moe_trainer.layers import te
 
-    return Finding("transformer_engine", _version("transformer-engine") or _version("transformer_engine"), te.problem(""),
-                   "the local layers run; 8 and 4 bit products are torch's scaled_mm or computed by definition", te.INSTALL)
+    return Finding(
+        "transformer_engine",
+        _version("transformer-engine") or _version("transformer_engine"),
+        te.problem(""),
+        "the local layers are used; fp8 and fp4 GEMMs are torch's scaled_mm or emulated",
+        te.INSTALL,
+    )
 
 
 def find_apex() -> Finding:
-    """apex: NVIDIA's library, not the program of that name in the package index. Looked at, not imported."""
+    """Check NVIDIA's apex without importing it: PyPI has another package of that name."""
     spec, install = importlib.util.find_spec("apex"), "from source: github.com/NVIDIA/apex"
-    cost = "nothing: fused Adam and norms are this program's own"
+    cost = "none: this program has its own fused Adam and norms"
     if spec is None:
         return Finding("apex", None, "not installed", cost, install)
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "multi_tensor_apply").exists() for folder in folders):
-        return Finding("apex", _version("apex"), "this is another program of the same name (pip install apex), not NVIDIA's",
-                       "nothing here; other trainers fail as they import it: pip uninstall apex", install)
+        return Finding(
+            "apex",
+            _version("apex"),
+            "another package of the same name (pip install apex), not NVIDIA's",
+            "none here, but other trainers fail to import it: pip uninstall apex",
+            install,
+        )
     fused = "with" if importlib.util.find_spec("amp_C") else "without"
     return Finding("apex", f"{_version('apex') or ''} {fused} its CUDA extensions".strip(), None, cost)
 
 
 def find_deep_ep() -> list[Finding]:
-    """DeepEP in both versions and HybridEP: three products in one package name."""
+    """Check both versions of DeepEP and HybridEP, which share one package name."""
     from moe_trainer.moe.dispatch import deepep, hybridep
 
-    cost = "--moe-token-dispatcher-type flex falls back to alltoall, or stops where you typed it (--on-missing-backend)"
+    cost = (
+        "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line "
+        "(--on-missing-backend)"
+    )
     version = _version("deep_ep")
     return [
         Finding("deepep", version, deepep.problem("Buffer"), cost, deepep.INSTALL),
-        Finding("deepep_v2", version, deepep.problem("ElasticBuffer"), "version 1, if it is there; else as deepep"),
+        Finding(
+            "deepep_v2", version, deepep.problem("ElasticBuffer"), "version 1 is used if installed; else as deepep"
+        ),
         Finding("hybridep", version, hybridep.problem(), "as deepep", hybridep.INSTALL),
     ]
 
 
 def find_slurm() -> Finding:
-    """SLURM's commands, and the step this runs in."""
+    """Check the commands of SLURM and its controller."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
     cost = "scripts/sbatch_train.sh cannot submit; torchrun works"
     if missing:
-        return Finding("slurm", None, f"no {', '.join(missing)} here", cost, "apt-get install slurm-wlm munge")
+        return Finding("slurm", None, f"{', '.join(missing)} not found", cost, "apt-get install slurm-wlm munge")
     try:
-        said = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=5, check=False).stdout.strip()
-        node = subprocess.run(["sinfo", "-h", "-o", "%D"], capture_output=True, text=True, timeout=5, check=False)
+        version = subprocess.run(
+            ["sbatch", "--version"], capture_output=True, text=True, timeout=5, check=False
+        ).stdout.strip()
+        sinfo = subprocess.run(["sinfo", "-h", "-o", "%D"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("slurm", None, f"its commands do not answer ({error})", cost)
-    if node.returncode != 0:
-        return Finding("slurm", said, "no controller answers (" + (node.stderr.strip().splitlines() or ["no reason given"])[-1] + ")", cost)
-    return Finding("slurm", said + (f", in job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""), None, cost)
+        return Finding("slurm", None, f"its commands fail ({error})", cost)
+    if sinfo.returncode != 0:
+        reason = (sinfo.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Finding("slurm", version, f"the controller does not answer ({reason})", cost)
+    job = f", in job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    return Finding("slurm", version + job, None, cost)
 
 
-def look_around() -> list[Finding]:
-    """Everything, in the order of NAMES."""
-    python = None if sys.version_info >= (3, 10) else "older than 3.10"
-    found = [
-        Finding("python", platform.python_version(), python, "nothing runs"),
+def collect_environment() -> list[Finding]:
+    """Run all checks. Returns the findings in the order of NAMES."""
+    python_problem = None if sys.version_info >= (3, 10) else "older than 3.10"
+    findings = [
+        Finding("python", platform.python_version(), python_problem, "nothing runs"),
         *find_torch(),
-        plain_package("numpy", "numpy", "nothing runs"),
-        plain_package("PyYAML", "yaml", "nothing runs: presets and recipes are YAML"),
-        plain_package("safetensors", "safetensors", "nothing runs: --init-from and --export-weights are read at start"),
+        find_package("numpy", "numpy", "nothing runs"),
+        find_package("PyYAML", "yaml", "nothing runs: presets and recipes are YAML"),
+        find_package("safetensors", "safetensors", "nothing runs: --init-from and --export-weights are read at start"),
         find_apex(),
-        plain_package("triton", "triton", "--triton-kernels falls back to plain torch"),
-        plain_package("sentencepiece", "sentencepiece", "no Llama2Tokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer"),
-        plain_package("tokenizers", "tokenizers", "no HuggingFaceTokenizer, GPT2BPETokenizer"),
-        plain_package("transformers", "transformers", "no tokenizers with Python code of their own; nothing else needs it"),
-        plain_package("tiktoken", "tiktoken", "no TikTokenizer"),
-        plain_package("tensorboard", "tensorboard", "no --tensorboard-dir; metrics.jsonl and dashboard.html need nothing"),
-        plain_package("wandb", "wandb", "no --wandb-project"),
+        find_package("triton", "triton", "--triton-kernels falls back to plain torch"),
+        find_package(
+            "sentencepiece", "sentencepiece", "no Llama2Tokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer"
+        ),
+        find_package("tokenizers", "tokenizers", "no HuggingFaceTokenizer, GPT2BPETokenizer"),
+        find_package("transformers", "transformers", "no tokenizers with custom Python code; nothing else needs it"),
+        find_package("tiktoken", "tiktoken", "no TikTokenizer"),
+        find_package(
+            "tensorboard", "tensorboard", "no --tensorboard-dir; metrics.jsonl and dashboard.html need nothing"
+        ),
+        find_package("wandb", "wandb", "no --wandb-project"),
         find_slurm(),
     ]
-    if found[1].problem is None or found[1].version is not None:
-        found += [find_te(), *find_deep_ep()]
-    return sorted(found, key=lambda finding: NAMES.index(finding.name))
+    if findings[1].problem is None or findings[1].version is not None:
+        findings += [find_te(), *find_deep_ep()]
+    return sorted(findings, key=lambda finding: NAMES.index(finding.name))
 
 
-# ---- telling it
+# ---- report
 
-def differences(findings: list[Finding], place: Place) -> list[str]:
-    """What other ranks have and rank 0 has not, or the other way round, or in another version. Collective; [] but on rank 0."""
+
+def compare_ranks(findings: list[Finding], launch: LaunchEnv) -> list[str]:
+    """Compare the findings of all ranks with rank 0's. Returns one line per difference on rank 0, [] on other ranks.
+
+    Communication: an all-gather of objects over all ranks.
+    """
     import torch.distributed as dist
 
-    mine = {finding.name: (finding.version, finding.problem) for finding in findings if finding.name != "slurm"}
-    everyone: list = [None] * place.world_size
-    dist.all_gather_object(everyone, (socket.gethostname(), mine))
-    lines, (_, first) = [], everyone[0]
-    for rank, (host, other) in enumerate(everyone):
-        lines += [f"rank {rank} on {host}: {name} is {other[name][1] or other[name][0] or 'there'}, on rank 0 {first[name][1] or first[name][0] or 'there'}"
-                  for name in first if other.get(name) != first[name]]
-    return lines if place.rank == 0 else []
+    local = {finding.name: (finding.version, finding.problem) for finding in findings if finding.name != "slurm"}
+    all_ranks: list = [None] * launch.world_size
+    dist.all_gather_object(all_ranks, (socket.gethostname(), local))
+
+    def describe(version: str | None, problem: str | None) -> str:
+        return problem or version or "installed"
+
+    _, reference = all_ranks[0]
+    lines = [
+        f"rank {rank} on {host}: {name} is {describe(*checked[name])}, on rank 0 {describe(*reference[name])}"
+        for rank, (host, checked) in enumerate(all_ranks)
+        for name in reference
+        if checked.get(name) != reference[name]
+    ]
+    return lines if launch.rank == 0 else []
 
 
-def needed_names(findings: list[Finding], asked: list[str]) -> frozenset[str]:
-    """What must be there: NEEDED, NCCL where there are GPUs, and what was asked for."""
-    gpus = any(finding.name == "cuda" and finding.problem is None for finding in findings)
-    return NEEDED | set(asked) | ({"nccl"} if gpus else set())
+def get_required_names(findings: list[Finding], requested: list[str]) -> frozenset[str]:
+    """Return the names of REQUIRED, of NCCL if there are GPUs, and those of --require."""
+    has_gpus = any(finding.name == "cuda" and finding.problem is None for finding in findings)
+    return REQUIRED | set(requested) | ({"nccl"} if has_gpus else set())
 
 
-def as_text(findings: list[Finding], needed: frozenset[str], test: SelfTest | None, differing: list[str]) -> str:
-    """One line for what is there; for what is not, what that costs and how to get it."""
+def format_report(
+    findings: list[Finding], required: frozenset[str], test: SelfTestResult | None, differences: list[str]
+) -> str:
+    """Format one line per finding; for a missing library its cost and how to install it."""
     lines = []
-    for each in findings:
-        if each.problem is None:
-            lines.append(f"  ok       {each.name:20s} {each.version or ''}".rstrip())
+    for finding in findings:
+        if finding.problem is None:
+            lines.append(f"  ok       {finding.name:20s} {finding.version or ''}".rstrip())
         else:
-            word = "MISSING" if each.name in needed else "absent"
-            remedy = f" ({each.install})" if each.install else ""
-            lines.append(f"  {word:8s} {each.name:20s} {each.problem}: {each.cost}{remedy}")
+            severity = "MISSING" if finding.name in required else "absent"
+            install = f" ({finding.install})" if finding.install else ""
+            lines.append(f"  {severity:8s} {finding.name:20s} {finding.problem}: {finding.cost}{install}")
     if test is not None:
-        lines.append(f"self-test of {test.world_size} ranks over {test.backend}, {test.seconds:.1f} s: "
-                     + (f"{', '.join(test.passed)} ok; all-reduce of 8 MB at {test.gb_s:.2f} GB/s" if not test.problems else "FAILED"))
+        result = f"{', '.join(test.passed)} ok; all-reduce of 8 MB at {test.gb_s:.2f} GB/s"
+        lines.append(
+            f"self-test of {test.world_size} ranks over {test.backend}, {test.seconds:.1f} s: "
+            + ("FAILED" if test.problems else result)
+        )
         lines += [f"  {problem}" for problem in test.problems]
-    if differing:
-        lines += ["the ranks do not have the same:", *(f"  {line}" for line in differing)]
+    if differences:
+        lines += ["the environments of the ranks differ:", *(f"  {line}" for line in differences)]
     return "\n".join(lines)
 
 
-def self_test(place: Place, together: bool) -> SelfTest:
-    """Let the ranks that are present talk to each other, two forked ones where there is only this."""
+def self_test(launch: LaunchEnv, is_distributed: bool) -> SelfTestResult:
+    """Run the self-test on the launched ranks, or on two forked ranks if this process is alone."""
     import torch
 
-    from moe_trainer.guard.self_test import join_and_talk, talk_alone
-    from moe_trainer.initialize import device_index
+    from moe_trainer.resilience.self_test import run_distributed_self_test, run_local_self_test
+    from moe_trainer.training.initialize import device_index
 
-    if not together:
-        return talk_alone()
+    if not is_distributed:
+        return run_local_self_test()
     if not torch.cuda.is_available():
-        return join_and_talk(place, torch.device("cpu"))
-    device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
+        return run_distributed_self_test(launch, torch.device("cpu"))
+    device = torch.device("cuda", device_index(launch, torch.cuda.device_count()))
     torch.cuda.set_device(device)
-    return join_and_talk(place, device)
+    return run_distributed_self_test(launch, device)
 
 
 def main(argv: list[str]) -> int:
-    """Run the program on this rank. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0], epilog="Exit code 0, 1 or 2: see the head of this file.")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Required are torch, numpy, PyYAML, safetensors, gloo, NCCL if there are GPUs, and the names of\n"
+        "--require. Exit code: 0, all required libraries are installed and the self-test passed on every rank;\n"
+        "1, a required library is missing, or the self-test failed; 2, the command line or the environment of\n"
+        "the ranks is wrong.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--require", nargs="+", default=[], choices=NAMES, metavar="NAME", help=f"also needed: {', '.join(NAMES)}")
-    parser.add_argument("--no-self-test", action="store_true", help="only look; ranks do not meet")
+    parser.add_argument(
+        "--require",
+        nargs="+",
+        default=[],
+        choices=NAMES,
+        metavar="NAME",
+        help=f"additional required libraries, of {', '.join(NAMES)}",
+    )
+    parser.add_argument("--no-self-test", action="store_true", help="check libraries only, not communication")
     options = parser.parse_args(argv)
     try:
-        place = find_place(os.environ)
+        launch = read_launch_env(os.environ)
     except ValueError as error:
         print(f"doctor: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    test, differing, together = None, [], place.world_size > 1 and not options.no_self_test
+    test, differences, is_distributed = None, [], launch.world_size > 1 and not options.no_self_test
     if importlib.util.find_spec("torch") is not None and not options.no_self_test:
-        test = self_test(place, together)
-    findings = look_around()
-    if together and test is not None and not test.problems:
+        test = self_test(launch, is_distributed)
+    findings = collect_environment()
+    if is_distributed and test is not None and not test.problems:
         import torch.distributed as dist
 
-        differing = differences(findings, place)
+        differences = compare_ranks(findings, launch)
         dist.destroy_process_group()
-    needed = needed_names(findings, options.require)
-    lacking = [finding.name for finding in findings if finding.name in needed and finding.problem is not None]
-    bad = bool(lacking or needed - {finding.name for finding in findings} or (test is not None and test.problems))
-    if place.rank == 0 and options.json:
-        print(json.dumps({"ok": not bad, "missing": lacking, "findings": [asdict(finding) for finding in findings],
-                          "self_test": None if test is None else asdict(test), "differences": differing}, indent=1))
-    elif place.rank == 0:
-        print(as_text(findings, needed, test, differing))
-        failed = "the self-test failed" if bad else "everything that is needed is here"
-        print(f"missing: {', '.join(lacking)}" if lacking else failed)
-    return int(bad)
+    required = get_required_names(findings, options.require)
+    missing = [finding.name for finding in findings if finding.name in required and finding.problem is not None]
+    failed = bool(missing or required - {finding.name for finding in findings} or (test is not None and test.problems))
+    if launch.rank == 0 and options.json:
+        print(
+            json.dumps(
+                {
+                    "ok": not failed,
+                    "missing": missing,
+                    "findings": [asdict(finding) for finding in findings],
+                    "self_test": None if test is None else asdict(test),
+                    "differences": differences,
+                },
+                indent=1,
+            )
+        )
+    elif launch.rank == 0:
+        print(format_report(findings, required, test, differences))
+        result = "the self-test failed" if failed else "all required libraries are installed"
+        print(f"missing: {', '.join(missing)}" if missing else result)
+    return int(failed)
 
 
 if __name__ == "__main__":

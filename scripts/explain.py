@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Explain a command line: where every value came from, and who holds what. No GPU, no torch.
+"""Explain a command line: the source of every value, and what each rank holds. Needs no GPU and no torch.
 
-    python scripts/explain.py FLAGS --world-size N              values that are not Megatron-LM's defaults, grids, stages, experts
+    python scripts/explain.py FLAGS --world-size N              values that differ from Megatron-LM's defaults,
+                                                                rank grids, pipeline stages, experts
     python scripts/explain.py FLAGS --world-size N --all        every value
-    python scripts/explain.py FLAGS --world-size N --rank 12    what one rank is, holds and talks to
+    python scripts/explain.py FLAGS --world-size N --rank 12    one rank: its coordinates, layers, experts and groups
 
-FLAGS are the trainer's; a pasted `torchrun ... pretrain_moe.py` in front of them is left out. Everything that is wrong with them is told at once.
-Exit code: 0, or 2 where the flags cannot run.
+All errors in the flags are reported at once.
 """
 
 from __future__ import annotations
@@ -21,45 +21,69 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments
 from arguments.container import freeze
-from arguments.parse import understand
-from arguments.report import table, world_size_of
+from arguments.layer_pattern import moe_layer_pattern
+from arguments.parse import resolve_command_line
+from arguments.report import get_world_size, table
+from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from moe_trainer.estimate.parameters import planned_vocab_size
+from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
-from moe_trainer.planner.params import Held, LayerParams
-from moe_trainer.planner.vocabulary import planned_vocab_rows
-from moe_trainer.shape.layers import moe_layer_pattern
-from moe_trainer.shape.layout import ChunkLayout, chunk_layouts, mapping_sizes
+
+MAX_EP_LINES = 16
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this script's own options; all other words are flags of the trainer."""
+    parser = argparse.ArgumentParser(
+        prog="explain.py",
+        usage="explain.py FLAGS [--world-size N] [--all] [--rank R]",
+        description=__doc__,
+        epilog="FLAGS are the trainer's. A pasted `torchrun ... pretrain_moe.py` before them is skipped.\n"
+        "Exit code: 0, or 2 if the flags cannot run.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--all", action="store_true", help="print every value, not only those that are set")
+    parser.add_argument("--rank", type=int, metavar="R", help="describe this rank instead of all groups")
+    return parser
 
 
 def main(words: list[str]) -> int:
-    """Run the program. Returns the exit code."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--help", "-h", action="store_true")
+    parser = make_parser()
+    if not words:
+        parser.print_help()
+        return ExitCode.USER_ERROR
     options, flags = parser.parse_known_args(words)
-    if options.help or not words:
-        print(__doc__.strip())
-        return ExitCode.OK if options.help else ExitCode.USER_ERROR
-    program = next((at for at, word in enumerate(flags) if word.endswith("pretrain_moe.py") or word.endswith("pretrain_gpt.py")), None)
-    flags = flags if program is None else flags[program + 1:]
-    world_size, violations = world_size_of(flags)
-    settings, found = understand(flags, world_size)
-    violations = [*violations, *found]
+    program = next(
+        (index for index, word in enumerate(flags) if word.endswith(("pretrain_moe.py", "pretrain_gpt.py"))), None
+    )
+    flags = flags if program is None else flags[program + 1 :]
+    world_size, violations = get_world_size(flags)
+    settings, flag_violations = resolve_command_line(flags, world_size)
+    violations = [*violations, *flag_violations]
     lines = table(settings, world_size)
     print("\n".join(lines if options.all else [line for line in lines if not line.endswith("  (default)")]))
-    print("\n".join(line for line in settings.lines() if not line.startswith("--world-size")))  # it has an effect here
+    # the trainer reports --world-size as a flag without effect; this script uses it
+    print("\n".join(line for line in settings.lines() if not line.startswith("--world-size")))
     if violations:
-        print("\n".join([f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:", *(f"  - {violation.message}" for violation in violations)]))
+        print(
+            "\n".join(
+                [
+                    f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:",
+                    *(f"  - {violation.message}" for violation in violations),
+                ]
+            )
+        )
         return ExitCode.USER_ERROR
     if world_size is None:
-        print("who holds what: the number of ranks is not known (give --world-size)")
+        print("stages, experts and groups: the number of ranks is not known (give --world-size)")
         return 0
     if options.rank is not None and not 0 <= options.rank < world_size:
-        parser.error(f"--rank {options.rank}: there are ranks 0 to {world_size - 1}")
+        parser.error(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
     args = freeze(settings, world_size)
-    sizes = mapping_sizes(args)
+    sizes = parallel_sizes(args)
     layout = make_layout(world_size, **{name: sizes[name] for name in ("tp", "cp", "pp", "ep", "etp", "order")})
     print("\n".join([*grid_lines(layout), *stage_lines(args), *expert_lines(args, layout)]))
     if options.rank is not None:
@@ -70,23 +94,29 @@ def main(words: list[str]) -> int:
 
 
 def grid_lines(layout: Layout) -> list[str]:
-    """Both factorizations of the ranks, the fastest axis first."""
-    lines = ["", "grids, the fastest varying axis first:"]
+    """Return both factorizations of the ranks, the fastest varying axis first."""
+    lines = ["", "rank grids, the fastest varying axis first:"]
     for name, grid, axes in (("attention", layout.dense, {}), ("experts", layout.expert, {"tp": "etp", "dp": "edp"})):
-        lines.append(f"  {name:10s} " + " x ".join(f"{axes.get(axis, axis)} {size}" for axis, size in zip(grid.axes, grid.sizes)
-                                                 if axis != ("ep" if name == "attention" else "cp")))
+        lines.append(
+            f"  {name:10s} "
+            + " x ".join(
+                f"{axes.get(axis, axis)} {size}"
+                for axis, size in zip(grid.axes, grid.sizes)
+                if axis != ("ep" if name == "attention" else "cp")
+            )
+        )
     return lines
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """0-3, 7 for 0 1 2 3 7."""
-    parts: list[list[int]] = []
+    """Return sorted numbers as ranges: "0-3, 7" for 0 1 2 3 7."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            parts.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+            ranges.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
 def _chunk_text(args: Arguments, chunk: ChunkLayout) -> str:
@@ -97,50 +127,61 @@ def _chunk_text(args: Arguments, chunk: ChunkLayout) -> str:
         parts += [f"{name} layers {_spans(layers)}"] if layers else []
     parts += ["final norm"] if chunk.has_final_norm else []
     parts += [f"multi-token prediction ({args.model.mtp_num_layers})"] if chunk.mtp else []
-    return ", ".join([*parts, *(["head and loss"] if chunk.has_loss else [])]) or "nothing (passes on what it receives)"
+    return ", ".join([*parts, *(["head and loss"] if chunk.has_loss else [])]) or "no layers (forwards its input)"
 
 
 def stage_lines(args: Arguments) -> Iterator[str]:
-    """What each pipeline stage holds, chunk by chunk."""
-    rows, _ = planned_vocab_rows(args)
-    params = None if rows is None else LayerParams(args, rows)
+    """Yield the layers of each pipeline stage, chunk by chunk."""
+    vocab_size, _ = planned_vocab_size(args)
+    params = None if vocab_size is None else LayerParams(args, vocab_size)
     yield "pipeline stages:"
     for stage, chunks in enumerate(chunk_layouts(args.model, args.parallel)):
-        held = "" if params is None else sum((params.chunk(chunk) for chunk in chunks), Held(0, 0))
-        count = f" {held.total:,} parameters a rank, {held.expert:,} of them of experts" if held else ""
+        count = ""
+        if params is not None:
+            on_rank = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
+            count = f" {on_rank.total:,} parameters per rank, {on_rank.expert:,} of them in experts"
         yield f"  stage {stage}:{count}"
         for number, chunk in enumerate(chunks):
             yield f"    {f'chunk {number}: ' if len(chunks) > 1 else ''}{_chunk_text(args, chunk)}"
 
 
 def expert_lines(args: Arguments, layout: Layout) -> Iterator[str]:
-    """Which experts stand on which ranks of ep."""
+    """Yield the experts of each expert-parallel rank."""
     if not args.moe.num_experts:
         return
     ep, etp = layout.size("ep"), layout.size("etp")
-    each = args.moe.num_experts // ep
-    yield f"experts of every MoE layer: {args.moe.num_experts}, {each} on a rank{f', each cut over {etp} ranks' if etp > 1 else ''}"
-    for place in range(ep) if ep <= 16 else (0, 1, ep - 1):
-        yield f"  {'... ' if ep > 16 and place == ep - 1 else ''}ep {place}: experts {_spans(range(place * each, (place + 1) * each))}"
+    num_local = args.moe.num_experts // ep
+    sharding = f", each sharded over {etp} ranks" if etp > 1 else ""
+    yield f"experts of every MoE layer: {args.moe.num_experts}, {num_local} per rank{sharding}"
+    for ep_rank in range(ep) if ep <= MAX_EP_LINES else (0, 1, ep - 1):
+        gap = "... " if ep > MAX_EP_LINES and ep_rank == ep - 1 else ""
+        yield f"  {gap}ep {ep_rank}: experts {_spans(range(ep_rank * num_local, (ep_rank + 1) * num_local))}"
 
 
 def rank_lines(args: Arguments, layout: Layout, rank: int) -> Iterator[str]:
-    """One rank: its place, what it holds, its groups."""
+    """Yield the coordinates, layers, experts and groups of one rank."""
     dense, expert = layout.dense.coordinates(rank), layout.expert.coordinates(rank)
-    place = [f"{axis} {dense[axis]}" for axis in ("tp", "cp", "dp", "pp")]
-    place += [f"{name} {expert[axis]}" for name, axis in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"))] if args.moe.num_experts else []
-    yield f"rank {rank}: {', '.join(place)}"
+    coordinates = [f"{axis} {dense[axis]}" for axis in ("tp", "cp", "dp", "pp")]
+    coordinates += (
+        [f"{name} {expert[axis]}" for name, axis in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"))]
+        if args.moe.num_experts
+        else []
+    )
+    yield f"rank {rank}: {', '.join(coordinates)}"
     for number, chunk in enumerate(chunk_layouts(args.model, args.parallel)[dense["pp"]]):
         yield f"  chunk {number}: {_chunk_text(args, chunk)}"
     if args.moe.num_experts:
-        each = args.moe.num_experts // layout.size("ep")
-        yield f"  experts {_spans(range(expert['ep'] * each, (expert['ep'] + 1) * each))} of every MoE layer above"
-    own = {name: ([next(group for group in groups if rank in group)], lane)
-           for name, (groups, lane) in plan_groups(layout.dense.size, **mapping_sizes(args)).items()}
+        num_local = args.moe.num_experts // layout.size("ep")
+        first = expert["ep"] * num_local
+        yield f"  experts {_spans(range(first, first + num_local))} of every MoE layer above"
+    groups_of_rank = {
+        name: ([next(group for group in groups if rank in group)], lane)
+        for name, (groups, lane) in plan_groups(layout.dense.size, **parallel_sizes(args)).items()
+    }
     yield "  its groups:"
-    yield group_table(own)
+    yield group_table(groups_of_rank)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no failure
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` does not end in a traceback
     sys.exit(main(sys.argv[1:]))

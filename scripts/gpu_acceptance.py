@@ -1,33 +1,15 @@
 #!/usr/bin/env python3
-"""The first hour on a machine with GPUs: run everything that only a GPU can show, and write one dated report.
+"""Run all checks that need GPUs, and write one dated report.
 
-    python scripts/gpu_acceptance.py                                  all sections, into gpu_acceptance-DATE-TIME/
-    python scripts/gpu_acceptance.py --only waits graphs --output FOLDER
-    python scripts/gpu_acceptance.py --short                          the first line of every section: does the program itself work here?
-
-Sections, in this order:
-
-    environment   driver, GPUs, links, torch, CUDA, NCCL; every optional library with its version, or the error of its import
-    tests         tests/gpu, one pytest for each file
-    parity        every tiny preset, three steps: one process on the CPU against the GPU
-    waits         training steps under torch.cuda.set_sync_debug_mode("error"), outside of the places that are documented to wait
-    races         short trainings under torch's stream sanitizer (torch.cuda._sanitizer)
-    graphs        captured and replayed against eager, as in tests/gpu/test_cuda_graph.py
-    dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP and HybridEP against alltoall
-    kernels       every Triton kernel against torch: numbers and time
-    benchmark     scripts/bench_gpu.py: slices of large models, transformers and torchtitan where they are installed
-    profile       the ten largest gaps between kernels of one training step, and what each waited for
-
-Every section is a process of its own. A line that fails, crashes or takes longer than --time-limit is a failed line; the section goes on
-behind it in a new process. Each line is "passed", "failed" or "not measured" with the reason. The folder holds report.md, report.json,
-a log for each section and the profiler's trace.
-
-Exit code: 0, nothing failed; 1, something failed; 2, the command line is wrong or there is no CUDA device; 130, Ctrl-C.
+python scripts/gpu_acceptance.py                                  all sections, to gpu_acceptance-DATE-TIME/
+python scripts/gpu_acceptance.py --only waits graphs --output FOLDER
+python scripts/gpu_acceptance.py --short                          only the first line of every section
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import json
@@ -38,21 +20,42 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = Path(__file__).resolve()
+ROOT = SCRIPT.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from scripts.acceptance_checks import SECTIONS, NotMeasured, emulated
+from scripts.acceptance_checks import SECTIONS, NotMeasuredError, is_emulated
 
+DETAILS = """\
+Sections, in this order:
+  environment   driver, GPUs, links, torch, CUDA, NCCL; version or import error of every optional library
+  tests         tests/gpu, one pytest process per file
+  parity        every tiny preset, three steps: one process on the CPU against the GPU
+  waits         training steps under torch.cuda.set_sync_debug_mode("error"), except documented waits
+  races         short trainings under the stream sanitizer of torch (torch.cuda._sanitizer)
+  graphs        captured and replayed against eager, as in tests/gpu/test_cuda_graph.py
+  dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP and HybridEP
+                against alltoall
+  kernels       every Triton kernel against torch: results and time
+  benchmark     scripts/bench_gpu.py: slices of large models; transformers and torchtitan if installed
+  profile       the ten largest gaps between kernels of one training step, and the cause of each
+
+Every section runs in its own process. A line that fails, crashes or exceeds --time-limit is a failed line, and the
+section continues in a new process. Each line is "passed", "failed" or "not measured" with the reason. The directory
+contains report.md, report.json, a log per section and the profiler's trace.
+
+Exit code: 0, nothing failed; 1, a line failed; 2, wrong command line or no CUDA device; 130, Ctrl-C.
+"""
 PASSED, FAILED, NOT_MEASURED = "passed", "failed", "not measured"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the report."""
+    """Line of the report."""
 
     section: str
     name: str
@@ -62,29 +65,32 @@ class Line:
     below: list[str] = field(default_factory=list)
 
 
-# ---- running them: this program is also the process of a section
+# ---- sections: this script is also the process of a section
 
-def run_section(section: str, written: Path, skip: int, most: int | None) -> None:
-    """The process of a section: check its lines from number `skip` on, up to number `most`, and add what came out to a file."""
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a supervisor that is killed leaves no section running
+def run_section(section: str, results: Path, skip: int, limit: int | None) -> None:
+    """Check the lines skip, ..., limit - 1 of a section and append the results to a file.
+
+    The main function of a section's process.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # do not outlive a supervisor that is killed
 
     def write(**record) -> None:
-        with written.open("a") as file:
+        with results.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     for number, (name, check) in enumerate(SECTIONS[section]()):
         if number < skip:
             continue
-        if number == most:
+        if number == limit:
             break
         write(begins=name)
         start, below = time.monotonic(), []
         try:
-            found = check()
-            verdict, detail = PASSED, found if isinstance(found, str) else found.detail
-            below = [] if isinstance(found, str) else found.below
-        except NotMeasured as error:
+            result = check()
+            verdict, detail = PASSED, result if isinstance(result, str) else result.detail
+            below = [] if isinstance(result, str) else result.below
+        except NotMeasuredError as error:
             verdict, detail = NOT_MEASURED, str(error)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -95,156 +101,209 @@ def run_section(section: str, written: Path, skip: int, most: int | None) -> Non
     write(ends=True)
 
 
-def supervise(section: str, folder: Path, limit: float, most: int | None, program: Path) -> Iterator[Line]:
-    """Run a section in processes of its own, a new one behind each line that ended it. Yields: its lines."""
-    written, log, done = folder / f"{section}.jsonl", folder / f"{section}.log", 0
-    path = os.environ.get("PYTHONPATH")  # the sections run in the report's folder
-    environment = os.environ | ({"PYTHONPATH": os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))} if path else {})
+def supervise(section: str, folder: Path, timeout_s: float, limit: int | None, program: Path) -> Iterator[Line]:
+    """Run a section in its own process, and in a new one after each line that ended it. Yields its lines."""
+    results, log, num_done = folder / f"{section}.jsonl", folder / f"{section}.log", 0
+    path = os.environ.get("PYTHONPATH")  # relative entries: the sections run in the directory of the report
+    environment = os.environ | (
+        {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))} if path else {}
+    )
     while True:
-        written.unlink(missing_ok=True)
-        written.touch()
-        more = [] if most is None else ["--most", str(most)]
-        command = [sys.executable, str(program), "--run-section", section, str(written.resolve()), str(done), *more]
+        results.unlink(missing_ok=True)
+        results.touch()
+        options = [] if limit is None else ["--most", str(limit)]
+        command = [sys.executable, program, "--run-section", section, results.resolve(), num_done, *options]
         with log.open("a") as out:
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        read, running, changed, ended = 0, None, time.monotonic(), False
+            process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        num_read, running, last_change, is_complete = 0, None, time.monotonic(), False
         try:
             while True:
-                alive, records = process.poll() is None, complete_records(written.read_text())
-                for record in records[read:]:
-                    ended, running = ended or "ends" in record, record.get("begins")
+                is_alive, records = process.poll() is None, complete_records(results.read_text())
+                for record in records[num_read:]:
+                    is_complete, running = is_complete or "ends" in record, record.get("begins")
                     if "verdict" in record:
-                        done += 1
+                        num_done += 1
                         yield Line(**record)
-                changed, read = time.monotonic() if len(records) > read else changed, len(records)
-                late = time.monotonic() - changed > limit
-                if not alive or late:
+                last_change = time.monotonic() if len(records) > num_read else last_change
+                num_read = len(records)
+                is_late = time.monotonic() - last_change > timeout_s
+                if not is_alive or is_late:
                     break
                 time.sleep(0.1)
         finally:
-            _end(process)
-        if ended:
-            written.unlink()
+            _kill(process)
+        if is_complete:
+            results.unlink()
             return
-        why = f"took longer than {limit:.0f} s (--time-limit)" if late else f"its process ended with {process.returncode}"
-        yield Line(section, running or "between lines", FAILED, f"{why}; see {log.name}", time.monotonic() - changed)
+        reason = (
+            f"took longer than {timeout_s:.0f} s (--time-limit)"
+            if is_late
+            else f"its process ended with {process.returncode}"
+        )
+        seconds = time.monotonic() - last_change
+        yield Line(section, running or "between lines", FAILED, f"{reason}; see {log.name}", seconds)
         if running is None:
-            return  # what makes the lines failed
-        done += 1
+            return  # the generator of the lines failed
+        num_done += 1
 
 
 def complete_records(text: str) -> list[dict]:
-    """Parse the lines that are written; what follows the last newline is still being written."""
+    """Parse the complete lines; text after the last newline is still being written."""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def _end(process: subprocess.Popen) -> None:
-    """End the process and all it has started."""
-    try:
+def _kill(process: subprocess.Popen) -> None:
+    """Kill the process and its descendants."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
+def _table(lines: list[Line]) -> list[str]:
+    rows = ["| line | verdict | result | s |", "|---|---|---|---:|"]
+    for line in lines:
+        verdict = f"**{line.verdict}**" if line.verdict == FAILED else line.verdict
+        rows.append(f"| {line.name} | {verdict} | {line.detail.replace('|', '/')} | {line.seconds:.1f} |")
+    return rows
+
+
 def report(lines: list[Line], head: dict[str, str]) -> str:
-    """The report as Markdown: what failed first, then every line."""
-
-    def table(of: list[Line]) -> list[str]:
-        return ["| line | verdict | what was found | s |", "|---|---|---|---:|",
-                *(f"| {each.name} | {f'**{each.verdict}**' if each.verdict == FAILED else each.verdict} | {each.detail.replace('|', '/')} | {each.seconds:.1f} |"
-                  for each in of)]
-
-    sections = list(dict.fromkeys(line.section for line in lines))
-    of = {section: [line for line in lines if line.section == section] for section in sections}
-    text = ["# GPU acceptance", "", *(f"- {name}: {value}" for name, value in head.items()), "",
-            f"| section | {PASSED} | {FAILED} | {NOT_MEASURED} | s |", "|---|---:|---:|---:|---:|"]
-    for section in sections:
-        counts = [sum(line.verdict == verdict for line in of[section]) for verdict in (PASSED, FAILED, NOT_MEASURED)]
-        text.append(f"| {section} | {' | '.join(map(str, counts))} | {sum(line.seconds for line in of[section]):.0f} |")
-    if failed := [Line(line.section, f"{line.section}: {line.name}", line.verdict, line.detail, line.seconds) for line in lines if line.verdict == FAILED]:
-        text += ["", "## What failed", "", *table(failed)]
-    for section in sections:
-        text += ["", f"## {section}", "", *table(of[section])]
-        for line in of[section]:
+    """Return the report as Markdown: failures first, then every line."""
+    by_section: dict[str, list[Line]] = {}
+    for line in lines:
+        by_section.setdefault(line.section, []).append(line)
+    text = [
+        "# GPU acceptance",
+        "",
+        *(f"- {name}: {value}" for name, value in head.items()),
+        "",
+        f"| section | {PASSED} | {FAILED} | {NOT_MEASURED} | s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for section, its_lines in by_section.items():
+        counts = [sum(line.verdict == verdict for line in its_lines) for verdict in (PASSED, FAILED, NOT_MEASURED)]
+        text.append(f"| {section} | {' | '.join(map(str, counts))} | {sum(line.seconds for line in its_lines):.0f} |")
+    failed = [replace(line, name=f"{line.section}: {line.name}") for line in lines if line.verdict == FAILED]
+    if failed:
+        text += ["", "## Failures", "", *_table(failed)]
+    for section, its_lines in by_section.items():
+        text += ["", f"## {section}", "", *_table(its_lines)]
+        for line in its_lines:
             if line.below:
                 fence = [] if line.below[0].startswith("|") else ["```"]
                 text += ["", f"{line.name}:", "", *fence, *line.below, *fence]
     return "\n".join(text) + "\n"
 
 
-def facts() -> dict[str, str]:
-    """Where and with what this ran."""
+def get_provenance() -> dict[str, str]:
+    """Return date, device, versions and commit of this run."""
     import torch
 
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    if is_emulated():
+        device += ", EMULATED on the CPU (docs/testing_without_gpu.md): no result on speed, NCCL or compiled kernels"
     return {
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
-        "device": f"{device}, EMULATED on the CPU (docs/testing_without_gpu.md): nothing here is about speed, NCCL or compiled kernels" if emulated() else device,
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}", "python": sys.version.split()[0], "commit": done.stdout.strip() or "unknown",
+        "device": device,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "python": sys.version.split()[0],
+        "commit": git.stdout.strip() or "unknown",
     }
 
 
-def main(argv: list[str], program: Path = Path(__file__).resolve()) -> int:
-    """Run the sections. program: what calls this, to be run for each section. Returns: the exit code."""
+def main(argv: list[str], program: Path = SCRIPT) -> int:
+    """Run the sections, each by starting `program`. Returns the exit code."""
     if argv[:1] == ["--run-section"]:
-        section, written, skip, *most = argv[1:]
-        run_section(section, Path(written), int(skip), int(most[1]) if most else None)
+        section, results, skip, *limit = argv[1:]
+        run_section(section, Path(results), int(skip), int(limit[1]) if limit else None)
         return 0
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Sections and exit codes: see the head of this file.")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=SECTIONS, default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--output", metavar="FOLDER", help="a folder that does not exist yet")
-    parser.add_argument("--time-limit", type=float, default=1800.0, metavar="SECONDS", help="of one line (1800)")
-    parser.add_argument("--short", action="store_true", help="the first line of every section only, but all of environment")
-    given = parser.parse_args(argv)
-    if given.output == "":
-        parser.error("--output is given an empty name: a folder that does not exist yet is needed")
-    folder = Path(given.output or f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    if not given.time_limit > 0:
-        parser.error(f"--time-limit {given.time_limit:g}: a positive number of seconds is needed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=DETAILS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="SECTION",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        help=f"sections to run: {', '.join(SECTIONS)} (default: all)",
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="a directory that does not exist yet")
+    parser.add_argument(
+        "--time-limit", type=float, default=1800.0, metavar="SECONDS", help="of one line (default: %(default)g)"
+    )
+    parser.add_argument("--short", action="store_true", help="only the first line of every section except environment")
+    options = parser.parse_args(argv)
+    if options.output == "":
+        parser.error("--output is empty: give the name of a new directory")
+    folder = Path(options.output or f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    if not options.time_limit > 0:
+        parser.error(f"--time-limit {options.time_limit:g}: a positive number of seconds is needed")
     if folder.exists():
-        parser.error(f"--output {folder} exists: give the name of a new folder")
-    if problem := no_device():
+        parser.error(f"--output {folder} exists: give the name of a new directory")
+    if problem := find_problem():
         parser.error(problem)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        parser.error(f"--output {folder}: the folder cannot be made ({error.strerror})")
+        parser.error(f"--output {folder}: cannot create the directory ({error.strerror})")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no section outlives this process
-    head, lines = facts(), []
-    stopped = False
+    head, lines = get_provenance(), []
+    is_interrupted = False
     try:
-        for section in dict.fromkeys(given.only):
-            for line in supervise(section, folder, given.time_limit, 1 if given.short and section != "environment" else None, program):
+        for section in dict.fromkeys(options.only):
+            limit = 1 if options.short and section != "environment" else None
+            for line in supervise(section, folder, options.time_limit, limit, program):
                 lines.append(line)
                 print(f"{line.section}: {line.name}: {line.verdict}: {line.detail}", flush=True)
                 (folder / "report.md").write_text(report(lines, head))
-                (folder / "report.json").write_text(json.dumps({**head, "lines": [asdict(each) for each in lines]}, indent=1) + "\n")
+                (folder / "report.json").write_text(
+                    json.dumps({**head, "lines": [asdict(line) for line in lines]}, indent=1) + "\n"
+                )
     except KeyboardInterrupt:
-        stopped = True
-    (folder / "report.md").write_text(report(lines, head | ({"stopped": "by Ctrl-C, before all lines were checked"} if stopped else {})))
-    counts = ", ".join(f"{sum(line.verdict == verdict for line in lines)} {verdict}" for verdict in (PASSED, FAILED, NOT_MEASURED))
+        is_interrupted = True
+        head["stopped"] = "by Ctrl-C, before all lines were checked"
+    (folder / "report.md").write_text(report(lines, head))
+    counts = ", ".join(
+        f"{sum(line.verdict == verdict for line in lines)} {verdict}" for verdict in (PASSED, FAILED, NOT_MEASURED)
+    )
     print(f"{counts}; {folder / 'report.md'}")
-    return 130 if stopped else int(any(line.verdict == FAILED for line in lines))
+    return 130 if is_interrupted else int(any(line.verdict == FAILED for line in lines))
 
 
-def no_device() -> str | None:
-    """What is missing for the whole program; None if nothing is."""
-    from moe_trainer.errors import InputError, need_packages
+def find_problem() -> str | None:
+    """Return why no section can run here; None if they can."""
+    from moe_trainer.errors import UserError, require_packages
 
     try:
-        need_packages("torch", "numpy", "safetensors", "pytest", "hypothesis")
-    except InputError as error:
+        require_packages("torch", "numpy", "safetensors", "pytest", "hypothesis")
+    except UserError as error:
         return str(error)
     import torch
 
     if torch.cuda.is_available():
         return None
-    why = "this torch is built without CUDA" if not torch.backends.cuda.is_built() else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
-    return (f"{why}: a machine with NVIDIA GPUs of compute capability 8.0 or later is needed. On the emulated device, from the checkout:\n"
-            "EMULATED_CUDA=2 EMULATED_CUDA_LIBRARY=$(python tests/emulated_cuda/build.py) PYTHONPATH=$PWD/tests/emulated_cuda/site TRITON_INTERPRET=1 "
-            "python scripts/gpu_acceptance.py (docs/testing_without_gpu.md)")
+    reason = (
+        "this torch is built without CUDA"
+        if not torch.backends.cuda.is_built()
+        else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
+    )
+    return (
+        f"{reason}: a machine with NVIDIA GPUs of compute capability 8.0 or later is needed. For the emulated device, "
+        "run "
+        "in the checkout:\nEMULATED_CUDA=2 EMULATED_CUDA_LIBRARY=$(python tests/emulated_cuda/build.py) "
+        "PYTHONPATH=$PWD/tests/emulated_cuda/site TRITON_INTERPRET=1 python scripts/gpu_acceptance.py "
+        "(docs/testing_without_gpu.md)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Print what a plan's report says of a run that does not fit its devices, with the launchers' variables in place of flags.
+"""Print the changes that make a run fit its devices, as variables of the launchers.
 
     python scripts/launch_fixes.py REPORT GPUS_PER_NODE      REPORT: of `pretrain_moe.py --dry-run --report REPORT`
+
+The launchers print this if a dry run ends with exit code 3.
 """
 
+import argparse
 import json
 import shlex
 import sys
@@ -10,18 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLES = (
-    ("--tensor-model-parallel-size", "TP"), ("--pipeline-model-parallel-size", "PP"), ("--pipeline-model-parallel-layout", "LAYOUT"),
-    ("--expert-model-parallel-size", "EP"), ("--expert-tensor-parallel-size", "ETP"), ("--context-parallel-size", "CP"),
-    ("--micro-batch-size", "MBS"), ("--moe-token-dispatcher-type", "DISPATCHER"), ("--recompute-modules", "RECOMPUTE"),
+    ("--tensor-model-parallel-size", "TP"),
+    ("--pipeline-model-parallel-size", "PP"),
+    ("--pipeline-model-parallel-layout", "LAYOUT"),
+    ("--expert-model-parallel-size", "EP"),
+    ("--expert-tensor-parallel-size", "ETP"),
+    ("--context-parallel-size", "CP"),
+    ("--micro-batch-size", "MBS"),
+    ("--moe-token-dispatcher-type", "DISPATCHER"),
+    ("--recompute-modules", "RECOMPUTE"),
 )
 IMPLIED = (
-    # by TP, by RECOMPUTE with modules, by RECOMPUTE=full
-    ("--sequence-parallel",), ("--recompute-granularity", "selective"), ("--recompute-method", "uniform"), ("--recompute-num-layers", "1"),
+    ("--sequence-parallel",),  # by TP
+    ("--recompute-granularity", "selective"),  # by RECOMPUTE with modules
+    ("--recompute-method", "uniform"),  # by RECOMPUTE=full
+    ("--recompute-num-layers", "1"),
 )
 
 
-def as_variables(words: Sequence[str], gpus_per_node: int) -> str:
-    """Flags as variables of the launchers, "and flags" with those that have none."""
+def flags_to_variables(words: Sequence[str], gpus_per_node: int) -> str:
+    """Return flags as variables of the launchers; flags without a variable follow as "and flags ..."."""
     options: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
@@ -42,17 +53,23 @@ def as_variables(words: Sequence[str], gpus_per_node: int) -> str:
     return " ".join(variables) + (" and " if variables and rest else "") + (f"flags {shlex.join(rest)}" if rest else "")
 
 
-def main(path: str, gpus_per_node: str) -> None:
-    """Print the error, and a line for each fix."""
-    report = json.loads(Path(path).read_text(encoding="utf-8"))
-    memory = report["memory"]
-    print(f"error: this run DOES NOT FIT the memory of its devices: stage {memory['stage']} needs {-memory['margin_gb']:.2f} GiB more than a device has")
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, metavar="REPORT", help="JSON report of a dry run")
+    parser.add_argument("gpus_per_node", type=int, metavar="GPUS_PER_NODE")
+    options = parser.parse_args(argv)
+    report = json.loads(options.report.read_text(encoding="utf-8"))
+    stage, missing_gib = report["memory"]["stage"], -report["memory"]["margin_gb"]
+    print(
+        f"error: this run DOES NOT FIT the memory of its devices: stage {stage} needs {missing_gib:.2f} GiB more than "
+        "a device has"
+    )
     if report["fixes"]:
         print("       cheapest changes that fit:")
     for fix in report["fixes"]:
-        print(f"         {as_variables(fix['flags'], int(gpus_per_node))}: {fix['outcome']}")
+        print(f"         {flags_to_variables(fix['flags'], options.gpus_per_node)}: {fix['outcome']}")
     print("       HARDWARE=NAME plans for other devices")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

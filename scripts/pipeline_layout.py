@@ -1,9 +1,8 @@
-"""Print the pipeline layout that the launchers use where layers do not divide evenly, or nothing where they need none.
+"""Print the pipeline layout of the launchers if the layers do not divide evenly, else nothing.
 
     python scripts/pipeline_layout.py --pp 8 [--vpp 4 | --overlap] -- FLAGS
 
-The last stage, with the loss and multi-token prediction, gets fewer layers. --overlap: expert communication is going to be
-overlapped, which needs several chunks per rank: as many as four.
+The last stage, with the loss and multi-token prediction, gets fewer layers.
 """
 
 import argparse
@@ -12,39 +11,38 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments.parse import understand
-from moe_trainer.planner.mappings import layer_counts, layout_text
+from arguments.parse import resolve_command_line
+from moe_trainer.estimate.parallel_configs import layer_counts, layout_text
 
-CHUNKS = (4, 3, 2)
+OVERLAP_CHUNK_COUNTS = (4, 3, 2)  # overlapped expert communication needs several chunks per rank
 
 
-def layout(layers: int, depths: int, pp: int, vpp: int | None, overlap: bool) -> str | None:
-    """The layout string of so many decoder layers and multi-token prediction depths; None where an even split does."""
+def make_layout(num_layers: int, mtp_depths: int, pp: int, vpp: int | None, overlap: bool) -> str | None:
+    """Return the layout string; None if an even split is possible."""
     if vpp is None:
-        vpp = next((chunks for chunks in CHUNKS if pp * chunks <= layers + 1), 1) if overlap else 1
-        if not overlap and layers % pp == 0:
+        vpp = next((chunks for chunks in OVERLAP_CHUNK_COUNTS if pp * chunks <= num_layers + 1), 1) if overlap else 1
+        if not overlap and num_layers % pp == 0:
             return None
-    elif layers % (pp * vpp) == 0:
+    elif num_layers % (pp * vpp) == 0:
         return None
-    return layout_text(layer_counts(layers, pp * vpp, 1.0 + depths), depths)
+    return layout_text(layer_counts(num_layers, pp * vpp, 1.0 + mtp_depths), mtp_depths)
 
 
 def main() -> None:
-    """Read the flags as far as they tell the model, and print."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, required=True)
-    parser.add_argument("--vpp", type=int)
-    parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("flags", nargs="*")
-    asked = parser.parse_args()
-    # whatever else is wrong with the flags: the launcher judges the whole command line next, and should not find a second mistake there that
-    # is only the missing layout
-    model, _ = understand(asked.flags, None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
+    parser.add_argument("--vpp", type=int, help="chunks per stage")
+    parser.add_argument("--overlap", action="store_true", help="expert communication will be overlapped")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="flags of pretrain_moe.py")
+    options = parser.parse_args()
+    # Errors in the flags are ignored: the launcher validates the full command line next. A missing layout would only
+    # add a second error to its report.
+    model, _ = resolve_command_line(options.flags, None)
     if not model.num_layers:
         return
-    text = layout(model.num_layers, model.mtp_num_layers or 0, asked.pp, asked.vpp, asked.overlap)
-    if text is not None:
-        print(text)
+    layout = make_layout(model.num_layers, model.mtp_num_layers or 0, options.pp, options.vpp, options.overlap)
+    if layout is not None:
+        print(layout)
 
 
 if __name__ == "__main__":

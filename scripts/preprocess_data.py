@@ -1,10 +1,9 @@
-"""Turn text into token files for training: JSON lines or plain .txt (also .gz, .zst) in,
-<prefix>_<key>_document.{bin,idx} out.
+"""Tokenize text for training: JSON lines or plain .txt (also .gz, .zst) to <prefix>_<key>_document.{bin,idx}.
 
     python scripts/preprocess_data.py --input corpus.jsonl --output-prefix data/my \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/or/name --append-eod --workers 8
 
-The result is byte-identical whatever the number of workers. Flags are those of Megatron-LM's tool of the same name.
+The result is byte-identical for any number of workers. The flags are those of Megatron-LM's tool of the same name.
 """
 
 import argparse
@@ -16,13 +15,14 @@ from dataclasses import fields
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from arguments.data import DataArgs
-from moe_trainer.errors import InputError, need_packages
+from moe_trainer.errors import UserError, require_packages
+from moe_trainer.exit_codes import ExitCode
 
 try:
-    need_packages("numpy")
-except InputError as error:
+    require_packages("numpy")
+except UserError as error:
     print(f"preprocess_data.py: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(ExitCode.USER_ERROR)
 from moe_trainer.data.preprocess import TEXT_UNITS, PreprocessOptions, preprocess
 
 
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--text-unit",
         choices=TEXT_UNITS,
         default="paragraph",
-        help="what a document is in .txt files: text between blank lines (default), a line, or the file",
+        help="what is a document in .txt files: the text between blank lines (default), a line, or the file",
     )
     text.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     text.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
@@ -60,27 +60,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_tokenizer_flags(group) -> None:
-    """The tokenizer's flags; their destinations are fields of DataArgs."""
+    """Add the tokenizer flags; their destinations are fields of DataArgs."""
     add = group.add_argument
     add("--tokenizer-type", required=True, help="Llama2Tokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ...")
-    add("--tokenizer-model", help="model file, folder or hub name")
-    add("--tokenizer-metadata", dest="metadata_path", help="JSON file that names the tokenizer's library")
+    add("--tokenizer-model", help="model file, directory or hub name")
+    add("--tokenizer-metadata", dest="metadata_path", help="JSON file that names the library of the tokenizer")
     add("--tokenizer-special-tokens", dest="special_tokens", nargs="+", help="special tokens to add")
     add("--vocab-file", help="vocabulary of GPT2BPETokenizer")
     add("--merge-file", help="merges of GPT2BPETokenizer")
     add("--vocab-size", type=int, help="for NullTokenizer and TikTokenizer")
-    add("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenisation pattern")
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization pattern")
     add("--tiktoken-num-special-tokens", type=int, default=1000, help="default 1000")
     add("--tokenizer-sentencepiece-legacy", action="store_true", help="allow added tokens")
     add(
         "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
         dest="tokenizer_sentencepiece_ignore_extra_whitespaces",
         action="store_false",
-        help="keep runs of blanks",
+        help="keep repeated spaces",
     )
-    add("--tokenizer-hf-no-use-fast", action="store_true", help="slow implementation")
-    add("--tokenizer-hf-no-include-special-tokens", action="store_true", help="no begin and end tokens")
-    add("--trust-remote-code", action="store_true", help="run the tokenizer repository's own code")
+    add("--tokenizer-hf-no-use-fast", action="store_true", help="use the slow implementation")
+    add("--tokenizer-hf-no-include-special-tokens", action="store_true", help="add no begin and end tokens")
+    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer repository")
     add("--null-tokenizer-eod-id", type=int, help="default: vocabulary size - 1")
     add("--null-tokenizer-pad-id", type=int, default=-1, help="default: none")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
             "not train"
         )
     if args.workers < 1:
-        return fail(f"--workers {args.workers}: needed at least 1")
+        return fail(f"--workers {args.workers} must be at least 1")
     options = PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         log_interval=args.log_interval,
     )
     tokenizer = {field.name: getattr(args, field.name) for field in fields(DataArgs) if hasattr(args, field.name)}
-    # A stopped job leaves through the same door as a failed one: temporary files are removed, finished outputs stay.
+    # exit by exception, so that temporary files are removed; finished outputs are preserved
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         totals = preprocess(options, DataArgs(**tokenizer))

@@ -17,6 +17,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from moe_trainer.exit_codes import ExitCode  # noqa: E402
+
 DOCUMENT_CHARACTERS = 8000
 LEAST_CHARACTERS = 500_000
 
@@ -96,7 +99,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if given.text is not None and not given.text.is_file():
         print(f"error: TEXT={given.text}: there is no such file", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     limit = int(given.megabytes * 1e6)
     try:
         documents = list(documents_of(given.text, limit) if given.text else python_sources(limit))
@@ -105,7 +108,7 @@ def main(argv: list[str]) -> int:
             f'error: TEXT={given.text}: every line of a .jsonl file must be an object with a "text": {error}',
             file=sys.stderr,
         )
-        return 2
+        return ExitCode.USER_ERROR
     characters = sum(map(len, documents))
     if characters < LEAST_CHARACTERS:
         where = given.text or "this Python installation"
@@ -113,7 +116,7 @@ def main(argv: list[str]) -> int:
             f"error: {where} holds only {characters} characters of text; {LEAST_CHARACTERS} are needed: set TEXT=FILE",
             file=sys.stderr,
         )
-        return 2
+        return ExitCode.USER_ERROR
     given.folder.mkdir(parents=True, exist_ok=True)
     with open(given.folder / "text.jsonl", "w", encoding="utf-8") as out:
         out.writelines(json.dumps({"text": document}) + "\n" for document in documents)

@@ -1,27 +1,17 @@
 #!/usr/bin/env python3
-"""Run a recorded iteration again, under another mapping or dtype, and print the first tensor that parts.
+"""Replay a recorded iteration, with another layout or dtype if wanted, and print the first tensor that differs.
 
-    python pretrain_moe.py ... --save DIR --record-step N          records iteration N in DIR/recorded_step_N
-    python scripts/replay.py DIR/recorded_step_N                   the same flags again: bit for bit on the same machine
+    python pretrain_moe.py ... --save DIR --record-step N          record iteration N in DIR/recorded_step_N
+    python scripts/replay.py DIR/recorded_step_N                   same flags: bitwise equal on the same machine
     python scripts/replay.py DIR/recorded_step_N --tensor-model-parallel-size 2 --sequence-parallel
     python scripts/replay.py DIR/recorded_step_N --one-process --fp32
-    torchrun --nproc-per-node 8 scripts/replay.py DIR/recorded_step_N FLAGS...     on GPUs (several nodes: with --keep on a shared disk)
+    torchrun --nproc-per-node 8 scripts/replay.py DIR/recorded_step_N FLAGS...     on GPUs; on several nodes with
+                                                                                   --keep on a shared file system
 
-Flags behind the folder replace recorded ones. As many gloo ranks as they need are forked on this machine's CPU; under torchrun (or srun)
-the ranks that were started do it. Compared are, in order of computation: what embedding, attention, feed-forward parts and experts of
-every layer put out, token by token; the routers' logits, choices and weights; token losses, logged losses, every gradient, the gradient
-norm. Exit code: 0 equal within the tolerances, 1 something parts, 2 the record or the flags are wrong, or the
-ranks failed.
-
-Options (everything else is a flag of the trainer):
-  --one-process     leave out every parallel flag, recomputation and offloading
-  --fp32            leave out --bf16, --fp16, --fp8-format, --fp4-format and what belongs to them
-  --without FLAG    leave out a recorded flag; may be repeated
-  --world-size N    ranks; default: those recorded where they fit the mapping, else one replica of the model
-  --against DIR     run nothing, compare with another record of the same iteration
-  --keep DIR        keep the record of the replay there
-  --all             print every quantity, not only those that part
-  --timeout S       seconds that the ranks may take (default 600)
+Flags after the directory replace recorded ones. The gloo ranks they need are forked on the CPU of this machine; under
+torchrun or srun the launched ranks are used. Compared, in order of computation: outputs of embedding, attention, MLPs
+and experts of every layer, token by token; logits, choices and weights of the routers; token losses, logged losses,
+every gradient, the gradient norm.
 """
 
 from __future__ import annotations
@@ -41,48 +31,73 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from moe_trainer.guard.record import Record
-    from moe_trainer.proof.replay import Plan
+    from moe_trainer.debug.step_record import Record
+    from moe_trainer.launch_env import LaunchEnv
+    from moe_trainer.verification.replay import ReplayPlan
 
-_MOST_RANKS = 8  # that are forked to see what the recorded flags give again
+MAX_FORKED_RANKS = 8  # for repeating the recorded flags after a mismatch
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this script's own options; all other words are flags of the trainer."""
+    parser = argparse.ArgumentParser(
+        prog="replay.py",
+        usage="replay.py DIR [FLAGS] [options]",
+        description=__doc__,
+        epilog="All other flags are the trainer's. Exit code: 0 equal within the tolerances, 1 different, 2 the\n"
+        "record or the flags are wrong, or the ranks failed.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("record", type=Path, metavar="DIR", help="directory of the record; the first argument")
+    add("--one-process", action="store_true", help="drop all flags of parallelism, recompute and offloading")
+    add("--fp32", action="store_true", help="drop --bf16, --fp16, --fp8-format, --fp4-format and dependent flags")
+    add("--without", action="append", default=[], metavar="FLAG", help="drop a recorded flag; can be repeated")
+    add(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: as recorded if the layout allows, else one model replica)",
+    )
+    add("--against", type=Path, metavar="DIR", help="run nothing; compare with another record of the same iteration")
+    add("--keep", type=Path, metavar="DIR", help="store the record of the replay in DIR")
+    add("--all", action="store_true", help="print every quantity, not only those that differ")
+    add("--timeout", type=float, default=600.0, metavar="S", help="maximum seconds of the ranks (default: %(default)g)")
+    return parser
 
 
 def main(words: list[str]) -> int:
-    """Run the program. Returns the exit code."""
-    if not words or "--help" in words or "-h" in words:
-        print(__doc__.strip())
-        return ExitCode.OK if words else ExitCode.USER_ERROR
-    options, flags = _options(words)
-    from moe_trainer.errors import need_packages
-    from moe_trainer.place import find_place
+    if not words:
+        make_parser().print_help()
+        return ExitCode.USER_ERROR
+    options, flags = _parse(words)
+    from moe_trainer.errors import require_packages
+    from moe_trainer.launch_env import read_launch_env
 
     try:
-        need_packages("torch", "numpy", "safetensors")
-        place = find_place(os.environ)
-        return _replay(options, flags) if place.source == "single process" else _replay_as_rank(options, flags, place)
+        require_packages("torch", "numpy", "safetensors")
+        launch = read_launch_env(os.environ)
+        return _replay(options, flags) if launch.source == "single process" else _replay_as_rank(options, flags, launch)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"replay.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
 
 
-def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split our own options from the trainer's flags."""
-    parser = argparse.ArgumentParser(prog="replay.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("record", type=Path, metavar="DIR")
-    for name in ("--one-process", "--fp32", "--all"):
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("--without", action="append", default=[], metavar="FLAG")
-    parser.add_argument("--world-size", type=int)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--timeout", type=float, default=600.0)
-    # a word behind --without would be taken for an option of its own
-    words = [f"--without={after}" if word == "--without" else word
-             for word, after, before in zip(words, [*words[1:], ""], ["", *words], strict=False) if before != "--without"]
+def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split this script's own options from the trainer's flags."""
+    parser = make_parser()
+    if {"-h", "--help"} & set(words):
+        parser.parse_args(["--help"])
+    # join --without and its value: argparse would take the value for an option
+    words = [
+        f"--without={after}" if word == "--without" else word
+        for word, after, before in zip(words, [*words[1:], ""], ["", *words], strict=False)
+        if before != "--without"
+    ]
     if words[0].startswith("--"):
-        parser.error("the folder of the record comes first")
-    options = parser.parse_args(words[:1])
+        parser.error("the directory of the record comes first")
     options, flags = parser.parse_known_args(words)
     problems = []
     if options.world_size is not None and options.world_size < 1:
@@ -90,116 +105,135 @@ def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not (options.timeout > 0 and math.isfinite(options.timeout)):
         problems.append(f"--timeout {options.timeout} must be a number of seconds above 0")
     if options.keep is not None and options.keep.exists():
-        problems.append(f"--keep {options.keep}: there is something already")
+        problems.append(f"--keep {options.keep}: already exists")
     if options.against is not None and (flags or options.keep):
-        problems.append("--against runs nothing, so it takes no flags and keeps nothing")
+        problems.append("--against runs nothing, so it takes no flags of the trainer and no --keep")
     if problems:
         parser.error("; ".join(problems))
     return options, flags
 
 
 def _replay(options: argparse.Namespace, flags: list[str]) -> int:
-    """The whole program in one process, which forks ranks."""
-    from moe_trainer.guard.record import Record
-    from moe_trainer.proof.replay import plan_replay, what_cannot_be_equal
+    """Replay on forked ranks, or compare two records. Returns the exit code."""
+    from moe_trainer.debug.step_record import Record
+    from moe_trainer.verification.replay import expected_differences, plan_replay
 
     record = Record.open(options.record)
     if options.against is not None:
-        return _tell(record, Record.open(options.against), [], options, None)
+        return _compare(record, Record.open(options.against), [], options, None)
     plan = plan_replay(record, _changes(options, flags, options.world_size))
-    with tempfile.TemporaryDirectory(prefix="replay") as name:
-        folder = options.keep or Path(name, "replay")
+    with tempfile.TemporaryDirectory(prefix="replay") as temporary:
+        folder = options.keep or Path(temporary, "replay")
         _run(record, plan, folder, options.timeout)
-        return _tell(record, Record.open(folder), list(what_cannot_be_equal(record, plan)), options,
-                     None if plan.as_recorded else lambda: _again(record, Path(name, "again"), options))
+        return _compare(
+            record,
+            Record.open(folder),
+            list(expected_differences(record, plan)),
+            options,
+            None if plan.as_recorded else lambda: _repeat_recorded(record, Path(temporary, "repeated"), options),
+        )
 
 
 def _changes(options: argparse.Namespace, flags: Sequence[str], world_size: int | None):
-    from moe_trainer.proof.replay import Changes
+    from moe_trainer.verification.replay import ReplayChanges
 
-    return Changes(tuple(flags), tuple(options.without), options.one_process, options.fp32, world_size)
+    return ReplayChanges(tuple(flags), tuple(options.without), options.one_process, options.fp32, world_size)
 
 
-def _run(record: Record, plan: Plan, folder: Path, timeout_s: float) -> None:
-    """Fork the ranks of a replay, which record in `folder`. Raises: ValueError when they cannot."""
+def _run(record: Record, plan: ReplayPlan, folder: Path, timeout_s: float) -> None:
+    """Fork the ranks of a replay, which record in `folder`.
+
+    Raises:
+        ValueError: if the ranks fail.
+    """
     import torch
 
-    from moe_trainer.proof.pool import Pool, RanksFailed
-    from moe_trainer.proof.replay import replay_on_cpu
+    from moe_trainer.verification.rank_pool import RankPool, RankPoolError
+    from moe_trainer.verification.replay import replay_on_cpu
 
     torch.set_num_threads(1)  # before ranks are forked
     folder.parent.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0))
-    # as many threads as recorded give the same sums in the same order
-    threads = record.head["threads"] if plan.world_size == record.head["world_size"] else max(1, cores // plan.world_size)
-    with Pool(plan.world_size, timeout_s) as pool:
+    # the recorded number of threads gives the same order of summation
+    threads = (
+        record.head["threads"] if plan.world_size == record.head["world_size"] else max(1, cores // plan.world_size)
+    )
+    with RankPool(plan.world_size, timeout_s) as pool:
         try:
             pool.run(replay_on_cpu, plan.world_size, record, plan, str(folder), threads)
-        except RanksFailed as error:
-            told = [text.strip().splitlines() for text in error.by_rank.values() if "InputError: " in text]
-            if told:
-                raise ValueError("\n".join(_last_message(told[0]))) from None
+        except RankPoolError as error:
+            tracebacks = [text.strip().splitlines() for text in error.by_rank.values() if "UserError: " in text]
+            if tracebacks:
+                raise ValueError("\n".join(_last_message(tracebacks[0]))) from None
             raise ValueError(f"the replay failed\n{error}") from None
 
 
 def _last_message(lines: Sequence[str]) -> list[str]:
-    """The message of the last InputError of a traceback."""
-    start = max(number for number, line in enumerate(lines) if "InputError: " in line)
-    return [lines[start].partition("InputError: ")[2], *lines[start + 1:]]
+    """Return the message of the last UserError of a traceback."""
+    start = max(number for number, line in enumerate(lines) if "UserError: " in line)
+    return [lines[start].partition("UserError: ")[2], *lines[start + 1 :]]
 
 
-def _again(record: Record, folder: Path, options: argparse.Namespace) -> dict[tuple[str, str], float] | None:
-    """How far the recorded flags, run again here, are from the record; None where this machine has not the ranks for it."""
-    from moe_trainer.guard.record import Record
-    from moe_trainer.proof.parting import compare_records
-    from moe_trainer.proof.replay import Changes, plan_replay
+def _repeat_recorded(record: Record, folder: Path, options: argparse.Namespace) -> dict[tuple[str, str], float] | None:
+    """Return the differences from the record if the recorded flags run on this machine; None if it lacks the ranks."""
+    from moe_trainer.debug.step_record import Record
+    from moe_trainer.verification.compare_records import compare_records
+    from moe_trainer.verification.replay import ReplayChanges, plan_replay
 
-    if record.head["world_size"] > _MOST_RANKS:
+    if record.head["world_size"] > MAX_FORKED_RANKS:
         return None
-    _run(record, plan_replay(record, Changes()), folder, options.timeout)
-    return {(part.kind, part.name): part.size for part in compare_records(record, Record.open(folder))}
+    _run(record, plan_replay(record, ReplayChanges()), folder, options.timeout)
+    return {(row.quantity, row.name): row.difference for row in compare_records(record, Record.open(folder))}
 
 
-def _tell(record: Record, other: Record, notes: Sequence[str], options: argparse.Namespace,
-          again: Callable[[], dict[tuple[str, str], float] | None] | None) -> int:
-    """Compare and print. again: measures how far the recorded flags are when they run again. Returns the exit code."""
-    from moe_trainer.proof.parting import compare_records
-    from moe_trainer.proof.parting_text import first_lines, head_lines, table_lines
+def _compare(
+    record: Record,
+    other: Record,
+    notes: Sequence[str],
+    options: argparse.Namespace,
+    repeat: Callable[[], dict[tuple[str, str], float] | None] | None,
+) -> int:
+    """Compare two records and print the result. Returns the exit code.
+
+    `repeat` is called after a mismatch; it measures the differences of the recorded flags on this machine.
+    """
+    from moe_trainer.verification.compare_records import compare_records
+    from moe_trainer.verification.format_comparison import first_lines, head_lines, table_lines
 
     print("\n".join(head_lines(record, other, notes)), flush=True)
-    parts = compare_records(record, other)
-    parted = any(part.parts for part in parts)
-    print("\n".join(first_lines(parts, again() if parted and again is not None else None)))
-    print("\n".join(table_lines(parts, options.all)))
-    return int(parted)
+    rows = compare_records(record, other)
+    is_different = any(row.exceeds_tolerance for row in rows)
+    print("\n".join(first_lines(rows, repeat() if is_different and repeat is not None else None)))
+    print("\n".join(table_lines(rows, options.all)))
+    return int(is_different)
 
 
-def _replay_as_rank(options: argparse.Namespace, flags: list[str], place) -> int:
-    """One of the ranks that a launcher has started."""
+def _replay_as_rank(options: argparse.Namespace, flags: list[str], launch: LaunchEnv) -> int:
+    """Replay on the ranks a launcher has started. Returns the exit code."""
     from arguments import parse_args
-    from moe_trainer.guard.record import Record
-    from moe_trainer.initialize import initialize
+    from moe_trainer.debug.step_record import Record
     from moe_trainer.parallel import collectives
     from moe_trainer.parallel.state import close_groups
-    from moe_trainer.proof.replay import plan_replay, replay, what_cannot_be_equal
+    from moe_trainer.training.initialize import initialize
+    from moe_trainer.verification.replay import expected_differences, plan_replay, replay
 
     if options.against is not None:
         raise ValueError("--against runs nothing: start it without a launcher")
-    if options.world_size not in (None, place.world_size):
-        raise ValueError(f"--world-size {options.world_size}: the launcher has started {place.world_size} ranks")
+    if options.world_size not in (None, launch.world_size):
+        raise ValueError(f"--world-size {options.world_size}: the launcher has started {launch.world_size} ranks")
     record = Record.open(options.record)
-    plan = plan_replay(record, _changes(options, flags, place.world_size))
-    args = parse_args(list(plan.argv), place.world_size)
-    runtime = initialize(args, place)
-    made = tempfile.mkdtemp(prefix="replay") if place.rank == 0 else None
-    made = collectives.broadcast_object(made, runtime.ps.world)
-    folder = options.keep or Path(made, "replay")
+    plan = plan_replay(record, _changes(options, flags, launch.world_size))
+    args = parse_args(list(plan.argv), launch.world_size)
+    runtime = initialize(args, launch)
+    temporary = tempfile.mkdtemp(prefix="replay") if launch.rank == 0 else None
+    temporary = collectives.broadcast_object(temporary, runtime.ps.world)
+    folder = options.keep or Path(temporary, "replay")
     replay(record, args, runtime, folder)
     collectives.barrier(runtime.ps.world)
     code = 0
-    if place.rank == 0:
-        code = _tell(record, Record.open(folder), list(what_cannot_be_equal(record, plan)), options, None)
-        shutil.rmtree(made, ignore_errors=True)
+    if launch.rank == 0:
+        code = _compare(record, Record.open(folder), list(expected_differences(record, plan)), options, None)
+        shutil.rmtree(temporary, ignore_errors=True)
     code = collectives.broadcast_object(code, runtime.ps.world)
     close_groups(runtime.ps)
     return code

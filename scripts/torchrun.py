@@ -1,7 +1,9 @@
-"""torchrun, with the exit code of the ranks: torchrun itself says 1 whatever theirs was, and 75 asks to be started again. And with their
-last words: where a user can mend it, what to mend stands last, and not above torchrun's own report.
+"""Run torchrun, exit with the exit code of the ranks, and print their error message last.
 
     python scripts/torchrun.py TORCHRUN_OPTIONS pretrain_moe.py FLAGS
+
+torchrun itself always exits with 1, but exit code 75 requests a restart. It also prints its own report after the
+message of the rank, which hides what a user has to change.
 """
 
 import signal
@@ -19,22 +21,24 @@ from moe_trainer.exit_codes import ExitCode
 
 
 def exit_code(codes: set[int]) -> int:
-    """The job's code from those of its failed ranks; where signals have killed them, what a shell says of it, 137 for kill -9.
-
-    When the first rank has left with 75, all of them have agreed and saved; torchrun ends those that are still closing down
-    by SIGTERM.
-    """
-    if ExitCode.RESTART in codes and codes <= {ExitCode.RESTART, -15}:
+    """Return the exit code of the job from those of its failed ranks; after a signal 128 + its number, as in shells."""
+    # If a rank exits with 75, all ranks have agreed and saved; torchrun terminates those that are still shutting down
+    if ExitCode.RESTART in codes and codes <= {ExitCode.RESTART, -signal.SIGTERM}:
         return ExitCode.RESTART
-    own = sorted(code for code in codes if code > 0)
-    killed = sorted(-code for code in codes if code < 0 and code != -15) or [15]  # 15: what torchrun itself sends to the others
-    return own[0] if own else 128 + killed[0]
+    exited = sorted(code for code in codes if code > 0)
+    if exited:
+        return exited[0]
+    # SIGTERM is what torchrun sends to the other ranks, so another signal is the cause
+    signals = sorted(-code for code in codes if code < 0 and code != -signal.SIGTERM) or [signal.SIGTERM.value]
+    return 128 + signals[0]
 
 
-def last_words(failures: Mapping[int, ProcessFailure], code: int) -> str | None:
-    """What the first rank that left with the job's code wrote of the reason (pretrain_moe.py does for what a user can mend). None: nothing."""
-    told = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)
-    return next((message["message"] for message in told if isinstance(message, dict) and "message" in message), None)
+def get_error_message(failures: Mapping[int, ProcessFailure], code: int) -> str | None:
+    """Return the message of the first rank with this exit code; pretrain_moe.py writes one for user errors."""
+    messages = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)
+    return next(
+        (message["message"] for message in messages if isinstance(message, dict) and "message" in message), None
+    )
 
 
 if __name__ == "__main__":
@@ -42,10 +46,10 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except ChildFailedError as error:
         code = exit_code({failure.exitcode for failure in error.failures.values()})
-        reason = last_words(error.failures, code)
+        reason = get_error_message(error.failures, code)
         if reason is not None:
-            print(f"the run has ended with exit code {code}: {reason}", file=sys.stderr, flush=True)
+            print(f"the run failed with exit code {code}: {reason}", file=sys.stderr, flush=True)
         sys.exit(code)
-    except SignalException as error:  # Ctrl-C, or a signal for torchrun alone; it has ended the ranks, whose words stand above
-        print(f"the run has been ended by {signal.Signals(error.sigval).name}", file=sys.stderr, flush=True)
+    except SignalException as error:  # Ctrl-C, or a signal to torchrun only; it has terminated the ranks
+        print(f"the run was terminated by {signal.Signals(error.sigval).name}", file=sys.stderr, flush=True)
         sys.exit(128 + error.sigval)

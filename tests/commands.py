@@ -1,8 +1,9 @@
-"""Running the command line in tests: one process or several ranks, as a user would.
+"""Run the command line in tests, on one process or several ranks.
 
-`run` forks its ranks from the test's process, with their own folder, environment and output: the whole program from `main(argv)` to the
-exit code, without the three seconds of CPU in which every interpreter imports torch. `run(..., apart=True)`, `start` and `torchrun`
-begin interpreters of their own, which forked ranks cannot stand for: imports, interpreter shutdown, string hashes that differ by rank.
+`run` forks the ranks from the test process, each with its own folder, environment and output: the whole program from
+`main(argv)` to the exit code, without the three seconds of CPU that an interpreter needs to import torch.
+`run(..., new_interpreter=True)`, `start` and `torchrun` start interpreters for what forked ranks do not cover:
+imports, interpreter shutdown, string hashes that differ by rank.
 """
 
 import contextlib
@@ -23,15 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from scripts.fault_ranks import reserved_port
+from fault_injection.ranks import reserved_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that ended: its exit code and what it printed (per rank)."""
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -39,7 +39,7 @@ class Finished:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of one rank: one thread, no rank variables left over from the caller."""
+    """Return the environment of one rank: one thread, none of the caller's rank variables."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
@@ -49,7 +49,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def rank_variables(world_size: int) -> Iterator[list[dict[str, str]]]:
-    """torchrun's variables for the ranks of one job on this machine, by rank; the port is theirs as long as the context lasts."""
+    """Yield torchrun's variables for the ranks of a local job; the port is reserved while the context is active."""
     if world_size == 1:
         yield [{}]
         return
@@ -62,20 +62,26 @@ def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:
     """Start one rank."""
     return subprocess.Popen(
         [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *argv],
-        cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def run(argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 600.0, apart: bool = False, **env: str) -> Finished:
-    """Run `pretrain_moe.py argv` on `world_size` ranks; returns the first failing rank's result, else all output.
+def run(
+    argv: list[str], cwd: Path, world_size: int = 1, timeout: float = 600.0, new_interpreter: bool = False, **env: str
+) -> Finished:
+    """Run `pretrain_moe.py argv` on `world_size` ranks. Return the first failing rank's result, or all output.
 
-    The ranks have torchrun's variables, without torchrun itself, which costs seconds a time. apart: each is a command of its own.
+    The ranks get torchrun's variables without torchrun, which takes seconds to start.
     """
     with rank_variables(world_size) as ranks:
         envs = [environment(**variables, **env) for variables in ranks]
-        results = (_commands if apart else _forks)(argv, cwd, envs, timeout)
+        results = (_commands if new_interpreter else _forks)(argv, cwd, envs, timeout)
     failed = [result for result in results if result.returncode != 0]
-    if failed and failed[0].returncode == 2:  # any of the ranks that find the same wrong says so
+    if failed and failed[0].returncode == 2:  # one of the ranks that found the same error prints it
         return Finished(2, failed[0].stdout, "".join(result.stderr for result in failed if result.returncode == 2))
     if failed:
         return failed[0]
@@ -96,7 +102,10 @@ def _forks(argv: list[str], cwd: Path, envs: list[dict[str, str]], timeout: floa
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="command") as name:
         outputs = [(Path(name, f"out{rank}"), Path(name, f"err{rank}")) for rank in range(len(envs))]
-        ranks = [context.Process(target=_fork_main, args=(argv, cwd, env, *texts)) for env, texts in zip(envs, outputs, strict=True)]
+        ranks = [
+            context.Process(target=_fork_main, args=(argv, cwd, env, *texts))
+            for env, texts in zip(envs, outputs, strict=True)
+        ]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + timeout
@@ -110,12 +119,14 @@ def _forks(argv: list[str], cwd: Path, envs: list[dict[str, str]], timeout: floa
                 process.join()
         texts = [[path.read_text() if path.exists() else "" for path in pair] for pair in outputs]
     if late:
-        raise TimeoutError(f"ranks {late} did not end within {timeout:.0f} s\n" + "\n".join(error for _, error in texts))
+        raise TimeoutError(
+            f"ranks {late} did not end within {timeout:.0f} s\n" + "\n".join(error for _, error in texts)
+        )
     return [Finished(process.exitcode, *pair) for process, pair in zip(ranks, texts, strict=True)]
 
 
 def _fork_main(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
-    """Become `python pretrain_moe.py argv`: nothing of pytest's output, logging, warnings, environment or settings is left."""
+    """Become `python pretrain_moe.py argv`: drop pytest's output, logging, warnings, environment and settings."""
     gc.freeze()
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
@@ -136,7 +147,7 @@ def _fork_main(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: 
         code = pretrain_moe.main(argv)
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-    except BaseException:  # noqa: BLE001 - as an interpreter tells of it
+    except BaseException:  # noqa: BLE001 - print it as the interpreter would
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -144,23 +155,36 @@ def _fork_main(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: 
 
 
 def torchrun(argv: list[str], cwd: Path, world_size: int, timeout: float = 600.0) -> Finished:
-    """Run `torchrun --nproc-per-node world_size pretrain_moe.py argv`, as a user does."""
+    """Run `torchrun --nproc-per-node world_size pretrain_moe.py argv`."""
     with reserved_port() as port:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", str(port)]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(world_size),
+            "--master-port",
+            str(port),
+        ]
         done = subprocess.run(
             [*launcher, str(REPOSITORY / "pretrain_moe.py"), *argv],
-            cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
+            cwd=cwd,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All records of a metrics.jsonl."""
+    """Return all records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def golden_workspace(shared: Path, folder: Path) -> Path:
-    """A working directory in which the golden command lines run: a writable copy of the dataset under golden/."""
+    """Make a working directory for the golden command lines: a writable copy of the dataset under golden/."""
     target = folder / "golden" / "dataset"
     if not target.exists():
         shutil.copytree(shared / "golden" / "dataset", target, ignore=shutil.ignore_patterns("cache", "*.npz"))

@@ -1,7 +1,7 @@
-"""Run a function on several ranks: forked processes, gloo, no ports.
+"""Run a function on several ranks: forked processes and gloo, without ports.
 
-    def work(rank, world_size, x): ...
-    results = run_ranks(work, 4, x)          # list of return values, by rank
+def work(rank, world_size, x): ...
+results = run_ranks(work, 4, x)          # list of return values, by rank
 """
 
 import gc
@@ -28,9 +28,13 @@ class RanksFailed(AssertionError):
 def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 600.0) -> list:
     """Call `fn(rank, n, *args)` on n forked ranks with torch.distributed (gloo) initialized.
 
-    Each rank uses one thread. The parent must not have used CUDA nor more than one OpenMP thread before.
-    Returns: the picklable return values, by rank.
-    Raises: RanksFailed with every rank's traceback when a rank raised, died, or took longer than `timeout` seconds.
+    Each rank uses one thread. The parent must not have used CUDA or more than one OpenMP thread before.
+
+    Returns:
+        The picklable return values, by rank.
+
+    Raises:
+        RanksFailed: with every rank's traceback, if a rank raised, died, or took longer than `timeout` seconds.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
@@ -48,15 +52,19 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 600.0) -> list:
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Ask again and again. Raises: AssertionError where it is not true within `seconds`, which are for busy machines."""
+    """Poll until `true()`.
+
+    Raises:
+        AssertionError: if it is still false after `seconds`, which are generous for busy machines.
+    """
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, f"waited in vain for {seconds:.0f} s"
+        assert time.monotonic() < deadline, f"still false after {seconds:.0f} s"
         time.sleep(0.01)
 
 
 def _join(ranks: list, timeout: float) -> set[int]:
-    """Wait for all; once one has failed give the others a moment. Returns the ranks that had to be stopped."""
+    """Wait for all ranks, at most 60 s more after one failed. Returns the ranks that had to be killed."""
     deadline = time.monotonic() + timeout
     failed = False
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
@@ -82,7 +90,7 @@ def _outcome(folder: str, rank: int, process: Any, late: bool, timeout: float) -
 
 
 def _rank_main(fn: Callable, rank: int, n: int, args: tuple, folder: str, timeout: float) -> None:
-    gc.freeze()  # what the parent holds is no garbage of this rank
+    gc.freeze()  # do not copy the parent's pages
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
     code = 0

@@ -1,26 +1,29 @@
-"""The first documents of the mock data, for rooms whose tests run the program in forked ranks: their conftest.py takes the fixture over."""
+"""A fixture that shortens the mock data, imported by conftest.py where tests run the program in forked ranks."""
 
 import pytest
 
 from moe_trainer.data.dataset import MockTokens
 
-DOCUMENTS = 3000
+NUM_DOCUMENTS = 3000
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_mock_data():
-    """Forked ranks would spend more on the order of six million samples than on training; tests/data_pipeline has them all."""
+    """Keep the first documents only: ranks would spend more time shuffling six million samples than training.
+
+    tests/data_pipeline tests the full mock data.
+    """
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch.setattr)
         yield
 
 
 def shorten(set_attribute=setattr) -> None:
-    """The same in a process of another parent."""
-    whole = MockTokens.__init__
+    """Shorten the mock data in this process."""
+    original = MockTokens.__init__
 
     def short(self, *given):
-        whole(self, *given)
-        self.sequence_lengths = self.sequence_lengths[:DOCUMENTS]
+        original(self, *given)
+        self.sequence_lengths = self.sequence_lengths[:NUM_DOCUMENTS]
 
     set_attribute(MockTokens, "__init__", short)

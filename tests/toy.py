@@ -1,4 +1,4 @@
-"""A toy model with every kind of parameter, and the machinery to train it; shared by the tests of optim and pipeline."""
+"""A toy model with every kind of parameter, and what trains it; shared by the tests of optim and pipeline."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from moe_trainer.parallel.state import ParallelState
 
 
 class Toy(nn.Module):
-    """Embedding, two linears with bias, a norm weight and a stack of experts; an odd size everywhere."""
+    """Embedding, two linears with bias, a norm weight and stacked experts; all sizes are odd."""
 
     def __init__(self, dtype=torch.float32, seed=0):
         super().__init__()
@@ -40,7 +40,7 @@ class Toy(nn.Module):
 
 
 class ToyChunk(Toy):
-    """As a chunk of a model that a checkpoint keeps; without buffers and streams."""
+    """The toy as a model chunk that can be checkpointed; without buffers and RNG streams."""
 
     def named_state_buffers(self):
         return iter(())
@@ -52,32 +52,57 @@ class ToyChunk(Toy):
         return {}
 
 
-def batch(seed, rows=8):
+def batch(seed, batch_size=8):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 37, (rows,), generator=generator), torch.randint(0, 37, (rows,), generator=generator)
+    return torch.randint(0, 37, (batch_size,), generator=generator), torch.randint(
+        0, 37, (batch_size,), generator=generator
+    )
 
 
-def loss_of(model, seed, rows=8):
-    tokens, labels = batch(seed, rows)
+def compute_loss(model, seed, batch_size=8):
+    tokens, labels = batch(seed, batch_size)
     return nn.functional.cross_entropy(model(tokens), labels)
 
 
-def machinery(model, *, parallel=None, precision=None, ps=None, per_token_loss=False, check_for_nan=True, count_zeros=False,
-              **optimizer):
-    """(grads, optimizer) of a model; everything not given is a default."""
+def build_training(
+    model,
+    *,
+    parallel=None,
+    precision=None,
+    ps=None,
+    per_token_loss=False,
+    check_for_nan=True,
+    count_zeros=False,
+    **optimizer,
+):
+    """Return (grads, optimizer) of a model; sections that are not given have their defaults."""
     parallel, precision, ps = parallel or ParallelArgs(), precision or PrecisionArgs(), ps or ParallelState.single()
-    grads = DataParallelGrads(model.parameters(), ps, parallel, precision, per_token_loss=per_token_loss,
-                              main_grads=optimizer.get("main_grads_dtype", "fp32"),
-                              whole=lambda param: is_matrix(param, OptimizerArgs(**optimizer)))
-    built = build_optimizer([model], grads, OptimizerArgs(**optimizer), precision, parallel, ps, check_for_nan=check_for_nan,
-                            count_zeros=count_zeros)
+    grads = DataParallelGrads(
+        model.parameters(),
+        ps,
+        parallel,
+        precision,
+        per_token_loss=per_token_loss,
+        main_grads=optimizer.get("main_grads_dtype", "fp32"),
+        is_matrix=lambda param: is_matrix(param, OptimizerArgs(**optimizer)),
+    )
+    built = build_optimizer(
+        [model],
+        grads,
+        OptimizerArgs(**optimizer),
+        precision,
+        parallel,
+        ps,
+        check_for_nan=check_for_nan,
+        count_zeros=count_zeros,
+    )
     return grads, built
 
 
-def one_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled_lr=None, **rates):
+def train_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled_lr=None, **rates):
     optimizer.zero_grad()
     for index, seed in enumerate(seeds):
-        loss = loss_of(model, seed) * (optimizer.loss_scale / len(seeds))
+        loss = compute_loss(model, seed) * (optimizer.loss_scale / len(seeds))
         if index < len(seeds) - 1:
             with grads.accumulate():
                 loss.backward()

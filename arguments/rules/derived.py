@@ -1,14 +1,14 @@
-"""What follows from several flags at once and is therefore no flag: for --report, under Megatron-LM's names."""
+"""Values that follow from several flags and are no flags: for --report, under Megatron-LM's names."""
 
-from arguments.rules.facts import as_list, gather, positive, quotient
-from arguments.rules.optimizer import layer_wise
+from arguments.rules.derived_sizes import as_list, derive_sizes, positive, quotient
+from arguments.rules.optimizer import is_layer_wise
 from arguments.settings import Settings
 from arguments.vocabulary import padded_vocab_size
 
 
 def derived(s: Settings, world_size: int | None) -> dict[str, object]:
-    """Values behind resolved settings; None where the number of ranks or a size is not known."""
-    f = gather(s, world_size)
+    """Return derived values of resolved settings; None if the number of ranks or a size is not known."""
+    f = derive_sizes(s, world_size)
     microbatches = None
     if f.dp is not None and positive(s.micro_batch_size):
         microbatches = quotient(s.global_batch_size, s.micro_batch_size * f.dp)
@@ -25,9 +25,9 @@ def derived(s: Settings, world_size: int | None) -> dict[str, object]:
         "encoder_seq_length": s.seq_length,
         "padded_vocab_size": padded,
         "use_dist_ckpt": s.ckpt_format != "torch",
-        # here the layer-wise optimizer is the distributed one with another layout; Megatron-LM counts it as another optimizer
-        "use_layer_wise_distributed_optimizer": layer_wise(s),
-        "use_distributed_optimizer": s.use_distributed_optimizer and not layer_wise(s),
+        # the layer-wise optimizer is the distributed one with another layout; Megatron-LM treats it separately
+        "use_layer_wise_distributed_optimizer": is_layer_wise(s),
+        "use_distributed_optimizer": s.use_distributed_optimizer and not is_layer_wise(s),
         "bias_activation_fusion": s.bias_swiglu_fusion if s.swiglu else s.bias_gelu_fusion,
         "recompute_modules": as_list(s.recompute_modules) or ["core_attn"],
         "num_moe_layers": None if f.moe_layers is None else sum(f.moe_layers),

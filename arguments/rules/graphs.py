@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, as_list, broken, say
+from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
@@ -11,20 +11,20 @@ OLD_WHOLE = ("full", "full_iteration", "full_iteration_inference")
 
 
 def _names(value: object) -> list[str]:
-    """Module names, also where several stand in one word (`attn,moe_router`)."""
+    """Return module names, splitting words with several (`attn,moe_router`)."""
     return [name for word in as_list(value) for name in str(word).replace(",", " ").split()]
 
 
-# Derived and normalised values.
+# Derived values.
 
 
-def old_switches(s: Settings, _f: Facts) -> None:
+def resolve_old_switches(s: Settings, _f: DerivedSizes) -> None:
     for dest, impl in (("external_cuda_graph", "transformer_engine"), ("enable_cuda_graph", "local")):
         if getattr(s, dest) and s.cuda_graph_impl == "none":
             s.set_derived(IMPL, impl, f"from {s.flag(dest)}")
 
 
-def old_scope(s: Settings, _f: Facts) -> None:
+def resolve_old_scope(s: Settings, _f: DerivedSizes) -> None:
     scope = _names(s.cuda_graph_scope_deprecated)
     if not scope or _names(s.cuda_graph_modules):
         return
@@ -33,48 +33,47 @@ def old_scope(s: Settings, _f: Facts) -> None:
     s.set_derived(MODULES, [name for name in scope if name not in OLD_WHOLE], f"from {s.flag(OLD_SCOPE)}")
 
 
-def router_before_preprocess(s: Settings, _f: Facts) -> None:
+def resolve_router_before_preprocess(s: Settings, _f: DerivedSizes) -> None:
     modules = _names(s.cuda_graph_modules)
     if s.cuda_graph_impl == "local" and "moe_preprocess" in modules and "moe_router" not in modules:
         s.note(f"{s.flag(MODULES)} moe_preprocess: moe_router is captured too, it comes before.")
         s.set_derived(MODULES, [*modules, "moe_router"], "moe_preprocess comes with moe_router")
 
 
-def random_numbers_inside_graphs(s: Settings, _f: Facts) -> None:
+def resolve_rng_tracker(s: Settings, _f: DerivedSizes) -> None:
     if s.cuda_graph_impl != "none" and not s.te_rng_tracker:
-        s.note(f"{say(s, IMPL)}: --te-rng-tracker is on, graphs need random states that can be replayed.")
+        s.note(f"{s.describe(IMPL)}: --te-rng-tracker is on, graphs need random states that can be replayed.")
         s.set_derived("te_rng_tracker", True, "CUDA graphs")
 
 
 # Checks.
 
 
-def old_and_new_do_not_mix(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_old_and_new_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     old = [dest for dest in ("external_cuda_graph", "enable_cuda_graph") if getattr(s, dest)]
     if len(old) == 2:
-        yield broken(s, f"Use only one of {s.flag(old[0])} and {s.flag(old[1])}.", *old)
+        yield s.violation(f"Use only one of {s.flag(old[0])} and {s.flag(old[1])}.", *old)
     elif old and s.given(IMPL) and s.source[IMPL] != "derived":
-        yield broken(s, f"{s.flag(old[0])} is the old form of {say(s, IMPL)}; keep the latter.", old[0], IMPL)
+        yield s.violation(f"{s.flag(old[0])} is the old form of {s.describe(IMPL)}; keep the latter.", old[0], IMPL)
     if s.cuda_graph_scope_deprecated is not None and s.given(MODULES):
-        yield broken(
-            s, f"{s.flag(OLD_SCOPE)} is the old form of {s.flag(MODULES)}; keep the latter.", OLD_SCOPE, MODULES
+        yield s.violation(
+            f"{s.flag(OLD_SCOPE)} is the old form of {s.flag(MODULES)}; keep the latter.", OLD_SCOPE, MODULES
         )
 
 
-def modules_are_known(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest, known in ((MODULES, CAPTURABLE), (OLD_SCOPE, (*CAPTURABLE, *OLD_WHOLE))):
         unknown = [name for name in _names(getattr(s, dest)) if name not in known]
         if unknown:
-            yield broken(s, f"{s.flag(dest)} {' '.join(unknown)}: needs some of {', '.join(known)}.", dest)
+            yield s.violation(f"{s.flag(dest)} {' '.join(unknown)}: needs some of {', '.join(known)}.", dest)
 
 
-def expert_modules_fit(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     modules = _names(s.cuda_graph_modules)
     if s.cuda_graph_impl == "none":
         return
     if "moe" in modules and not (s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity):
-        yield broken(
-            s,
+        yield s.violation(
             f"{s.flag(MODULES)} moe needs --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity: a graph "
             "cannot hold a varying number of tokens.",
             MODULES,
@@ -82,48 +81,45 @@ def expert_modules_fit(s: Settings, f: Facts) -> Iterator[Violation]:
             "moe_pad_expert_input_to_capacity",
         )
     if "moe" in modules and "moe_router" in modules:
-        yield broken(s, f"{s.flag(MODULES)}: moe already contains moe_router; name one of them.", MODULES)
+        yield s.violation(f"{s.flag(MODULES)}: moe already contains moe_router; name one of them.", MODULES)
     if "moe_preprocess" in modules and "moe_router" not in modules:
-        yield broken(s, f"{s.flag(MODULES)} moe_preprocess needs moe_router too: it comes before.", MODULES)
+        yield s.violation(f"{s.flag(MODULES)} moe_preprocess needs moe_router too: it comes before.", MODULES)
     if "mlp" in modules and f.moe_layers is not None and all(f.moe_layers):
-        yield broken(
-            s,
-            f"{s.flag(MODULES)} mlp needs dense layers, but every layer has experts ({say(s, 'moe_layer_freq')}).",
+        yield s.violation(
+            f"{s.flag(MODULES)} mlp needs dense layers, but every layer has experts ({s.describe('moe_layer_freq')}).",
             MODULES,
             "moe_layer_freq",
         )
 
 
-def whole_iteration_graph_fits(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_full_iteration_graph(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.cuda_graph_impl != "full_iteration":
         return
     if _names(s.cuda_graph_modules):
-        yield broken(s, f"{say(s, IMPL)} captures everything; drop {say(s, MODULES)}.", IMPL, MODULES)
+        yield s.violation(f"{s.describe(IMPL)} captures everything; drop {s.describe(MODULES)}.", IMPL, MODULES)
     if s.check_for_nan_in_loss_and_grad and not s.skip_train:
-        yield broken(
-            s,
-            f"{say(s, IMPL)} needs --no-check-for-nan-in-loss-and-grad: a graph cannot stop in the middle.",
+        yield s.violation(
+            f"{s.describe(IMPL)} needs --no-check-for-nan-in-loss-and-grad: a graph cannot stop in the middle.",
             IMPL,
             "check_for_nan_in_loss_and_grad",
         )
 
 
-def full_recompute_needs_whole_graph(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_full_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.recompute_granularity == "full" and s.cuda_graph_impl not in ("none", "full_iteration"):
-        yield broken(
-            s,
-            f"{say(s, IMPL)} cannot be combined with {say(s, 'recompute_granularity')}; use --cuda-graph-impl "
+        yield s.violation(
+            f"{s.describe(IMPL)} cannot be combined with {s.describe('recompute_granularity')}; use --cuda-graph-impl "
             "full_iteration or recompute selected modules.",
             IMPL,
             "recompute_granularity",
         )
 
 
-RESOLVE = (old_switches, old_scope, router_before_preprocess, random_numbers_inside_graphs)
+RESOLVE = (resolve_old_switches, resolve_old_scope, resolve_router_before_preprocess, resolve_rng_tracker)
 CHECKS = (
-    old_and_new_do_not_mix,
-    modules_are_known,
-    expert_modules_fit,
-    whole_iteration_graph_fits,
-    full_recompute_needs_whole_graph,
+    check_old_and_new_flags,
+    check_known_modules,
+    check_expert_modules,
+    check_full_iteration_graph,
+    check_full_recompute,
 )

@@ -105,10 +105,10 @@ def _mtp_problems(layout: Layout, pp: int, mtp_num_layers: int) -> list[str]:
     found = []
     order = "".join(layout.stages)
     if DECODER in order[order.index(MTP) :]:
-        found.append("puts a decoder layer (t) behind an MTP layer (m)")
+        found.append("puts a decoder layer (t) after an MTP layer (m)")
     holders = layout.stages_with(MTP)
     if len(holders) > 1:
-        found.append("spreads its MTP layers (m) over several stages; all must stand in one")
+        found.append("spreads its MTP layers (m) over several stages; all must be in one")
         return found
     chunks = layout.virtual_stages(pp)
     rank, chunk = holders[0] % pp, holders[0] // pp

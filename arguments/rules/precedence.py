@@ -1,8 +1,8 @@
-"""The command line wins over a preset or a recipe, also where two different flags answer the same question.
+"""The command line takes precedence over a preset or recipe, also where two different flags set the same thing.
 
-A recipe that counts training in samples and a user who types --train-iters 10 do not contradict each other: the user
-wants 10 iterations. For each group below, flags that stand on the command line switch off the others of the group that
-came from a preset or recipe, with one note. Flags typed side by side are left to the rules.
+With a recipe that counts training in samples and --train-iters 10 on the command line, the user wants 10 iterations.
+For each group below, flags on the command line reset the conflicting flags of a preset or recipe, with one note.
+Conflicts within the command line are left to the rules.
 """
 
 from arguments.settings import Settings
@@ -45,12 +45,12 @@ GROUPS = (
 
 
 def command_line_wins(s: Settings) -> None:
-    """Reset what a preset or recipe set and the command line answers in another way."""
+    """Reset flags of a preset or recipe that conflict with the command line."""
     for winners, losers in GROUPS:
         typed = [dest for dest in winners if dest in s.typed]
         beaten = [dest for dest in losers if s.source[dest] in ("preset", "recipe")] if typed else []
         for dest in beaten:
             if s.values[dest] == s.default(dest):
                 continue
-            s.note(f"{s.shown(dest)} of the {s.source[dest]} falls away: {s.flag(typed[0])} is given.")
+            s.note(f"{s.shown(dest)} from the {s.source[dest]} is ignored: {s.flag(typed[0])} is set.")
             s.forget(dest)

@@ -1,25 +1,25 @@
-"""Rules 52-54 and 99-104: number formats of parameters, gradients and quantized GEMMs, fused losses, determinism.
+"""Rules 52-54 and 99-104: formats of parameters, gradients and quantized GEMMs, fused losses, determinism.
 
-Three families: formats that exclude each other or need one (half precision, fp8, fp4, what is gathered in 8 bits); state of the
-optimizer in fewer bits, which only the precision-aware one keeps; features that make results depend on the order of sums, against --deterministic-mode.
-Numbers: those of Megatron-LM's demands (commit d98e8a64, validate_args and TransformerConfig). Ranges of numbers are ours.
+Formats that exclude each other or need one (half precision, fp8, fp4, fp8 parameter gather); low-precision optimizer
+state, which needs the precision-aware optimizer; features whose results depend on the order of sums. Ranges of numbers
+are ours. Rule numbers follow Megatron-LM's checks (commit d98e8a64, validate_args and TransformerConfig).
 """
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, broken, say
+from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Settings, Violation
 
 FP8, FP4 = "fp8", "fp4"
 NARROW_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-MOST_HISTORY = 1 << 20
-MOST_MARGIN = 64
+MAX_AMAX_HISTORY = 1 << 20
+MAX_FP8_MARGIN = 64
 
 
-# Derived and normalised values.
+# Derived values.
 
 
-def gradients_in_fp32(s: Settings, _f: Facts) -> None:
+def resolve_grad_accumulation(s: Settings, _f: DerivedSizes) -> None:
     dest = "accumulate_allreduce_grads_in_fp32"
     if not s.bf16:
         return
@@ -31,114 +31,130 @@ def gradients_in_fp32(s: Settings, _f: Facts) -> None:
         s.set_derived(dest, True, "bf16 training accumulates and reduces gradients in fp32")
 
 
-def dynamic_scale_skips_nan_check(s: Settings, _f: Facts) -> None:
+def resolve_nan_check(s: Settings, _f: DerivedSizes) -> None:
     if s.fp16 and s.loss_scale is None and s.check_for_nan_in_loss_and_grad:
         s.note("fp16 with a dynamic loss scale: the NaN check is off, overflow steps are skipped instead.")
         s.set_derived("check_for_nan_in_loss_and_grad", False, "dynamic loss scale")
 
 
-def layers_that_stay_wide(s: Settings, _f: Facts) -> None:
+def note_no_quantized_layers(s: Settings, _f: DerivedSizes) -> None:
     ends = (s.num_layers_at_start_in_bf16 or 0) + (s.num_layers_at_end_in_bf16 or 0)
     if (s.fp8 or s.fp4) and s.first_last_layers_bf16 and s.num_layers and ends >= s.num_layers:
-        s.note(f"{s.flag('first_last_layers_bf16')}: all of {s.shown('num_layers')} are first or last layers, so {s.flag(FP8 if s.fp8 else FP4)} "
-               "quantises none of them.")
+        s.note(
+            f"{s.flag('first_last_layers_bf16')}: all of {s.shown('num_layers')} are first or last layers, so "
+            f"{s.flag(FP8 if s.fp8 else FP4)} "
+            "quantizes none of them."
+        )
 
 
-def weights_that_stay_wide(s: Settings, _f: Facts) -> None:
+def note_unquantized_params(s: Settings, _f: DerivedSizes) -> None:
     if not (s.fp8 and s.fp8_param_gather):
         return
-    wide = "are kept and gathered in the model's format here; products quantise them."
+    wide = "are stored and gathered in the model's format here; GEMMs quantize them."
     if s.fp8_recipe == "mxfp8":
         s.note(f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: MXFP8 weights {wide}")
     elif s.use_torch_fsdp2 or s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim":
-        s.note(f"{s.flag('fp8_param_gather')} with {s.flag('use_torch_fsdp2' if s.use_torch_fsdp2 else 'use_megatron_fsdp')}: these weights {wide}")
+        s.note(
+            f"{s.flag('fp8_param_gather')} with "
+            f"{s.flag('use_torch_fsdp2' if s.use_torch_fsdp2 else 'use_megatron_fsdp')}: these weights {wide}"
+        )
 
 
-def main_params_of_their_own(s: Settings, _f: Facts) -> None:
+def note_main_params_dtype(s: Settings, _f: DerivedSizes) -> None:
     if s.main_params_dtype != "fp32" and s.use_precision_aware_optimizer and not (s.bf16 or s.fp16):
-        s.note(f"{s.shown('main_params_dtype')} has no effect without --bf16 or --fp16: fp32 parameters are their own main parameters.")
+        s.note(
+            f"{s.shown('main_params_dtype')} has no effect without --bf16 or --fp16: fp32 parameters are the main "
+            "parameters."
+        )
 
 
-def sharded_grads_of_their_own(s: Settings, _f: Facts) -> None:
+def note_fsdp_main_grads_dtype(s: Settings, _f: DerivedSizes) -> None:
     dest = "megatron_fsdp_main_grads_dtype"
     if s.use_megatron_fsdp and s.megatron_fsdp_main_grads_dtype == "bf16" and not (s.bf16 or s.fp16):
-        s.note(f"{s.shown(dest)} has no effect without --bf16 or --fp16: fp32 gradients are added up in fp32.")
+        s.note(f"{s.shown(dest)} has no effect without --bf16 or --fp16: fp32 gradients are accumulated in fp32.")
 
 
 # Checks.
 
 
-def one_half_precision(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_one_half_precision(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.bf16 and s.fp16:
-        yield broken(s, f"Use only one of {s.flag('bf16')} and {s.flag('fp16')}.", "bf16", "fp16")
+        yield s.violation(f"Use only one of {s.flag('bf16')} and {s.flag('fp16')}.", "bf16", "fp16")
 
 
-def fp32_accumulation_needs_fp32_grads(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_fp32_accumulation(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "accumulate_allreduce_grads_in_fp32"
     if s.accumulate_allreduce_grads_in_fp32 and s.main_grads_dtype != "fp32":
-        yield broken(
-            s,
-            f"{s.flag(dest)} contradicts {say(s, 'main_grads_dtype')}: the accumulated gradients are the main "
+        yield s.violation(
+            f"{s.flag(dest)} contradicts {s.describe('main_grads_dtype')}: the accumulated gradients are the main "
             "gradients.",
             dest,
             "main_grads_dtype",
         )
 
 
-def one_quantized_format(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_one_quantized_format(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp8 and s.fp4:
-        yield broken(s, f"Use only one of {say(s, FP8)} and {say(s, FP4)}.", FP8, FP4)
+        yield s.violation(f"Use only one of {s.describe(FP8)} and {s.describe(FP4)}.", FP8, FP4)
 
 
-def quantized_numbers_make_sense(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len < 1:
-        yield broken(s, f"{say(s, 'fp8_amax_history_len')} must be at least 1: delayed scaling looks back.", "fp8_amax_history_len")
-    if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MOST_HISTORY:
-        yield broken(s, f"{say(s, 'fp8_amax_history_len')} must be at most {MOST_HISTORY:,}: every quantised linear keeps three such histories.",
-                     "fp8_amax_history_len")
-    if s.fp8 and s.fp8_recipe == "delayed" and abs(s.fp8_margin) > MOST_MARGIN:
-        yield broken(s, f"{say(s, 'fp8_margin')} must be from -{MOST_MARGIN} to {MOST_MARGIN}: scales are divided by 2 to its power, in fp32.", "fp8_margin")
+        yield s.violation(
+            f"{s.describe('fp8_amax_history_len')} must be at least 1: delayed scaling looks back.",
+            "fp8_amax_history_len",
+        )
+    if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MAX_AMAX_HISTORY:
+        yield s.violation(
+            f"{s.describe('fp8_amax_history_len')} must be at most {MAX_AMAX_HISTORY:,}: every quantized linear "
+            "layer has three such histories.",
+            "fp8_amax_history_len",
+        )
+    if s.fp8 and s.fp8_recipe == "delayed" and abs(s.fp8_margin) > MAX_FP8_MARGIN:
+        yield s.violation(
+            f"{s.describe('fp8_margin')} must be from -{MAX_FP8_MARGIN} to {MAX_FP8_MARGIN}: scales are divided by 2 "
+            "to its power, in fp32.",
+            "fp8_margin",
+        )
     if not s.first_last_layers_bf16:
         return
     for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if not 0 <= getattr(s, dest) <= (s.num_layers or 0):
-            yield broken(s, f"{say(s, dest)} must be from 0 to {say(s, 'num_layers')}.", dest, "num_layers")
+            yield s.violation(f"{s.describe(dest)} must be from 0 to {s.describe('num_layers')}.", dest, "num_layers")
 
 
-def output_layer_in_mxfp8(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_fp8_output_proj(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "fp8_output_proj"
     if s.fp8_output_proj and not (s.fp8 and s.fp8_recipe == "mxfp8"):
-        yield broken(s, f"{s.flag(dest)} needs --fp8-format and --fp8-recipe mxfp8.", dest, FP8, "fp8_recipe")
+        yield s.violation(f"{s.flag(dest)} needs --fp8-format and --fp8-recipe mxfp8.", dest, FP8, "fp8_recipe")
 
 
-def quantized_gather_needs_shards(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_quantized_param_gather(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for gather, fmt in (("fp8_param_gather", FP8), ("fp4_param_gather", FP4)):
         if not getattr(s, gather):
             continue
         if not getattr(s, fmt):
-            yield broken(s, f"{s.flag(gather)} needs {s.flag(fmt)}.", gather, fmt)
+            yield s.violation(f"{s.flag(gather)} needs {s.flag(fmt)}.", gather, fmt)
         if not (s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2):
-            yield broken(
-                s,
+            yield s.violation(
                 f"{s.flag(gather)} needs --use-distributed-optimizer: only a sharded optimizer gathers parameters.",
                 gather,
                 "use_distributed_optimizer",
             )
 
 
-def buffer_reuse_needs_gather(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_grad_buffer_reuse(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "reuse_grad_buf_for_mxfp8_param_ag"
     if s.reuse_grad_buf_for_mxfp8_param_ag and not s.fp8_param_gather:
-        yield broken(
-            s, f"{s.flag(dest)} needs --fp8-param-gather: that is what would use the buffer.", dest, "fp8_param_gather"
+        yield s.violation(
+            f"{s.flag(dest)} needs --fp8-param-gather: that is what would use the buffer.", dest, "fp8_param_gather"
         )
 
 
-def narrow_state_needs_precision_aware_optimizer(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_precision_aware_optimizer:
         if s.optimizer != "adam":
-            yield broken(
-                s,
+            yield s.violation(
                 f"{s.flag('use_precision_aware_optimizer')} needs --optimizer adam, not {s.optimizer}.",
                 "use_precision_aware_optimizer",
                 "optimizer",
@@ -146,36 +162,37 @@ def narrow_state_needs_precision_aware_optimizer(s: Settings, _f: Facts) -> Iter
         return
     for dest in NARROW_STATE:
         if getattr(s, dest) != "fp32":
-            yield broken(
-                s, f"{say(s, dest)} needs --use-precision-aware-optimizer.", dest, "use_precision_aware_optimizer"
+            yield s.violation(
+                f"{s.describe(dest)} needs --use-precision-aware-optimizer.", dest, "use_precision_aware_optimizer"
             )
 
 
-def shards_are_main_params(s: Settings, _f: Facts) -> Iterator[Violation]:
-    """Ours: fully sharded parameters are fp32 and the main parameters themselves, and torch adds their gradients up in fp32."""
+def check_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Ours: fully sharded parameters are the fp32 main parameters, and torch accumulates their gradients in fp32."""
     sharded = s.use_megatron_fsdp and s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     if not (sharded or s.use_torch_fsdp2):
         return
     parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
     for dest in ("main_params_dtype", "main_grads_dtype"):
         if getattr(s, dest) != "fp32":
-            yield broken(
-                s,
-                f"{say(s, dest)} cannot be combined with {s.flag(parent)}, whose shards and their gradients are fp32.",
+            yield s.violation(
+                f"{s.describe(dest)} cannot be combined with {s.flag(parent)}, whose shards and their gradients are "
+                "fp32.",
                 dest,
                 parent,
             )
     for dest in ("ddp_param_name_patterns_for_fp32_local_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"):
         if getattr(s, dest):
-            yield broken(
-                s, f"{s.flag(dest)} cannot be combined with {s.flag(parent)}, which reduces its gradients itself.", dest, parent
+            yield s.violation(
+                f"{s.flag(dest)} cannot be combined with {s.flag(parent)}, which reduces its gradients itself.",
+                dest,
+                parent,
             )
 
 
-def one_way_to_offload_states(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_one_state_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.optimizer_cpu_offload and s.chunked_optimizer_state_offload:
-        yield broken(
-            s,
+        yield s.violation(
             f"Use only one of {s.flag('optimizer_cpu_offload')} (the host updates its share) and "
             f"{s.flag('chunked_optimizer_state_offload')} (the device does).",
             "optimizer_cpu_offload",
@@ -183,12 +200,11 @@ def one_way_to_offload_states(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-def half_precision_features(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_half_precision_features(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp16_lm_cross_entropy and not s.fp16:
-        yield broken(s, f"{s.flag('fp16_lm_cross_entropy')} needs --fp16.", "fp16_lm_cross_entropy", "fp16")
+        yield s.violation(f"{s.flag('fp16_lm_cross_entropy')} needs --fp16.", "fp16_lm_cross_entropy", "fp16")
     if s.fp32_residual_connection and not (s.fp16 or s.bf16):
-        yield broken(
-            s,
+        yield s.violation(
             f"{s.flag('fp32_residual_connection')} needs --bf16 or --fp16: without them everything is fp32 already.",
             "fp32_residual_connection",
             "bf16",
@@ -196,40 +212,45 @@ def half_precision_features(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-def loss_scale_starts_above_its_minimum(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_loss_scale(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp16 and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale:
-        yield broken(
-            s,
-            f"{say(s, 'min_loss_scale')} must be at most {say(s, 'initial_loss_scale')}.",
+        yield s.violation(
+            f"{s.describe('min_loss_scale')} must be at most {s.describe('initial_loss_scale')}.",
             "min_loss_scale",
             "initial_loss_scale",
         )
 
 
-def deterministic_mode_excludes(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_deterministic_mode(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
         if s.deterministic_mode and getattr(s, dest):
-            yield broken(
-                s,
+            yield s.violation(
                 f"{s.flag('deterministic_mode')} cannot be combined with {s.flag(dest)}, whose sums depend on timing.",
                 "deterministic_mode",
                 dest,
             )
 
 
-RESOLVE = (gradients_in_fp32, dynamic_scale_skips_nan_check, layers_that_stay_wide, weights_that_stay_wide, main_params_of_their_own, sharded_grads_of_their_own)
+RESOLVE = (
+    resolve_grad_accumulation,
+    resolve_nan_check,
+    note_no_quantized_layers,
+    note_unquantized_params,
+    note_main_params_dtype,
+    note_fsdp_main_grads_dtype,
+)
 CHECKS = (
-    one_half_precision,
-    fp32_accumulation_needs_fp32_grads,
-    one_quantized_format,
-    quantized_numbers_make_sense,
-    output_layer_in_mxfp8,
-    quantized_gather_needs_shards,
-    buffer_reuse_needs_gather,
-    narrow_state_needs_precision_aware_optimizer,
-    shards_are_main_params,
-    one_way_to_offload_states,
-    half_precision_features,
-    loss_scale_starts_above_its_minimum,
-    deterministic_mode_excludes,
+    check_one_half_precision,
+    check_fp32_accumulation,
+    check_one_quantized_format,
+    check_quantization_numbers,
+    check_fp8_output_proj,
+    check_quantized_param_gather,
+    check_grad_buffer_reuse,
+    check_precision_aware_optimizer,
+    check_fsdp_dtypes,
+    check_one_state_offload,
+    check_half_precision_features,
+    check_loss_scale,
+    check_deterministic_mode,
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, as_list, balancing_types, broken, divides, positive, quotient, say
+from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, divides, positive, quotient
 from arguments.settings import Settings, Violation
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
@@ -10,24 +10,24 @@ BIAS_SCORES = ("sigmoid", "sqrtsoftplus")
 MANY_EXPERTS = 32
 
 
-# Derived and normalised values.
+# Derived values.
 
 
-def single_values(s: Settings, _f: Facts) -> None:
+def resolve_single_values(s: Settings, _f: DerivedSizes) -> None:
     for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         values = as_list(getattr(s, dest))
         if isinstance(getattr(s, dest), list | tuple) and len(values) == 1:
-            _keep_source(s, dest, values[0])
+            _set_keeping_source(s, dest, values[0])
 
 
-def _keep_source(s: Settings, dest: str, value: object) -> None:
-    """Another form of the value that the user gave: it is still the user's."""
+def _set_keeping_source(s: Settings, dest: str, value: object) -> None:
+    """Store another form of the value that the user gave, with its source."""
     source = s.source[dest]
     s.set_derived(dest, value, "")
     s.source[dest] = source
 
 
-def precise_router(s: Settings, f: Facts) -> None:
+def note_router_dtype(s: Settings, f: DerivedSizes) -> None:
     if f.experts and f.experts >= MANY_EXPERTS and s.moe_router_dtype is None:
         s.note(
             f"{s.shown('num_experts')}: with this many experts the router is more stable in fp32 (--moe-router-dtype "
@@ -35,7 +35,7 @@ def precise_router(s: Settings, f: Facts) -> None:
         )
 
 
-def groups_without_choice(s: Settings, f: Facts) -> None:
+def note_groups_without_group_topk(s: Settings, f: DerivedSizes) -> None:
     if f.experts and s.moe_router_num_groups is not None and s.moe_router_group_topk is None:
         s.note(f"{s.shown('moe_router_num_groups')} has no effect without --moe-router-group-topk.")
 
@@ -43,49 +43,48 @@ def groups_without_choice(s: Settings, f: Facts) -> None:
 # Checks.
 
 
-def layer_frequency_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_layer_frequency(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     freq = s.moe_layer_freq
     if f.experts is None:
         return
     if isinstance(freq, list | tuple):
         strange = sorted({str(entry) for entry in freq if entry not in (0, 1)})
         if strange:
-            yield broken(
-                s,
+            yield s.violation(
                 f"{s.flag('moe_layer_freq')} holds {', '.join(strange)}; each entry is 0 (dense) or 1 (experts).",
                 "moe_layer_freq",
             )
         if f.layers is not None and len(freq) != f.layers:
-            yield broken(
-                s,
-                f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {say(s, 'num_layers')}; give one entry "
+            yield s.violation(
+                f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {s.describe('num_layers')}; give one "
+                "entry "
                 "for each layer.",
                 "moe_layer_freq",
                 "num_layers",
                 kind="build",
             )
     elif not positive(freq):
-        yield broken(
-            s, f"{say(s, 'moe_layer_freq')} must be at least 1 (every N-th layer has experts).", "moe_layer_freq"
+        yield s.violation(
+            f"{s.describe('moe_layer_freq')} must be at least 1 (every N-th layer has experts).", "moe_layer_freq"
         )
 
 
-def topk_fits_experts(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None:
         return
     if not positive(s.moe_router_topk):
-        yield broken(s, f"{say(s, 'moe_router_topk')} must be at least 1.", "moe_router_topk")
+        yield s.violation(f"{s.describe('moe_router_topk')} must be at least 1.", "moe_router_topk")
     elif s.moe_router_topk > f.experts:
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_topk')} is more than {say(s, 'num_experts')}: a token cannot choose more experts "
+        yield s.violation(
+            f"{s.describe('moe_router_topk')} is more than {s.describe('num_experts')}: a token cannot choose more "
+            "experts "
             "than there are.",
             "moe_router_topk",
             "num_experts",
         )
 
 
-def single_choice_needs_pre_softmax(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if (
         f.experts
         and s.moe_router_topk == 1
@@ -94,19 +93,18 @@ def single_choice_needs_pre_softmax(s: Settings, f: Facts) -> Iterator[Violation
         and balancing_types(s) != ["sinkhorn"]
         and s.finermoe_output_granularity is None
     ):
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_topk')} with {say(s, 'moe_router_score_function')} needs --moe-router-pre-softmax: "
+        yield s.violation(
+            f"{s.describe('moe_router_topk')} with {s.describe('moe_router_score_function')} needs "
+            "--moe-router-pre-softmax: "
             "softmax over a single choice is always 1, and the router would not learn.",
             "moe_router_topk",
             "moe_router_pre_softmax",
         )
 
 
-def expert_bias_needs_independent_scores(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts and s.moe_router_enable_expert_bias and s.moe_router_score_function not in BIAS_SCORES:
-        yield broken(
-            s,
+        yield s.violation(
             f"{s.flag('moe_router_enable_expert_bias')} needs --moe-router-score-function sigmoid or sqrtsoftplus, not "
             f"{s.moe_router_score_function}.",
             "moe_router_enable_expert_bias",
@@ -114,115 +112,115 @@ def expert_bias_needs_independent_scores(s: Settings, f: Facts) -> Iterator[Viol
         )
 
 
-def group_choice_fits(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     topk, groups = s.moe_router_group_topk, s.moe_router_num_groups
     if f.experts is None or topk is None:
         return
     if groups is None:
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_group_topk')} needs --moe-router-num-groups: into how many groups the experts fall.",
+        yield s.violation(
+            f"{s.describe('moe_router_group_topk')} needs --moe-router-num-groups: into how many groups the experts "
+            "fall.",
             "moe_router_group_topk",
             "moe_router_num_groups",
         )
         return
     if not positive(groups) or not divides(groups, f.experts):
-        yield broken(
-            s,
-            f"{say(s, 'num_experts')} must be a multiple of {say(s, 'moe_router_num_groups')}: groups are equally "
+        yield s.violation(
+            f"{s.describe('num_experts')} must be a multiple of {s.describe('moe_router_num_groups')}: groups are "
+            "equally "
             "large.",
             "num_experts",
             "moe_router_num_groups",
         )
     if not positive(topk) or (positive(groups) and topk > groups):
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_group_topk')} must lie between 1 and {say(s, 'moe_router_num_groups')}.",
+        yield s.violation(
+            f"{s.describe('moe_router_group_topk')} must be between 1 and {s.describe('moe_router_num_groups')}.",
             "moe_router_group_topk",
             "moe_router_num_groups",
         )
         return
     per_group = quotient(f.experts, groups)
     if per_group is not None and positive(s.moe_router_topk) and topk * per_group < s.moe_router_topk <= f.experts:
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_topk')} is more than the {topk * per_group} experts of "
-            f"{say(s, 'moe_router_group_topk')} groups with {per_group} experts each.",
+        yield s.violation(
+            f"{s.describe('moe_router_topk')} is more than the {topk * per_group} experts of "
+            f"{s.describe('moe_router_group_topk')} groups with {per_group} experts each.",
             "moe_router_topk",
             "moe_router_group_topk",
             "moe_router_num_groups",
         )
 
 
-def balancing_lists_match(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds, coeffs = balancing_types(s), as_list(s.moe_aux_loss_coeff)
     unknown = [kind for kind in kinds if kind not in BALANCING]
     if unknown:
-        yield broken(
-            s,
+        yield s.violation(
             f"{s.flag('moe_router_load_balancing_type')} {' '.join(unknown)}: needs {', '.join(BALANCING)}.",
             "moe_router_load_balancing_type",
         )
     if f.experts and len(kinds) != len(coeffs) and (len(kinds) > 1 or len(coeffs) > 1):
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_load_balancing_type')} names {len(kinds)} and {say(s, 'moe_aux_loss_coeff')} gives "
+        yield s.violation(
+            f"{s.describe('moe_router_load_balancing_type')} names {len(kinds)} and "
+            f"{s.describe('moe_aux_loss_coeff')} gives "
             f"{len(coeffs)} values; give one coefficient for each.",
             "moe_aux_loss_coeff",
             "moe_router_load_balancing_type",
         )
 
 
-def selecting_kinds_stand_alone(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds = balancing_types(s)
     mixed = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
     if f.experts and mixed and len(kinds) > 1:
-        yield broken(
-            s,
-            f"{say(s, 'moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be combined "
+        yield s.violation(
+            f"{s.describe('moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be "
+            "combined "
             "with other kinds of balancing.",
             "moe_router_load_balancing_type",
         )
 
 
-def selecting_kinds_have_no_loss(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds = balancing_types(s)
     selecting = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
     if f.experts and selecting and any(as_list(s.moe_aux_loss_coeff)):
-        yield broken(
-            s,
-            f"{say(s, 'moe_aux_loss_coeff')} must be 0 with {s.flag('moe_router_load_balancing_type')} "
+        yield s.violation(
+            f"{s.describe('moe_aux_loss_coeff')} must be 0 with {s.flag('moe_router_load_balancing_type')} "
             f"{selecting[0]}, which balances without a loss.",
             "moe_aux_loss_coeff",
             "moe_router_load_balancing_type",
         )
 
 
-def quantile_balancing_stands_alone(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or "quantile_balancing" not in balancing_types(s):
         return
     for dest in ("moe_router_fusion", "moe_router_group_topk"):
         if getattr(s, dest):
-            yield broken(
-                s,
+            yield s.violation(
                 f"{s.flag('moe_router_load_balancing_type')} quantile_balancing cannot be combined with "
-                f"{say(s, dest)}.",
+                f"{s.describe(dest)}.",
                 "moe_router_load_balancing_type",
                 dest,
             )
     if positive(s.moe_router_topk) and s.moe_router_topk >= f.experts:
-        yield broken(
-            s,
-            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs {say(s, 'moe_router_topk')} to be below "
-            f"{say(s, 'num_experts')}: a token's threshold is the best expert that it does not choose.",
+        yield s.violation(
+            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs {s.describe('moe_router_topk')} to "
+            "be below "
+            f"{s.describe('num_experts')}: a token's threshold is the best expert that it does not choose.",
             "moe_router_load_balancing_type",
             "moe_router_topk",
         )
-    elif positive(s.micro_batch_size) and positive(s.seq_length) and not divides(f.experts, s.micro_batch_size * s.seq_length * s.moe_router_topk):
-        yield broken(
-            s,
-            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs an even share per expert: {say(s, 'micro_batch_size')} times "
-            f"{say(s, 'seq_length')} times {say(s, 'moe_router_topk')} must be a multiple of {say(s, 'num_experts')}.",
+    elif (
+        positive(s.micro_batch_size)
+        and positive(s.seq_length)
+        and not divides(f.experts, s.micro_batch_size * s.seq_length * s.moe_router_topk)
+    ):
+        yield s.violation(
+            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs an even share per expert: "
+            f"{s.describe('micro_batch_size')} times "
+            f"{s.describe('seq_length')} times {s.describe('moe_router_topk')} must be a multiple of "
+            f"{s.describe('num_experts')}.",
             "moe_router_load_balancing_type",
             "micro_batch_size",
             "seq_length",
@@ -230,23 +228,23 @@ def quantile_balancing_stands_alone(s: Settings, f: Facts) -> Iterator[Violation
         )
 
 
-def expert_bias_beside_quantiles(s: Settings, f: Facts) -> None:
+def note_expert_bias_with_quantiles(s: Settings, f: DerivedSizes) -> None:
     if f.experts and s.moe_router_enable_expert_bias and "quantile_balancing" in balancing_types(s):
         s.note(
-            f"{s.flag('moe_router_enable_expert_bias')} takes no part in the choice of experts with "
-            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing, which has a bias of its own."
+            f"{s.flag('moe_router_enable_expert_bias')} does not affect the choice of experts with "
+            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing, which has another bias."
         )
 
 
-RESOLVE = (single_values, precise_router, groups_without_choice, expert_bias_beside_quantiles)
+RESOLVE = (resolve_single_values, note_router_dtype, note_groups_without_group_topk, note_expert_bias_with_quantiles)
 CHECKS = (
-    layer_frequency_fits,
-    topk_fits_experts,
-    single_choice_needs_pre_softmax,
-    expert_bias_needs_independent_scores,
-    group_choice_fits,
-    balancing_lists_match,
-    selecting_kinds_stand_alone,
-    selecting_kinds_have_no_loss,
-    quantile_balancing_stands_alone,
+    check_layer_frequency,
+    check_topk,
+    check_top1_pre_softmax,
+    check_expert_bias_scores,
+    check_group_topk,
+    check_balancing_lists,
+    check_selecting_balancing_alone,
+    check_selecting_balancing_coeff,
+    check_quantile_balancing,
 )

@@ -1,18 +1,18 @@
-"""Rules 33-39 and 56-57: sizes of the model, its activations and initialisation."""
+"""Rules 33-39 and 56-57: sizes of the model, activations and initialization."""
 
 from collections.abc import Iterator
 
-from arguments.rules.facts import Facts, broken, divides, positive, quotient, say
+from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Settings, Violation
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 REQUIRED = (*SHAPE, "seq_length", "micro_batch_size")
 
 
-# Derived and normalised values.
+# Derived values.
 
 
-def ffn_size(s: Settings, _f: Facts) -> None:
+def resolve_ffn_hidden_size(s: Settings, _f: DerivedSizes) -> None:
     if s.ffn_hidden_size is not None or not positive(s.hidden_size):
         return
     if s.swiglu:
@@ -23,43 +23,51 @@ def ffn_size(s: Settings, _f: Facts) -> None:
         s.set_derived("ffn_hidden_size", 4 * s.hidden_size, "4 * hidden size")
 
 
-def moe_ffn_size(s: Settings, f: Facts) -> None:
+def resolve_moe_ffn_hidden_size(s: Settings, f: DerivedSizes) -> None:
     if not f.experts or s.moe_ffn_hidden_size is not None or s.ffn_hidden_size is None:
         return
     cuts = s.finermoe_intermediate_granularity
     if cuts is not None:
-        s.set_derived("moe_ffn_hidden_size", quotient(s.ffn_hidden_size, cuts), "--ffn-hidden-size / --finermoe-intermediate-granularity")
+        s.set_derived(
+            "moe_ffn_hidden_size",
+            quotient(s.ffn_hidden_size, cuts),
+            "--ffn-hidden-size / --finermoe-intermediate-granularity",
+        )
     elif s.moe_use_upcycling and divides(s.moe_upcycling_granularity, s.ffn_hidden_size):
-        s.set_derived("moe_ffn_hidden_size", quotient(s.ffn_hidden_size, s.moe_upcycling_granularity), "--ffn-hidden-size / --moe-upcycling-granularity")
+        s.set_derived(
+            "moe_ffn_hidden_size",
+            quotient(s.ffn_hidden_size, s.moe_upcycling_granularity),
+            "--ffn-hidden-size / --moe-upcycling-granularity",
+        )
     else:
         s.note(f"--moe-ffn-hidden-size is not given: each expert is as wide as a dense layer ({s.ffn_hidden_size}).")
         s.set_derived("moe_ffn_hidden_size", s.ffn_hidden_size, "as --ffn-hidden-size")
 
 
-def head_size(s: Settings, _f: Facts) -> None:
+def resolve_kv_channels(s: Settings, _f: DerivedSizes) -> None:
     size = quotient(s.hidden_size, s.num_attention_heads)
     if s.kv_channels is None and size is not None:
         s.set_derived("kv_channels", size, "hidden size / attention heads")
 
 
-def no_experts(s: Settings, _f: Facts) -> None:
+def resolve_no_experts(s: Settings, _f: DerivedSizes) -> None:
     if s.num_experts == 0:
         s.set_derived("num_experts", None, "0 means a dense model")
 
 
-def biases(s: Settings, _f: Facts) -> None:
+def resolve_biases(s: Settings, _f: DerivedSizes) -> None:
     if s.add_bias_linear:
         s.set_derived("add_qkv_bias", True, "linear layers have biases")
     else:
         s.set_derived("bias_gelu_fusion", False, "no biases to fuse")
 
 
-def embedding_std(s: Settings, _f: Facts) -> None:
+def resolve_embedding_std(s: Settings, _f: DerivedSizes) -> None:
     if s.embedding_init_method_std is None:
         s.set_derived("embedding_init_method_std", s.init_method_std, "as --init-method-std")
 
 
-def softmax_in_fp32(s: Settings, _f: Facts) -> None:
+def resolve_softmax_in_fp32(s: Settings, _f: DerivedSizes) -> None:
     if s.apply_query_key_layer_scaling:
         s.set_derived("attention_softmax_in_fp32", True, "query-key layer scaling")
 
@@ -67,29 +75,31 @@ def softmax_in_fp32(s: Settings, _f: Facts) -> None:
 # Checks.
 
 
-def required_are_given(s: Settings, _f: Facts) -> Iterator[Violation]:
-    from_checkpoint = s.use_checkpoint_args and (s.load is not None or s.pretrained_checkpoint is not None or (s.auto_resume and s.save is not None))
+def check_required_given(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    from_checkpoint = s.use_checkpoint_args and (
+        s.load is not None or s.pretrained_checkpoint is not None or (s.auto_resume and s.save is not None)
+    )
     for dest in REQUIRED:
         if getattr(s, dest) is None and not (from_checkpoint and dest in SHAPE):
-            yield broken(s, f"{s.flag(dest)} is missing; there is no default for it.", dest)
+            yield s.violation(f"{s.flag(dest)} is missing; there is no default for it.", dest)
 
 
-def positions_cover_sequence(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_max_positions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if positive(s.seq_length) and positive(s.max_position_embeddings) and s.seq_length > s.max_position_embeddings:
-        yield broken(
-            s,
-            f"{say(s, 'seq_length')} is longer than {say(s, 'max_position_embeddings')}: a sequence would have tokens "
+        yield s.violation(
+            f"{s.describe('seq_length')} is longer than {s.describe('max_position_embeddings')}: a sequence would "
+            "have tokens "
             "without a position.",
             "seq_length",
             "max_position_embeddings",
         )
 
 
-def heads_divide_hidden(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_head_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.kv_channels is None and not divides(s.num_attention_heads, s.hidden_size):
-        yield broken(
-            s,
-            f"{say(s, 'hidden_size')} must be a multiple of {say(s, 'num_attention_heads')}, or give --kv-channels: "
+        yield s.violation(
+            f"{s.describe('hidden_size')} must be a multiple of {s.describe('num_attention_heads')}, or give "
+            "--kv-channels: "
             "the size of one head.",
             "hidden_size",
             "num_attention_heads",
@@ -97,50 +107,61 @@ def heads_divide_hidden(s: Settings, _f: Facts) -> Iterator[Violation]:
         )
 
 
-def rotated_channels_come_in_pairs(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_rotary_channels(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Rotary positions rotate channels two by two; an odd number is rounded up."""
     if s.position_embedding_type not in ("rope", "yarn"):
         return
     if s.multi_latent_attention:
         if positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim % 2:
-            yield broken(s, f"{say(s, 'qk_pos_emb_head_dim')} must be even: positions rotate channels in pairs.", "qk_pos_emb_head_dim")
+            yield s.violation(
+                f"{s.describe('qk_pos_emb_head_dim')} must be even: positions rotate channels in pairs.",
+                "qk_pos_emb_head_dim",
+            )
         return
     if not positive(s.kv_channels) or not 0 < s.rotary_percent <= 1:
         return
     rotated = int(s.kv_channels * s.rotary_percent)
     if rotated == 0:
-        yield broken(s, f"{say(s, 'rotary_percent')} of {say(s, 'kv_channels')} leaves no channel to rotate; give --position-embedding-type none "
-                     "for attention without positions.", "rotary_percent", "kv_channels")
+        yield s.violation(
+            f"{s.describe('rotary_percent')} of {s.describe('kv_channels')} leaves no channel to rotate; give "
+            "--position-embedding-type none "
+            "for attention without positions.",
+            "rotary_percent",
+            "kv_channels",
+        )
     elif rotated + rotated % 2 > s.kv_channels:
-        yield broken(s, f"{say(s, 'kv_channels')} must be even: positions rotate channels in pairs.", "kv_channels", "num_attention_heads")
+        yield s.violation(
+            f"{s.describe('kv_channels')} must be even: positions rotate channels in pairs.",
+            "kv_channels",
+            "num_attention_heads",
+        )
 
 
-def groups_divide_heads(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_query_groups(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.group_query_attention or s.multi_latent_attention:
         return
     if not positive(s.num_query_groups):
-        yield broken(s, f"{say(s, 'num_query_groups')} must be at least 1.", "num_query_groups")
+        yield s.violation(f"{s.describe('num_query_groups')} must be at least 1.", "num_query_groups")
     elif not divides(s.num_query_groups, s.num_attention_heads):
-        yield broken(
-            s,
-            f"{say(s, 'num_attention_heads')} must be a multiple of {say(s, 'num_query_groups')}: each group of heads "
+        yield s.violation(
+            f"{s.describe('num_attention_heads')} must be a multiple of {s.describe('num_query_groups')}: each group "
+            "of heads "
             "shares one key and value.",
             "num_query_groups",
             "num_attention_heads",
         )
 
 
-def expert_width_needs_experts(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_expert_width_needs_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_ffn_hidden_size is not None and s.num_experts is None:
-        yield broken(
-            s,
-            f"{say(s, 'moe_ffn_hidden_size')} needs --num-experts; for a dense model use --ffn-hidden-size.",
+        yield s.violation(
+            f"{s.describe('moe_ffn_hidden_size')} needs --num-experts; for a dense model use --ffn-hidden-size.",
             "moe_ffn_hidden_size",
             "num_experts",
         )
 
 
-def widths_divide_over_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_widths_per_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     has_dense = f.moe_layers is None or not all(f.moe_layers)
     for dest, parts, size in (
         ("ffn_hidden_size" if has_dense else None, "tensor_model_parallel_size", f.tp),
@@ -149,35 +170,44 @@ def widths_divide_over_ranks(s: Settings, f: Facts) -> Iterator[Violation]:
         ("padded_vocab_size", "tensor_model_parallel_size", f.tp),
     ):
         if dest is not None and not divides(size, getattr(s, dest)):
-            yield broken(s, f"{say(s, dest)} must be a multiple of {say(s, parts)}.", dest, parts)
+            yield s.violation(f"{s.describe(dest)} must be a multiple of {s.describe(parts)}.", dest, parts)
 
 
-def padded_vocabulary_holds_vocabulary(s: Settings, _f: Facts) -> Iterator[Violation]:
-    counts = s.tokenizer_type is None or s.tokenizer_type.startswith("Null")  # a tokenizer of text knows its vocabulary itself
+def check_padded_vocab_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    counts = s.tokenizer_type is None or s.tokenizer_type.startswith(
+        "Null"
+    )  # a tokenizer of text knows its vocabulary itself
     if counts and positive(s.vocab_size) and positive(s.padded_vocab_size) and s.padded_vocab_size < s.vocab_size:
-        yield broken(
-            s,
-            f"{say(s, 'padded_vocab_size')} is smaller than {say(s, 'vocab_size')}.",
+        yield s.violation(
+            f"{s.describe('padded_vocab_size')} is smaller than {s.describe('vocab_size')}.",
             "padded_vocab_size",
             "vocab_size",
         )
 
 
-def one_activation(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_one_activation(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     chosen = [dest for dest in ("swiglu", "squared_relu", "quick_geglu") if getattr(s, dest)]
     if len(chosen) > 1:
-        yield broken(s, f"Use only one of {' and '.join(s.flag(d) for d in chosen)}: each is an activation.", *chosen)
+        yield s.violation(f"Use only one of {' and '.join(s.flag(d) for d in chosen)}: each is an activation.", *chosen)
 
 
-RESOLVE = (no_experts, ffn_size, moe_ffn_size, head_size, biases, embedding_std, softmax_in_fp32)
+RESOLVE = (
+    resolve_no_experts,
+    resolve_ffn_hidden_size,
+    resolve_moe_ffn_hidden_size,
+    resolve_kv_channels,
+    resolve_biases,
+    resolve_embedding_std,
+    resolve_softmax_in_fp32,
+)
 CHECKS = (
-    required_are_given,
-    positions_cover_sequence,
-    heads_divide_hidden,
-    rotated_channels_come_in_pairs,
-    groups_divide_heads,
-    expert_width_needs_experts,
-    widths_divide_over_ranks,
-    padded_vocabulary_holds_vocabulary,
-    one_activation,
+    check_required_given,
+    check_max_positions,
+    check_head_size,
+    check_rotary_channels,
+    check_query_groups,
+    check_expert_width_needs_experts,
+    check_widths_per_rank,
+    check_padded_vocab_size,
+    check_one_activation,
 )

@@ -1,63 +1,77 @@
 """Rules 40-44, 48-49: batch sizes, the length of training, warmup and decay, evaluation."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from arguments.rules.batch_schedule import read_batch_schedule
-from arguments.rules.facts import Facts, as_list, broken, divides, positive, say
+from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.settings import Settings, Violation
+from arguments.training import parse_batch_schedule
 
 GBS, MBS = "global_batch_size", "micro_batch_size"
 ITERATIONS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
 
-def _per_microstep(s: Settings, f: Facts, micro: object) -> int | None:
-    """Samples that all data ranks take in one forward pass."""
+def _samples_per_microstep(s: Settings, f: DerivedSizes, micro: object) -> int | None:
+    """Return the samples of one forward pass on all data ranks."""
     return None if f.dp is None or not positive(micro) else micro * f.dp
 
 
-# Derived and normalised values.
+# Derived values.
 
 
-def batch_size(s: Settings, f: Facts) -> None:
-    samples = _per_microstep(s, f, s.micro_batch_size)
+def resolve_global_batch_size(s: Settings, f: DerivedSizes) -> None:
+    samples = _samples_per_microstep(s, f, s.micro_batch_size)
     if s.global_batch_size is None and samples is not None:
         s.set_derived(GBS, samples, f"micro batch size * {f.dp} data ranks")
 
 
-def eval_batch_sizes(s: Settings, f: Facts) -> None:
+def resolve_eval_batch_sizes(s: Settings, f: DerivedSizes) -> None:
     if s.eval_micro_batch_size is None and s.micro_batch_size is not None:
         s.set_derived("eval_micro_batch_size", s.micro_batch_size, "as --micro-batch-size")
     if s.eval_global_batch_size is None and s.global_batch_size is not None:
-        size, step = s.global_batch_size, _per_microstep(s, f, s.eval_micro_batch_size)
+        size, step = s.global_batch_size, _samples_per_microstep(s, f, s.eval_micro_batch_size)
         if s.decrease_batch_size_if_needed and step is not None and size > step:
             size -= size % step
         s.set_derived("eval_global_batch_size", size, "as --global-batch-size")
 
 
-OF_TRAINING = (
-    "save", "async_save", "exit_interval", "exit_duration_in_mins", "exit_signal_handler", "iterations_to_skip", "record_step", "dump_step",
-    "error_injection_rate", "rampup_batch_size", "profile", "auto_resume",
-)  # fmt: skip
-"""Flags of which an evaluation does nothing, besides those that say how long a training is."""
+TRAINING_ONLY = (
+    "save",
+    "async_save",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "exit_signal_handler",
+    "iterations_to_skip",
+    "record_step",
+    "dump_step",
+    "error_injection_rate",
+    "rampup_batch_size",
+    "profile",
+    "auto_resume",
+)
+"""Flags without effect in an evaluation, besides those that set the length of training."""
 
 
-def evaluation_says_what_it_leaves_out(s: Settings, _f: Facts) -> None:
-    if not s.evaluates_only:
+def note_flags_without_effect_in_eval(s: Settings, _f: DerivedSizes) -> None:
+    if not s.is_eval_only:
         return
-    skip, idle = s.flag("skip_train"), [s.flag(dest) for dest in OF_TRAINING if s.given(dest) and getattr(s, dest)]
-    if idle:
-        s.note(f"{', '.join(idle)} with {skip}: no effect, nothing is trained or saved.")
+    skip = s.flag("skip_train")
+    unused = [s.flag(dest) for dest in TRAINING_ONLY if s.given(dest) and getattr(s, dest)]
+    if unused:
+        s.note(f"{', '.join(unused)} with {skip}: no effect, because nothing is trained or saved.")
     if s.eval_iters == 0 and not s.full_validation:
         s.note(f"{s.flag('eval_iters')} 0 with {skip}: nothing is evaluated; give --eval-iters N or --full-validation.")
     if s.load is None and s.pretrained_checkpoint is None and s.init_from is None:
-        s.note(f"{skip} without --load: the weights that are evaluated are initial ones.")
+        s.note(f"{skip} without --load: the initial weights are evaluated.")
 
 
-def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
-    """A batch of evaluation that nobody typed is rounded down to what these ranks can divide among them; there is no other batch then."""
-    dest, step = "eval_global_batch_size", _per_microstep(s, f, s.eval_micro_batch_size)
-    if not s.evaluates_only or s.given(dest) or s.given(GBS) or step is None or not positive(s.eval_global_batch_size):
+def resolve_eval_batch_of_ranks(s: Settings, f: DerivedSizes) -> None:
+    """Round a derived evaluation batch down to what these ranks can divide; an evaluation has no other batch."""
+    dest, step = "eval_global_batch_size", _samples_per_microstep(s, f, s.eval_micro_batch_size)
+    if not s.is_eval_only or s.given(dest) or s.given(GBS) or not positive(s.eval_global_batch_size):
+        return
+    if step is None or f.dp is None:
         return
     size = s.eval_global_batch_size
     if size % step and size % f.dp == 0 and not s.given("eval_micro_batch_size") and not s.given("micro_batch_size"):
@@ -69,17 +83,21 @@ def evaluation_batch_fits_the_ranks(s: Settings, f: Facts) -> None:
         step = smaller * f.dp
     if size % step:
         s.set_derived(dest, max(size // step, 1) * step, f"a multiple of {step} near {size}")
-        s.note(f"an evaluation batch of {size} samples does not divide among {f.dp} data ranks with micro-batches of {s.eval_micro_batch_size}: "
-               f"{s.eval_global_batch_size} are taken, so the evaluation reads {s.eval_iters} x {s.eval_global_batch_size} samples.")
+        s.note(
+            f"an evaluation batch of {size} samples does not divide among {f.dp} data ranks with micro-batches of "
+            f"{s.eval_micro_batch_size}: "
+            f"{s.eval_global_batch_size} are used, so the evaluation reads {s.eval_iters} x "
+            f"{s.eval_global_batch_size} samples."
+        )
     s.set_derived(GBS, s.eval_global_batch_size, "as the batch of evaluation")
 
 
-def evaluation_loads_no_optimizer(s: Settings, _f: Facts) -> None:
-    if s.evaluates_only:
+def resolve_eval_load_optim(s: Settings, _f: DerivedSizes) -> None:
+    if s.is_eval_only:
         s.set_derived("no_load_optim", True, "--skip-train")
 
 
-def iterations_of_samples(s: Settings, _f: Facts) -> None:
+def resolve_train_iters(s: Settings, _f: DerivedSizes) -> None:
     if (
         s.train_iters is None
         and positive(s.train_samples)
@@ -89,8 +107,8 @@ def iterations_of_samples(s: Settings, _f: Facts) -> None:
         s.set_derived("train_iters", s.train_samples // s.global_batch_size, "training samples / global batch size")
 
 
-def decay_length(s: Settings, _f: Facts) -> None:
-    """Decay over the whole training unless told otherwise; the source of `train_iters` tells which unit counts."""
+def resolve_decay_length(s: Settings, _f: DerivedSizes) -> None:
+    """Decay over the full training by default; the source of `train_iters` determines the unit."""
     if s.train_samples is not None and s.source["train_iters"] in ("default", "derived"):
         if s.lr_decay_samples is None:
             s.set_derived("lr_decay_samples", s.train_samples, "as --train-samples")
@@ -101,10 +119,10 @@ def decay_length(s: Settings, _f: Facts) -> None:
 # Checks.
 
 
-def batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
-    step = _per_microstep(s, f, s.micro_batch_size)
+def check_global_batch_size(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    step = _samples_per_microstep(s, f, s.micro_batch_size)
     if s.global_batch_size is not None and not positive(s.global_batch_size):
-        yield broken(s, f"{say(s, GBS)} must be above 0.", GBS)
+        yield s.violation(f"{s.describe(GBS)} must be above 0.", GBS)
     elif s.decrease_batch_size_if_needed and step is not None and positive(s.global_batch_size):
         if s.global_batch_size < step:
             yield _batch_violation(s, f, GBS, MBS, s.global_batch_size, "at least")
@@ -112,70 +130,63 @@ def batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
         yield _batch_violation(s, f, GBS, MBS, s.global_batch_size, "a multiple of")
 
 
-def _batch_violation(s: Settings, f: Facts, batch: str, micro: str, size: int, need: str) -> Violation:
+def _batch_violation(s: Settings, f: DerivedSizes, batch: str, micro: str, size: Any, need: str) -> Violation:
     step = getattr(s, micro) * f.dp
-    shown = say(s, batch) if getattr(s, batch) == size else f"{say(s, batch)}: a batch of {size}"
+    shown = s.describe(batch) if getattr(s, batch) == size else f"{s.describe(batch)}: a batch of {size}"
     nearest = sorted({max(size // step, 1) * step, -(-size // step) * step})
     text = (
-        f"{shown} must be {need} {step} ({say(s, micro)} on each of {f.dp} data ranks), for example "
+        f"{shown} must be {need} {step} ({s.describe(micro)} on each of {f.dp} data ranks), for example "
         f"{' or '.join(map(str, nearest))}."
     )
-    return broken(s, text, batch, micro)
+    return s.violation(text, batch, micro)
 
 
-def eval_batch_divides(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_eval_batch_sizes(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     batch, micro = "eval_global_batch_size", "eval_micro_batch_size"
     for dest in (batch, micro):
         if s.given(dest) and not positive(getattr(s, dest)):
-            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
-    step = _per_microstep(s, f, s.eval_micro_batch_size)
+            yield s.violation(f"{s.describe(dest)} must be above 0.", dest)
+    step = _samples_per_microstep(s, f, s.eval_micro_batch_size)
     if (s.given(batch) or s.given(micro)) and not divides(step, s.eval_global_batch_size):
         yield _batch_violation(s, f, batch, micro, s.eval_global_batch_size, "a multiple of")
 
 
-def step_schedule_stands_alone(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_step_schedule_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "step_batch_size_schedule"
     if s.step_batch_size_schedule is None:
         return
     for other in (GBS, "decrease_batch_size_if_needed", "rampup_batch_size"):
         if s.given(other):
-            yield broken(
-                s,
-                f"{say(s, dest)} cannot be combined with {say(s, other)}: the schedule sets the batch size.",
+            yield s.violation(
+                f"{s.describe(dest)} cannot be combined with {s.describe(other)}: the schedule sets the batch size.",
                 dest,
                 other,
             )
 
 
-def step_schedule_is_sound(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_step_schedule(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     dest = "step_batch_size_schedule"
     if s.step_batch_size_schedule is None:
         return
-    try:
-        entries = read_batch_schedule(s.step_batch_size_schedule)
-    except ValueError as error:
-        yield broken(s, f"{say(s, dest)}: {error}.", dest)
-        return
-    step = _per_microstep(s, f, s.micro_batch_size)
-    for _, batch in entries:
+    step = _samples_per_microstep(s, f, s.micro_batch_size)
+    for _, batch in parse_batch_schedule(s.step_batch_size_schedule):
         if not divides(step, batch):
             yield _batch_violation(s, f, dest, MBS, batch, "a multiple of")
 
 
-def rampup_is_sound(s: Settings, f: Facts) -> Iterator[Violation]:
+def check_rampup(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     ramp, dest = as_list(s.rampup_batch_size), "rampup_batch_size"
     if not ramp or not positive(s.global_batch_size) or len(ramp) != 3:
         return
     start, increment, samples = ramp
-    step = _per_microstep(s, f, s.micro_batch_size)
+    step = _samples_per_microstep(s, f, s.micro_batch_size)
     if not positive(start) or not positive(increment) or samples < 0:
-        yield broken(
-            s, f"{say(s, dest)}: start and increment must be above 0, the number of samples not negative.", dest
+        yield s.violation(
+            f"{s.describe(dest)}: start and increment must be above 0, the number of samples not negative.", dest
         )
     elif start > s.global_batch_size or (s.global_batch_size - start) % increment:
-        yield broken(
-            s,
-            f"{say(s, dest)} must reach {say(s, GBS)} from {start} in whole increments of {increment}.",
+        yield s.violation(
+            f"{s.describe(dest)} must reach {s.describe(GBS)} from {start} in increments of {increment}.",
             dest,
             GBS,
         )
@@ -185,129 +196,145 @@ def rampup_is_sound(s: Settings, f: Facts) -> Iterator[Violation]:
                 yield _batch_violation(s, f, dest, MBS, size, "a multiple of")
 
 
-def one_training_length(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_training_length(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     iters_given = s.given("train_iters")
     if iters_given and s.train_samples is not None:
-        yield broken(
-            s,
-            f"Use only one of {say(s, 'train_iters')} and {say(s, 'train_samples')}: training is counted in one unit.",
+        yield s.violation(
+            f"Use only one of {s.describe('train_iters')} and {s.describe('train_samples')}: training is counted in "
+            "one unit.",
             "train_iters",
             "train_samples",
         )
     elif not iters_given and s.train_samples is None and (not s.skip_train or s.moe_use_upcycling):
-        yield broken(
-            s,
+        yield s.violation(
             "The length of training is missing: give --train-iters or --train-samples.",
             "train_iters",
             "train_samples",
         )
 
 
-def schedule_uses_the_training_unit(s: Settings, _f: Facts) -> Iterator[Violation]:
-    if s.evaluates_only or s.given("train_iters") == (s.train_samples is not None):
+def check_schedule_unit(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.is_eval_only or s.given("train_iters") == (s.train_samples is not None):
         return
     length, strangers = ("train_iters", SAMPLES) if s.given("train_iters") else ("train_samples", ITERATIONS)
     for dest in strangers:
         if s.given(dest) and getattr(s, dest):
             unit = "iterations" if length == "train_iters" else "samples"
-            yield broken(
-                s, f"{say(s, dest)} does not fit {say(s, length)}: this training is counted in {unit}.", dest, length
+            yield s.violation(
+                f"{s.describe(dest)} does not fit {s.describe(length)}: this training is counted in {unit}.",
+                dest,
+                length,
             )
 
 
-def one_warmup(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_one_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.lr_warmup_fraction is None:
         return
     for dest in ("lr_warmup_iters", "lr_warmup_samples"):
         if getattr(s, dest):
-            yield broken(
-                s,
-                f"Use only one of {say(s, 'lr_warmup_fraction')} and {say(s, dest)}.",
+            yield s.violation(
+                f"Use only one of {s.describe('lr_warmup_fraction')} and {s.describe(dest)}.",
                 "lr_warmup_fraction",
                 dest,
             )
 
 
-def warmup_ends_before_decay(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_warmup_length(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for warmup, decay in (("lr_warmup_iters", "lr_decay_iters"), ("lr_warmup_samples", "lr_decay_samples")):
         steps, length = getattr(s, warmup), getattr(s, decay)
         if steps and positive(length) and steps >= length:
-            yield broken(
-                s,
-                f"{say(s, warmup)} must be below {say(s, decay)}: warmup is the beginning of the decay length.",
+            yield s.violation(
+                f"{s.describe(warmup)} must be below {s.describe(decay)}: warmup is the beginning of the decay length.",
                 warmup,
                 decay,
             )
 
 
-def wsd_has_a_decay(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_wsd_decay(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
-        yield broken(
-            s,
-            f"{say(s, 'lr_decay_style')} needs --lr-wsd-decay-iters (or -samples): how long the final decay lasts.",
+        yield s.violation(
+            f"{s.describe('lr_decay_style')} needs --lr-wsd-decay-iters (or -samples): how long the final decay lasts.",
             "lr_decay_style",
             "lr_wsd_decay_iters",
         )
 
 
-def evaluation_is_scheduled(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_eval_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.eval_interval is None and not s.skip_train and not s.full_validation and s.eval_iters != 0:
-        yield broken(
-            s,
+        yield s.violation(
             f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or "
             "--eval-iters 0 for none).",
             "eval_interval",
         )
 
 
-def memory_log_follows_log(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_log_memory_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not divides(s.log_interval, s.log_memory_interval):
-        yield broken(
-            s,
-            f"{say(s, 'log_memory_interval')} must be a multiple of {say(s, 'log_interval')}.",
+        yield s.violation(
+            f"{s.describe('log_memory_interval')} must be a multiple of {s.describe('log_interval')}.",
             "log_memory_interval",
             "log_interval",
         )
 
 
-def checks_have_intervals(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_check_intervals(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval"):
         if getattr(s, dest) is not None and getattr(s, dest) <= 0:
-            yield broken(s, f"{say(s, dest)} must be above 0.", dest)
+            yield s.violation(f"{s.describe(dest)} must be above 0.", dest)
 
 
-def a_spike_is_above_the_rest(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_loss_spike_factor(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.loss_spike_factor is not None and s.loss_spike_factor <= 1:
-        yield broken(s, f"{say(s, 'loss_spike_factor')} must be above 1: half of all losses are above their median.", "loss_spike_factor")
+        yield s.violation(
+            f"{s.describe('loss_spike_factor')} must be above 1: half of all losses are above their median.",
+            "loss_spike_factor",
+        )
 
 
-def sharded_weights_are_held_once(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_weight_hash_needs_replicas(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest, sharding = "check_weight_hash_across_dp_replicas_interval", "data_parallel_sharding_strategy"
-    if s.use_megatron_fsdp and getattr(s, dest) is not None and s.data_parallel_sharding_strategy == "optim_grads_params":
-        yield broken(s, f"{say(s, dest)} with {say(s, sharding)}: no weight is held by two ranks, there is nothing to compare.", dest, sharding)
+    if (
+        s.use_megatron_fsdp
+        and getattr(s, dest) is not None
+        and s.data_parallel_sharding_strategy == "optim_grads_params"
+    ):
+        yield s.violation(
+            f"{s.describe(dest)} with {s.describe(sharding)}: no two ranks hold the same weight, so there is nothing "
+            "to compare.",
+            dest,
+            sharding,
+        )
 
 
-def switch_has_a_port(s: Settings, _f: Facts) -> Iterator[Violation]:
+def check_straggler_port(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.straggler_ctrlr_port > 65535:
-        yield broken(s, f"{say(s, 'straggler_ctrlr_port')}: the number of a port is at most 65535.", "straggler_ctrlr_port")
+        yield s.violation(f"{s.describe('straggler_ctrlr_port')}: a port is at most 65535.", "straggler_ctrlr_port")
 
 
-RESOLVE = (batch_size, eval_batch_sizes, evaluation_batch_fits_the_ranks, evaluation_loads_no_optimizer, evaluation_says_what_it_leaves_out, iterations_of_samples, decay_length)
+RESOLVE = (
+    resolve_global_batch_size,
+    resolve_eval_batch_sizes,
+    resolve_eval_batch_of_ranks,
+    resolve_eval_load_optim,
+    note_flags_without_effect_in_eval,
+    resolve_train_iters,
+    resolve_decay_length,
+)
 CHECKS = (
-    batch_divides,
-    eval_batch_divides,
-    step_schedule_stands_alone,
-    step_schedule_is_sound,
-    rampup_is_sound,
-    one_training_length,
-    schedule_uses_the_training_unit,
-    one_warmup,
-    warmup_ends_before_decay,
-    wsd_has_a_decay,
-    evaluation_is_scheduled,
-    memory_log_follows_log,
-    checks_have_intervals,
-    a_spike_is_above_the_rest,
-    sharded_weights_are_held_once,
-    switch_has_a_port,
+    check_global_batch_size,
+    check_eval_batch_sizes,
+    check_step_schedule_conflicts,
+    check_step_schedule,
+    check_rampup,
+    check_training_length,
+    check_schedule_unit,
+    check_one_warmup,
+    check_warmup_length,
+    check_wsd_decay,
+    check_eval_interval,
+    check_log_memory_interval,
+    check_check_intervals,
+    check_loss_spike_factor,
+    check_weight_hash_needs_replicas,
+    check_straggler_port,
 )

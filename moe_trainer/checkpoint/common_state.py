@@ -1,7 +1,7 @@
-"""The non-tensor part of a checkpoint, in Megatron's shape with ours beside it.
+"""The non-tensor part of a checkpoint, in Megatron's format, with an entry of this program.
 
 Megatron's loader finds what it looks for (args, iteration, checkpoint_version, optimizer, opt_param_scheduler, ...);
-the entry `moe_trainer` holds what only we need, in plain types, so that a resumed run goes on bit for bit.
+the entry `moe_trainer` holds what only this program needs, in builtin types, for bitwise resume.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.made_index import MadeIndex
 from moe_trainer.checkpoint.optimizer_record import content_metadata, optimizer_entry
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.reading import read_object
-from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, plain
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, to_builtin
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata
 
 KEY = "common_state/shard_0_1"
 OLD_FILE = "common.pt"
-_OURS = "moe_trainer"
+_NATIVE_ENTRY = "moe_trainer"
 _STEPS = ("common_step", "step")
 _WITHOUT_STEPS = ("sgd", "lion")  # optimizers of Megatron-LM that do not count theirs
 # counters that Megatron keeps in its args
@@ -48,7 +48,7 @@ def dump_file(common: Mapping[str, Any]) -> bytes:
 
 def build(state: CheckpointState, optimizer_scalars: Mapping[str, Any] | None) -> dict[str, Any]:
     """The content of the common_state entry."""
-    args = argparse.Namespace(**plain(dict(state.args)))
+    args = argparse.Namespace(**to_builtin(dict(state.args)))
     for name in _COUNTERS:
         setattr(args, name, getattr(state, name))
     common: dict[str, Any] = {
@@ -56,14 +56,14 @@ def build(state: CheckpointState, optimizer_scalars: Mapping[str, Any] | None) -
         "checkpoint_version": 3.0,
         "iteration": state.iteration,
         "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
-        "opt_param_scheduler": plain(dict(state.scheduler)),
+        "opt_param_scheduler": to_builtin(dict(state.scheduler)),
         "content_metadata": content_metadata(state.args),
-        _OURS: {"version": 1, "extra": plain(dict(state.extra))},
+        _NATIVE_ENTRY: {"version": 1, "extra": to_builtin(dict(state.extra))},
     }
     if optimizer_scalars is not None:
-        scalars = plain(dict(optimizer_scalars))
-        common[_OURS]["optimizer"] = scalars
-        common["optimizer"] = plain(optimizer_entry(state.args, scalars))
+        scalars = to_builtin(dict(optimizer_scalars))
+        common[_NATIVE_ENTRY]["optimizer"] = scalars
+        common["optimizer"] = to_builtin(optimizer_entry(state.args, scalars))
     return common
 
 
@@ -72,7 +72,7 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
 
     Raises: CheckpointError when it is missing or damaged.
     """
-    if isinstance(index, MadeIndex) and index.common:
+    if isinstance(index, VirtualMetadata) and index.common:
         check_types(folder, index.common)
         return index.common
     if KEY in index.state_dict_metadata:
@@ -91,18 +91,30 @@ def read(folder: Path, index: Metadata) -> dict[str, Any]:
 
 
 def check_types(folder: Path, common: Mapping[str, Any]) -> None:
-    """Raises: DamagedError when the values are not of the types that a run goes on from."""
+    """Check the types of the values that a run resumes from.
+
+    Raises:
+        DamagedError: naming the first wrong value.
+    """
     try:
         state, scalars, _ = parse(common)
         for name in ("iteration", *_COUNTERS):
             _count(name, getattr(state, name))
         if not 0 <= float(state.num_floating_point_operations_so_far) < math.inf:
-            raise ValueError(f"num_floating_point_operations_so_far is {state.num_floating_point_operations_so_far!r:.60}")
+            raise ValueError(
+                f"num_floating_point_operations_so_far is {state.num_floating_point_operations_so_far!r:.60}"
+            )
         _count("opt_param_scheduler.num_steps", state.scheduler.get("num_steps", 0))
         for name, value in state.scheduler.items():
-            if not (value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))):
+            if not (
+                value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+            ):
                 raise ValueError(f"opt_param_scheduler.{name} is {value!r:.60}")
-        for what, value in (("moe_trainer.extra", state.extra), ("optimizer", scalars), ("grad_scaler", scalars.get("grad_scaler") or {})):
+        for what, value in (
+            ("moe_trainer.extra", state.extra),
+            ("optimizer", scalars),
+            ("grad_scaler", scalars.get("grad_scaler") or {}),
+        ):
             if not isinstance(value, dict):
                 raise ValueError(f"{what} is {value!r:.60}")
         if "step" in scalars:
@@ -113,30 +125,30 @@ def check_types(folder: Path, common: Mapping[str, Any]) -> None:
 
 def _count(name: str, value: Any) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{name} is {value!r:.60}, and a whole number from 0 is needed")
+        raise ValueError(f"{name} is {value!r:.60}, a non-negative integer is needed")
 
 
 def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], bool]:
     """Return (state, optimizer scalars, whether Megatron-LM wrote it) from a decoded common state."""
-    args = plain(common["args"])
-    ours = common.get(_OURS)
+    args = to_builtin(common["args"])
+    native = common.get(_NATIVE_ENTRY)
     counters = {name: args.pop(name, 0) or 0 for name in _COUNTERS}
     values = {
         "iteration": int(common.get("iteration", 0)),
         "args": args,
         "num_floating_point_operations_so_far": common.get("num_floating_point_operations_so_far", 0.0),
-        "scheduler": plain(common.get("opt_param_scheduler") or {}),
-        "extra": ours["extra"] if ours else {},
+        "scheduler": to_builtin(common.get("opt_param_scheduler") or {}),
+        "extra": native["extra"] if native else {},
         **counters,
     }
     assert set(values) == {item.name for item in fields(CheckpointState)}
     uncounted = {"step": values["iteration"]} if args.get("optimizer") in _WITHOUT_STEPS else {}
-    scalars = ours.get("optimizer", {}) if ours else uncounted | _megatron_scalars(common.get("optimizer"))
-    return CheckpointState(**values), scalars, ours is None
+    scalars = native.get("optimizer", {}) if native else uncounted | _megatron_scalars(common.get("optimizer"))
+    return CheckpointState(**values), scalars, native is None
 
 
 def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
-    """The scalars of Megatron's optimizers (plain, mixed precision, or a chain of several) under our names."""
+    """The scalars of Megatron's optimizers (plain, mixed precision, or a chain of several) under the names of this program."""
     found: dict[str, Any] = {}
     steps: dict[str, int] = {}
 
@@ -146,7 +158,7 @@ def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
                 if key in _STEPS and isinstance(item, (int, float, torch.Tensor)):
                     steps.setdefault(key, int(item))
                 elif key == "grad_scaler" and isinstance(item, dict):
-                    found.setdefault("grad_scaler", plain(item))
+                    found.setdefault("grad_scaler", to_builtin(item))
                 else:
                     visit(item)
         elif isinstance(value, (list, tuple)):

@@ -1,16 +1,17 @@
-"""Folders and small files of a checkpoint directory, and how a new checkpoint comes into being without ever being half there.
+"""Folders and small files of a checkpoint directory, and how a checkpoint is committed atomically.
 
-    SAVE/iter_0000010/                       complete, or not there
-    SAVE/iter_0000015.tmp-<host>-<pid>/      being written; left behind by a killed run, removed at the next save
-    SAVE/iter_0000010.old-<host>-<pid>/      replaced by a new save of the same iteration, about to be removed
-    SAVE/latest_checkpointed_iteration.txt   the tracker: a number, or the word release
-    SAVE/progress.txt                        with --log-progress
-    SAVE/.in_use                             locked by the run that saves here
-
-A save writes everything beside, flushes it to disk, writes metadata.json last, renames, and then replaces the tracker.
-Both renames are atomic, so a kill leaves the tracker pointing at a complete checkpoint at every moment. When the same
-iteration is saved again, the old folder steps aside for an instant; `find` takes it back if a kill falls between.
+SAVE/iter_0000010/                       complete
+SAVE/iter_0000015.tmp-<host>-<pid>/      being written; a killed run leaves it, and the next save removes it
+SAVE/iter_0000010.old-<host>-<pid>/      replaced by a new save of the same iteration, about to be removed
+SAVE/latest_checkpointed_iteration.txt   the tracker: a number, or the word release
+SAVE/progress.txt                        with --log-progress
+SAVE/.in_use                             locked by the run that saves here
 """
+
+# A save writes everything to a staging folder, flushes it to disk, writes metadata.json last, renames the folder, and
+# then replaces the tracker. Both renames are atomic, so the tracker names a complete checkpoint at every moment. When
+# the same iteration is saved again, the old folder is renamed first; `checkpoint_folder` finds it if a kill falls
+# between the two renames, and `recover_interrupted_rename` restores its name where saving or loading starts.
 
 import errno
 import fcntl
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.io import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +35,31 @@ INDEX = ".metadata"
 INTEGRITY = "integrity.json"
 LOCK = ".in_use"
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
-_ASIDE = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
+_STAGING = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
 _PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
-# a leftover of another host is taken for dead when nothing in it has changed for this long
-_FOREIGN_AGE_SECONDS = 900.0
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                    "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt", "chat_template.jinja")
+# a temporary of another host is stale when nothing in it has changed for this long
+_STALE_AGE_S = 900.0
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.txt",
+    "chat_template.jinja",
+)
 
 
 def folder_name(iteration: int) -> str:
-    """iter_0000010"""
+    """Return the name of an iteration's folder, as iter_0000010."""
     return f"iter_{iteration:07d}"
 
 
-def aside(directory: Path, iteration: int, kind: str) -> Path:
-    """Where this process keeps an unfinished ("tmp") or replaced ("old") checkpoint."""
+def staging_path(directory: Path, iteration: int, kind: str) -> Path:
+    """Return where this process keeps an unfinished ("tmp") or replaced ("old") checkpoint."""
     return directory / f"{folder_name(iteration)}.{kind}-{socket.gethostname()}-{os.getpid()}"
 
 
@@ -55,9 +67,10 @@ MAX_ITERATION_DIGITS = 18
 
 
 def read_tracker(directory: Path) -> int | str | None:
-    """The tracker's iteration, or "release", or None when there is no tracker.
+    """Return the tracker's iteration, or "release", or None without a tracker.
 
-    Raises: CheckpointError when it holds anything else.
+    Raises:
+        CheckpointError: if it holds anything else.
     """
     path = directory / TRACKER
     try:
@@ -69,24 +82,22 @@ def read_tracker(directory: Path) -> int | str | None:
     if text == "release":
         return text
     if not text.isdecimal() or len(text) > MAX_ITERATION_DIGITS:
-        raise CheckpointError(f"{path} holds {text[:40]!r}; an iteration number or the word release is needed. "
-                              + describe_complete(directory))
+        raise CheckpointError(
+            f"{path} holds {text[:40]!r}; an iteration number or the word release is needed. "
+            + describe_complete(directory)
+        )
     return int(text)
 
 
 def write_tracker(directory: Path, iteration: int | str) -> None:
-    """Replace the tracker at once, and flush it."""
-    partial = directory / f"{TRACKER}.tmp-{socket.gethostname()}-{os.getpid()}"
-    with open(partial, "w") as stream:
-        stream.write(str(iteration))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, directory / TRACKER)
+    """Replace the tracker atomically and flush it to disk."""
+    with atomic_write(directory / TRACKER, sync=True) as file:
+        file.write(str(iteration))
     flush_folder(directory)
 
 
 def flush_folder(folder: Path) -> None:
-    """Put the folder's entries (not the files' content) on disk."""
+    """Flush a folder's entries (not the files' content) to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,19 +105,13 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def flush_file(path: Path) -> None:
-    """Put a file's content on disk."""
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())
-
-
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has the mark of a complete distributed checkpoint, or is one of the legacy format, which has no mark."""
+    """Whether a folder has the completion mark, or is in the legacy format, which has no mark."""
     return (folder / COMPLETE).is_file() or any(folder.glob("mp_rank_*"))
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """Iterations whose folder holds a complete checkpoint, by its mark, ascending."""
+    """Return the iterations whose folder has the completion mark, ascending."""
     found = []
     if directory.is_dir():
         for entry in directory.iterdir():
@@ -117,38 +122,40 @@ def complete_iterations(directory: Path) -> list[int]:
 
 
 def describe_complete(directory: Path, without: int | None = None) -> str:
-    """A sentence on what can be loaded instead."""
+    """Return a sentence that names the checkpoints that can be loaded instead."""
     others = [iteration for iteration in complete_iterations(directory) if iteration != without]
     if not others:
         return f"No other complete checkpoint is in {directory}."
     shown = ", ".join(map(str, others[-5:]))
-    return (f"Complete checkpoints in {directory}: iteration {shown}. "
-            f"To go on from the latest of them: --ckpt-step {others[-1]}")
+    return (
+        f"Complete checkpoints in {directory}: iteration {shown}. "
+        f"To resume from the latest of them: --ckpt-step {others[-1]}"
+    )
 
 
-def advice(folder: Path) -> str:
-    """What to load instead of this checkpoint folder."""
+def describe_alternatives(folder: Path) -> str:
+    """Return a sentence that names what to load instead of this checkpoint folder."""
     match = _ITERATION.match(folder.name)
     return describe_complete(folder.parent, int(match[1]) if match else None)
 
 
 def publish(temporary: Path, directory: Path, iteration: int) -> None:
-    """Give a complete temporary folder its final name and make the tracker point at it."""
+    """Rename a complete staging folder to its final name and update the tracker."""
     final = directory / folder_name(iteration)
     replaced = None
     if final.exists():
-        replaced = aside(directory, iteration, "old")
-        remove(replaced)
+        replaced = staging_path(directory, iteration, "old")
+        remove_directory(replaced)
         os.rename(final, replaced)
     os.rename(temporary, final)
     flush_folder(directory)
     write_tracker(directory, iteration)
     if replaced is not None:
-        remove(replaced)
+        remove_directory(replaced)
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder if it is there; what cannot be deleted is named in a warning."""
+def remove_directory(folder: Path) -> None:
+    """Delete a folder if it exists; log a warning if that fails."""
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -156,41 +163,51 @@ def remove(folder: Path) -> None:
         logger.warning("cannot remove %s: %s", folder, error)
 
 
-def retire(directory: Path, iteration: int) -> None:
-    """Delete a complete checkpoint; a kill half-way leaves a folder that the next save cleans away."""
+def delete_checkpoint(directory: Path, iteration: int) -> None:
+    """Delete a complete checkpoint. After a kill, the next save removes the rest."""
     final = directory / folder_name(iteration)
     if final.is_dir():
-        moved = aside(directory, iteration, "old")
-        remove(moved)
+        moved = staging_path(directory, iteration, "old")
+        remove_directory(moved)
         (final / COMPLETE).unlink(missing_ok=True)
         os.rename(final, moved)
-        remove(moved)
+        remove_directory(moved)
 
 
-def take_back(directory: Path, iteration: int) -> bool:
-    """Restore a complete checkpoint that a kill caught between the two renames of `publish`.
-
-    Returns: whether there was one.
-    """
-    final = directory / folder_name(iteration)
-    if final.exists() or not directory.is_dir():
-        return False
+def interrupted_rename(directory: Path, iteration: int) -> Path | None:
+    """Return the complete checkpoint that a kill caught between the two renames of `publish`, if there is one."""
+    if not directory.is_dir() or (directory / folder_name(iteration)).exists():
+        return None
     for entry in sorted(directory.iterdir()):
-        match = _ASIDE.match(entry.name)
+        match = _STAGING.match(entry.name)
         if match and int(match[1]) == iteration and is_complete(entry):
-            try:
-                os.rename(entry, final)
-            except OSError:
-                return final.exists()  # another process was faster
-            logger.warning("%s was being replaced when its run ended; restored from %s", final, entry.name)
-            return True
-    return False
+            return entry
+    return None
 
 
-def clean(directory: Path) -> None:
-    """Remove what dead saves have left behind. Leaves alone what a live process of this host may still write."""
+def checkpoint_folder(directory: Path, iteration: int) -> Path:
+    """Return the folder of an iteration, under whichever name an interrupted rename left it. Changes nothing."""
+    return interrupted_rename(directory, iteration) or directory / folder_name(iteration)
+
+
+def recover_interrupted_rename(directory: Path, iteration: int) -> None:
+    """Give a checkpoint that `interrupted_rename` finds its final name again."""
+    entry, final = interrupted_rename(directory, iteration), directory / folder_name(iteration)
+    if entry is None:
+        return
+    try:
+        os.rename(entry, final)
+    except OSError:
+        if not final.exists():  # else another process was faster
+            raise
+        return
+    logger.warning("%s was being replaced when its run ended; restored from %s", final, entry.name)
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove what killed saves left, unless a live process of this host may still write it."""
     for entry in list(directory.iterdir()):
-        folder, tracker = _ASIDE.match(entry.name), _PARTIAL_TRACKER.match(entry.name)
+        folder, tracker = _STAGING.match(entry.name), _PARTIAL_TRACKER.match(entry.name)
         if tracker and not _alive(entry, tracker[1], int(tracker[2])):
             entry.unlink()
         elif folder and not _alive(entry, folder[3], int(folder[4])):
@@ -198,14 +215,14 @@ def clean(directory: Path) -> None:
             if folder[2] == "old" and not final.exists() and is_complete(entry):
                 os.rename(entry, final)
             else:
-                remove(entry)
+                remove_directory(entry)
 
 
 def _alive(entry: Path, host: str, pid: int) -> bool:
     if host != socket.gethostname():
         inside = entry.iterdir() if entry.is_dir() else ()
         newest = max(path.stat().st_mtime for path in (entry, *inside))
-        return time.time() - newest < _FOREIGN_AGE_SECONDS
+        return time.time() - newest < _STALE_AGE_S
     if pid == os.getpid():
         return False
     try:
@@ -217,12 +234,14 @@ def _alive(entry: Path, host: str, pid: int) -> bool:
     return True
 
 
-def claim(directory: Path) -> str | None:
-    """Lock the folder for this process, until `release` or until it ends in whatever way.
+def acquire_lock(directory: Path) -> str | None:
+    """Lock the folder for this process until `release_lock` or the end of the process.
 
-    The lock is the kernel's (a POSIX record lock, which NFS knows too): it goes with its process, so none is ever left over.
-    The descriptor stays open on purpose. On a file system without locks nothing is claimed, which is logged.
-    Returns: None, or who holds the lock.
+    The lock is a POSIX record lock of the kernel, which NFS supports: it ends with its process. The descriptor stays
+    open on purpose. On a file system without locks a warning is logged and nothing is locked.
+
+    Returns:
+        None, or a description of the process that holds the lock.
     """
     path = directory / LOCK
     while True:
@@ -232,41 +251,57 @@ def claim(directory: Path) -> str | None:
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                return path.read_text(errors="replace").strip() or "it has not said who it is"
-            logger.warning("%s cannot be locked (%s): that no other run saves there is not checked", path, error.strerror)
+                return path.read_text(errors="replace").strip() or "unknown process"
+            logger.warning("%s cannot be locked (%s): cannot check that no other run saves there", path, error.strerror)
             return None
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             break
         os.close(descriptor)  # another run has ended and removed the file between the two calls
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-                          f"{_job()}\n".encode(), 0)
+    os.pwrite(
+        descriptor,
+        f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        f"{_job()}\n".encode(),
+        0,
+    )
     return None
 
 
-def release(directory: Path) -> None:
-    """Remove the file of this process's lock at the end of a run; the lock itself ends with the process."""
+def release_lock(directory: Path) -> None:
+    """Remove the file of this process's lock; the lock itself ends with the process."""
     try:
         if f"host {socket.gethostname()}, process {os.getpid()}," in (directory / LOCK).read_text(errors="replace"):
             (directory / LOCK).unlink()
     except OSError as error:
-        logger.debug("%s is left behind: %s", directory / LOCK, error)
+        logger.debug("%s is not removed: %s", directory / LOCK, error)
 
 
-def file_system(directory: Path) -> int:
-    """The number of the file system that holds the folder, or would hold it."""
-    return next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists()).stat().st_dev
+def filesystem_id(directory: Path) -> int:
+    """Return the device number of the file system that holds the folder, or would hold it."""
+    return (
+        next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
+        .stat()
+        .st_dev
+    )
 
 
-def still_there(directory: Path, number: int | None) -> None:
-    """Refuse to write where the disk of the save folder should be and is not: under a mount point lies a folder of another disk.
+def check_filesystem_mounted(directory: Path, number: int | None) -> None:
+    """Check that the file system of the save folder is still mounted.
 
-    number: what `file_system` said at the start of the run. A disk that comes back may have another number, but it has
-    the file of the run's lock; a folder that somebody has deleted has the number, and is made again.
-    Raises: OSError.
+    A file system that is mounted again may have another number, but has the file of the run's lock. A folder that was
+    deleted has the same number, and is created again.
+
+    Args:
+        directory: the save folder.
+        number: what `filesystem_id` returned at the start of the run.
+
+    Raises:
+        OSError: if another file system is mounted there.
     """
-    if number is not None and not (directory / LOCK).exists() and file_system(directory) != number:
-        raise OSError("another file system is there than at the start of the run: the one of the save folder is no longer mounted")
+    if number is not None and not (directory / LOCK).exists() and filesystem_id(directory) != number:
+        raise OSError(
+            "the file system of the save folder is no longer mounted: another one is there than at the start of the run"
+        )
 
 
 def _job() -> str:
@@ -282,11 +317,11 @@ def append_progress(directory: Path, num_ranks: int, text: str) -> None:
 
 
 def tokenizer_files(*given: str | None) -> tuple[Path, ...]:
-    """The tokenizer's own files behind --tokenizer-model, --vocab-file, --merge-file: what a checkpoint keeps a copy of."""
-    found: list[Path] = []
+    """Return the files that --tokenizer-model, --vocab-file and --merge-file name: a checkpoint stores a copy of them."""
+    files: list[Path] = []
     for path in (Path(text) for text in given if text):
         if path.is_dir():
-            found += [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+            files += [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
         elif path.is_file():
-            found.append(path)
-    return tuple(found)
+            files.append(path)
+    return tuple(files)

@@ -1,9 +1,9 @@
 """The errors of this package: CheckpointError, and the two kinds of it that a caller may want to treat otherwise."""
 
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 
-class CheckpointError(InputError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written or used; the message names the folder, the cause, and what can be done."""
 
 

@@ -1,12 +1,12 @@
 """Optimizer state that Megatron-LM's distributed optimizer has saved flat, seen as tensors of the parameters' shapes.
 
 - `dp_reshardable` (its default since core_v0.15): the buckets of every model-parallel rank, one flat tensor each. Which parameter lies where
-  follows from the order of the modules and the layout that the recorded flags describe, as in the legacy format (legacy_names.py).
+  follows from the order of the modules and the layout that the recorded flags describe, as in the legacy format (checkpoint/megatron_legacy/names.py).
 - `fully_sharded_model_space` (up to core_v0.14): a grid of the pieces that ranks held, each one flat, along a last axis of its own.
 
-`StateIndex` has the keys and boxes that a checkpoint of ours would have, and makes a box out of the flat ranges when it is asked for. So any
+`FlatStateMetadata` has the keys and boxes that a checkpoint of ours would have, and makes a box out of the flat ranges when it is asked for. So any
 layout reads them, also where Megatron-LM itself reads the same layout only. Up to core_v0.13 the keys of experts' state, and of the other
-parameters beside it, begin with the number of their optimizer in a chain; these are the same keys without it.
+parameters, begin with the number of their optimizer in a chain; these are the same keys without it.
 """
 
 import math
@@ -28,30 +28,46 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from arguments.stage_layout import ChunkLayout, chunk_layouts
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.legacy import bucketing
-from moe_trainer.checkpoint.legacy_names import EXPERT, Sizes, buffer_places, layer_of, local_name, order_of, spelled
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors
-from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
+from moe_trainer.checkpoint.megatron_legacy.names import (
+    EXPERT,
+    LayoutSizes,
+    buffer_offsets,
+    layer_number,
+    local_name,
+    module_order_key,
+    to_spec_name,
+)
+from moe_trainer.checkpoint.megatron_legacy.reader import bucketing
 from moe_trainer.checkpoint.reading import decode, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme
-from moe_trainer.checkpoint.unpickle import plain
-from moe_trainer.shape.layout import ChunkLayout, chunk_layouts
+from moe_trainer.checkpoint.unpickle import to_builtin
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk, tensor_entry
 
 _CHAIN = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _STATE = re.compile(r"^optimizer\.state\.([^.]+)\.(.+)$")
-_BUCKET = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)$")
+_BUCKET = re.compile(
+    r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)$"
+)
 _SCALARS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/")
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _HEAD = "output_layer.weight"
-_LAYOUT_FLAGS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers",
-                 "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-                 "pipeline_model_parallel_layout")
+_LAYOUT_FLAGS = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatRange:
     """A range [start, stop) of the stored flat tensors `keys`, one after the other. at: coordinates on the other axes of a single one."""
 
     keys: tuple[str, ...]
@@ -66,39 +82,41 @@ def has_flat_states(index: Metadata) -> bool:
     return any(_CHAIN.match(key) or _BUCKET.match(key) or _is_grid(entries, key) for key in entries)
 
 
-class StateIndex(MadeIndex):
+class FlatStateMetadata(VirtualMetadata):
     """The index that the checkpoint would have if its optimizer state had the parameters' shapes; see the head of this file."""
 
     def __init__(self, folder: Path, stored: Metadata):
         """Raises: CheckpointError when the common state is damaged. What is wrong with the optimizer state alone is in `state_problem`."""
         super().__init__()
         self._folder, self._stored = folder, stored
-        self._flat: dict[MetadataIndex, Flat] = {}
+        self._flat: dict[MetadataIndex, FlatRange] = {}
         self._renamed: dict[str, str] = {}
         self.state_problem: str | None = None
         self.common = common_state.read(folder, stored)
         entries = stored.state_dict_metadata
         for key, entry in entries.items():
-            if _is_grid(entries, key):
+            if isinstance(entry, TensorStorageMetadata) and _is_grid(entries, key):
                 self._enter_grid(key, entry)
             elif not _BUCKET.match(key):
                 self._enter(key, entry)
         if any(map(_BUCKET.match, entries)):
             try:
-                self._enter_buckets(plain(self.common["args"]))
+                self._enter_buckets(to_builtin(self.common["args"]))
             except CheckpointError as error:
                 self.state_problem = str(error)
             except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
-                self.state_problem = f"the buckets of its optimizer state do not fit the flags it was saved with: {error!r}"
+                self.state_problem = (
+                    f"the buckets of its optimizer state do not fit the flags it was saved with: {error!r}"
+                )
             if self.state_problem is not None:
                 for key in [key for key in self.state_dict_metadata if _STATE.match(key)]:
                     del self.state_dict_metadata[key]
 
-    def object(self, key: str) -> Any:
+    def read_object(self, key: str) -> Any:
         """A non-tensor entry. Raises: CheckpointError."""
         return read_object(self._folder, self._stored, key)
 
-    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+    def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box. Raises: CheckpointError."""
         flat = self._flat.get(MetadataIndex(key, chunk.offsets))
         if flat is None:
@@ -111,80 +129,129 @@ class StateIndex(MadeIndex):
         self._renamed[name] = key
         self.state_dict_metadata[name] = entry
         for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
-            self.storage_data[MetadataIndex(name, chunk.offsets)] = self._stored.storage_data[MetadataIndex(key, chunk.offsets)]
+            self.storage_data[MetadataIndex(name, chunk.offsets)] = self._stored.storage_data[
+                MetadataIndex(key, chunk.offsets)
+            ]
         if isinstance(entry, BytesStorageMetadata):
             self.storage_data[MetadataIndex(name)] = self._stored.storage_data[MetadataIndex(key)]
 
     def _enter_grid(self, key: str, entry: TensorStorageMetadata) -> None:
         """Enter the pieces of a state of fully_sharded_model_space."""
         name = _CHAIN.sub("", key)
-        full = self._stored.state_dict_metadata[_STATE.match(name)[2]].size
+        match = _STATE.match(name)
+        assert match is not None
+        full = tensor_entry(self._stored, match[2]).size
         sizes = tuple(whole // parts for whole, parts in zip(full, entry.size))
         chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
         for at in dict.fromkeys(tuple(chunk.offsets[:-1]) for chunk in chunks):
-            place = self._stored.storage_data[MetadataIndex(key, next(chunk.offsets for chunk in chunks if tuple(chunk.offsets[:-1]) == at))]
-            box = enter_box(self, (name, (), ()), sizes, entry.properties.dtype, place.relative_path, place.offset, 0, full,
-                            [number * size for number, size in zip(at, sizes)])
-            self._flat[box] = Flat((key,), 0, entry.size[-1], at)
+            place = self._stored.storage_data[
+                MetadataIndex(key, next(chunk.offsets for chunk in chunks if tuple(chunk.offsets[:-1]) == at))
+            ]
+            box = add_chunk(
+                self,
+                (name, (), ()),
+                sizes,
+                entry.properties.dtype,
+                place.relative_path,
+                place.offset,
+                0,
+                full,
+                [number * size for number, size in zip(at, sizes)],
+            )
+            self._flat[box] = FlatRange((key,), 0, entry.size[-1], at)
 
     def _enter_buckets(self, record: Mapping[str, Any]) -> None:
         """Enter the states that are in the buckets of dp_reshardable."""
         if record.get("use_tp_pp_dp_mapping"):
-            raise CheckpointError("its optimizer state is in buckets of ranks in another order (--use-tp-pp-dp-mapping), which is not known here")
-        buffers: dict[tuple[int, int, int], dict[str, dict[tuple[str, int], str]]] = defaultdict(lambda: defaultdict(dict))
+            raise CheckpointError(
+                "its optimizer state is in buckets of ranks in another order (--use-tp-pp-dp-mapping), which is not known here"
+            )
+        buffers: dict[tuple[int, int, int], dict[str, dict[tuple[str, int], str]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
         for found in filter(None, map(_BUCKET.match, self._stored.state_dict_metadata)):
             chain, group, number, dtype, bucket, state = found.groups()
             buffers[int(chain or 0), int(group), int(number)][state][dtype, int(bucket)] = found[0]
-        places = _Places(self._stored, record)
+        places = _BufferLayout(self._stored, record)
         for (chain, group, number), states in sorted(buffers.items()):
-            entries = places.of_buffer(chain, group, number)
+            entries = places.entries_in_buffer(chain, group, number)
             for state, buckets in states.items():
                 if len({dtype for dtype, _ in buckets}) > 1:
-                    raise CheckpointError("its optimizer state has buckets of several types for one model chunk, whose order is not known here")
+                    raise CheckpointError(
+                        "its optimizer state has buckets of several types for one model chunk, whose order is not known here"
+                    )
                 keys = tuple(buckets[place] for place in sorted(buckets))
                 self._enter_buffer("fp32_param" if state == "param" else state, keys, entries)
         self._check_covered()
-        self.common["optimizer"] = [self.object(key) for key in self._stored.state_dict_metadata if _SCALARS.match(key)]
+        self.common["optimizer"] = [
+            self.read_object(key) for key in self._stored.state_dict_metadata if _SCALARS.match(key)
+        ]
 
-    def _enter_buffer(self, state: str, keys: tuple[str, ...], entries: Sequence["Entry"]) -> None:
+    def _enter_buffer(self, state: str, keys: tuple[str, ...], entries: Sequence["BufferEntry"]) -> None:
         """Enter one state of the parameters of a buffer. keys: its buckets, in order."""
-        needed, stored = max(entry.start + entry.numel for entry in entries), sum(self._stored.state_dict_metadata[key].size[0] for key in keys)
+        needed, stored = (
+            max(entry.start + entry.numel for entry in entries),
+            sum(tensor_entry(self._stored, key).size[0] for key in keys),
+        )
         if needed != stored:
-            raise CheckpointError(f"{keys[0]} and the buckets after it hold {stored} elements, and the parameters in the order of the modules need {needed}")
-        dtype = self._stored.state_dict_metadata[keys[0]].properties.dtype
-        place = self._stored.storage_data[MetadataIndex(keys[0], self._stored.state_dict_metadata[keys[0]].chunks[0].offsets)]
+            raise CheckpointError(
+                f"{keys[0]} and the buckets after it hold {stored} elements, and the parameters in the order of the modules need {needed}"
+            )
+        dtype = tensor_entry(self._stored, keys[0]).properties.dtype
+        place = self._stored.storage_data[MetadataIndex(keys[0], tensor_entry(self._stored, keys[0]).chunks[0].offsets)]
         for entry in entries:
             start = entry.start
             for first, sizes in entry.boxes:
                 stop = start + math.prod(sizes)
                 if entry.counts:
-                    box = enter_box(self, (f"optimizer.state.{state}.{entry.tensor.key}", entry.tensor.at, entry.tensor.full[:len(entry.tensor.at)]),
-                                    sizes, dtype, place.relative_path, place.offset, 0, entry.tensor.shape, first)
-                    self._flat[box] = Flat(keys, start, stop)
+                    box = add_chunk(
+                        self,
+                        (
+                            f"optimizer.state.{state}.{entry.tensor.key}",
+                            entry.tensor.at,
+                            entry.tensor.full[: len(entry.tensor.at)],
+                        ),
+                        sizes,
+                        dtype,
+                        place.relative_path,
+                        place.offset,
+                        0,
+                        entry.tensor.shape,
+                        first,
+                    )
+                    self._flat[box] = FlatRange(keys, start, stop)
                 start = stop
 
     def _check_covered(self) -> None:
         for key, entry in self.state_dict_metadata.items():
-            if _STATE.match(key) and sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            if (
+                _STATE.match(key)
+                and isinstance(entry, TensorStorageMetadata)
+                and sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel()
+            ):
                 raise CheckpointError(f"{key}: the buckets of its optimizer state do not cover the parameter once")
 
-    def _read(self, flat: Flat) -> Tensor:
+    def _read(self, flat: FlatRange) -> Tensor:
         """The elements of a range. Raises: DamagedError when some are not stored."""
-        found = torch.empty(flat.stop - flat.start, dtype=self._stored.state_dict_metadata[flat.keys[0]].properties.dtype)
+        found = torch.empty(flat.stop - flat.start, dtype=tensor_entry(self._stored, flat.keys[0]).properties.dtype)
         filled = base = 0
         for key in flat.keys:
-            entry = self._stored.state_dict_metadata[key]
+            entry = tensor_entry(self._stored, key)
             for chunk in entry.chunks:
                 if tuple(chunk.offsets[:-1]) != flat.at:
                     continue
                 first = base + chunk.offsets[-1]
                 low, high = max(first, flat.start), min(first + chunk.sizes[-1], flat.stop)
                 if low < high:
-                    found[low - flat.start:high - flat.start] = decode(self._folder, self._stored, key, chunk).view(-1)[low - first:high - first]
+                    found[low - flat.start : high - flat.start] = decode(self._folder, self._stored, key, chunk).view(
+                        -1
+                    )[low - first : high - first]
                     filled += high - low
             base += entry.size[-1]
         if filled != found.numel():
-            raise DamagedError(f"{self._folder}: only {filled} of {found.numel()} elements of {flat.keys[0]} are stored")
+            raise DamagedError(
+                f"{self._folder}: only {filled} of {found.numel()} elements of {flat.keys[0]} are stored"
+            )
         return found
 
 
@@ -192,13 +259,17 @@ def _is_grid(entries: Mapping[str, Any], key: str) -> bool:
     """Whether a state has an axis more than its parameter, on which pieces of it lie flat."""
     found = _STATE.match(_CHAIN.sub("", key))
     entry, weight = entries[key], entries.get(found[2]) if found else None
-    return (isinstance(entry, TensorStorageMetadata) and isinstance(weight, TensorStorageMetadata)
-            and len(entry.size) == len(weight.size) + 1 and all(parts and whole % parts == 0 for whole, parts in zip(weight.size, entry.size))
-            and math.prod(entry.size) == math.prod(weight.size))
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(weight, TensorStorageMetadata)
+        and len(entry.size) == len(weight.size) + 1
+        and all(parts and whole % parts == 0 for whole, parts in zip(weight.size, entry.size))
+        and math.prod(entry.size) == math.prod(weight.size)
+    )
 
 
 @dataclass(frozen=True)
-class Entry:
+class BufferEntry:
     """A parameter in a buffer. boxes: (place, shape) of its parts, in memory order. counts: whether these are to be taken from here."""
 
     tensor: LogicalTensor
@@ -208,25 +279,33 @@ class Entry:
     counts: bool
 
 
-class _Places:
+class _BufferLayout:
     """Which parameters are in the buffers of a layout, and where."""
 
     def __init__(self, index: Metadata, record: Mapping[str, Any]):
-        self._record, self._sizes = record, Sizes.from_record(record)
+        self._record, self._sizes = record, LayoutSizes.from_record(record)
         scheme = KeyScheme.from_record(record)
         self._num_layers = scheme.num_layers
-        model = SimpleNamespace(num_layers=self._num_layers, mtp_num_layers=int(record.get("mtp_num_layers") or 0))
+        model: Any = SimpleNamespace(num_layers=self._num_layers, mtp_num_layers=int(record.get("mtp_num_layers") or 0))
         flags = {name: record.get(name) for name in _LAYOUT_FLAGS}
         for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
             flags[name] = bool(flags[name])
         if not isinstance(flags["pipeline_model_parallel_layout"], (str, type(None))):
-            raise CheckpointError("its optimizer state is in buckets of stages whose --pipeline-model-parallel-layout the checkpoint does not say in words")
-        self._chunks = chunk_layouts(model, SimpleNamespace(pipeline_model_parallel_size=self._sizes.pp, **flags))
-        self._tensors = {tensor.name: tensor for tensor in logical_tensors(index)
-                         if tensor.state is None and tensor.name.endswith(("weight", "bias", "softmax_offset")) and "expert_bias" not in tensor.name}
-        self._routed = {layer_of(name) for name in self._tensors if ".mlp.router." in name}
+            raise CheckpointError(
+                "its optimizer state is in buckets of stages whose --pipeline-model-parallel-layout the checkpoint does not record as text"
+            )
+        parallel: Any = SimpleNamespace(pipeline_model_parallel_size=self._sizes.pp, **flags)
+        self._chunks = chunk_layouts(model, parallel)
+        self._tensors = {
+            tensor.name: tensor
+            for tensor in logical_tensors(index)
+            if tensor.state is None
+            and tensor.name.endswith(("weight", "bias", "softmax_offset"))
+            and "expert_bias" not in tensor.name
+        }
+        self._routed = {layer_number(name) for name in self._tensors if ".mlp.router." in name}
 
-    def of_buffer(self, chain: int, group: int, number: int) -> list[Entry]:
+    def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
         """The entries of a buffer. chain: 1 for experts. group: the model-parallel rank. number: of the model chunk."""
         sizes, expert = self._sizes, chain == 1
         if expert:
@@ -234,18 +313,27 @@ class _Places:
         else:
             tp, ep, pp = group % sizes.tp, 0, group // sizes.tp
         # a chunk without parameters of this optimizer has no buffer
-        chunk, layout = [(index, each) for index, each in enumerate(self._chunks[pp]) if any(self._held(each, expert, ep))][number]
+        chunk, layout = [
+            (index, each) for index, each in enumerate(self._chunks[pp]) if any(self._held(each, expert, ep))
+        ][number]
         first_layer = min(layout.layers, default=0)
         found = []
         for name, tensor, counts in self._held(layout, expert, ep):
-            written = spelled(local_name(name, first_layer, ep * sizes.local_experts if expert else 0), self._record, layer_of(name) in self._routed)
+            written = to_spec_name(
+                local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
+                self._record,
+                layer_number(name) in self._routed,
+            )
             boxes = _boxes(tensor, tp, sizes.etp if EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)
-            found.append((order_of(name, written), name, tensor, boxes, taken))
+            found.append((module_order_key(name, written), name, tensor, boxes, taken))
         found.sort(key=lambda each: each[0])
         numels = [(name, sum(math.prod(shape) for _, shape in boxes)) for _, name, _, boxes, _ in found]
-        where = {name: (first, numel) for name, first, numel in buffer_places(numels, *bucketing(self._record, sizes, pp, chunk, expert))}
-        return [Entry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in found]
+        where = {
+            name: (first, numel)
+            for name, first, numel in buffer_offsets(numels, *bucketing(self._record, sizes, pp, chunk, expert))
+        }
+        return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in found]
 
     def _held(self, layout: ChunkLayout, expert: bool, ep: int) -> Iterator[tuple[str, LogicalTensor, bool]]:
         """(name, tensor, whether no other chunk counts for it) of what a model chunk has."""
@@ -255,7 +343,7 @@ class _Places:
                 continue
             if expert and int(name.partition(EXPERT)[2].partition(".")[0]) not in mine:
                 continue
-            layer = layer_of(name)
+            layer = layer_number(name)
             if layer is not None:
                 there = layer in layout.layers
             elif name in _EMBEDDINGS:
@@ -274,7 +362,7 @@ class _Places:
 
 def _boxes(tensor: LogicalTensor, rank: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(place, shape) of the parts of a rank's piece of a tensor, as the chunks of the stored weight show it."""
-    shape = tuple(tensor.chunks[0].sizes[len(tensor.at):])
+    shape = tuple(tensor.chunks[0].sizes[len(tensor.at) :])
     dim = next((dim for dim, (part, whole) in enumerate(zip(shape, tensor.shape)) if part != whole), None)
     pieces = 1 if dim is None else tensor.shape[dim] // shape[dim]
     if pieces % count:

@@ -4,28 +4,31 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from arguments.regular_file import regular_file
-from moe_trainer.checkpoint import hf, hf_files, legacy
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.hf import files as hf_files
+from moe_trainer.checkpoint.hf import folder as hf_folder
+from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
 
 
 def detect_format(folder: Path) -> str | None:
     """The format of one checkpoint folder: torch_dist, torch, torch_dcp, huggingface ... or None when nothing is recognised."""
-    if hf_files.is_folder(folder):
-        return hf.FORMAT
+    if hf_files.is_hf_folder(folder):
+        return hf_folder.FORMAT
     if (folder / COMPLETE).is_file():
         try:
             return str(json.loads((folder / COMPLETE).read_text())["sharded_backend"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
-    if legacy.is_folder(folder):
-        return legacy.FORMAT
+    if legacy_reader.is_legacy_folder(folder):
+        return legacy_reader.FORMAT
     if (folder / INDEX).is_file():
         return "torch_dcp"
     return None
@@ -36,10 +39,10 @@ def read_index(folder: Path) -> Metadata:
 
     Raises: DamagedError when it is missing or damaged.
     """
-    if hf_files.is_folder(folder):
-        return hf.read_index(folder)
-    if detect_format(folder) == legacy.FORMAT:
-        return legacy.LegacyIndex(folder)
+    if hf_files.is_hf_folder(folder):
+        return hf_folder.read_index(folder)
+    if detect_format(folder) == legacy_reader.FORMAT:
+        return legacy_reader.LegacyMetadata(folder)
     path = folder / INDEX
     try:
         index = load_pickle(regular_file(path).read_bytes())
@@ -47,31 +50,45 @@ def read_index(folder: Path) -> Metadata:
         raise DamagedError(f"{path} is missing") from error
     except DECODE_ERRORS as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    if not _is_sound(index):
+    if not _is_valid(index):
         raise DamagedError(f"{path} is damaged: it holds no sound index")
     return index
 
 
-def _is_sound(index: object) -> bool:
+def _is_valid(index: object) -> bool:
     """Whether a decoded index has the types that everything else relies on, and names files of its own folder only."""
     try:
-        return isinstance(index, Metadata) and all(
-            _is_sound_entry(index, key, entry) for key, entry in index.state_dict_metadata.items()
-        ) and all(
-            isinstance(info.relative_path, str) and Path(info.relative_path).name == info.relative_path
-            and info.offset >= 0 and info.length >= 0 for info in index.storage_data.values()
+        return (
+            isinstance(index, Metadata)
+            and all(_is_valid_entry(index, key, entry) for key, entry in index.state_dict_metadata.items())
+            and all(
+                isinstance(info.relative_path, str)
+                and Path(info.relative_path).name == info.relative_path
+                and info.offset >= 0
+                and info.length >= 0
+                for info in index.storage_data.values()
+            )
         )
     except (AttributeError, TypeError, ValueError):
         return False
 
 
-def _is_sound_entry(index: Metadata, key: str, entry: object) -> bool:
+def _is_valid_entry(index: Metadata, key: str, entry: Any) -> bool:
     if isinstance(entry, BytesStorageMetadata):
         return isinstance(key, str) and MetadataIndex(key) in index.storage_data
-    return isinstance(key, str) and isinstance(entry.properties.dtype, torch.dtype) and all(
-        MetadataIndex(key, chunk.offsets) in index.storage_data and len(chunk.sizes) == len(entry.size)
-        and all(0 <= at and at + extent <= full for at, extent, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
-        for chunk in entry.chunks)
+    return (
+        isinstance(key, str)
+        and isinstance(entry.properties.dtype, torch.dtype)
+        and all(
+            MetadataIndex(key, chunk.offsets) in index.storage_data
+            and len(chunk.sizes) == len(entry.size)
+            and all(
+                0 <= at and at + extent <= full
+                for at, extent, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            )
+            for chunk in entry.chunks
+        )
+    )
 
 
 def check(folder: Path, hashes: bool = False) -> list[str]:
@@ -81,23 +98,23 @@ def check(folder: Path, hashes: bool = False) -> list[str]:
     of every tensor add up. hashes: also compare integrity.json (reads everything).
     """
     problems = check_mark(folder)
-    if problems or hf_files.is_folder(folder):  # its files are judged when they are opened
+    if problems or hf_files.is_hf_folder(folder):  # its files are judged when they are opened
         return problems
     try:
         index = read_index(folder)
     except CheckpointError as error:
         return [str(error)]
-    if isinstance(index, legacy.LegacyIndex):
-        return index.changed_files() if hashes else []
-    problems = short_files(folder, index) + _uncovered(index)
-    return problems + (changed_files(folder) if hashes and not problems else [])
+    if isinstance(index, legacy_reader.LegacyMetadata):
+        return index.modified_files() if hashes else []
+    problems = truncated_files(folder, index) + _uncovered(index)
+    return problems + (modified_files(folder) if hashes and not problems else [])
 
 
 def check_mark(folder: Path) -> list[str]:
     """Whether the folder is there and carries the mark of a complete torch_dist checkpoint."""
     if not folder.is_dir():
         return [f"{folder} does not exist"]
-    if detect_format(folder) in (hf.FORMAT, legacy.FORMAT):
+    if detect_format(folder) in (hf_folder.FORMAT, legacy_reader.FORMAT):
         return []
     if not (folder / COMPLETE).is_file():
         return [f"{folder / COMPLETE} is missing: the save did not finish, or it is no torch_dist checkpoint"]
@@ -107,7 +124,7 @@ def check_mark(folder: Path) -> list[str]:
     return []
 
 
-def short_files(folder: Path, index: Metadata) -> list[str]:
+def truncated_files(folder: Path, index: Metadata) -> list[str]:
     """Files that the index needs and that are missing or too short."""
     needed: dict[str, int] = {}
     for info in index.storage_data.values():
@@ -124,7 +141,7 @@ def short_files(folder: Path, index: Metadata) -> list[str]:
 
 def stored_bytes(folder: Path, index: Metadata) -> int:
     """The size of everything that the index speaks of; of a legacy checkpoint, whose files say no places, that of the files."""
-    if isinstance(index, legacy.LegacyIndex):
+    if isinstance(index, legacy_reader.LegacyMetadata):
         return sum(path.stat().st_size for path in index.files)
     return sum(info.length for info in index.storage_data.values())
 
@@ -150,11 +167,13 @@ def file_hash(path: Path) -> str:
 
 def write_hashes(folder: Path) -> None:
     """Write integrity.json: the SHA-256 of every file of the folder (--verify-integrity)."""
-    files = {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != INTEGRITY}
+    files = {
+        path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != INTEGRITY
+    }
     (folder / INTEGRITY).write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
 
 
-def changed_files(folder: Path) -> list[str]:
+def modified_files(folder: Path) -> list[str]:
     """What integrity.json says about the files: missing ones and those with another SHA-256. Reads everything."""
     path = folder / INTEGRITY
     try:

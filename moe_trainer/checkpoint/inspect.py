@@ -1,4 +1,4 @@
-"""Look at checkpoints from the command line, without a model and whatever layout wrote them:
+"""Look at checkpoints from the command line, without a model, for any layout:
 
     python -m moe_trainer.checkpoint.inspect ls PATH [--checksums] [--expand] [--match REGEX]
     python -m moe_trainer.checkpoint.inspect verify PATH
@@ -22,40 +22,55 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moe_trainer.checkpoint import common_state, legacy
+from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index, stored_bytes
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
-from moe_trainer.checkpoint.verify import verify_all
+from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
+from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.exit_codes import ExitCode
 
 _STATE = re.compile(r"^(chained_\d+\.)?optimizer\.state\.[^.]+\.")
 _MAIN, _SHARDED_MAIN = "optimizer.state.fp32_param.", "optimizer.state.param."
-MOST_LISTED = 12
-_SHOWN_FLAGS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                "expert_model_parallel_size", "expert_tensor_parallel_size", "world_size")
+MAX_LISTED = 12
+_SHOWN_FLAGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "world_size",
+)
 
 
-def choose(path: Path, ckpt_step: int | None = None) -> Path:
+def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
     """The checkpoint folder that a path means. Changes nothing on disk.
 
     Raises: CheckpointError when there is none, or when it is in another format.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} {'is no folder' if path.exists() else 'does not exist'}")
+        raise CheckpointError(f"{path} {'is not a directory' if path.exists() else 'does not exist'}")
     folder = path
-    if ckpt_step is not None or not any((path / name).exists() for name in (COMPLETE, INDEX)) and not legacy.is_folder(path):
+    if (
+        ckpt_step is not None
+        or not any((path / name).exists() for name in (COMPLETE, INDEX))
+        and not legacy_reader.is_legacy_folder(path)
+    ):
         wanted = ckpt_step if ckpt_step is not None else read_tracker(path)
         if wanted is None:
-            raise CheckpointError(f"{path} is neither a checkpoint nor a folder of checkpoints: {INDEX} and {TRACKER} are missing. "
-                                  + describe_complete(path))
+            raise CheckpointError(
+                f"{path} is neither a checkpoint nor a folder of checkpoints: {INDEX} and {TRACKER} are missing. "
+                + describe_complete(path)
+            )
         folder = path / (wanted if wanted == "release" else folder_name(int(wanted)))
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist. " + describe_complete(path))
     found = detect_format(folder)
-    if found not in (None, "torch_dist", "torch_dcp", legacy.FORMAT):
-        raise CheckpointError(f"{folder} is in the format {found!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at")
+    if found not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT):
+        raise CheckpointError(
+            f"{folder} is in the format {found!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at"
+        )
     return folder
 
 
@@ -64,16 +79,18 @@ def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], str] | None]:
 
     Raises: CheckpointError when the index is missing or damaged.
     """
-    return {key: (tuple(entry.size), _short(entry.properties.dtype)) if isinstance(entry, TensorStorageMetadata) else None
-            for key, entry in read_index(folder).state_dict_metadata.items()}
+    return {
+        key: (tuple(entry.size), _short(entry.properties.dtype)) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in read_index(folder).state_dict_metadata.items()
+    }
 
 
 def checksum(values: Tensor) -> str:
-    """The first 16 digits of the SHA-256 of a tensor's elements in row-major order: the same whatever layout wrote it."""
-    return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()[:16]
+    """Return the first 16 hex digits of the SHA-256 of a tensor's elements in row-major order, for any layout."""
+    return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
-class Comparison(NamedTuple):
+class CheckpointComparison(NamedTuple):
     """Two checkpoints side by side: a line for every logical tensor that is not the same, and how many are equal, differ (in values,
     shape or format), or stand in the first or the second one only."""
 
@@ -87,15 +104,19 @@ class Comparison(NamedTuple):
         if not self.lines:
             return f"all tensors are equal ({self.equal})"
         alone = [f"{count} only in the {which}" for count, which in zip(self.only, ("first", "second")) if count]
-        return ", ".join([f"{len(self.lines)} logical tensors differ: {self.equal} equal, {self.differing} not", *alone])
+        return ", ".join(
+            [f"{len(self.lines)} logical tensors differ: {self.equal} equal, {self.differing} not", *alone]
+        )
 
 
 def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> list[str]:
-    """The lines of `compare`; an empty list when all tensors are equal."""
-    return compare(left, right, rtol, atol, weights_only).lines
+    """The lines of `compare_checkpoints`; an empty list when all tensors are equal."""
+    return compare_checkpoints(left, right, rtol, atol, weights_only).lines
 
 
-def compare(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> Comparison:
+def compare_checkpoints(
+    left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False
+) -> CheckpointComparison:
     """How two checkpoints differ, logical tensor by logical tensor, beyond the tolerances.
 
     Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Main parameters have one name with
@@ -104,16 +125,27 @@ def compare(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weigh
     Raises: CheckpointError when one of them is damaged.
     """
     indices = [read_index(folder) for folder in (left, right)]
-    held = [{tensor.name.replace(_SHARDED_MAIN, _MAIN): tensor for tensor in logical_tensors(index)
-             if not weights_only or "optimizer." not in tensor.name} for index in indices]
+    held = [
+        {
+            tensor.name.replace(_SHARDED_MAIN, _MAIN): tensor
+            for tensor in logical_tensors(index)
+            if not weights_only or "optimizer." not in tensor.name
+        }
+        for index in indices
+    ]
     for mine, other in (held, held[::-1]):
         for name in [name for name in other if name.startswith(_MAIN) and name not in mine]:
             weight = mine.get(name.removeprefix(_MAIN))
             if weight is not None and weight.dtype == torch.float32:
                 mine[name] = weight
-    lines = [f"{name}: only in {folder}" for folder, mine, other in ((left, *held), (right, *held[::-1]))
-             for name in mine if name not in other]
-    only, common = tuple(len(mine.keys() - other.keys()) for mine, other in (held, held[::-1])), len(held[0].keys() & held[1].keys())
+    lines = [
+        f"{name}: only in {folder}"
+        for folder, mine, other in ((left, held[0], held[1]), (right, held[1], held[0]))
+        for name in mine
+        if name not in other
+    ]
+    only = (len(held[0].keys() - held[1].keys()), len(held[1].keys() - held[0].keys()))
+    common = len(held[0].keys() & held[1].keys())
     for name, first in held[0].items():
         second = held[1].get(name)
         if second is None:
@@ -121,12 +153,17 @@ def compare(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weigh
         if first.shape != second.shape or first.dtype != second.dtype:
             lines.append(f"{name}: {first.shape} {_short(first.dtype)} and {second.shape} {_short(second.dtype)}")
             continue
-        one, other = (read_logical(folder, index, tensor) for folder, index, tensor in zip((left, right), indices, (first, second)))
-        if not _equal(one, other, rtol, atol):
-            gap = (one.double() - other.double()).abs()
-            lines.append(f"{name}: differs by up to {gap.max().item():.3e} in {int((gap != 0).sum())} of {gap.numel()} elements")
+        left_values, right_values = (
+            read_logical(folder, index, tensor)
+            for folder, index, tensor in zip((left, right), indices, (first, second))
+        )
+        if not _equal(left_values, right_values, rtol, atol):
+            gap = (left_values.double() - right_values.double()).abs()
+            lines.append(
+                f"{name}: differs by up to {gap.max().item():.3e} in {int((gap != 0).sum())} of {gap.numel()} elements"
+            )
     differing = len(lines) - sum(only)
-    return Comparison(lines, common - differing, differing, only)
+    return CheckpointComparison(lines, common - differing, differing, only)
 
 
 def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:
@@ -143,18 +180,24 @@ def flag_differences(left: Path, right: Path) -> list[str]:
     records = []
     for folder in (left, right):
         state, _, _ = common_state.parse(common_state.read(folder, read_index(folder)))
-        records.append({"iteration": state.iteration, "consumed_train_samples": state.consumed_train_samples, **state.args})
-    return [f"{name}: {records[0].get(name)!r} and {records[1].get(name)!r}" for name in sorted(records[0].keys() | records[1].keys())
-            if records[0].get(name) != records[1].get(name)]
+        records.append(
+            {"iteration": state.iteration, "consumed_train_samples": state.consumed_train_samples, **state.args}
+        )
+    return [
+        f"{name}: {records[0].get(name)!r} and {records[1].get(name)!r}"
+        for name in sorted(records[0].keys() | records[1].keys())
+        if records[0].get(name) != records[1].get(name)
+    ]
 
 
 # ---- the command line
+
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes(count: int) -> str:
+def _bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -165,12 +208,16 @@ def _bytes(count: int) -> str:
 def _header(folder: Path, index: Metadata) -> Iterator[str]:
     state, _, from_megatron = common_state.parse(common_state.read(folder, index))
     layout = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
-    yield f"{folder}: iteration {state.iteration}, {state.consumed_train_samples} samples, written by " \
-          f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
-    tensors = [entry for entry in index.state_dict_metadata.items() if isinstance(entry[1], TensorStorageMetadata)]
+    yield (
+        f"{folder}: iteration {state.iteration}, {state.consumed_train_samples} samples, written by "
+        f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
+    )
+    tensors = [
+        (key, entry) for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    ]
     weights = sum(entry.size.numel() for key, entry in tensors if "optimizer." not in key)
     size = stored_bytes(folder, index)
-    if isinstance(index, legacy.LegacyIndex):
+    if isinstance(index, legacy_reader.LegacyMetadata):
         yield "in the legacy format: pieces of single ranks, under the names that they have in torch_dist"
         if index.state_problem is not None:
             yield f"its optimizer state cannot be read: {index.state_problem}"
@@ -185,7 +232,7 @@ def _order(name: str) -> list:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    folder = choose(options.paths[0], options.ckpt_step)
+    folder = select_checkpoint(options.paths[0], options.ckpt_step)
     problems = check(folder)
     if problems:
         raise CheckpointError("\n".join(problems))
@@ -207,28 +254,28 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    folder = choose(options.paths[0], options.ckpt_step)
-    report = verify_all(folder)
+    folder = select_checkpoint(options.paths[0], options.ckpt_step)
+    report = verify_checkpoint(folder)
     for line in report.notes:
         print(f"note: {line}")
     for line in report.problems:
         print(line)
     if report.problems:
         print(f"{folder}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}")
-        return 1
+        return ExitCode.FAILED
     print(f"{folder} is whole: {report.num_tensors} logical tensors, {_bytes(report.num_bytes)} read")
     return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    left, right = (choose(path, options.ckpt_step) for path in options.paths)
+    left, right = (select_checkpoint(path, options.ckpt_step) for path in options.paths)
     for folder in (left, right):
         problems = check(folder)
         if problems:
             raise CheckpointError("\n".join(problems))
     for line in flag_differences(left, right):
         print(f"(flag) {line}")
-    found = compare(left, right, options.rtol, options.atol, options.weights_only)
+    found = compare_checkpoints(left, right, options.rtol, options.atol, options.weights_only)
     for line in _grouped(found.lines):
         print(line)
     if not options.weights_only and any("optimizer." in line and ": only in" in line for line in found.lines):
@@ -247,31 +294,42 @@ def _grouped(lines: list[str]) -> Iterator[str]:
             counts.setdefault((state[0], rest), []).append(line)
         else:
             yield line
-    for (state, rest), members in counts.items():
-        yield from members if len(members) <= MOST_LISTED else (f"{state}* ({len(members)} tensors): {rest}",)
+    for (prefix, rest), members in counts.items():
+        yield from members if len(members) <= MAX_LISTED else (f"{prefix}* ({len(members)} tensors): {rest}",)
 
 
 def _pattern(text: str) -> re.Pattern:
     try:
         return re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (argparse ends the process with 2 on a wrong command line)."""
-    parser = argparse.ArgumentParser(prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist and legacy checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist and legacy checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run: Mapping[str, Any] = {"ls": _ls, "verify": _verify, "diff": _diff}
-    texts = {"ls": "list the tensors", "verify": "read every byte; name what is missing, damaged or foreign",
-             "diff": "compare two checkpoints tensor by tensor"}
+    texts = {
+        "ls": "list the tensors",
+        "verify": "read every byte; name what is missing, damaged or foreign",
+        "diff": "compare two checkpoints tensor by tensor",
+    }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("paths", metavar="PATH", type=Path, nargs=2 if name == "diff" else 1)
-        command.add_argument("--ckpt-step", type=int, help="the iteration to look at, if PATH is a folder of checkpoints")
+        command.add_argument(
+            "--ckpt-step", type=int, help="the iteration to look at, if PATH is a folder of checkpoints"
+        )
         if name == "ls":
-            command.add_argument("--checksums", action="store_true", help="a checksum of every tensor, the same for every layout")
-            command.add_argument("--expand", action="store_true", help="every layer and expert by itself, under its name in the model")
+            command.add_argument(
+                "--checksums", action="store_true", help="a checksum of every tensor, the same for every layout"
+            )
+            command.add_argument(
+                "--expand", action="store_true", help="every layer and expert by itself, under its name in the model"
+            )
             command.add_argument("--match", type=_pattern, help="only names in which this regular expression is found")
         if name == "diff":
             command.add_argument("--rtol", type=float, default=0.0, help="relative tolerance; 0: bit for bit")

@@ -1,7 +1,7 @@
 """What the names in a checkpoint owe to Megatron-Core's layer specs: where the norms of a layer are stored, and which modules have a state.
 
 TransformerEngine's modules fuse a norm into the linear that follows, and hold its weight there. Megatron's local modules do not, but
-their checkpoints spell the two norms of a layer as if they were, whatever follows (not under MLA). So the names follow from
+their checkpoints spell the two norms of a layer as if they were (not under MLA). So the names follow from
 --transformer-impl, whichever modules compute here:
 
 | norm | local | local, MLA | TransformerEngine |
@@ -20,7 +20,7 @@ Experimental attention variants have TransformerEngine's spec only. A layer of m
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moe_trainer.shape.layers import linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
 
 Spelling = tuple[str, str]
 """How a name inside a layer begins, and how it begins where the norm is fused."""
@@ -28,20 +28,25 @@ Spelling = tuple[str, str]
 INPUT: Spelling = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 IN_PROJ: Spelling = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
 MLP: Spelling = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-LATENT: tuple[Spelling, ...] = (("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
-                                ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"))
+LATENT: tuple[Spelling, ...] = (
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
 FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MLP, *LATENT)
 
 
-def has_engine_names(record: Mapping[str, Any]) -> bool:
+def has_te_names(record: Mapping[str, Any]) -> bool:
     """Whether the layers of a model, given by its flags, are named as TransformerEngine's."""
-    return record.get("transformer_impl") == "transformer_engine" or record.get("experimental_attention_variant") is not None
+    return (
+        record.get("transformer_impl") == "transformer_engine"
+        or record.get("experimental_attention_variant") is not None
+    )
 
 
 def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -> tuple[Spelling, ...]:
     """The norms of a layer that are spelled as fused. routed: it has experts. linear: it is a gated DeltaNet layer."""
     latent = bool(record.get("multi_latent_attention"))
-    if not has_engine_names(record):
+    if not has_te_names(record):
         return () if latent else (INPUT, MLP)
     if linear:
         attention: tuple[Spelling, ...] = (IN_PROJ,)
@@ -55,20 +60,24 @@ def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -
 def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ...]:
     """`fused_norms` of every decoder layer. Raises: ValueError when a list of layers has another length than the model."""
     num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
-    routed = moe_layer_pattern(num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq))
-    linear = linear_layer_pattern(num_layers, record.get("experimental_attention_variant"), record.get("linear_attention_freq"))
+    routed = moe_layer_pattern(
+        num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
+    )
+    linear = linear_layer_pattern(
+        num_layers, record.get("experimental_attention_variant"), record.get("linear_attention_freq")
+    )
     return tuple(fused_norms(record, *kinds) for kinds in zip(routed, linear, strict=True))
 
 
-def engine_parts(record: Mapping[str, Any]) -> tuple[str, ...]:
+def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
     """What of the layers is TransformerEngine's and has an `_extra_state` where the local modules have none. Sparse attention is Megatron-Core's."""
-    if not has_engine_names(record):
+    if not has_te_names(record):
         return ()
     return ("norm",) if record.get("experimental_attention_variant") == "dsa" else ("norm", "attention")
 
 
-def engine_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:
-    """The `_extra_state` that belongs to a stored weight, by `engine_parts`.
+def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:
+    """The `_extra_state` that belongs to a stored weight, by `te_modules`.
 
     A norm is known by its weight, the attention, which has none, by that of the linear after it.
     """

@@ -1,8 +1,8 @@
-"""Read a checkpoint into a model and an optimizer, whatever layout wrote it.
+"""Read a checkpoint, written under any layout, into a model and an optimizer.
 
-Every local box is looked up by key; the saved boxes that overlap it are copied in. A key is tried under the scheme
-of this run and then under the other spellings a checkpoint of the same model may have (KeyScheme.alternatives). All
-disagreements are collected before anything is overwritten, and reported together with the flags that differ.
+Every local shard is looked up by key; the saved chunks that overlap it are copied in. A key is tried under the scheme
+of this run and then under the other spellings that a checkpoint of the same model may have (KeyScheme.alternatives).
+All mismatches are collected before anything is overwritten, and reported together with the flags that differ.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from arguments.checkpoint_args import MUP, SHAPE
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flat_states import StateIndex
-from moe_trainer.checkpoint.legacy import LegacyIndex
+from moe_trainer.checkpoint.flat_states import FlatStateMetadata
+from moe_trainer.checkpoint.megatron_legacy.reader import LegacyMetadata
 from moe_trainer.checkpoint.options import LoadOptions
+from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
 from moe_trainer.checkpoint.reading import fill, read_object
-from moe_trainer.checkpoint.sharding import KeyScheme, Piece, Placement, pieces, rng_key
-from moe_trainer.checkpoint.share import KINDS, Batch, Shared, share_out
+from moe_trainer.checkpoint.sharding import KeyScheme, Placement, TensorShard, make_shards, rng_key
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, is_stored, unique_params
-from moe_trainer.parallel.shards import parts_to_load
+from moe_trainer.parallel.params import ParamInfo, get_param_info, is_fp8_param, unique_params
+from moe_trainer.parallel.shards import shards_to_load
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -35,74 +35,107 @@ logger = logging.getLogger(__name__)
 _OPTIMIZER = "optimizer."
 # Megatron's keys of a chain of optimizers begin with the second of these
 _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
-# the state of delayed scaling: a run without it leaves it, a run with it may begin anew
+# the state of delayed scaling: a run without it ignores it, a run with it may start from initial values
 SCALING = "fp8."
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup")
-# flags of the architecture that say how it runs, not what it is; another padding is told where it is met
+# flags of the architecture that change how it is stored; another padding is logged where it is found
 _OTHER_STORAGE = frozenset({"moe_grouped_gemm", "padded_vocab_size"})
 
 
 class Loader:
-    """One load of one folder: what is wanted, what is wrong, what is left over."""
+    """State of one load: requested shards, mismatches and unused keys."""
 
-    def __init__(self, folder: Path, index: Metadata, options: LoadOptions, saved_args: Mapping[str, Any], speaks: bool = True):
-        """speaks: whether this rank warns of what is the same on all of them."""
+    def __init__(
+        self,
+        folder: Path,
+        index: Metadata,
+        options: LoadOptions,
+        saved_args: Mapping[str, Any],
+        log_warnings: bool = True,
+    ):
+        """Collect the keys of a checkpoint.
+
+        Args:
+            folder: the checkpoint folder.
+            index: its index.
+            options: the load options.
+            saved_args: the recorded flags.
+            log_warnings: whether this rank logs warnings that are the same on all ranks.
+        """
         self._folder = folder
-        self._warn = logger.warning if speaks else logger.debug
+        self._warn = logger.warning if log_warnings else logger.debug
         self._options = options
         self._saved_args = saved_args
         self._index = index
-        self._stored = {key: entry for key, entry in index.state_dict_metadata.items()
-                        if isinstance(entry, TensorStorageMetadata)}
+        self._stored = {
+            key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+        }
         self._schemes = list(dict.fromkeys(KeyScheme.from_record(options.args).alternatives()))
         # by (kind, weights or moments): these are held alike by other ranks, or not
-        self._wanted: dict[tuple[str, str], dict[str, list[Piece]]] = {
-            (kind, what): {} for kind in KINDS for what in ("weights", "moments")}
-        self._shared: dict[tuple[str, str], Shared] = {}
+        self._wanted: dict[tuple[str, str], dict[str, list[TensorShard]]] = {
+            (kind, what): {} for kind in KINDS for what in ("weights", "moments")
+        }
+        self._shared: dict[tuple[str, str], OwnerAssignment] = {}
         self._runs: dict[int, list[Placement]] = {}
-        self._padding_told = False
+        self._padding_logged = False
         self._missing: list[str] = []
         self._mismatched: list[str] = []
-        self._unexpected: list[str] = []  # known after `compare`
+        self._unexpected: list[str] = []  # known after `gather_key_mismatches`
 
-    def want_model(self, chunks: Sequence[Any]) -> None:
-        """Ask for all parameters and persistent buffers."""
+    def request_model(self, chunks: Sequence[Any]) -> None:
+        """Request all parameters and persistent buffers."""
         for chunk in chunks:
             for param in unique_params(chunk.parameters()):
-                runs = self._find(info_of(param), tuple(param.shape))
+                runs = self._find(get_param_info(param), tuple(param.shape))
                 if runs is not None:
                     self._runs[id(param)] = runs
-                    found = itertools.chain.from_iterable(pieces(runs, *part) for part in parts_to_load(param))
+                    found = itertools.chain.from_iterable(make_shards(runs, *part) for part in shards_to_load(param))
                     # a weight that is stored in 8 bits is filled where the optimizer's state is, cut like that
-                    self._want((info_of(param).kind, "moments" if is_stored(param) else "weights"), found,
-                               {run.key: self._best_weight(run.key, param.dtype) for run in runs})
+                    self._want(
+                        (get_param_info(param).kind, "moments" if is_fp8_param(param) else "weights"),
+                        found,
+                        {run.key: self._best_weight(run.key, param.dtype) for run in runs},
+                    )
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))
                 if runs is not None:
-                    self._want(("dense", "weights"), pieces(runs, buffer, 0, buffer.numel()), {run.key: run.key for run in runs})
+                    self._want(
+                        ("dense", "weights"),
+                        make_shards(runs, buffer, 0, buffer.numel()),
+                        {run.key: run.key for run in runs},
+                    )
 
-    def want_scaling(self, chunks: Sequence[Any]) -> None:
-        """Ask for the state of delayed scaling. Where there is none that fits, it begins anew, as at the start of a run."""
+    def request_scaling(self, chunks: Sequence[Any]) -> None:
+        """Request the state of delayed scaling. Without a matching one it starts from initial values."""
         lost = []
         for chunk in chunks:
             for name, state in chunk.named_scaling_state():
                 runs = self._schemes[0].placements(ParamInfo((name,)), tuple(state.shape))
                 if runs[0].key in self._stored and self._fits(runs[0]):
-                    self._want(("dense", "weights"), pieces(runs, state, 0, state.numel()), {run.key: run.key for run in runs})
+                    self._want(
+                        ("dense", "weights"),
+                        make_shards(runs, state, 0, state.numel()),
+                        {run.key: run.key for run in runs},
+                    )
                 else:
                     lost.append(name)
         if lost:
-            self._warn("%s has no scales of delayed scaling that fit %s%s: they begin anew", self._folder, lost[0],
-                       f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+            self._warn(
+                "%s has no scales of delayed scaling that fit %s%s: they start from initial values",
+                self._folder,
+                lost[0],
+                f" and {len(lost) - 1} more" if len(lost) > 1 else "",
+            )
 
-    def want_optimizer(self, optimizer: Any, state_names: tuple[str, ...] | None = None) -> None:
-        """Ask for the optimizer's tensors; state_names: only these.
+    def request_optimizer(self, optimizer: Any, state_names: tuple[str, ...] | None = None) -> None:
+        """Request the optimizer's tensors, or only those of `state_names`.
 
-        Raises: CheckpointError when the checkpoint has no optimizer state in a form that fits any layout.
+        Raises:
+            CheckpointError: if the checkpoint has no optimizer state in a form that fits any layout.
         """
         missing: list[str] = []
         for held in optimizer.tensors():
@@ -114,38 +147,50 @@ class Loader:
             if lost:
                 missing += lost
                 continue
-            self._want((info_of(held.param).kind, "moments"), pieces(runs, held.tensor, held.start, held.stop), source)
+            self._want(
+                (get_param_info(held.param).kind, "moments"),
+                make_shards(runs, held.tensor, held.start, held.stop),
+                source,
+            )
         if missing:
             self._refuse_optimizer(sorted(set(missing)))
 
     def _refuse_optimizer(self, missing: list[str]) -> None:
         kept = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
-        if isinstance(self._index, (LegacyIndex, StateIndex)) and self._index.state_problem:
+        if isinstance(self._index, (LegacyMetadata, FlatStateMetadata)) and self._index.state_problem:
             why = self._index.state_problem
-            if isinstance(self._index, StateIndex):
+            if isinstance(self._index, FlatStateMetadata):
                 why += "; let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable"
         elif not kept:
             why = "it holds no optimizer state (saved with --no-save-optim?)"
         else:
-            why = f"its optimizer state lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            why = f"its optimizer state lacks {missing[0]}" + (
+                f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            )
         saved, here = self._saved_args.get("optimizer"), self._options.args.get("optimizer")
         if saved != here:
             why += f"; it was written with --optimizer {saved}, this run has --optimizer {here}"
-        raise CheckpointError(f"the checkpoint {self._folder} cannot resume this run: {why}. To start from its weights with "
-                              "a fresh optimizer: --no-load-optim --no-load-rng (keeps the iteration) or --finetune")
+        raise CheckpointError(
+            f"the checkpoint {self._folder} cannot resume this run: {why}. To start from its weights with "
+            "a fresh optimizer: --no-load-optim --no-load-rng (keeps the iteration) or --finetune"
+        )
 
-    def compare(self, ps: ParallelState, device: torch.device) -> None:
-        """Put together what all ranks miss, cannot fit and leave over: each holds another part of the model. Collective."""
+    def gather_key_mismatches(self, ps: ParallelState, device: torch.device) -> None:
+        """Gather the missing, mismatched and unused keys of all ranks. Collective."""
         found = collectives.all_gather_object((self._missing, self._mismatched), ps.world)
-        self._missing, self._mismatched = (list(dict.fromkeys(line for rank in found for line in rank[part])) for part in (0, 1))
+        self._missing, self._mismatched = (
+            list(dict.fromkeys(line for rank in found for line in rank[part])) for part in (0, 1)
+        )
         keys = [key for key in self._stored if not key.startswith((*_OPTIMIZER_KEYS, SCALING))]
-        used = torch.tensor([any(key in wanted for wanted in self._wanted.values()) for key in keys], dtype=torch.uint8, device=device)
+        used = torch.tensor(
+            [any(key in wanted for wanted in self._wanted.values()) for key in keys], dtype=torch.uint8, device=device
+        )
         if keys:
             collectives.all_reduce(used, ps.world, op="max")
         self._unexpected = [key for key, is_used in zip(keys, used.tolist()) if not is_used]
 
     def check(self) -> None:
-        """Judge what was found missing, mismatched or left over, by --dist-ckpt-strictness; the same on every rank after `compare`.
+        """Apply --dist-ckpt-strictness to missing, mismatched and unused keys; the same on every rank after `gather_key_mismatches`.
 
         Raises: CheckpointError listing everything, with the flags that differ.
         """
@@ -156,19 +201,26 @@ class Loader:
         self._begin_indexers()
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
         if tolerant and self._missing and strictness != "ignore_all":
-            self._warn("%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES]))
+            self._warn(
+                "%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES])
+            )
         if not tolerant:
             lines += [f"{key} is not in the checkpoint" for key in self._missing]
         unexpected = self._unexpected
         if unexpected and strictness in ("raise_unexpected", "raise_all"):
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
         elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
-            self._warn("%s holds tensors that this model does not have: %s", self._folder,
-                       ", ".join(unexpected[:_MAX_LINES]))
+            self._warn(
+                "%s holds tensors that this model does not have: %s", self._folder, ", ".join(unexpected[:_MAX_LINES])
+            )
         if lines or fatal:
-            raise CheckpointError(f"the checkpoint {self._folder} is of another architecture:\n"
-                                  + _listing(lines) + _flags(differing) + "To take the architecture from the checkpoint: "
-                                  "--use-checkpoint-args")
+            raise CheckpointError(
+                f"the checkpoint {self._folder} is of another architecture:\n"
+                + _listing(lines)
+                + _flags(differing)
+                + "To take the architecture from the checkpoint: "
+                "--use-checkpoint-args"
+            )
         if differing and not self._options.finetune:
             self._warn("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
 
@@ -180,40 +232,43 @@ class Loader:
         if not self._options.finetune:
             raise CheckpointError(
                 f"the checkpoint {self._folder} has no indexers of sparse attention ({lost[0]}, ...): it is of a model without "
-                "--experimental-attention-variant dsa. --finetune takes its weights and begins the indexers anew")
-        self._warn("%s has no indexers of sparse attention (%s, ...): they begin anew", self._folder, lost[0])
+                "--experimental-attention-variant dsa. --finetune takes its weights and initializes the indexers"
+            )
+        self._warn(
+            "%s has no indexers of sparse attention (%s, ...): they start from initial values", self._folder, lost[0]
+        )
         self._missing = [key for key in self._missing if key not in lost]
 
-    def divide(self, ps: ParallelState) -> None:
-        """With --ckpt-fully-parallel-load: settle which rank reads what for all that hold the same; collective."""
+    def assign_readers(self, ps: ParallelState) -> None:
+        """With --ckpt-fully-parallel-load: assign each shard to one of the ranks that hold it. Collective."""
         if self._options.fully_parallel:
-            batches = [Batch(place[0], self._asked(place)) for place in self._wanted]
-            found = zip(self._wanted, share_out(batches, ps, True))
+            batches = [ShardList(place[0], self._asked(place)) for place in self._wanted]
+            found = zip(self._wanted, assign_owners(batches, ps, True))
             self._shared = {place: shared for place, shared in found if len(shared.peers) == shared.group.size > 1}
 
     def read(self) -> None:
-        """Fill everything that was asked for, but for what others read for this rank.
+        """Read everything requested, except what other ranks read for this one.
 
         Raises: CheckpointError when a file turns out damaged.
         """
-        wanted: dict[str, list[Piece]] = {}
+        wanted: dict[str, list[TensorShard]] = {}
         for place in self._wanted:
-            for piece in self._shared[place].mine if place in self._shared else self._asked(place):
-                wanted.setdefault(piece.key, []).append(piece)
+            for shard in self._shared[place].owned if place in self._shared else self._asked(place):
+                wanted.setdefault(shard.key, []).append(shard)
         fill(self._folder, self._index, wanted)
 
-    def _asked(self, place: tuple[str, str]) -> list[Piece]:
-        """The pieces wanted, under the stored keys."""
-        return [replace(piece, key=key) for key, local in self._wanted[place].items() for piece in local]
+    def _asked(self, place: tuple[str, str]) -> list[TensorShard]:
+        """Return the requested shards under their stored keys."""
+        return [replace(shard, key=key) for key, local in self._wanted[place].items() for shard in local]
 
     def exchange(self, device: torch.device) -> None:
-        """Hand on what this rank has read for others, and take what they have; collective. device: that of the groups."""
+        """Broadcast what this rank read for others, and receive theirs. Collective; `device` is that of the groups."""
         for shared in self._shared.values():
-            for piece, owner in zip(shared.pieces, shared.owners):
-                data = piece.data.to(device)  # an optimizer's state may lie on the host
+            for shard, owner in zip(shared.shards, shared.owners):
+                data = shard.data.to(device)  # an optimizer's state may lie on the host
                 collectives.broadcast(data, shared.group, owner)
-                if data is not piece.data:
-                    piece.data.copy_(data)
+                if data is not shard.data:
+                    shard.data.copy_(data)
 
     def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
         """The random states saved for this rank's place (pp, tp, position in dp x cp), or None.
@@ -222,14 +277,20 @@ class Loader:
         """
         key = rng_key(ps)
         states = read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
-        if states and not random_state.is_ours(states[0]):
+        if states and not random_state.is_native(states[0]):
             # Megatron-LM writes one state for all data-parallel ranks, or, with --data-parallel-random-init, one for each
             if len(states) in (1, ps.dp.size):
                 return states[ps.dp.rank if len(states) > 1 else 0]
         if len(states) < ps.dp_cp.size:
-            self._warn("%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
-                       "dropout and jitter start afresh from --seed and the iteration", self._folder,
-                       "some" if states else "any", ps.pp.size, ps.tp.size, ps.dp_cp.size)
+            self._warn(
+                "%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
+                "dropout and jitter start afresh from --seed and the iteration",
+                self._folder,
+                "some" if states else "any",
+                ps.pp.size,
+                ps.tp.size,
+                ps.dp_cp.size,
+            )
         return states[ps.dp_cp.rank] if ps.dp_cp.rank < len(states) else None
 
     def all_random_states(self) -> Iterator[dict[str, Any]]:
@@ -249,8 +310,10 @@ class Loader:
                 wrong = [run for run in runs if not self._fits(run)]
                 if not wrong:
                     return runs
-                line = (f"{wrong[0].key}: {tuple(self._stored[wrong[0].key].size)} in the checkpoint, "
-                        f"{wrong[0].global_shape} here")
+                line = (
+                    f"{wrong[0].key}: {tuple(self._stored[wrong[0].key].size)} in the checkpoint, "
+                    f"{wrong[0].global_shape} here"
+                )
                 if line not in self._mismatched:
                     self._mismatched.append(line)
                 return None
@@ -265,26 +328,34 @@ class Loader:
 
     def _differs_in_padding(self, key: str, saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
         vocab = self._options.vocab_size
-        accepted = (vocab is not None and key.startswith(_VOCAB_KEYS) and saved[1:] == here[1:]
-                    and min(saved[0], here[0]) >= vocab)
-        if accepted and not self._padding_told:
-            self._padding_told = True
-            self._warn("the vocabulary is padded to %d rows in the checkpoint and to %d here (it depends on --tensor-model-parallel-size); "
-                       "the softmax includes the padding, so losses differ a little at first. --make-vocab-size-divisible-by keeps it",
-                       saved[0], here[0])
+        accepted = (
+            vocab is not None
+            and key.startswith(_VOCAB_KEYS)
+            and saved[1:] == here[1:]
+            and min(saved[0], here[0]) >= vocab
+        )
+        if accepted and not self._padding_logged:
+            self._padding_logged = True
+            self._warn(
+                "the vocabulary is padded to %d rows in the checkpoint and to %d here (it depends on --tensor-model-parallel-size); "
+                "the softmax includes the padding, so losses differ a little at first. --make-vocab-size-divisible-by keeps it",
+                saved[0],
+                here[0],
+            )
         return accepted
 
-    def _want(self, place: tuple[str, str], found: Iterator[Piece], source: Mapping[str, str]) -> None:
-        """Ask for pieces; source: the stored key of each key."""
-        for piece in found:
-            key = source[piece.key]
-            if piece.offsets:
+    def _want(self, place: tuple[str, str], found: Iterator[TensorShard], source: Mapping[str, str | None]) -> None:
+        """Ask for shards; source: the stored key of each key."""
+        for shard in found:
+            key = source[shard.key]
+            assert key is not None
+            if shard.offsets:
                 # only a vocabulary that is padded further here than in the checkpoint has rows that are not stored
-                kept = min(piece.sizes[0], self._stored[key].size[0] - piece.offsets[0])
+                kept = min(shard.sizes[0], self._stored[key].size[0] - shard.offsets[0])
                 if kept <= 0:
                     continue
-                piece = replace(piece, sizes=(kept, *piece.sizes[1:]), data=piece.data[:kept])
-            self._wanted[place].setdefault(key, []).append(piece)
+                shard = replace(shard, sizes=(kept, *shard.sizes[1:]), data=shard.data[:kept])
+            self._wanted[place].setdefault(key, []).append(shard)
 
     def _best_weight(self, key: str, dtype: torch.dtype) -> str:
         """Read fp32 weights from the fp32 main parameters of a mixed-precision run, if there are any."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from moe_trainer.checkpoint.layer_spec import FUSED
 from moe_trainer.checkpoint.reading import decode, overlaps
-from moe_trainer.checkpoint.sharding import Piece
+from moe_trainer.checkpoint.sharding import TensorShard
 
 _KEY = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?(.+)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
@@ -44,7 +44,7 @@ class LogicalTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.full[len(self.at):]
+        return self.full[len(self.at) :]
 
     @property
     def numel(self) -> int:
@@ -64,7 +64,9 @@ def logical_tensors(index: Metadata) -> Iterator[LogicalTensor]:
 
 
 def _slices(key: str, entry: TensorStorageMetadata) -> Iterator[LogicalTensor]:
-    prefix, rest = _KEY.match(key).groups(default="")
+    match = _KEY.match(key)
+    assert match is not None  # the pattern matches every text
+    prefix, rest = match.groups(default="")
     state = prefix.rstrip(".").rpartition(".")[2] or None
     stacked, experts = bool(_STACKED.match(rest)), bool(_EXPERTS.search(rest))
     full = tuple(entry.size)
@@ -92,8 +94,13 @@ def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
 
 def coverage(tensor: LogicalTensor) -> tuple[int, bool]:
     """(stored elements, whether some are stored twice) of a logical tensor, from its boxes alone."""
-    local = Piece(tensor.key, tensor.full, (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape),
-                  torch.empty(0))
+    local = TensorShard(
+        tensor.key,
+        tensor.full,
+        (*tensor.at, *(0 for _ in tensor.shape)),
+        (*(1 for _ in tensor.at), *tensor.shape),
+        torch.empty(0),
+    )
     found = [(low, high) for _, _, low, high in overlaps(tensor.chunks, [local])] if tensor.chunks else []
     return sum(math.prod(stop - start for start, stop in zip(low, high)) for low, high in found), _any_overlap(found)
 
@@ -119,14 +126,23 @@ def read_logical(folder: Path, index: Metadata, tensor: LogicalTensor) -> Tensor
     Raises: CheckpointError when a file is missing or damaged.
     """
     box = (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape)
-    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks] == [box]:  # as it is stored: no second copy in memory
+    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks] == [
+        box
+    ]:  # as it is stored: no second copy in memory
         return decode(folder, index, tensor.key, tensor.chunks[0]).view(tensor.shape)
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    local = Piece(tensor.key, tensor.full, (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape),
-                  whole.view(*(1 for _ in tensor.at), *tensor.shape))
-    for chunk, piece, low, high in overlaps(tensor.chunks, [local]) if tensor.chunks else ():
+    local = TensorShard(
+        tensor.key,
+        tensor.full,
+        (*tensor.at, *(0 for _ in tensor.shape)),
+        (*(1 for _ in tensor.at), *tensor.shape),
+        whole.view(*(1 for _ in tensor.at), *tensor.shape),
+    )
+    for chunk, shard, low, high in overlaps(tensor.chunks, [local]) if tensor.chunks else ():
         saved = decode(folder, index, tensor.key, chunk)
-        source, target = (tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
-                          for bases in (chunk.offsets, piece.offsets))
-        piece.data[target].copy_(saved[source])
+        source, target = (
+            tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
+            for bases in (chunk.offsets, shard.offsets)
+        )
+        shard.data[target].copy_(saved[source])
     return whole

@@ -13,40 +13,64 @@ from typing import Any
 
 import torch
 
-from moe_trainer.checkpoint.layer_spec import has_engine_names
-from moe_trainer.shape.mup import rate_mult, recorded_width_mult
+from arguments.mup import mup_lr_mult, recorded_width_mult
+from moe_trainer.checkpoint.layer_spec import has_te_names
 
 FULLY_RESHARDABLE = "fully_reshardable"
 
 
-def param_group(record: Mapping[str, Any], *, decayed: bool, decoupled: bool, experts: bool, step: int | None = None,
-                scaled: bool = False) -> dict[str, Any]:
+def param_group(
+    record: Mapping[str, Any],
+    *,
+    decayed: bool,
+    decoupled: bool,
+    experts: bool,
+    step: int | None = None,
+    scaled: bool = False,
+) -> dict[str, Any]:
     """What a parameter group says of itself, but for its parameters.
 
     record: the flags by destination. decoupled: its learning rate is that of --decoupled-lr. experts: its parameters are spread over
-    expert-parallel ranks. step: the number of steps, where the group keeps it. scaled: its learning rate is (shape/mup.py).
+    expert-parallel ranks. step: the number of steps, where the group keeps it. scaled: its learning rate is (p_scaling.py).
     """
-    max_lr = record.get("decoupled_lr") if decoupled else record.get("lr")
-    own_min = record.get("decoupled_min_lr") if decoupled else None
-    min_lr = record.get("min_lr") if own_min is None else own_min
-    eps = record.get("adam_eps")
+    max_lr: Any = record.get("decoupled_lr") if decoupled else record.get("lr")
+    own_min: Any = record.get("decoupled_min_lr") if decoupled else None
+    min_lr: Any = record.get("min_lr") if own_min is None else own_min
+    eps: Any = record.get("adam_eps")
     if scaled:
-        factor = rate_mult(record["optimizer"], recorded_width_mult(record))
+        factor = mup_lr_mult(record["optimizer"], recorded_width_mult(record))
         max_lr, min_lr = max_lr * factor, min_lr * factor
         eps = eps * factor if record["optimizer"] == "adam" else eps
-    found = {"is_expert_parallel": experts, "default_config": not decoupled and not scaled, "wd_mult": float(decayed), "lr_mult": 1.0,
-             # since core_v0.16 only max_lr tells a group with --decoupled-lr from the others
-             "is_decoupled_lr": False, "max_lr": max_lr, "min_lr": min_lr, "lr": max_lr,
-             "weight_decay": float(record.get("weight_decay") or 0.0) * decayed,
-             "maximize": False, "foreach": None, "differentiable": False, "fused": None}
+    found = {
+        "is_expert_parallel": experts,
+        "default_config": not decoupled and not scaled,
+        "wd_mult": float(decayed),
+        "lr_mult": 1.0,
+        # since core_v0.16 only max_lr tells a group with --decoupled-lr from the others
+        "is_decoupled_lr": False,
+        "max_lr": max_lr,
+        "min_lr": min_lr,
+        "lr": max_lr,
+        "weight_decay": float(record.get("weight_decay") or 0.0) * decayed,
+        "maximize": False,
+        "foreach": None,
+        "differentiable": False,
+        "fused": None,
+    }
     if step is not None:
         found["step"] = step
     if record.get("optimizer") == "sgd":
         return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
     if record.get("optimizer") == "lion":
         return found | {"betas": (record.get("lion_beta1"), record.get("lion_beta2"))}
-    return found | {"betas": (record.get("adam_beta1"), record.get("adam_beta2")), "eps": eps, "amsgrad": False,
-                    "capturable": False, "decoupled_weight_decay": True, "bias_correction": True}
+    return found | {
+        "betas": (record.get("adam_beta1"), record.get("adam_beta2")),
+        "eps": eps,
+        "amsgrad": False,
+        "capturable": False,
+        "decoupled_weight_decay": True,
+        "bias_correction": True,
+    }
 
 
 def is_decoupled(group: Mapping[str, Any]) -> bool:
@@ -54,7 +78,7 @@ def is_decoupled(group: Mapping[str, Any]) -> bool:
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
-def place_among(record: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[bool, list[tuple[str, float]]]:
+def group_order_key(record: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[bool, list[tuple[str, float]]]:
     """Megatron-LM orders the groups of an optimizer by what sets them apart from the flags, and pairs those of a checkpoint with its own in order."""
     usual = {"max_lr": record.get("lr"), "min_lr": record.get("min_lr"), "eps": record.get("adam_eps"), "wd_mult": 1.0}
     apart = sorted((key, group[key]) for key, value in usual.items() if group.get(key, value) != value)
@@ -81,21 +105,36 @@ def grad_scaler(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
     step, distributed = int(scalars["step"]), bool(record.get("use_distributed_optimizer"))
-    in_groups = distributed or has_engine_names(record)
-    described = [param_group(record, decayed=group["wd_mult"] != 0.0, decoupled=group["is_decoupled_lr"],
-                             experts=group["is_expert_parallel"], step=step if in_groups else None,
-                             scaled=group.get("lr_mult", 1.0) != 1.0) for group in groups]
+    in_groups = distributed or has_te_names(record)
+    described = [
+        param_group(
+            record,
+            decayed=group["wd_mult"] != 0.0,
+            decoupled=group["is_decoupled_lr"],
+            experts=group["is_expert_parallel"],
+            step=step if in_groups else None,
+            scaled=group.get("lr_mult", 1.0) != 1.0,
+        )
+        for group in groups
+    ]
     if recorded_width_mult(record) != 1.0:
-        described.sort(key=lambda group: place_among(record, group))
+        described.sort(key=lambda group: group_order_key(record, group))
     if distributed:
-        return {"optimizer": {"param_groups": described}, **grad_scaler(scalars), "param_state_sharding_type": FULLY_RESHARDABLE}
+        return {
+            "optimizer": {"param_groups": described},
+            **grad_scaler(scalars),
+            "param_state_sharding_type": FULLY_RESHARDABLE,
+        }
     inner = {"state": {} if in_groups else {"common_step": torch.tensor(float(step))}, "param_groups": described}
     return {"optimizer": inner, **grad_scaler(scalars)} if record.get("bf16") or record.get("fp16") else inner
 
 
 def content_metadata(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron-LM's loader is told of the form of a distributed checkpoint."""
+    """Return the description of a distributed checkpoint for Megatron-LM's loader."""
     found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if record.get("use_distributed_optimizer"):
-        found |= {"distrib_optim_sharding_type": FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
+        found |= {
+            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
     return found

@@ -1,4 +1,4 @@
-"""What the loop tells a save or a load, and what it gets back: plain records."""
+"""Arguments and results of saving and loading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class CheckpointState:
     args: every flag by destination, for --use-checkpoint-args and for comparing architectures. It must hold at least
         num_layers, moe_layer_freq, num_experts and multi_latent_attention: the keys follow from them.
     scheduler: what Megatron calls opt_param_scheduler; ours is a function of consumed samples, so this is a record only.
-    extra: whatever else the loop needs to go on bit for bit, under its own names.
+    extra: everything else that bitwise resume needs, under its own names.
     """
 
     iteration: int
@@ -34,10 +34,10 @@ class CheckpointState:
 class PlanCache:
     """--ckpt-assume-constant-structure: what the first save of a run has planned, for those that follow.
 
-    structure: digest of all that this rank holds. writes: the keys and places that it writes. index: on rank 0, of all ranks.
+    digest: of all that this rank holds. writes: the keys and places that it writes. index: on rank 0, of all ranks.
     """
 
-    structure: str = ""
+    digest: str = ""
     writes: frozenset[tuple[str, tuple[int, ...]]] | None = None
     index: Metadata | None = None
 
@@ -46,7 +46,7 @@ class PlanCache:
 class SaveOptions:
     """How to save. `from_args` fills it from the flags.
 
-    plan_cache: None plans every save anew. file_system: what check_writable has returned; a save onto another one is refused.
+    plan_cache: None plans every save from the start. filesystem_id: what check_writable has returned; a save onto another one is refused.
     ckpt_format: "torch" for Megatron-LM's legacy format; all others are written as torch_dist.
     """
 
@@ -58,7 +58,7 @@ class SaveOptions:
     verify_integrity: bool = False
     tokenizer_files: tuple[Path, ...] = ()
     plan_cache: PlanCache | None = None
-    file_system: int | None = None
+    filesystem_id: int | None = None
     ckpt_format: str = "torch_dist"
 
     @classmethod

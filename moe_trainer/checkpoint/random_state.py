@@ -3,7 +3,7 @@
 Random numbers make dropout masks, jitter and forced routing; data order and initial weights do not depend on them. A state
 belongs to a place (pp, tp, position in dp x cp). Where a checkpoint of another layout has none for a place, its
 streams start afresh from a seed that also holds the iteration, so that no mask of an earlier iteration comes
-again: `restart`. The same is done everywhere else where a state is missing. Streams under a layer's global name (forced expert
+again: `reseed`. The same is done everywhere else where a state is missing. Streams under a layer's global name (forced expert
 biases) are the same on all ranks and move with the layer.
 
 Megatron-LM keeps three more streams in its tracker and does not load a state without them. A checkpoint has them under its names:
@@ -24,7 +24,7 @@ from moe_trainer.parallel.rng import name_seed
 from moe_trainer.parallel.state import ParallelState
 
 _GLOBAL_NAME = re.compile(r"^(decoder|mtp)\.")
-_OWN = "moe_trainer_streams"
+_NATIVE_KEY = "moe_trainer_streams"
 _TENSOR_PARALLEL = "tensor_parallel"  # of a chunk's streams the one that Megatron-LM calls:
 _MODEL_TRACKER = "model-parallel-rng"
 
@@ -32,8 +32,8 @@ _MODEL_TRACKER = "model-parallel-rng"
 Streams = Sequence[Mapping[str, torch.Generator]]
 
 
-def streams_of(chunks: Iterable[Any]) -> Streams:
-    """The streams that the chunks keep beside torch's global one."""
+def get_streams(chunks: Iterable[Any]) -> Streams:
+    """Return the generators of every chunk, besides torch's global one."""
     return [chunk.generators() for chunk in chunks]
 
 
@@ -44,7 +44,7 @@ def capture(streams: Streams) -> dict[str, Any]:
         "np_rng_state": numpy.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "rng_tracker_states": {},
-        _OWN: [{name: generator.get_state().cpu() for name, generator in chunk.items()} for chunk in streams],
+        _NATIVE_KEY: [{name: generator.get_state().cpu() for name, generator in chunk.items()} for chunk in streams],
     }
     if torch.cuda.is_available():
         state["cuda_rng_state"] = torch.cuda.get_rng_state()
@@ -65,7 +65,7 @@ def capture_for_checkpoint(streams: Streams, ps: ParallelState) -> dict[str, Any
 
 
 def _fresh_state(shared: torch.Tensor, *name: str | int) -> torch.Tensor:
-    """The state of a stream that begins here, told from others by its name and from earlier ones by the state of the shared generator."""
+    """Return the state of a new stream, seeded by its name and the state of the shared generator."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.Generator(device).manual_seed(name_seed(0, shared.numpy().tobytes().hex(), *name)).get_state().cpu()
 
@@ -78,7 +78,9 @@ def restore(state: Mapping[str, Any], streams: Streams, source: Path | str = "me
     try:
         _restore(state, streams)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{source}: the random state is damaged ({type(error).__name__}: {error}); --no-load-rng goes on without it") from error
+        raise CheckpointError(
+            f"{source}: the random state is damaged ({type(error).__name__}: {error}); --no-load-rng resumes without it"
+        ) from error
 
 
 def _restore(state: Mapping[str, Any], streams: Streams) -> None:
@@ -88,17 +90,17 @@ def _restore(state: Mapping[str, Any], streams: Streams) -> None:
     cuda = state.get("cuda_rng_state")
     if torch.cuda.is_available() and cuda is not None and cuda.numel() == torch.cuda.get_rng_state().numel():
         torch.cuda.set_rng_state(cuda.cpu())
-    for chunk, saved in zip(streams, state.get(_OWN, ())):
+    for chunk, saved in zip(streams, state.get(_NATIVE_KEY, ())):
         for name in chunk.keys() & saved.keys():
             if saved[name].numel() == chunk[name].get_state().numel():  # CPU and CUDA generators differ
                 chunk[name].set_state(saved[name].cpu())
     tracked = state.get("rng_tracker_states", {}).get(_MODEL_TRACKER)
-    for chunk in streams if not is_ours(state) and tracked is not None else ():
+    for chunk in streams if not is_native(state) and tracked is not None else ():
         if _TENSOR_PARALLEL in chunk and tracked.numel() == chunk[_TENSOR_PARALLEL].get_state().numel():
             chunk[_TENSOR_PARALLEL].set_state(tracked.cpu())
 
 
-def restart(seed: int, iteration: int, ps: ParallelState, streams: Streams) -> None:
+def reseed(seed: int, iteration: int, ps: ParallelState, streams: Streams) -> None:
     """Begin new streams for this rank's place; tensor-parallel ranks share torch's global one, as at the start of a run."""
     place = (seed, "resumed", iteration, f"pp {ps.pp.rank}", f"dp_cp {ps.dp_cp.rank}")
     random.seed(name_seed(*place))
@@ -116,14 +118,14 @@ def restore_named(states: Iterable[Mapping[str, Any]], streams: Streams) -> None
     """Set streams under global names from whichever of the states has them."""
     wanted = {name: generator for chunk in streams for name, generator in chunk.items() if _GLOBAL_NAME.match(name)}
     for state in states:
-        for saved in state.get(_OWN, ()):
+        for saved in state.get(_NATIVE_KEY, ()):
             for name in saved.keys() & wanted.keys():
                 wanted[name].set_state(saved[name].cpu())
 
 
-def is_ours(state: Mapping[str, Any]) -> bool:
+def is_native(state: Mapping[str, Any]) -> bool:
     """Whether this program captured the state, not Megatron-LM."""
-    return _OWN in state
+    return _NATIVE_KEY in state
 
 
 def has_named(streams: Streams) -> bool:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from moe_trainer.checkpoint.archive import check_sums, load_bytes
-from moe_trainer.checkpoint.directory import advice
+from moe_trainer.checkpoint.archive import load_bytes, verify_checksums
+from moe_trainer.checkpoint.directory import describe_alternatives
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.made_index import MadeIndex
-from moe_trainer.checkpoint.sharding import Piece
+from moe_trainer.checkpoint.sharding import TensorShard
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, tensor_entry
 
 Box = tuple[slice, ...]
 
@@ -32,8 +32,8 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
 
     Raises: DamagedError when its file is missing or damaged.
     """
-    if isinstance(index, MadeIndex):
-        return index.object(key)
+    if isinstance(index, VirtualMetadata):
+        return index.read_object(key)
     place = MetadataIndex(key)
     try:
         return load_bytes(_read_entry(folder, index, place))[0]
@@ -42,8 +42,8 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
 
 
 @torch.no_grad()
-def fill(folder: Path, index: Metadata, wanted: dict[str, list[Piece]]) -> None:
-    """Read into the storage of local pieces, by saved key.
+def fill(folder: Path, index: Metadata, wanted: dict[str, list[TensorShard]]) -> None:
+    """Read into the storage of local shards, by saved key.
 
     wanted: for each key of the checkpoint the local boxes to fill; values are converted to the local dtype.
     Raises: CheckpointError when the saved boxes do not cover a local one, DamagedError when a file is missing or damaged.
@@ -52,14 +52,16 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[Piece]]) -> None:
     saved_boxes: dict[MetadataIndex, ChunkStorageMetadata] = {}
     for key, local in wanted.items():
         found = 0
-        for chunk, piece, low, high in overlaps(index.state_dict_metadata[key].chunks, local):
+        for chunk, shard, low, high in overlaps(tensor_entry(index, key).chunks, local):
             found += math.prod(stop - start for start, stop in zip(low, high))
-            source, target = (tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
-                              for bases in (chunk.offsets, piece.offsets))
+            source, target = (
+                tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
+                for bases in (chunk.offsets, shard.offsets)
+            )
             place = MetadataIndex(key, chunk.offsets)
             saved_boxes[place] = chunk
-            uses[place].append((piece.data, target, source))
-        needed = sum(math.prod(piece.sizes) for piece in local)
+            uses[place].append((shard.data, target, source))
+        needed = sum(math.prod(shard.sizes) for shard in local)
         if found != needed:
             raise CheckpointError(f"{folder}: only {found} of {needed} elements of {key} were saved")
     # in file order: the files may lie on spinning or networked disks
@@ -74,56 +76,63 @@ def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata)
 
     Raises: DamagedError when its file is missing or damaged.
     """
-    if isinstance(index, MadeIndex):
-        return index.box(key, chunk)
-    place, dtype = MetadataIndex(key, chunk.offsets), index.state_dict_metadata[key].properties.dtype
+    if isinstance(index, VirtualMetadata):
+        return index.read_chunk(key, chunk)
+    place, dtype = MetadataIndex(key, chunk.offsets), tensor_entry(index, key).properties.dtype
     try:
         saved = load_bytes(_read_entry(folder, index, place))
         if not isinstance(saved, Tensor):
             raise ValueError("it holds no tensor")
         if saved.shape != chunk.sizes or saved.dtype != dtype:
-            raise ValueError(f"it holds {tuple(saved.shape)} {saved.dtype}, and the index says {tuple(chunk.sizes)} {dtype}")
+            raise ValueError(
+                f"it holds {tuple(saved.shape)} {saved.dtype}, and the index says {tuple(chunk.sizes)} {dtype}"
+            )
     except DECODE_ERRORS as error:
         raise _damaged(folder, index, place, error) from error
     return saved
 
 
-def overlaps(saved: Sequence[ChunkStorageMetadata], local: Sequence[Piece]
-             ) -> Iterator[tuple[ChunkStorageMetadata, Piece, Sequence[int], Sequence[int]]]:
+def overlaps(
+    saved: Sequence[ChunkStorageMetadata], local: Sequence[TensorShard]
+) -> Iterator[tuple[ChunkStorageMetadata, TensorShard, Sequence[int], Sequence[int]]]:
     """Pair saved and local boxes of one tensor that share elements.
 
     Boxes are sorted into bins by their coordinates on those leading axes where all of them have extent one.
     Yields: (saved box, local box, first, stop) with the common part in global coordinates.
     """
-    boxes = [(chunk.offsets, chunk.sizes) for chunk in saved] + [(piece.offsets, piece.sizes) for piece in local]
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in saved] + [(shard.offsets, shard.sizes) for shard in local]
     ndim = len(boxes[0][0])
     leading = next((dim for dim in range(ndim) if any(sizes[dim] != 1 for _, sizes in boxes)), ndim)
     bins: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
     for chunk in saved:
         bins[tuple(chunk.offsets[:leading])].append(chunk)
-    for piece in local:
-        for chunk in bins.get(tuple(piece.offsets[:leading]), ()):
-            low = [max(pair) for pair in zip(chunk.offsets, piece.offsets)]
-            high = [min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.sizes)]
+    for shard in local:
+        for chunk in bins.get(tuple(shard.offsets[:leading]), ()):
+            low = [max(pair) for pair in zip(chunk.offsets, shard.offsets)]
+            high = [min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, shard.offsets, shard.sizes)]
             if all(start < stop for start, stop in zip(low, high)):
-                yield chunk, piece, low, high
+                yield chunk, shard, low, high
 
 
 def _read_entry(folder: Path, index: Metadata, place: MetadataIndex) -> bytes:
     """The bytes of one entry, checked."""
     info = index.storage_data[place]
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{folder}: {place.fqn} is stored with {info.transform_descriptors}, which is not supported")
+        raise CheckpointError(
+            f"{folder}: {place.fqn} is stored with {info.transform_descriptors}, which is not supported"
+        )
     with open(folder / info.relative_path, "rb") as stream:
         stream.seek(info.offset)
         content = stream.read(info.length)
     if len(content) < info.length:
         raise EOFError(f"the file ends {info.length - len(content)} bytes early")
-    check_sums(content)
+    verify_checksums(content)
     return content
 
 
 def _damaged(folder: Path, index: Metadata, place: MetadataIndex, error: BaseException) -> DamagedError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return DamagedError(f"{folder / index.storage_data[place].relative_path} is damaged: {place.fqn} cannot be read: "
-                           f"{reason}\n{advice(folder)}")
+    return DamagedError(
+        f"{folder / index.storage_data[place].relative_path} is damaged: {place.fqn} cannot be read: "
+        f"{reason}\n{describe_alternatives(folder)}"
+    )

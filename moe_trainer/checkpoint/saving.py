@@ -1,4 +1,4 @@
-"""Write one checkpoint: plan together, write apart, commit together.
+"""Write one checkpoint: a collective plan, local writes, a collective commit.
 
 The three steps are the same for both kinds of save. A synchronous save runs them in a row on live storage. A save in
 the background copies this rank's share to host memory after planning and writes it in a thread, which does not
@@ -20,47 +20,64 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from moe_trainer.checkpoint import common_state, legacy, legacy_write, random_state
+from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import (
     COMPLETE,
     INTEGRITY,
     TRACKER,
+    acquire_lock,
     append_progress,
-    aside,
-    claim,
-    clean,
-    file_system,
-    flush_file,
+    check_filesystem_mounted,
+    delete_checkpoint,
+    filesystem_id,
     flush_folder,
     folder_name,
     publish,
     read_tracker,
-    remove,
-    retire,
-    still_there,
+    remove_directory,
+    remove_stale,
+    staging_path,
 )
 from moe_trainer.checkpoint.errors import CheckpointError, StorageError
 from moe_trainer.checkpoint.index import check, read_index, write_hashes
+from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
+from moe_trainer.checkpoint.megatron_legacy import writer as legacy_writer
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
-from moe_trainer.checkpoint.planner import PieceSavePlanner, describe_plans
-from moe_trainer.checkpoint.sharding import KeyScheme, pieces, rng_key
-from moe_trainer.checkpoint.share import KINDS, Batch, share_out, structure
+from moe_trainer.checkpoint.ownership import KINDS, ShardList, assign_owners, digest_shards
+from moe_trainer.checkpoint.save_planner import ShardSavePlanner, describe_plans
+from moe_trainer.checkpoint.sharding import KeyScheme, make_shards, rng_key
+from moe_trainer.io import flush_file
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, is_counted, is_stored, replicas, unique_params
-from moe_trainer.parallel.shards import parts_to_save
+from moe_trainer.parallel.params import (
+    ParamInfo,
+    get_param_info,
+    is_fp8_param,
+    is_unique_replica,
+    replica_group,
+    unique_params,
+)
+from moe_trainer.parallel.shards import shards_to_save
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
 
-_BOXES = "boxes"
+_CHUNKS_FOLDER = "boxes"
 MAIN = "fp32_param"
 
 
 class PendingSave:
     """A checkpoint between its plan and its commit."""
 
-    def __init__(self, directory: Path, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None,
-                 ps: ParallelState, options: SaveOptions, copy_to_host: bool):
+    def __init__(
+        self,
+        directory: Path,
+        state: CheckpointState,
+        chunks: Sequence[Any],
+        optimizer: Any | None,
+        ps: ParallelState,
+        options: SaveOptions,
+        copy_to_host: bool,
+    ):
         """Plan the save; collective. With copy_to_host the model may change as soon as this returns.
 
         Raises: StorageError when the folder cannot be made, CheckpointError when the ranks' parameters do not fit together.
@@ -73,22 +90,34 @@ class PendingSave:
         self._error: str | None = None
         self._changed = False  # the model is not what it was: no other disk would help
         if ps.world.rank == 0:
-            logger.info("[%s] saving checkpoint at iteration %7d to %s in %s format", datetime.datetime.now(), state.iteration, self._directory,
-                        legacy.FORMAT if options.ckpt_format == legacy.FORMAT else "torch_dist")
+            logger.info(
+                "[%s] saving checkpoint at iteration %7d to %s in %s format",
+                datetime.datetime.now(),
+                state.iteration,
+                self._directory,
+                legacy_reader.FORMAT if options.ckpt_format == legacy_reader.FORMAT else "torch_dist",
+            )
         self._temporary = self._open()
         # files of the legacy format are made of the boxes when all of them are written
-        self._boxes = self._temporary / _BOXES if options.ckpt_format == legacy.FORMAT else self._temporary
+        self._chunks_folder = (
+            self._temporary / _CHUNKS_FOLDER if options.ckpt_format == legacy_reader.FORMAT else self._temporary
+        )
         if optimizer is not None:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
-        self._legacy = self._legacy_writer(state, chunks, saved_optimizer) if self._boxes != self._temporary else None
+        self._legacy = (
+            self._legacy_writer(state, chunks, saved_optimizer) if self._chunks_folder != self._temporary else None
+        )
         common = None
         if ps.world.rank == 0:
             common = common_state.build(state, saved_optimizer.scalars() if saved_optimizer is not None else None)
         # releases of Megatron-LM up to core_v0.18 read the common state from a file of its own
         self._common_file = common_state.dump_file(common) if common is not None and self._legacy is None else None
-        self._planner, self._index = self._divide(_batches(state, chunks, saved_optimizer, ps, self._legacy is None), _objects(state, chunks, common, ps, options))
-        self._writer = FileSystemWriter(self._boxes, thread_count=1, sync_files=True)
+        self._planner, self._index = self._divide(
+            _batches(state, chunks, saved_optimizer, ps, self._legacy is None),
+            _objects(state, chunks, common, ps, options),
+        )
+        self._writer = FileSystemWriter(self._chunks_folder, thread_count=1, sync_files=True)
         self._writer.set_up_storage_writer(ps.world.rank == 0)
         # the writer numbers files by the place of a plan in the list of all; of the others' it needs nothing
         others = [SavePlan([])] * ps.world.rank
@@ -96,19 +125,21 @@ class PendingSave:
         if copy_to_host:
             self._planner.copy_to_host()
 
-    def _divide(self, batches: list[Batch], objects: dict[str, bytes]) -> tuple[PieceSavePlanner, Metadata | None]:
+    def _divide(self, batches: list[ShardList], objects: dict[str, bytes]) -> tuple[ShardSavePlanner, Metadata | None]:
         """What this rank writes, and on rank 0 the index of what all write."""
         ps, cache = self._ps, self._options.plan_cache
-        key = structure(piece for batch in batches for piece in batch.pieces)
+        key = digest_shards(shard for batch in batches for shard in batch.shards)
         if cache is not None and cache.writes is not None:
-            if cache.structure != key:
+            if cache.digest != key:
                 self._changed = True
-                self._error = (f"rank {ps.world.rank}: the model or the optimizer state is not what it was at the first "
-                               "save; run without --ckpt-assume-constant-structure")
-            mine = [piece for batch in batches for piece in batch.pieces if (piece.key, piece.offsets) in cache.writes]
-            return PieceSavePlanner(mine, objects), cache.index and replace(cache.index)
-        mine = [piece for shared in share_out(batches, ps, self._options.fully_parallel) for piece in shared.mine]
-        planner = PieceSavePlanner(mine, objects)
+                self._error = (
+                    f"rank {ps.world.rank}: the model or the optimizer state is not what it was at the first "
+                    "save; run without --ckpt-assume-constant-structure"
+                )
+            mine = [shard for batch in batches for shard in batch.shards if (shard.key, shard.offsets) in cache.writes]
+            return ShardSavePlanner(mine, objects), cache.index and replace(cache.index)
+        mine = [shard for shared in assign_owners(batches, ps, self._options.fully_parallel) for shard in shared.owned]
+        planner = ShardSavePlanner(mine, objects)
         plans = collectives.gather_object(planner.create_local_plan(), ps.world)
         index, problem = None, None
         if plans is not None:
@@ -116,13 +147,13 @@ class PendingSave:
                 index = describe_plans(plans)
             except CheckpointError as error:
                 problem = str(error)
-                remove(self._temporary)
+                remove_directory(self._temporary)
         problem = collectives.broadcast_object(problem, ps.world)
         if problem is not None:
             raise self._failure(problem, CheckpointError)
         if cache is not None:
-            cache.structure, cache.index = key, index and replace(index)
-            cache.writes = frozenset((piece.key, piece.offsets) for piece in mine)
+            cache.digest, cache.index = key, index and replace(index)
+            cache.writes = frozenset((shard.key, shard.offsets) for shard in mine)
         return planner, index
 
     def _open(self) -> Path:
@@ -130,12 +161,14 @@ class PendingSave:
         folder, problem = None, None
         if self._ps.world.rank == 0:
             try:
-                still_there(self._directory, self._options.file_system)
+                check_filesystem_mounted(self._directory, self._options.filesystem_id)
                 self._directory.mkdir(parents=True, exist_ok=True)
-                clean(self._directory)
-                folder = aside(self._directory, self._iteration, "tmp")
-                remove(folder)
-                (folder / _BOXES if self._options.ckpt_format == legacy.FORMAT else folder).mkdir(parents=True)
+                remove_stale(self._directory)
+                folder = staging_path(self._directory, self._iteration, "tmp")
+                remove_directory(folder)
+                (folder / _CHUNKS_FOLDER if self._options.ckpt_format == legacy_reader.FORMAT else folder).mkdir(
+                    parents=True
+                )
             except OSError as error:
                 problem = str(error)
         folder, problem = collectives.broadcast_object((folder, problem), self._ps.world)
@@ -143,18 +176,31 @@ class PendingSave:
             raise self._failure(problem)
         return folder
 
-    def _legacy_writer(self, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None) -> Callable[[], None]:
+    def _legacy_writer(
+        self, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None
+    ) -> Callable[[], None]:
         """What makes this rank's file of the legacy format out of the boxes, when they are there; collective."""
         ps = self._ps
         states = None
         if self._options.save_rng:
-            states = collectives.all_gather_object(random_state.capture_for_checkpoint(random_state.streams_of(chunks), ps), ps.dp_cp)
+            states = collectives.all_gather_object(
+                random_state.capture_for_checkpoint(random_state.get_streams(chunks), ps), ps.dp_cp
+            )
         scalars = optimizer.scalars() if optimizer is not None else None
 
         def write() -> None:
-            legacy_write.write(self._boxes, self._temporary, read_index(self._boxes), state, chunks, scalars, states, ps)
+            legacy_writer.write(
+                self._chunks_folder,
+                self._temporary,
+                read_index(self._chunks_folder),
+                state,
+                chunks,
+                scalars,
+                states,
+                ps,
+            )
 
-        return write if legacy_write.writes_here(ps) else lambda: None
+        return write if legacy_writer.writes_here(ps) else lambda: None
 
     def write(self) -> None:
         """Write this rank's share and flush it. Not collective; errors are kept for `commit`."""
@@ -176,37 +222,40 @@ class PendingSave:
         """
         error = f"rank {self._ps.world.rank}: {crash!r}" if crash else self._error
         shares = collectives.gather_object((error, self._changed, self._results), self._ps.world)
-        problem, kind = None, StorageError
+        problem: str | None = None
+        kind: type[CheckpointError] = StorageError
         if shares is not None:
             problem = "; ".join(error for error, _, _ in shares if error is not None) or None
             kind = CheckpointError if any(changed for _, changed, _ in shares) else StorageError
             if problem is None:
                 try:
+                    assert self._index is not None
                     self._writer.finish(self._index, [results for _, _, results in shares])
                 except OSError as error:
                     problem = str(error)
-        self._judge(problem, kind)
+        self._abort_on_error(problem, kind)
         if self._legacy is not None:
-            self._judge(*self._convert())
+            self._abort_on_error(*self._convert())
         problem = None
         if shares is not None:
             try:
                 self._finish()
             except OSError as error:
                 problem = str(error)
-        self._judge(problem)
+        self._abort_on_error(problem)
 
-    def _judge(self, problem: str | None, kind: type[CheckpointError] = StorageError) -> None:
+    def _abort_on_error(self, problem: str | None, kind: type[CheckpointError] = StorageError) -> None:
         """End the save on all ranks for a problem that rank 0 knows of; collective."""
         if problem is not None and self._ps.world.rank == 0:
-            remove(self._temporary)
+            remove_directory(self._temporary)
         problem, kind = collectives.broadcast_object((problem, kind), self._ps.world)
         if problem is not None:
             raise self._failure(problem, kind)
 
     def _convert(self) -> tuple[str | None, type[CheckpointError]]:
         """Make the files of the legacy format out of the boxes; collective. Returns: what rank 0 knows to be wrong."""
-        found = None
+        found: tuple[str, type[CheckpointError]] | None = None
+        assert self._legacy is not None
         try:
             self._legacy()
         except (OSError, RuntimeError) as error:
@@ -221,7 +270,7 @@ class PendingSave:
         """On one rank: side files, completion mark, rename, tracker, retention."""
         folder = self._temporary
         if self._legacy is not None:
-            shutil.rmtree(self._boxes)
+            shutil.rmtree(self._chunks_folder)
         if self._options.tokenizer_files:
             (folder / "tokenizer").mkdir()
             for path in self._options.tokenizer_files:
@@ -242,34 +291,45 @@ class PendingSave:
             logger.warning("after saving the checkpoint of iteration %d: %s", self._iteration, error)
 
     def _after(self, previous: int | None) -> None:
-        """Report the save and retire the previous checkpoint."""
+        """Report the save and delete_checkpoint the previous checkpoint."""
         ps, options = self._ps, self._options
-        logger.info("  [%s] successfully saved checkpoint from iteration %7d to %s [ t %d/%d, gtp_remat 1/1, p %d/%d ]",
-                    datetime.datetime.now(), self._iteration, self._directory, ps.tp.rank + 1, ps.tp.size,
-                    ps.pp.rank + 1, ps.pp.size)
+        logger.info(
+            "  [%s] successfully saved checkpoint from iteration %7d to %s [ t %d/%d, gtp_remat 1/1, p %d/%d ]",
+            datetime.datetime.now(),
+            self._iteration,
+            self._directory,
+            ps.tp.rank + 1,
+            ps.tp.size,
+            ps.pp.rank + 1,
+            ps.pp.size,
+        )
         if options.log_progress:
             append_progress(self._directory, ps.world.size, f"Saved checkpoint\tIteration: {self._iteration}")
         interval = options.retain_interval
         if interval and previous is not None and previous != self._iteration and previous % interval:
-            # some file systems take bytes and lose them: of two checkpoints the older one goes only beside a younger one that is whole
+            # some file systems lose written bytes: delete the older checkpoint only if the newer one is valid
             problems = check(self._directory / folder_name(self._iteration))
             if problems:
                 raise OSError(f"{problems[0]}; the checkpoint of iteration {previous} is kept")
-            retire(self._directory, previous)
+            delete_checkpoint(self._directory, previous)
 
     def _failure(self, problem: str, kind: type[CheckpointError] = StorageError) -> CheckpointError:
-        return kind(f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
-                               f"{_free_space(self._directory)}{_what_remains(self._directory)}")
+        return kind(
+            f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
+            f"{_free_space(self._directory)}{_what_remains(self._directory)}"
+        )
 
 
-def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, to_keep: bool) -> list[Batch]:
+def _batches(
+    state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, to_keep: bool
+) -> list[ShardList]:
     """All that this rank holds and that counts, optimizer state (which may be cut already) before weights. Collective.
 
     to_keep: the boxes are the checkpoint, and have Megatron-LM's names for main parameters.
     """
     scheme = KeyScheme.from_record(state.args)
-    weights, moments = ({kind: Batch(kind) for kind in KINDS} for _ in range(2))
-    buffers = Batch("dense")  # by themselves: they are whole on every rank even where the weights are fully sharded
+    weights, moments = ({kind: ShardList(kind) for kind in KINDS} for _ in range(2))
+    buffers = ShardList("dense")  # by themselves: they are whole on every rank even where the weights are fully sharded
     runs = {}
     held_states = list(optimizer.tensors()) if optimizer is not None else []
     # Megatron-LM's distributed optimizer has main parameters, called param, of fp32 weights too
@@ -277,24 +337,25 @@ def _batches(state: CheckpointState, chunks: Sequence[Any], optimizer: Any | Non
     with_mains = _types_with_mains(held_states, ps) if distributed else frozenset()
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
-            info = info_of(param)
-            if is_counted(info, ps):
+            info = get_param_info(param)
+            if is_unique_replica(info, ps):
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
-                for data, start, stop, read in parts_to_save(param):
+                for data, start, stop, read in shards_to_save(param):
                     # a weight that is stored in 8 bits has its values where the optimizer's state is, cut like that
-                    batch = (moments if is_stored(param) else weights)[info.kind]
-                    batch.pieces += pieces(runs[id(param)], data, start, stop, read=read)
+                    batch = (moments if is_fp8_param(param) else weights)[info.kind]
+                    batch.shards += make_shards(runs[id(param)], data, start, stop, read=read)
                     if distributed and param.dtype not in with_mains:
-                        batch.pieces += pieces(runs[id(param)], data, start, stop, "optimizer.state.param.", read)
+                        batch.shards += make_shards(runs[id(param)], data, start, stop, "optimizer.state.param.", read)
         for name, buffer in (*chunk.named_state_buffers(), *chunk.named_scaling_state()):
             info = ParamInfo((name,))
-            if is_counted(info, ps):
-                buffers.pieces += pieces(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
+            if is_unique_replica(info, ps):
+                buffers.shards += make_shards(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
     for held in held_states:
         if id(held.param) in runs:
             name = "param" if distributed and held.state_name == MAIN else held.state_name
-            moments[info_of(held.param).kind].pieces += pieces(runs[id(held.param)], held.tensor, held.start, held.stop,
-                                                               f"optimizer.state.{name}.", held.read)
+            moments[get_param_info(held.param).kind].shards += make_shards(
+                runs[id(held.param)], held.tensor, held.start, held.stop, f"optimizer.state.{name}.", held.read
+            )
     return [*moments.values(), *weights.values(), buffers]
 
 
@@ -304,19 +365,26 @@ def _types_with_mains(states: Sequence[Any], ps: ParallelState) -> frozenset[tor
     return frozenset().union(*collectives.all_gather_object(mine, ps.world))
 
 
-def _objects(state: CheckpointState, chunks: Sequence[Any], common: dict[str, Any] | None, ps: ParallelState,
-             options: SaveOptions) -> dict[str, bytes]:
+def _objects(
+    state: CheckpointState,
+    chunks: Sequence[Any],
+    common: dict[str, Any] | None,
+    ps: ParallelState,
+    options: SaveOptions,
+) -> dict[str, bytes]:
     scheme = KeyScheme.from_record(state.args)
     empty = common_state.dump_object(None)
     objects: dict[str, bytes] = {}
-    for info in (info_of(param) for chunk in chunks for param in unique_params(chunk.parameters())):
-        if is_counted(info, ps) and info.shard_rank == 0:
-            group = replicas(info.kind, ps)
+    for info in (get_param_info(param) for chunk in chunks for param in unique_params(chunk.parameters())):
+        if is_unique_replica(info, ps) and info.shard_rank == 0:
+            group = replica_group(info.kind, ps)
             share = group.size if options.fully_parallel else 1
-            mine = scheme.extra_state_keys(info)[group.rank::share] if group.rank < share else ()
+            mine = scheme.extra_state_keys(info)[group.rank :: share] if group.rank < share else ()
             objects |= dict.fromkeys(mine, empty)
     if options.save_rng:
-        states = collectives.gather_object(random_state.capture_for_checkpoint(random_state.streams_of(chunks), ps), ps.dp_cp)
+        states = collectives.gather_object(
+            random_state.capture_for_checkpoint(random_state.get_streams(chunks), ps), ps.dp_cp
+        )
         if states is not None:
             objects[rng_key(ps)] = common_state.dump_object(states)
     if common is not None:
@@ -362,9 +430,9 @@ def _root_cause(error: BaseException) -> str:
 
 
 def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
-    """Make the save folder, try to write in it and claim it, so that a wrong --save ends the run at its start; collective.
+    """Make the save folder, try to write in it and acquire_lock it, so that a wrong --save ends the run at its start; collective.
 
-    Returns: the number of its file system on rank 0, for SaveOptions.file_system.
+    Returns: the number of its file system on rank 0, for SaveOptions.filesystem_id.
     Raises: CheckpointError, also when another run is saving there.
     """
     problem, found = None, None
@@ -374,8 +442,8 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
             Path(directory).mkdir(parents=True, exist_ok=True)
             probe.write_text("")
             probe.unlink()
-            holder = claim(Path(directory))
-            found = file_system(Path(directory))
+            holder = acquire_lock(Path(directory))
+            found = filesystem_id(Path(directory))
             if (Path(directory) / TRACKER).is_dir():
                 problem = f"{Path(directory) / TRACKER} is a folder, and the file that names the newest checkpoint is needed; remove it"
             problem = problem or holder and f"another run is saving there ({holder}); end it, or choose another folder"

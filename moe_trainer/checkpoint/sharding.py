@@ -32,9 +32,9 @@ from moe_trainer.checkpoint.layer_spec import (
     LATENT,
     MLP,
     Spelling,
-    engine_parts,
-    engine_states,
     norms_of_layers,
+    te_extra_states,
+    te_modules,
 )
 from moe_trainer.parallel.params import ParamInfo, part_lengths
 from moe_trainer.parallel.state import ParallelState
@@ -44,7 +44,7 @@ _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _MTP_MODULE = "mtp_model_layer."
 MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
-# modules whose Megatron counterparts write an (empty) `_extra_state` object beside their weight, whichever spec names them
+# modules whose Megatron counterparts write an (empty) `_extra_state` object for their weight, under either spec
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)\.weight$")
 
 
@@ -67,7 +67,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A box of a global tensor together with the live local storage that holds it (a view of shape `sizes`).
 
     read: gives the values where no storage holds them as they are stored (an optimizer's state in another format); `data`
@@ -96,7 +96,7 @@ class KeyScheme:
 
     stacked: all decoder layers are alike and share one tensor with a leading layer axis.
     norms: which norms of every decoder layer are spelled as fused; those of MTP layers are the last one's.
-    engine: modules beside the linears that have an `_extra_state` (layer_spec.engine_parts).
+    engine: modules other than linears that have an `_extra_state` (layer_spec.te_modules).
     mtp_layer: what the layer inside one of multi-token prediction is called.
     """
 
@@ -119,7 +119,7 @@ class KeyScheme:
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
             norms=norms_of_layers(record),
-            engine=engine_parts(record),
+            engine=te_modules(record),
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
@@ -165,9 +165,11 @@ class KeyScheme:
         return runs
 
     def _named_placements(self, name: str, info: ParamInfo, local: tuple[int, ...], start: int) -> list[Placement]:
-        """One run per part: a rank's piece of each is a box of the global tensor and a contiguous run of the local one."""
+        """One run per part: a rank's shard of each is a box of the global tensor and a contiguous run of the local one."""
         key, at, extents = self.locate(name)
-        assert info.parts == 1 or info.sharded_dim == 0, f"{name}: only rows have parts, not dimension {info.sharded_dim}"
+        assert info.parts == 1 or info.sharded_dim == 0, (
+            f"{name}: only rows have parts, not dimension {info.sharded_dim}"
+        )
         full, box = list(local), list(local)
         if info.sharded_dim is not None:
             full[info.sharded_dim] *= info.shard_count
@@ -181,17 +183,29 @@ class KeyScheme:
                 begin += length
                 if named:
                     full[info.sharded_dim] = length * info.shard_count
-            runs.append(Placement(f"{key}.{named[part]}" if named else key, (*extents, *full), (*at, *first), (*((1,) * len(at)), *box), start))
+            runs.append(
+                Placement(
+                    f"{key}.{named[part]}" if named else key,
+                    (*extents, *full),
+                    (*at, *first),
+                    (*((1,) * len(at)), *box),
+                    start,
+                )
+            )
             start += math.prod(box)
         return runs
 
     def extra_state_keys(self, info: ParamInfo) -> list[str]:
-        """Keys of the empty `_extra_state` objects that Megatron's loader expects beside these weights."""
+        """Keys of the empty `_extra_state` objects that Megatron's loader expects for these weights."""
         keys = []
         for name in info.names:
             key, at, extents = self.locate(name)
-            found = [key.removesuffix("weight") + "_extra_state"] if _LINEAR.search(name) and not name.startswith("output_layer.") else []
-            found += engine_states(key, self.engine)
+            found = (
+                [key.removesuffix("weight") + "_extra_state"]
+                if _LINEAR.search(name) and not name.startswith("output_layer.")
+                else []
+            )
+            found += te_extra_states(key, self.engine)
             keys += [object_key(base, at or (0,), extents or (1,)) for base in found]
         return keys
 
@@ -201,7 +215,7 @@ def _fused(rest: str, norms: tuple[Spelling, ...]) -> str:
     inner = _MTP_MODULE if rest.startswith(_MTP_MODULE) else ""
     for alone, fused in norms:
         if rest.startswith(inner + alone):
-            return inner + fused + rest[len(inner + alone):]
+            return inner + fused + rest[len(inner + alone) :]
     return rest
 
 
@@ -215,7 +229,9 @@ def rng_key(ps: ParallelState) -> str:
     return object_key("rng_state", (ps.pp.rank, ps.tp.rank), (ps.pp.size, ps.tp.size))
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def split_flat_range(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Split the flat row-major range [start, stop) of a tensor into boxes.
 
     Yields: (offsets, sizes) in memory order; their volumes add up to stop - start.
@@ -234,28 +250,42 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
             start += whole * row
         else:
             end = min(stop, (index + 1) * row)
-            for offsets, sizes in boxes(shape[1:], inside, inside + end - start):
+            for offsets, sizes in split_flat_range(shape[1:], inside, inside + end - start):
                 yield (index, *offsets), (1, *sizes)
             start = end
 
 
-def pieces(runs: list[Placement], tensor: Tensor, start: int, stop: int, prefix: str = "",
-           read: Callable[[int, int], Tensor] | None = None) -> Iterator[Piece]:
-    """Cut a flat range of a parameter into pieces of global tensors.
+def make_shards(
+    runs: list[Placement],
+    tensor: Tensor,
+    start: int,
+    stop: int,
+    prefix: str = "",
+    read: Callable[[int, int], Tensor] | None = None,
+) -> Iterator[TensorShard]:
+    """Cut a flat range of a parameter into shards of global tensors.
 
     tensor: contiguous storage of the elements [start, stop) of the flat local parameter that `runs` describe.
     prefix: put before every key ("optimizer.state.exp_avg."). read: gives a range of the values, counted from `start`, where
-    `tensor` is no storage of them (Piece.read).
+    `tensor` is no storage of them (TensorShard.read).
     """
-    assert tensor.is_contiguous() and tensor.numel() == stop - start, \
+    assert tensor.is_contiguous() and tensor.numel() == stop - start, (
         f"{runs[0].key}: a contiguous tensor of {stop - start} elements is needed, got {tuple(tensor.shape)}"
+    )
     flat = tensor.detach().reshape(-1)
     for run in runs:
         low, high = max(start, run.start), min(stop, run.start + run.numel)
         position = low
-        for offsets, sizes in boxes(run.shape, low - run.start, high - run.start):
+        for offsets, sizes in split_flat_range(run.shape, low - run.start, high - run.start):
             count = math.prod(sizes)
-            data = flat[position - start:position - start + count].view(sizes)
+            data = flat[position - start : position - start + count].view(sizes)
             values = None if read is None else functools.partial(read, position - start, position - start + count)
             position += count
-            yield Piece(prefix + run.key, run.global_shape, tuple(a + b for a, b in zip(run.offsets, offsets)), sizes, data, values)
+            yield TensorShard(
+                prefix + run.key,
+                run.global_shape,
+                tuple(a + b for a, b in zip(run.offsets, offsets)),
+                sizes,
+                data,
+                values,
+            )

@@ -2,9 +2,9 @@
 
 Megatron's common state is a pickle with its own classes in it, and `.metadata` is one too. A pickle may call any
 importable function, so we look names up in a table: known harmless constructors act, every other name becomes an inert
-stand-in that keeps the arguments it was called with. Nothing is imported for a pickle. `plain` then reduces an object to plain types.
+stand-in that keeps the arguments it was called with. Nothing is imported for a pickle. `to_builtin` then reduces an object to plain types.
 
-A pickle may also set attributes of whatever it has a name for. So the stand-ins and the constructors are made for one pickle
+A pickle may also set attributes of everything it has a name for. So the stand-ins and the constructors are made for one pickle
 each, or have no attributes, and the classes of torch that are given out as they are (`_INDEX_CLASSES`) are compared after it.
 """
 
@@ -18,7 +18,7 @@ import pathlib
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
@@ -29,15 +29,29 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 _SMALL_PICKLE_BYTES = 1 << 18
-_MOST_VALUES = 1 << 18
-_DEEPEST = 100
+_MAX_VALUES = 1 << 18
+_MAX_DEPTH = 100
 
 # what decoding damaged bytes may raise; which of them depends on the byte
-DECODE_ERRORS = (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, ArithmeticError,
-                 AssertionError, ImportError, MemoryError, struct.error, pickle.UnpicklingError, zipfile.BadZipFile)
+DECODE_ERRORS = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    EOFError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    MemoryError,
+    struct.error,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 
-class Foreign:
+class UnknownObject:
     """Stands for an object of a class that we do not know; never runs its code."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -83,10 +97,16 @@ class StoredElements:
     dtype: torch.dtype
 
 
-def _tensor(elements: StoredElements, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *others: Any) -> torch.Tensor:
+def _tensor(
+    elements: StoredElements, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *others: Any
+) -> torch.Tensor:
     """The tensor over part of a storage. Raises: ValueError when it would be over more than the storage."""
     numbers = (offset, *sizes, *strides)
-    if not isinstance(elements, StoredElements) or len(sizes) != len(strides) or not all(type(one) is int and one >= 0 for one in numbers):
+    if (
+        not isinstance(elements, StoredElements)
+        or len(sizes) != len(strides)
+        or not all(type(one) is int and one >= 0 for one in numbers)
+    ):
         raise pickle.UnpicklingError("a tensor is described by something else than a storage and whole numbers")
     end = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides)) + 1 if all(sizes) else 0
     if end * elements.dtype.itemsize > elements.storage.nbytes():
@@ -94,8 +114,16 @@ def _tensor(elements: StoredElements, offset: int, sizes: tuple[int, ...], strid
     return torch.empty(0, dtype=elements.dtype).set_(elements.storage, offset, tuple(sizes), tuple(strides))
 
 
-def _typed_tensor(elements: StoredElements, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], gradient: bool, hooks: Any,
-                  dtype: torch.dtype, *others: Any) -> torch.Tensor:
+def _typed_tensor(
+    elements: StoredElements,
+    offset: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    gradient: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    *others: Any,
+) -> torch.Tensor:
     """As `_tensor`, of a type that has no class of storages."""
     if not isinstance(elements, StoredElements) or not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError("a tensor is described by something else than a storage and a type")
@@ -144,7 +172,15 @@ class _NumpyArray(numpy.ndarray):
 
     def __setstate__(self, state: tuple) -> None:
         version, shape, kind, in_columns, content = state
-        super().__setstate__((int(version), shape, kind.checked(), bool(in_columns), content if isinstance(content, bytes) else content.encode("latin1")))
+        super().__setstate__(  # type: ignore[arg-type]
+            (  # type: ignore[arg-type]
+                int(version),
+                shape,
+                kind.checked(),
+                bool(in_columns),
+                content if isinstance(content, bytes) else content.encode("latin1"),
+            )
+        )
 
 
 def _numpy_scalar(kind: _NumpyType, content: bytes | str) -> Any:
@@ -172,33 +208,85 @@ def _layout(name: str) -> torch.layout:
 
 
 # types whose attributes cannot be set, and classes with a __setstate__, which takes the place of setting attributes
-_TYPES = MappingProxyType({
-    ("collections", "OrderedDict"): collections.OrderedDict, ("collections", "defaultdict"): collections.defaultdict,
-    ("builtins", "set"): set, ("builtins", "frozenset"): frozenset, ("builtins", "slice"): slice, ("builtins", "complex"): complex,
-    ("builtins", "dict"): dict, ("builtins", "list"): list, ("builtins", "tuple"): tuple,
-    ("datetime", "datetime"): datetime.datetime, ("datetime", "timedelta"): datetime.timedelta,
-    ("torch", "Size"): torch.Size, ("torch", "device"): torch.device,
-})
-_CLASSES = MappingProxyType({("argparse", "Namespace"): _Namespace, ("numpy", "dtype"): _NumpyType, ("numpy", "ndarray"): _NumpyArray})
-_FUNCTIONS = MappingProxyType({
-    ("_codecs", "encode"): _encode, ("builtins", "bytearray"): _bytes, ("signal", "Signals"): _number,
-    ("pathlib", "Path"): _path, ("pathlib", "PosixPath"): _path, ("pathlib", "PurePosixPath"): _path, ("pathlib._local", "PosixPath"): _path,
-    ("numpy.core.multiarray", "_reconstruct"): _NumpyArray, ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
-    ("numpy.core.multiarray", "scalar"): _numpy_scalar, ("numpy._core.multiarray", "scalar"): _numpy_scalar,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter, ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _attributed_tensor,
-    ("torch.serialization", "_get_layout"): _layout,
-})
-_STORAGES = MappingProxyType({
-    "UntypedStorage": torch.uint8, "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
-    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128})
-_INDEX_CLASSES = tuple(getattr(module, name) for module, names in (
-    (metadata, ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-                "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    (filesystem, ("_StorageInfo",))) for name in names if hasattr(module, name))
+_TYPES = MappingProxyType(
+    {
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("collections", "defaultdict"): collections.defaultdict,
+        ("builtins", "set"): set,
+        ("builtins", "frozenset"): frozenset,
+        ("builtins", "slice"): slice,
+        ("builtins", "complex"): complex,
+        ("builtins", "dict"): dict,
+        ("builtins", "list"): list,
+        ("builtins", "tuple"): tuple,
+        ("datetime", "datetime"): datetime.datetime,
+        ("datetime", "timedelta"): datetime.timedelta,
+        ("torch", "Size"): torch.Size,
+        ("torch", "device"): torch.device,
+    }
+)
+_CLASSES = MappingProxyType(
+    {("argparse", "Namespace"): _Namespace, ("numpy", "dtype"): _NumpyType, ("numpy", "ndarray"): _NumpyArray}
+)
+_FUNCTIONS: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
+    {
+        ("_codecs", "encode"): _encode,
+        ("builtins", "bytearray"): _bytes,
+        ("signal", "Signals"): _number,
+        ("pathlib", "Path"): _path,
+        ("pathlib", "PosixPath"): _path,
+        ("pathlib", "PurePosixPath"): _path,
+        ("pathlib._local", "PosixPath"): _path,
+        ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
+        ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
+        ("numpy.core.multiarray", "scalar"): _numpy_scalar,
+        ("numpy._core.multiarray", "scalar"): _numpy_scalar,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+        ("torch._tensor", "_rebuild_from_type_v2"): _attributed_tensor,
+        ("torch.serialization", "_get_layout"): _layout,
+    }
+)
+_STORAGES = MappingProxyType(
+    {
+        "UntypedStorage": torch.uint8,
+        "DoubleStorage": torch.float64,
+        "FloatStorage": torch.float32,
+        "HalfStorage": torch.float16,
+        "BFloat16Storage": torch.bfloat16,
+        "LongStorage": torch.int64,
+        "IntStorage": torch.int32,
+        "ShortStorage": torch.int16,
+        "CharStorage": torch.int8,
+        "ByteStorage": torch.uint8,
+        "BoolStorage": torch.bool,
+        "ComplexFloatStorage": torch.complex64,
+        "ComplexDoubleStorage": torch.complex128,
+    }
+)
+_INDEX_CLASSES = tuple(
+    getattr(module, name)
+    for module, names in (
+        (
+            metadata,
+            (
+                "Metadata",
+                "MetadataIndex",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            ),
+        ),
+        (filesystem, ("_StorageInfo",)),
+    )
+    for name in names
+    if hasattr(module, name)
+)
 
 
 # the index of core_v0.15, which has a field more
@@ -225,7 +313,7 @@ class _SafeNames:
             return found
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return StorageType(_STORAGES[name])
-        return type(name, (Foreign,), {"__module__": module})
+        return type(name, (UnknownObject,), {"__module__": module})
 
     def persistent_load(self, saved: Any) -> StoredElements:
         if self.persistent is None:
@@ -233,15 +321,19 @@ class _SafeNames:
         return self.persistent(saved)
 
 
+# the unpickler in Python is not in the type stubs
+_PythonUnpickler: Any = pickle._Unpickler
+
+
 class SafeUnpickler(_SafeNames, pickle.Unpickler):
     """The fast unpickler."""
 
 
-class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
+class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
     """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may.
 
     A key is hashed while it is read, and the hash of a tuple follows every reference in it: tuples that each hold the one before twice
-    would take for ever, and too many inside each other would overflow the stack. So values of tuples are counted as they are made.
+    would never end, and too many inside each other would overflow the stack. So values of tuples are counted as they are made.
     """
 
     def load(self) -> Any:
@@ -253,47 +345,57 @@ class _CarefulUnpickler(_SafeNames, pickle._Unpickler):
         """Note how much hangs on the top of the stack, which holds `parts`. Raises: UnpicklingError."""
         sizes = [self._sizes.get(id(part), (1, 0)) for part in parts]
         values, depth = 1 + sum(size for size, _ in sizes), 1 + max((deep for _, deep in sizes), default=0)
-        if values > _MOST_VALUES or depth > _DEEPEST:
-            raise pickle.UnpicklingError(f"its values are nested more than {_DEEPEST} deep, or are more than {_MOST_VALUES}")
+        if values > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise pickle.UnpicklingError(
+                f"its values are nested more than {_MAX_DEPTH} deep, or are more than {_MAX_VALUES}"
+            )
         self._sizes[id(self.stack[-1])] = values, depth
         self._made.append(self.stack[-1])
 
-    def _counted(self, load: Callable[[pickle._Unpickler], None]) -> None:
+    def _counted(self, load: Callable[[Any], None]) -> None:
         load(self)
         if isinstance(self.stack[-1], tuple):
             self.count(self.stack[-1])
 
     def _tuple(self) -> None:
-        self._counted(pickle._Unpickler.load_tuple)
+        self._counted(_PythonUnpickler.load_tuple)
 
     def _tuple1(self) -> None:
-        self._counted(pickle._Unpickler.load_tuple1)
+        self._counted(_PythonUnpickler.load_tuple1)
 
     def _tuple2(self) -> None:
-        self._counted(pickle._Unpickler.load_tuple2)
+        self._counted(_PythonUnpickler.load_tuple2)
 
     def _tuple3(self) -> None:
-        self._counted(pickle._Unpickler.load_tuple3)
+        self._counted(_PythonUnpickler.load_tuple3)
 
     def _reduce(self) -> None:
-        self._counted(pickle._Unpickler.load_reduce)
+        self._counted(_PythonUnpickler.load_reduce)
 
     def _newobj(self) -> None:
-        self._counted(pickle._Unpickler.load_newobj)
+        self._counted(_PythonUnpickler.load_newobj)
 
     def _newobj_ex(self) -> None:
-        self._counted(pickle._Unpickler.load_newobj_ex)
+        self._counted(_PythonUnpickler.load_newobj_ex)
 
     def _build(self) -> None:
         state = self.stack[-1]
-        pickle._Unpickler.load_build(self)
+        _PythonUnpickler.load_build(self)
         self.count(state.values() if isinstance(state, dict) else (state,))
 
-    dispatch = MappingProxyType({
-        **pickle._Unpickler.dispatch,
-        pickle.TUPLE[0]: _tuple, pickle.TUPLE1[0]: _tuple1, pickle.TUPLE2[0]: _tuple2, pickle.TUPLE3[0]: _tuple3,
-        pickle.REDUCE[0]: _reduce, pickle.NEWOBJ[0]: _newobj, pickle.NEWOBJ_EX[0]: _newobj_ex, pickle.BUILD[0]: _build,
-    })
+    dispatch = MappingProxyType(
+        {
+            **_PythonUnpickler.dispatch,
+            pickle.TUPLE[0]: _tuple,
+            pickle.TUPLE1[0]: _tuple1,
+            pickle.TUPLE2[0]: _tuple2,
+            pickle.TUPLE3[0]: _tuple3,
+            pickle.REDUCE[0]: _reduce,
+            pickle.NEWOBJ[0]: _newobj,
+            pickle.NEWOBJ_EX[0]: _newobj_ex,
+            pickle.BUILD[0]: _build,
+        }
+    )
 
 
 def load_pickle(content: bytes, persistent: Callable[[Any], StoredElements] | None = None) -> Any:
@@ -329,7 +431,7 @@ def _unchanged_classes() -> Iterator[None]:
         raise pickle.UnpicklingError("it sets attributes of a class")
 
 
-def plain(value: Any) -> Any:
+def to_builtin(value: Any) -> Any:
     """Reduce to plain types: dtypes become their names, enum members and stand-ins their value.
 
     Raises: ValueError for values nested too deeply, or too many of them: objects that hold one another would have no end.
@@ -338,8 +440,8 @@ def plain(value: Any) -> Any:
 
 
 def _reduced(value: Any, depth: int, count: Iterator[int]) -> Any:
-    if depth > _DEEPEST or next(count) > _MOST_VALUES:
-        raise ValueError(f"its values are nested more than {_DEEPEST} deep, or are more than {_MOST_VALUES}")
+    if depth > _MAX_DEPTH or next(count) > _MAX_VALUES:
+        raise ValueError(f"its values are nested more than {_MAX_DEPTH} deep, or are more than {_MAX_VALUES}")
 
     def inside(item: Any) -> Any:
         return _reduced(item, depth + 1, count)
@@ -355,8 +457,8 @@ def _reduced(value: Any, depth: int, count: Iterator[int]) -> Any:
         return tuple(inside(item) for item in value)
     if isinstance(value, (list, set, frozenset)):
         return [inside(item) for item in value]
-    if isinstance(value, Foreign):
-        args = getattr(value, "args", ())
+    if isinstance(value, UnknownObject):
+        args: tuple[Any, ...] = getattr(value, "args", ())
         return inside(args[0]) if len(args) == 1 else None
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")

@@ -1,6 +1,6 @@
 """A dense checkpoint seen as one of a Mixture-of-Experts model (--moe-use-upcycling).
 
-`UpcycledIndex` has the keys and boxes of the MoE model; a box is made, when it is asked for, out of the one dense tensor it comes from.
+`UpcycledMetadata` has the keys and boxes of the MoE model; a box is made, when it is asked for, out of the one dense tensor it comes from.
 So whatever reads checkpoints, under any layout, reads it too, and of whatever kind the dense checkpoint is: ours, Megatron-LM's, or
 a Hugging Face folder. Boxes lie in the order of their dense tensors, of which one is held at a time.
 
@@ -14,13 +14,14 @@ At step 0 the model computes what the dense one does
   weights come near the dense output only;
 * not with softmax before top-k, whose scale holds for equal scores of all experts on average, nor with --moe-router-topk-scaling-factor.
 
-FineRMoE's experts are cut along the output too and have no virtual groups; beside its shared expert, which is the whole dense network,
+FineRMoE's experts are cut along the output too and have no virtual groups; next to the shared expert, which is the full dense network,
 they add to the output from the first step on.
 
 Sources: arXiv 2410.07524 for copies and pieces, arXiv 2603.13364 for FineRMoE. Biases, of which neither speaks, are ours: fc1's goes with
 its weight; fc2's is divided by the sum of the weights of the experts of a token.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +34,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from arguments.container import OPTIONS
-from arguments.fine_grid import FineGrid
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.moe import ExpertGrid
+from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
-from moe_trainer.checkpoint.made_index import MadeIndex, enter_box
 from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
 from moe_trainer.parallel.rng import named_generator
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
-from moe_trainer.shape.mup import recorded_width_mult
 
 # no parameter of the model: optimizer states, scales of delayed scaling
 _OTHERS = ("optimizer.", "chained_", "fp8.")
@@ -48,12 +49,24 @@ _NETWORK = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_f
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FINE_STD = 0.02
 # flags that the dense model and the MoE model have in common
-_COMMON = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "position_embedding_type", "normalization", "swiglu",
-           "squared_relu", "quick_geglu", "add_bias_linear", "multi_latent_attention", "mtp_num_layers")
+_COMMON = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "squared_relu",
+    "quick_geglu",
+    "add_bias_linear",
+    "multi_latent_attention",
+    "mtp_num_layers",
+)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TensorRecipe:
     """One tensor of the MoE model. source: the dense tensor that `make` gets; make gives `shape`, in `dtype` or what converts to it."""
 
     name: str
@@ -65,7 +78,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Form:
+class UpcyclingSpec:
     """How a dense network becomes experts.
 
     pieces: parts of its inner width. grid: of FineRMoE. fc1, fc2, bias: factors of the weights, and of fc2's bias. std: of the router and
@@ -74,7 +87,7 @@ class Form:
 
     experts: int
     pieces: int
-    grid: FineGrid | None
+    grid: ExpertGrid | None
     gated: bool
     fc1: float
     fc2: float
@@ -83,32 +96,40 @@ class Form:
     seed: int
 
     @classmethod
-    def of(cls, args: Mapping[str, Any]) -> "Form":
+    def from_args(cls, args: Mapping[str, Any]) -> "UpcyclingSpec":
         """args: the flags of the MoE model, by destination."""
         experts, topk, gated = args["num_experts"], args["moe_router_topk"], bool(args["swiglu"])
         pieces, seed = args["ffn_hidden_size"] // args["moe_ffn_hidden_size"], int(args["seed"])
         if args["finermoe_intermediate_granularity"] is not None:
             slices, candidates = args["finermoe_output_granularity"], args["finermoe_output_expansion"]
-            grid = FineGrid(slices, candidates, pieces * args["finermoe_intermediate_expansion"])
+            grid = ExpertGrid(slices, candidates, pieces * args["finermoe_intermediate_expansion"])
             alone = args["moe_shared_expert_intermediate_size"] is None
             return cls(experts, pieces, grid, gated, 1.0, float(pieces) if alone else 1.0, 1.0, _FINE_STD, seed)
         before = args["moe_router_pre_softmax"] and args["moe_router_score_function"] == "softmax"
         scale = experts / pieces * pieces**2 / topk if before else float(pieces)
         each = scale ** (1 / 3 if gated or args["squared_relu"] else 1 / 2)
-        std = None if args["init_method_xavier_uniform"] else args["init_method_std"] / math.sqrt(recorded_width_mult(args))
+        std = (
+            None
+            if args["init_method_xavier_uniform"]
+            else args["init_method_std"] / math.sqrt(recorded_width_mult(args))
+        )
         return cls(experts, pieces, None, gated, each, each, scale / pieces, std, seed)
 
-    def fc1_of(self, expert: int, whole: Tensor) -> Tensor:
+    def make_fc1(self, expert: int, whole: Tensor) -> Tensor:
         """An expert's rows of the dense weight or bias, gate and up each cut by itself."""
         parts = whole.chunk(2 if self.gated else 1)
         return torch.cat([part.chunk(self.pieces)[self._piece(expert)] for part in parts]) * self.fc1
 
-    def fc2_of(self, expert: int, whole: Tensor) -> Tensor:
+    def make_fc2(self, expert: int, whole: Tensor) -> Tensor:
         """An expert's columns of the dense weight, and its slice of the rows."""
         columns = whole.chunk(self.pieces, 1)[self._piece(expert)]
-        return (columns if self.grid is None else columns.chunk(self.grid.slices)[expert // (self.grid.candidates * self.grid.group_size)]) * self.fc2
+        return (
+            columns
+            if self.grid is None
+            else columns.chunk(self.grid.slices)[expert // (self.grid.candidates * self.grid.group_size)]
+        ) * self.fc2
 
-    def fc2_bias_of(self, _expert: int, whole: Tensor) -> Tensor:
+    def make_fc2_bias(self, _expert: int, whole: Tensor) -> Tensor:
         """The dense bias, so that what is added up over a token's experts is it."""
         return whole * self.bias
 
@@ -129,7 +150,7 @@ class Form:
         return expert % self.pieces
 
 
-class UpcycledIndex(MadeIndex):
+class UpcycledMetadata(VirtualMetadata):
     """The index that a checkpoint of the MoE model would have; see the head of this file.
 
     Raises: CheckpointError when the dense model is none, or another one than the flags say.
@@ -139,28 +160,42 @@ class UpcycledIndex(MadeIndex):
         """saved: flags of the dense model. args: of the MoE model."""
         super().__init__()
         self._folder, self._dense = folder, dense
-        self._held: tuple[LogicalTensor | None, Tensor | None] = (None, None)
-        self._made: dict[MetadataIndex, Recipe] = {}
-        tensors = {tensor.name: tensor for tensor in logical_tensors(dense) if tensor.state is None and not tensor.name.startswith(_OTHERS)}
+        self._held: tuple[LogicalTensor | None, Tensor] = (None, torch.empty(0))
+        self._made: dict[MetadataIndex, TensorRecipe] = {}
+        tensors = {
+            tensor.name: tensor
+            for tensor in logical_tensors(dense)
+            if tensor.state is None and not tensor.name.startswith(_OTHERS)
+        }
         _check(folder, tensors, saved, args)
         scheme = KeyScheme.from_record(args)
-        for recipe in recipes(tensors, Form.of(args), args):
+        for recipe in tensor_recipes(tensors, UpcyclingSpec.from_args(args), args):
             place = dense.storage_data[MetadataIndex(recipe.source.key, recipe.source.chunks[0].offsets)]
-            box = enter_box(self, scheme.locate(recipe.name), recipe.shape, recipe.dtype, place.relative_path, place.offset, place.length)
+            box = add_chunk(
+                self,
+                scheme.locate(recipe.name),
+                recipe.shape,
+                recipe.dtype,
+                place.relative_path,
+                place.offset,
+                place.length,
+            )
             self._made[box] = recipe
 
-    def box(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+    def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The tensor of one box."""
         recipe = self._made[MetadataIndex(key, chunk.offsets)]
         if recipe.drawn:
             return recipe.make(torch.empty(0)).view(chunk.sizes)
         if self._held[0] is not recipe.source:
-            self._held = (None, None)  # before the next one is read
+            self._held = (None, torch.empty(0))  # before the next one is read
             self._held = (recipe.source, read_logical(self._folder, self._dense, recipe.source))
         return recipe.make(self._held[1]).view(chunk.sizes)
 
 
-def recipes(dense: Mapping[str, LogicalTensor], form: Form, args: Mapping[str, Any]) -> Iterator[Recipe]:
+def tensor_recipes(
+    dense: Mapping[str, LogicalTensor], spec: UpcyclingSpec, args: Mapping[str, Any]
+) -> Iterator[TensorRecipe]:
     """All tensors of the MoE model, out of the dense model's by name."""
     pattern = moe_layer_pattern(args["num_layers"], args["num_experts"], args["moe_layer_freq"])
     for name, tensor in dense.items():
@@ -168,48 +203,81 @@ def recipes(dense: Mapping[str, LogicalTensor], form: Form, args: Mapping[str, A
         if network is None or not (pattern[int(network[3])] if network[2] == "decoder" else mtp_is_moe(pattern)):
             yield _copy(name, tensor)
         else:
-            yield from _network(network[1], f"fc{network[4]}", network[5], tensor, form, args)
+            yield from _network(network[1], f"fc{network[4]}", network[5], tensor, spec, args)
     if args["untie_embeddings_and_output_weights"] and _HEAD not in dense and _EMBEDDING in dense:
         yield _copy(_HEAD, dense[_EMBEDDING])
 
 
-def _copy(name: str, tensor: LogicalTensor) -> Recipe:
-    return Recipe(name, tensor.shape, tensor.dtype, tensor, lambda whole: whole)
+def _copy(name: str, tensor: LogicalTensor) -> TensorRecipe:
+    return TensorRecipe(name, tensor.shape, tensor.dtype, tensor, lambda whole: whole)
 
 
-def _network(mlp: str, linear: str, kind: str, tensor: LogicalTensor, form: Form, args: Mapping[str, Any]) -> Iterator[Recipe]:
+def _network(
+    mlp: str, linear: str, kind: str, tensor: LogicalTensor, spec: UpcyclingSpec, args: Mapping[str, Any]
+) -> Iterator[TensorRecipe]:
     """What one weight or bias of a dense network becomes; the router and the gate come with fc1's weight."""
-    make = {("fc1", "weight"): form.fc1_of, ("fc1", "bias"): form.fc1_of, ("fc2", "weight"): form.fc2_of, ("fc2", "bias"): form.fc2_bias_of}[linear, kind]
+    make = {
+        ("fc1", "weight"): spec.make_fc1,
+        ("fc1", "bias"): spec.make_fc1,
+        ("fc2", "weight"): spec.make_fc2,
+        ("fc2", "bias"): spec.make_fc2_bias,
+    }[linear, kind]
     shape = make(0, torch.empty(tensor.shape, device="meta")).shape
-    for expert in range(form.experts):
-        yield Recipe(f"{mlp}.experts.local_experts.{expert}.linear_{linear}.{kind}", tuple(shape), tensor.dtype, tensor,
-                     lambda whole, expert=expert: make(expert, whole.float()))
+    for expert in range(spec.experts):
+        yield TensorRecipe(
+            f"{mlp}.experts.local_experts.{expert}.linear_{linear}.{kind}",
+            tuple(shape),
+            tensor.dtype,
+            tensor,
+            functools.partial(_make_expert, make, expert),
+        )
     shared = args["moe_shared_expert_intermediate_size"] is not None
     if shared and kind == "weight":
         yield _copy(f"{mlp}.shared_experts.linear_{linear}.weight", tensor)
     if (linear, kind) != ("fc1", "weight"):
         return
     hidden, router, gate = tensor.shape[1], f"{mlp}.router", f"{mlp}.shared_experts.gate_weight"
-    yield _drawn(f"{router}.weight", (form.experts, hidden), tensor, lambda: form.router(f"{router}.weight", hidden))
+    yield _drawn(f"{router}.weight", (spec.experts, hidden), tensor, lambda: spec.router(f"{router}.weight", hidden))
     if shared and args["moe_shared_expert_gate"]:
-        yield _drawn(gate, (1, hidden), tensor, lambda: form.draw(gate, 1, hidden))
-    for leaf, there in (("bias", args["add_bias_linear"]), ("expert_bias", args["moe_router_enable_expert_bias"]),
-                        ("qb_beta", args["moe_router_load_balancing_type"] == "quantile_balancing")):
+        yield _drawn(gate, (1, hidden), tensor, lambda: spec.draw(gate, 1, hidden))
+    for leaf, there in (
+        ("bias", args["add_bias_linear"]),
+        ("expert_bias", args["moe_router_enable_expert_bias"]),
+        ("qb_beta", args["moe_router_load_balancing_type"] == "quantile_balancing"),
+    ):
         if there:
-            yield _drawn(f"{router}.{leaf}", (form.experts,), tensor, lambda: torch.zeros(form.experts))
+            yield _drawn(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))
 
 
-def _drawn(name: str, shape: tuple[int, ...], beside: LogicalTensor, make: Callable[[], Tensor]) -> Recipe:
-    """A tensor that the dense model has no counterpart of; it lies where `beside` does."""
-    return Recipe(name, shape, torch.float32, beside, lambda _: make(), drawn=True)
+def _make_expert(make: Callable[[int, Tensor], Tensor], expert: int, full: Tensor) -> Tensor:
+    return make(expert, full.float())
 
 
-def _check(folder: Path, tensors: Mapping[str, LogicalTensor], saved: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+def _drawn(name: str, shape: tuple[int, ...], stored_with: LogicalTensor, make: Callable[[], Tensor]) -> TensorRecipe:
+    """A tensor that the dense model has no counterpart of; it is read together with `stored_with`."""
+    return TensorRecipe(name, shape, torch.float32, stored_with, lambda _: make(), drawn=True)
+
+
+def _check(
+    folder: Path, tensors: Mapping[str, LogicalTensor], saved: Mapping[str, Any], args: Mapping[str, Any]
+) -> None:
     expert = next((name for name in tensors if ".experts." in name or ".router." in name), None)
     if expert is not None:
-        raise CheckpointError(f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): leave the flag out to "
-                              "go on from it")
-    differing = [f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"
-                 for name in _COMMON if name in saved and name in args and (saved[name] or None) != (args[name] or None)]
+        raise CheckpointError(
+            f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): leave the flag out to "
+            "go on from it"
+        )
+    differing = [
+        f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"
+        for name in _COMMON
+        if name in saved and name in args and (saved[name] or None) != (args[name] or None)
+    ]
     if differing:
-        raise CheckpointError("\n".join([f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:", *differing]))
+        raise CheckpointError(
+            "\n".join(
+                [
+                    f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:",
+                    *differing,
+                ]
+            )
+        )

@@ -14,30 +14,33 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from moe_trainer.checkpoint import common_state, legacy
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.index import (
     COMPLETE,
     INDEX,
     INTEGRITY,
-    changed_files,
     check_mark,
+    modified_files,
     read_index,
-    short_files,
     stored_bytes,
+    truncated_files,
 )
 from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
+from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
 from moe_trainer.checkpoint.reading import decode, read_object
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
 
-_KNOWN = re.compile(r"^(embedding\.(word|position|tokentype)_embeddings\.|decoder\.|mtp\.|output_layer\.|(chained_\d+\.)?optimizer\.)")
+_KNOWN = re.compile(
+    r"^(embedding\.(word|position|tokentype)_embeddings\.|decoder\.|mtp\.|output_layer\.|(chained_\d+\.)?optimizer\.)"
+)
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
 _ANY_EXPERT = "local_experts.*."
 
 
 @dataclass
-class Report:
+class VerificationReport:
     """problems: why the checkpoint is not whole. notes: what may be wrong although it is whole."""
 
     problems: list[str] = field(default_factory=list)
@@ -46,23 +49,23 @@ class Report:
     num_bytes: int = 0
 
 
-def verify_all(folder: Path) -> Report:
+def verify_checkpoint(folder: Path) -> VerificationReport:
     """Check structure, content and completeness of a checkpoint folder, torch_dist or legacy; reads all of it."""
-    report = Report(check_mark(folder))
+    report = VerificationReport(check_mark(folder))
     try:
         index = read_index(folder)
     except CheckpointError as error:
         report.problems.append(str(error))
         return report
-    report.problems += short_files(folder, index)
+    report.problems += truncated_files(folder, index)
     if (folder / INTEGRITY).is_file():
-        report.problems += changed_files(folder)
+        report.problems += modified_files(folder)
     tensors = list(logical_tensors(index))
     report.num_tensors = len(tensors)
     report.problems += [line for tensor in tensors for line in _stored_once(tensor)]
     _read_everything(folder, index, report)
     report.num_bytes = stored_bytes(folder, index)
-    if isinstance(index, legacy.LegacyIndex) and index.state_problem is not None:
+    if isinstance(index, legacy_reader.LegacyMetadata) and index.state_problem is not None:
         report.notes.append(f"its optimizer state cannot be read: {index.state_problem}")
     report.notes += _foreign_files(folder, index)
     args = _recorded_args(folder, index, report)
@@ -77,14 +80,22 @@ def _stored_once(tensor: LogicalTensor) -> Iterator[str]:
     if twice:
         yield f"{tensor.name}: some of its elements are stored twice"
     elif stored != tensor.numel:
-        yield f"{tensor.name} is missing" if stored == 0 else f"{tensor.name}: {stored} of {tensor.numel} elements are stored"
+        yield (
+            f"{tensor.name} is missing"
+            if stored == 0
+            else f"{tensor.name}: {stored} of {tensor.numel} elements are stored"
+        )
 
 
-def _read_everything(folder: Path, index: Metadata, report: Report) -> None:
+def _read_everything(folder: Path, index: Metadata, report: VerificationReport) -> None:
     """Decode every entry, file by file."""
     entries = [(index.storage_data[place], place) for place in index.storage_data]
-    chunks = {(key, tuple(chunk.offsets)): chunk for key, entry in index.state_dict_metadata.items()
-              if not isinstance(entry, BytesStorageMetadata) for chunk in entry.chunks}
+    chunks = {
+        (key, tuple(chunk.offsets)): chunk
+        for key, entry in index.state_dict_metadata.items()
+        if not isinstance(entry, BytesStorageMetadata)
+        for chunk in entry.chunks
+    }
     unreadable: set[str] = set()
     for info, place in sorted(entries, key=lambda entry: (entry[0].relative_path, entry[0].offset)):
         if not (folder / info.relative_path).is_file():
@@ -102,14 +113,25 @@ def _read_everything(folder: Path, index: Metadata, report: Report) -> None:
 
 
 def _foreign_files(folder: Path, index: Metadata) -> list[str]:
-    known = {info.relative_path for info in index.storage_data.values()} | {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE}
+    known = {info.relative_path for info in index.storage_data.values()} | {
+        COMPLETE,
+        INDEX,
+        INTEGRITY,
+        common_state.OLD_FILE,
+    }
     found = list(folder.iterdir())
-    if isinstance(index, legacy.LegacyIndex):  # its optimizer's file may be one that cannot be read
-        found = [path for path in folder.glob("mp_rank_*/*") if path.name != legacy.STATE_FILE] + [path for path in found if path.is_file()]
-    return [f"{path} belongs to no entry of the index" for path in sorted(found) if path.is_file() and str(path.relative_to(folder)) not in known]
+    if isinstance(index, legacy_reader.LegacyMetadata):  # its optimizer's file may be one that cannot be read
+        found = [path for path in folder.glob("mp_rank_*/*") if path.name != legacy_reader.STATE_FILE] + [
+            path for path in found if path.is_file()
+        ]
+    return [
+        f"{path} belongs to no entry of the index"
+        for path in sorted(found)
+        if path.is_file() and str(path.relative_to(folder)) not in known
+    ]
 
 
-def _recorded_args(folder: Path, index: Metadata, report: Report) -> Mapping[str, Any] | None:
+def _recorded_args(folder: Path, index: Metadata, report: VerificationReport) -> Mapping[str, Any] | None:
     try:
         state, _, _ = common_state.parse(common_state.read(folder, index))
     except CheckpointError as error:
@@ -149,7 +171,9 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
             expert = _EXPERT.search(match[3])
             experts = found.setdefault(int(match[2]), {}).setdefault(_EXPERT.sub(_ANY_EXPERT, match[3]), set())
             experts.update({int(expert[1])} if expert else ())
-    common = {moe: set().union(*(found[number] for number, kind in enumerate(is_moe) if kind == moe)) for moe in (True, False)}
+    common = {
+        moe: set().union(*(found[number] for number, kind in enumerate(is_moe) if kind == moe)) for moe in (True, False)
+    }
     for number, held in sorted(found.items()):
         prefix = f"{block}.layers.{number}."
         if number >= len(is_moe):
@@ -164,9 +188,16 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
         yield from (f"{prefix}{rest} is missing" for rest in sorted(common[is_moe[number]] - set(held)))
         for rest, experts in sorted(held.items()):
             if _ANY_EXPERT in rest:
-                yield from (f"{prefix}{rest.replace('*', str(expert))} is missing" for expert in range(num_experts) if expert not in experts)
-                yield from (f"{prefix}{rest.replace('*', str(expert))} is foreign: the model has {num_experts} experts"
-                            for expert in sorted(experts) if expert >= num_experts)
+                yield from (
+                    f"{prefix}{rest.replace('*', str(expert))} is missing"
+                    for expert in range(num_experts)
+                    if expert not in experts
+                )
+                yield from (
+                    f"{prefix}{rest.replace('*', str(expert))} is foreign: the model has {num_experts} experts"
+                    for expert in sorted(experts)
+                    if expert >= num_experts
+                )
 
 
 def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) -> Iterator[str]:
@@ -176,10 +207,19 @@ def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) 
         if tensor.state is not None:
             by_state.setdefault(tensor.state, {})[tensor.weight] = tensor
     for state, held in by_state.items():
-        trained = {name for name, weight in weights.items() if not name.endswith(legacy.BUFFERS)
-                   and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)}
+        trained = {
+            name
+            for name, weight in weights.items()
+            if not name.endswith(legacy_reader.BUFFERS)
+            and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)
+        }
         prefix = next(iter(held.values())).name.partition(f"{state}.")[0] + f"{state}."
         yield from (f"{prefix}{name} is missing" for name in sorted(trained - held.keys()))
-        yield from (f"{held[name].name} is foreign: there is no such weight" for name in sorted(held.keys() - weights.keys()))
-        yield from (f"{held[name].name}: {held[name].shape}, its weight has {weights[name].shape}"
-                    for name in sorted(trained & held.keys()) if held[name].shape != weights[name].shape)
+        yield from (
+            f"{held[name].name} is foreign: there is no such weight" for name in sorted(held.keys() - weights.keys())
+        )
+        yield from (
+            f"{held[name].name}: {held[name].shape}, its weight has {weights[name].shape}"
+            for name in sorted(trained & held.keys())
+            if held[name].shape != weights[name].shape
+        )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from arguments.regular_file import regular_file
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 _PLAIN_LOOP_BELOW = 50_000
 
@@ -87,12 +87,12 @@ def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--per-split-data-args-path {path}: cannot be read ({error})") from None
     if not isinstance(content, dict):
-        raise InputError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
+        raise UserError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
     blends = []
     for split in ("train", "valid", "test"):
         value = content.get(split)
         if not isinstance(value, str | list | None):
-            raise InputError(f"--per-split-data-args-path {path}, {split}: needed a list of words, one string or null")
+            raise UserError(f"--per-split-data-args-path {path}, {split}: needed a list of words, one string or null")
         words = value.split() if isinstance(value, str) else [str(word) for word in value or ()]
         blends.append(parse_blend(words, f"--per-split-data-args-path {path}, {split}") if words else None)
     return tuple(blends)

@@ -17,7 +17,7 @@ from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.sources import blend_of_all, blends_per_split, domain_names, requested_sizes, source_flag
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,11 @@ def build_datasets(
     """
     sizes = requested_sizes(training) if sizes is None else sizes
     datasets = _Plan(data, training, tokenizer).datasets(sizes)
-    everything = [dataset for dataset in (datasets.train, *datasets.valid, datasets.test, *(each for _, each in datasets.domains)) if dataset is not None]
+    everything = [
+        dataset
+        for dataset in (datasets.train, *datasets.valid, datasets.test, *(each for _, each in datasets.domains))
+        if dataset is not None
+    ]
     try:
         if is_builder:
             for dataset in everything:
@@ -92,7 +96,9 @@ def build_datasets(
         for dataset in everything:
             dataset.load()
     except MemoryError as error:
-        raise InputError(f"the order of {sizes[0]} training samples (--train-iters, --train-samples) does not fit into memory: {error}") from error
+        raise UserError(
+            f"the order of {sizes[0]} training samples (--train-iters, --train-samples) does not fit into memory: {error}"
+        ) from error
     return datasets
 
 
@@ -209,7 +215,7 @@ class _Plan:
         name, split = SPLIT_NAMES[number], self._config.split
         origin = f'--split "{split}"' if split else f"no --{name}-data-path"
         if number == 0:
-            raise InputError(
+            raise UserError(
                 f"{size} samples are asked of the train split, which has no data ({origin}); give it a share"
             )
         logger.info("there is no data for the %s split (%s): it is not evaluated", name, origin)
@@ -237,8 +243,8 @@ class _Plan:
         if prefix not in self._opened:
             try:
                 self._opened[prefix] = open_token_file(prefix, self._config.memory_map)
-            except InputError as error:
-                raise InputError(f"{source_flag(self._data, number)}: {error}") from None
+            except UserError as error:
+                raise UserError(f"{source_flag(self._data, number)}: {error}") from None
         low = self._opened[prefix]
         begin, end = split_range(self._share_of(number), len(low))
         return GPTDataset(low, prefix, begin, end, size, SPLIT_NAMES[number], self._config)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +28,7 @@ from moe_trainer.data.blend import build_blend_index, build_exhaustive_index, no
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import GPTIndices, SplitMatrix, build_indices, plan_epochs
 from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.io import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -407,18 +407,5 @@ class IndexCache:
         return self._path(f"{name}_index.npy")
 
     def _write(self, path: str, save) -> None:
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".building-")
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                save(stream)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        with atomic_write(path, "wb") as file:
+            save(file)

@@ -52,12 +52,24 @@ class FillInTheMiddle:
         """
         if not data.fim_data:
             return None
-        names = {"prefix": data.fim_prefix_token, "middle": data.fim_middle_token, "suffix": data.fim_suffix_token, "pad": data.fim_pad_token,
-                 "eod": data.fim_eod_token}
+        names = {
+            "prefix": data.fim_prefix_token,
+            "middle": data.fim_middle_token,
+            "suffix": data.fim_suffix_token,
+            "pad": data.fim_pad_token,
+            "eod": data.fim_eod_token,
+        }
         tokens = {role: _id_of(tokenizer, f"--fim-{role}-token", name) for role, name in names.items()}
         split = None if not data.fim_split_sample else _id_of(tokenizer, "--fim-split-sample", data.fim_split_sample)
-        return FillInTheMiddle(tokenizer, data.fim_rate, data.fim_spm_rate, **tokens, split=split,
-                               fragment_rate=data.fim_fragment_rate, no_prefix=data.fim_no_prefix)
+        return FillInTheMiddle(
+            tokenizer,
+            data.fim_rate,
+            data.fim_spm_rate,
+            **tokens,
+            split=split,
+            fragment_rate=data.fim_fragment_rate,
+            no_prefix=data.fim_no_prefix,
+        )
 
     def rearrange(self, ids: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
         """Return the sample of the same length that a model is to learn from. ids: int64 [L+1]."""
@@ -91,7 +103,9 @@ class FillInTheMiddle:
         if self.no_prefix is not None and text.startswith(self.no_prefix):
             return ids
         first, second = sorted(rng.randint(low=0, high=len(text) + 1, size=2).tolist())
-        prefix, middle, suffix = (self.tokenizer.tokenize(piece) for piece in (text[:first], text[first:second], text[second:]))
+        prefix, middle, suffix = (
+            self.tokenizer.tokenize(piece) for piece in (text[:first], text[first:second], text[second:])
+        )
         if rng.binomial(1, self.spm_rate):
             return np.array([self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle], dtype=np.int64)
         return np.array([self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle], dtype=np.int64)
@@ -100,6 +114,8 @@ class FillInTheMiddle:
 def _id_of(tokenizer: TextTokenizer, flag: str, token: str) -> int:
     found = tokenizer.token_id(token)
     if found is None:
-        raise ValueError(f"{flag} {token}: the tokenizer's vocabulary has no such token; name one that it has, or add it with "
-                         "--tokenizer-special-tokens")
+        raise ValueError(
+            f"{flag} {token}: the tokenizer's vocabulary has no such token; name one that it has, or add it with "
+            "--tokenizer-special-tokens"
+        )
     return found

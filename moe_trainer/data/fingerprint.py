@@ -64,7 +64,12 @@ def compare_fingerprints(saved: Mapping[str, Mapping[str, str]], current: Finger
         replaced = [name for name, digest in now.items() if before.get(name) not in (None, digest)]
         added = [name for name, digest in now.items() if name not in before and digest not in before.values()]
         missing = [name for name, digest in before.items() if name not in now and digest not in now.values()]
-        said = [f"{text} {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-                for text, names in (("other content in", replaced), ("new:", added), ("no longer there:", missing)) if names]
-        warnings.append(f"{flag}: the {kind} is not that of the checkpoint ({'; '.join(said) or 'a file is used more or less often'}); {effect}")
+        said = [
+            f"{text} {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+            for text, names in (("other content in", replaced), ("new:", added), ("no longer there:", missing))
+            if names
+        ]
+        warnings.append(
+            f"{flag}: the {kind} is not that of the checkpoint ({'; '.join(said) or 'a file is used more or less often'}); {effect}"
+        )
     return warnings

@@ -22,11 +22,12 @@ Source: Megatron-Core gpt_dataset semantics (snapshot v0.20).
 
 from __future__ import annotations
 
-import re
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from arguments.data import split_weights
 
 SPLIT_NAMES = ("train", "valid", "test")
 _SEPARATE_BELOW = 0.80
@@ -54,26 +55,17 @@ class EpochPlan(NamedTuple):
 
 
 def parse_split(split: str) -> SplitMatrix:
-    """Turn `--split "a,b,c"` into three (begin, end) shares; None for an empty one.
+    """Return (begin, end) of the three shares of `--split "a,b,c"`; None for an empty one.
 
-    Raises: ValueError when there is no number, more than three, or their sum is zero.
+    Raises:
+        ValueError: if the text is not one to three non-negative numbers with a positive sum.
     """
-    numbers = [_split_number(text, split) for text in re.findall(r"[.0-9]+", split)]
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
-        raise ValueError(
-            f'--split "{split}": needed one to three non-negative numbers with a positive sum, for example "969, 30, 1"'
-        )
-    weights = np.asarray(numbers + [0.0] * (3 - len(numbers)), dtype=np.float64)
-    weights = (weights / weights.sum()).tolist()
+    try:
+        weights = split_weights(split)
+    except ValueError as error:
+        raise ValueError(f'--split "{split}" {error}') from None
     ends = [0, *accumulate(weights)]
     return tuple(None if low == high else (low, high) for low, high in pairwise(ends))
-
-
-def _split_number(text: str, split: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f'--split "{split}": "{text}" is not a number') from None
 
 
 def split_range(share: tuple[float, float], num_sequences: int) -> tuple[int, int]:

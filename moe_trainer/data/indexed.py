@@ -33,7 +33,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -45,7 +45,7 @@ _UINT16_VOCAB_LIMIT = 65500
 _PAGE_TOKENS = 2048
 
 
-class DataFileError(InputError):
+class DataFileError(UserError):
     """A dataset file is missing, damaged or of a kind that cannot be read."""
 
 
@@ -134,12 +134,17 @@ class IndexedDataset:
             (lengths < 0, "has a negative length ({length})"),
             (starts < 0, "begins before the file (offset {start})"),
             (starts % self.dtype.itemsize != 0, "begins in the middle of a token (offset {start})"),
-            (starts > size - lengths.astype(np.int64) * self.dtype.itemsize, "ends beyond the file ({length} tokens from offset {start})"),
+            (
+                starts > size - lengths.astype(np.int64) * self.dtype.itemsize,
+                "ends beyond the file ({length} tokens from offset {start})",
+            ),
         ):
             if wrong.any():
                 first = int(np.argmax(wrong))
                 said = text.format(length=int(lengths[first]), start=int(starts[first]))
-                raise DataFileError(f"{self.idx_path}: sequence {first} {said}; the index is damaged, or belongs to another {self.bin_path}")
+                raise DataFileError(
+                    f"{self.idx_path}: sequence {first} {said}; the index is damaged, or belongs to another {self.bin_path}"
+                )
         if len(bounds) and (bounds[0] != 0 or (np.diff(bounds) < 0).any()):
             raise DataFileError(f"{self.idx_path}: the document array does not ascend from 0; the index is damaged")
 
@@ -183,7 +188,9 @@ class IndexedDataset:
             length = int(self.sequence_lengths[index]) - offset
         start, rest = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
         if length < 0 or start < 0:
-            raise DataFileError(f"{self.idx_path}: sequence {index} has {length} tokens from token {start} on; the index is damaged")
+            raise DataFileError(
+                f"{self.idx_path}: sequence {index} has {length} tokens from token {start} on; the index is damaged"
+            )
         if rest:
             raise DataFileError(
                 f"{self.idx_path}: sequence {index} begins in the middle of a token; the index is damaged"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.data.dataset import NO_PAD, TokenDataset
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 _BATCHES_AHEAD_PER_WORKER = 2
 
@@ -44,8 +44,11 @@ class Batch:
 
     def to(self, device, non_blocking: bool = True) -> Batch:
         """Return the batch on another device; document ids stay: the host goes by the borders (Documents), and would wait for them."""
-        fields = {name: value.to(device, non_blocking=non_blocking) for name, value in vars(self).items()
-                  if value is not None and name != "document_ids_BS"}
+        fields = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in vars(self).items()
+            if value is not None and name != "document_ids_BS"
+        }
         return replace(self, **fields)
 
     def pin_memory(self) -> Batch:
@@ -73,7 +76,7 @@ class BatchFormat:
 def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
     """Read samples and derive labels, masks and positions.
 
-    Raises: InputError naming file, document and id when a token lies outside the vocabulary.
+    Raises: UserError naming file, document and id when a token lies outside the vocabulary.
     """
     ids = np.stack([dataset.tokens(index) for index in indices])
     if fmt.vocab_size is not None:
@@ -105,7 +108,7 @@ def _check_vocabulary(dataset, indices, ids, vocab_size) -> None:
     if outside.any():
         sample, position = np.argwhere(outside)[0].tolist()
         where = dataset.locate(indices[sample], position)
-        raise InputError(
+        raise UserError(
             f"token id {ids[sample, position]} in {where} lies outside the vocabulary of {vocab_size} ids; the "
             "data was made with another tokenizer, or --vocab-size / --tokenizer-model do not belong to it"
         )

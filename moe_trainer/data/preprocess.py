@@ -36,7 +36,7 @@ from arguments.data import DataArgs
 from arguments.regular_file import regular_file
 from moe_trainer.data.indexed import IndexedDatasetBuilder, to_stored, token_dtype
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
-from moe_trainer.errors import InputError
+from moe_trainer.errors import UserError
 
 _CHUNK_DOCUMENTS, _CHUNK_BYTES = 256, 1 << 20
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -90,13 +90,13 @@ class Totals(NamedTuple):
 def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) -> Totals:
     """Tokenize the inputs and write one dataset per key.
 
-    Raises: InputError or ValueError naming the file and line, flag or tokenizer at fault; nothing is left behind
+    Raises: UserError or ValueError naming the file and line, flag or tokenizer at fault; nothing is left behind
     then, and existing outputs are as they were.
     """
     paths = expand_inputs(options.inputs)
     tokenizer = build_tokenizer(data)
     if options.append_eod and tokenizer.eod is None:
-        raise InputError("--append-eod: this tokenizer has no end-of-document token")
+        raise UserError("--append-eod: this tokenizer has no end-of-document token")
     prefixes = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
     os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -114,7 +114,7 @@ def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) ->
             documents += len(encoded[0].document_ends)
             progress.show(documents, tokens, chunk_bytes)
         if not documents:
-            raise InputError(f"no documents in {', '.join(paths)}")
+            raise UserError(f"no documents in {', '.join(paths)}")
     return Totals(documents, tokens, progress.finish(documents, tokens), prefixes)
 
 
@@ -124,16 +124,16 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
         if not found:
-            raise InputError(f"--input {pattern}: no such file")
+            raise UserError(f"--input {pattern}: no such file")
         for path in found:
             if os.path.isdir(path):
-                raise InputError(
+                raise UserError(
                     f'--input {path}: is a folder; give its files, for example "{os.path.join(path, "*.jsonl")}"'
                 )
             try:
                 regular_file(path)  # its size must be known, and where it has been read to
             except OSError as error:
-                raise InputError(f"--input {path}: cannot be read ({error.strerror})") from None
+                raise UserError(f"--input {path}: cannot be read ({error.strerror})") from None
         paths.extend(found)
     return paths
 
@@ -160,21 +160,23 @@ class _Encoder:
             text = document.decode("utf-8")
             fields = json.loads(text) if is_json else {key: text for key in self._keys}
         except UnicodeDecodeError as error:
-            raise InputError(f"{where}: not UTF-8 ({error.reason})") from None
+            raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
         except json.JSONDecodeError as error:
-            raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain text, all others as JSON lines") from None
+            raise UserError(
+                f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain text, all others as JSON lines"
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: cannot be read ({error})") from None
+            raise UserError(f"{where}: cannot be read ({error})") from None
         if not isinstance(fields, dict):
-            raise InputError(f"{where}: needed a JSON object, found {type(fields).__name__}")
+            raise UserError(f"{where}: needed a JSON object, found {type(fields).__name__}")
         for key in self._keys:
             if key not in fields:
-                raise InputError(
+                raise UserError(
                     f'{where}: no key "{key}" (--json-keys); found {", ".join(map(str, list(fields)[:8])) or "none"}'
                 )
             texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
             if not all(isinstance(text, str) for text in texts):
-                raise InputError(f'{where}: the value of "{key}" must be a string or a list of strings')
+                raise UserError(f'{where}: the value of "{key}" must be a string or a list of strings')
             yield texts
 
     def _add(self, texts: list[str], ids: list[int], part: _Encoded, where: str) -> None:
@@ -183,7 +185,7 @@ class _Encoder:
             try:
                 tokens = self._tokenizer.tokenize(text)
             except ValueError as error:
-                raise InputError(f"{where}: {error}") from None
+                raise UserError(f"{where}: {error}") from None
             if tokens:
                 ids.extend(tokens)
                 part.lengths.append(len(tokens))
@@ -196,7 +198,7 @@ class _Encoder:
         try:
             return to_stored(ids, self._dtype).tobytes()
         except ValueError as error:
-            raise InputError(f"{chunk.path}, line {chunk.first_line} and following: {error}") from None
+            raise UserError(f"{chunk.path}, line {chunk.first_line} and following: {error}") from None
 
 
 def _encoded(chunks: Iterator[_Chunk], encode: _Encoder, workers: int, stack: ExitStack):
@@ -224,7 +226,7 @@ def _encoded(chunks: Iterator[_Chunk], encode: _Encoder, workers: int, stack: Ex
                 pipe.send(chunk)
                 busy.append(pipe)
         except (EOFError, BrokenPipeError):
-            raise InputError(f"a worker process died (out of memory?); try fewer than --workers {workers}") from None
+            raise UserError(f"a worker process died (out of memory?); try fewer than --workers {workers}") from None
         yield result
 
 
@@ -287,7 +289,7 @@ def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
                         yield _Chunk(path, numbers[0], numbers, rows, is_json, at - before)
                         numbers, rows, size, before = [], [], 0, at
             except (EOFError, OSError) as error:
-                raise InputError(f"{path}: cannot be read ({error})") from None
+                raise UserError(f"{path}: cannot be read ({error})") from None
             if rows:
                 yield _Chunk(path, numbers[0], numbers, rows, is_json, raw.tell() - before)
 
@@ -306,7 +308,7 @@ def _decompressed(raw: BinaryIO, path: str) -> Iterable[bytes]:
         try:
             import zstandard
         except ImportError:
-            raise InputError(f"{path}: reading .zst needs the library zstandard: pip install zstandard") from None
+            raise UserError(f"{path}: reading .zst needs the library zstandard: pip install zstandard") from None
         return _zstandard_lines(raw, path, zstandard)
     return raw
 
@@ -317,7 +319,7 @@ def _zstandard_lines(raw: BinaryIO, path: str, zstandard) -> Iterator[bytes]:
             zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False), 1 << 20
         )
     except zstandard.ZstdError as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+        raise UserError(f"{path}: cannot be read ({error})") from None
 
 
 def _json_lines(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -28,7 +28,14 @@ def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
 def domain_names(prefixes: Sequence[str]) -> list[str]:
     """Names of a blend's prefixes: the ends of their paths that tell them apart, without what preprocessing appends."""
     paths = [prefix.removesuffix("_text_document").rstrip("/").split("/") for prefix in prefixes]
-    depth = next((depth for depth in range(1, max(map(len, paths)) + 1) if len({tuple(path[-depth:]) for path in paths}) == len(paths)), None)
+    depth = next(
+        (
+            depth
+            for depth in range(1, max(map(len, paths)) + 1)
+            if len({tuple(path[-depth:]) for path in paths}) == len(paths)
+        ),
+        None,
+    )
     if depth is None:  # the same prefix twice
         return [f"{number}-{path[-1]}" for number, path in enumerate(paths)]
     return ["/".join(path[-depth:]) for path in paths]

@@ -102,7 +102,9 @@ class TransformersTokenizer:
     def byte_lengths(self) -> list[int]:
         encoder = getattr(self._tokenizer, "backend_tokenizer", None)
         if encoder is None:
-            raise ValueError(f"the tokenizer {type(self._tokenizer).__name__} does not say which bytes its tokens stand for")
+            raise ValueError(
+                f"the tokenizer {type(self._tokenizer).__name__} does not say which bytes its tokens stand for"
+            )
         return json_byte_lengths(encoder)
 
 
@@ -120,10 +122,17 @@ def json_byte_lengths(encoder) -> list[int]:
     if "ByteLevel" in kinds:
         length_of = len  # one character of the byte alphabet stands for one byte
     elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
+
         def length_of(token: str) -> int:
-            return 1 if "ByteFallback" in kinds and _BYTE_PIECE.match(token) else len(token.replace(_SPACE_PIECE, " ").encode())
+            return (
+                1
+                if "ByteFallback" in kinds and _BYTE_PIECE.match(token)
+                else len(token.replace(_SPACE_PIECE, " ").encode())
+            )
     else:
-        raise ValueError(f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) does not say which bytes a token stands for")
+        raise ValueError(
+            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) does not say which bytes a token stands for"
+        )
     lengths = [0] * encoder.get_vocab_size(with_added_tokens=True)
     for token, number in encoder.get_vocab(with_added_tokens=True).items():
         if number in added:
@@ -251,7 +260,9 @@ def _special_token_config(folder: str) -> dict:
         by_id = sorted(merged.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
         result["added"] = [{key: token[key] for key in keys if key in token} for _, token in by_id]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{os.path.join(folder, 'tokenizer_config.json')}: its special tokens cannot be read ({error})") from None
+        raise ValueError(
+            f"{os.path.join(folder, 'tokenizer_config.json')}: its special tokens cannot be read ({error})"
+        ) from None
     return result | {switch: merged.get(switch) for switch in ("add_bos_token", "add_eos_token")}
 
 

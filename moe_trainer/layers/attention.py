@@ -1,13 +1,13 @@
-"""Self-attention with grouped queries (multi-head attention is the case of one query per group).
+"""Self-attention with grouped queries; multi-head attention has one query head per group.
 
-linear_qkv's rows are ordered by key-value group: [q..q, k, v], each of --kv-channels rows, as in Megatron-Core. With
---attention-output-gate every query head has a gate besides, [q..q, g..g, k, v]: what the head gives is multiplied by sigmoid(g).
+The rows of linear_qkv are ordered by key-value group, [q..q, k, v], as in Megatron-Core. --attention-output-gate adds a
+gate per query head, [q..q, g..g, k, v]; the head's output is multiplied by sigmoid(g).
 
-Tensor parallelism deals out whole groups. With fewer groups than ranks several ranks share one: the rows of linear_qkv are
-still cut evenly, wherever that falls, so the projections are gathered, and every rank takes its own queries and its
-group's key and value out of them. The gradient of a shared key is summed on the way back.
+Tensor parallelism shards whole groups. With fewer groups than ranks, several ranks share a group: linear_qkv is still
+sharded evenly, the projections are gathered, and every rank takes its queries and its group's key and value. Backward
+sums the shared gradients.
 
-Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups (both of this rank), D head dim.
+Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups (both local), D head dim.
 """
 
 from dataclasses import replace
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import Visible, make_sinks
-from moe_trainer.layers.dropout import drawing
+from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
+from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
-from moe_trainer.layers.kit import Kit
-from moe_trainer.layers.logit_peaks import LogitPeaks
+from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.norm import L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact
 from moe_trainer.parallel.mappings import gather_last_dim
-from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 
 class _SplitQKV(torch.autograd.Function):
-    """Views of q (and the gates behind it), k and v; the backward fills one gradient instead of adding zero-padded ones."""
+    """Views of q (and its gates), k and v; backward fills one gradient instead of adding zero-padded ones."""
 
     @staticmethod
     def forward(ctx, qkv_SBGRD, gated):
@@ -42,12 +42,15 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         # three dimensions: CUDA joins more of them part by part
-        grads = [grad.reshape(-1, 1, ctx.shape[-1]) if grad.dim() < len(ctx.shape) else grad.reshape(-1, *grad.shape[3:]) for grad in grads]
+        grads = [
+            grad.reshape(-1, 1, ctx.shape[-1]) if grad.dim() < len(ctx.shape) else grad.reshape(-1, *grad.shape[3:])
+            for grad in grads
+        ]
         return torch.cat(grads, 1).view(ctx.shape), None
 
 
 class _OutputGate(torch.autograd.Function):
-    """y * sigmoid(gate), computed in fp32; keeps the two as they came."""
+    """y * sigmoid(gate), computed in fp32; saves both inputs as they are."""
 
     @staticmethod
     def forward(ctx, y: Tensor, gate: Tensor) -> Tensor:
@@ -63,17 +66,30 @@ class _OutputGate(torch.autograd.Function):
 
 
 class SelfAttention(nn.Module):
-    """Attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
+    """Attention of one layer.
 
-    sequence_parallel: see layers/linear.py.
+    Args:
+        name: global name, e.g. "decoder.layers.0.self_attention".
+        layer_number: counted from 1.
+        sequence_parallel: see layers/linear.py.
     """
 
-    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
-                 sequence_parallel: bool = False):
+    def __init__(
+        self,
+        model: ModelArgs,
+        ps: ParallelState,
+        *,
+        name: str,
+        layer_number: int,
+        factory: LayerFactory,
+        sequence_parallel: bool = False,
+    ):
         super().__init__()
         heads, groups, tp = model.num_attention_heads, model.query_groups, ps.tp
         if heads % tp.size or (groups % tp.size and tp.size % groups):
-            raise ValueError(f"{name}: {heads} heads in {groups} groups cannot be dealt out to {tp.size} tensor-parallel ranks")
+            raise ValueError(
+                f"{name}: {heads} heads in {groups} groups do not divide over {tp.size} tensor-parallel ranks"
+            )
         self.tp = tp
         self.head_dim = model.kv_channels
         self.num_heads = heads // tp.size
@@ -82,35 +98,53 @@ class SelfAttention(nn.Module):
         self.gated = model.attention_output_gate
         self.rope = not skips_rope(model, layer_number)
         self.interleaved = model.rotary_interleaved
-        self.stream = kit.stream if model.attention_dropout > 0.0 else None
-        self.activations, self.apply_rope = kit.activations, kit.kernels.apply_rope
-        self.linear_qkv = kit.column_linear(
-            model.hidden_size, (heads * (1 + self.gated) + 2 * groups) * self.head_dim, name=f"{name}.linear_qkv", group=tp,
-            init=hidden_init(model), bias=model.add_bias_linear or model.add_qkv_bias, sequence_parallel=sequence_parallel)
+        self.stream = factory.stream if model.attention_dropout > 0.0 else None
+        self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
+        self.linear_qkv = factory.column_linear(
+            model.hidden_size,
+            (heads * (1 + self.gated) + 2 * groups) * self.head_dim,
+            name=f"{name}.linear_qkv",
+            group=tp,
+            init=hidden_init(model),
+            bias=model.add_bias_linear or model.add_qkv_bias,
+            sequence_parallel=sequence_parallel,
+        )
         queries = heads // groups * self.head_dim
         self.linear_qkv.weight.info = replace(
-            info_of(self.linear_qkv.weight), row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.head_dim))
-        self.q_layernorm = self._qk_norm(model, kit, f"{name}.q_layernorm")
-        self.k_layernorm = self._qk_norm(model, kit, f"{name}.k_layernorm")
+            get_param_info(self.linear_qkv.weight),
+            row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.head_dim),
+        )
+        self.q_layernorm = self._qk_norm(model, factory, f"{name}.q_layernorm")
+        self.k_layernorm = self._qk_norm(model, factory, f"{name}.k_layernorm")
         scale = self.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
-        self.core_attention = kit.core_attention(model, layer_number, head_dim=self.head_dim, scale=model.softmax_scale)
-        self.logits = LogitPeaks(model, layer_number, scale, ps.cp)
-        self.softmax_offset = make_sinks(model, name, tp)
-        self.linear_proj = kit.row_linear(
-            heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", group=tp, init=residual_init(model),
-            bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
+        self.core_attention = factory.core_attention(
+            model, layer_number, head_dim=self.head_dim, scale=model.softmax_scale
+        )
+        self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.cp)
+        self.softmax_offset = make_attention_sinks(model, name, tp)
+        self.linear_proj = factory.row_linear(
+            heads * self.head_dim,
+            model.hidden_size,
+            name=f"{name}.linear_proj",
+            group=tp,
+            init=residual_init(model),
+            bias=model.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+        )
 
-    def _qk_norm(self, model: ModelArgs, kit: Kit, name: str) -> nn.Module | None:
+    def _qk_norm(self, model: ModelArgs, factory: LayerFactory, name: str) -> nn.Module | None:
         if model.qk_l2_norm:
-            return L2Norm(model.layernorm_epsilon, kit.kernels.rms_norm)
+            return L2Norm(model.layernorm_epsilon, factory.kernels.rms_norm)
         # one gain for all heads, of which this rank sees some
-        return kit.norm(self.head_dim, model, name=name, partial=self.tp.size > 1) if model.qk_layernorm else None
+        return factory.norm(self.head_dim, model, name=name, partial=self.tp.size > 1) if model.qk_layernorm else None
 
     def _queries_keys_values(self, x_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """q and its gates [S, B, G, N / G, D], k and v [S, B, G, D]."""
+        """Return q and its gates [S, B, G, N / G, D], k and v [S, B, G, D]."""
         qkv = self.linear_qkv(x_SBH)
         if self.ranks_per_group == 1:
-            *queries, k_SBGD, v_SBGD = _SplitQKV.apply(qkv.view(*qkv.shape[:2], self.num_groups, -1, self.head_dim), self.gated)
+            *queries, k_SBGD, v_SBGD = _SplitQKV.apply(
+                qkv.view(*qkv.shape[:2], self.num_groups, -1, self.head_dim), self.gated
+            )
         else:
             group, place = divmod(self.tp.rank, self.ranks_per_group)
             every = gather_last_dim(qkv, self.tp).chunk(self.tp.size // self.ranks_per_group, dim=-1)
@@ -118,9 +152,14 @@ class SelfAttention(nn.Module):
             queries = [every.narrow(3, place * self.num_heads, self.num_heads) for every in queries]
         return queries[0], queries[1] if self.gated else None, k_SBGD, v_SBGD
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
-        """rope: cos and sin [S, R/2] of the whole sequence; visible: see CoreAttention. Returns: the shape of x_SBH."""
-        with self.activations.offloading("qkv_linear"):
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:
+        """Return attention of x_SBH, in its shape.
+
+        Args:
+            rope: cos and sin [S, R/2] of the full sequence.
+            visible: see CoreAttention.
+        """
+        with self.activations.offload_scope("qkv_linear"):
             q, gate, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
             if gate is not None:
                 gate = compact(gate.reshape(*gate.shape[:2], -1))
@@ -133,13 +172,15 @@ class SelfAttention(nn.Module):
         if rope is not None and self.rope:
             q_SBND = self.apply_rope(q_SBND, *rope, self.interleaved)
             k_SBGD = self.apply_rope(k_SBGD, *rope, self.interleaved)
-        with self.activations.offloading("core_attn"):
-            y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD)
-        with self.activations.offloading("attn_proj"):
+        with self.activations.offload_scope("core_attn"):
+            y = self.activations.recompute_region(
+                "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD
+            )
+        with self.activations.offload_scope("attn_proj"):
             return self.linear_proj(y if gate is None else _OutputGate.apply(y, gate))
 
-    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: Visible | None) -> Tensor:
+    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: AttentionMask | None) -> Tensor:
         if self.training:
-            self.logits.see(q_SBND, k_SBGD, visible)
-        with drawing(self.stream if self.training else None, q_SBND.device):
+            self.max_logits.update(q_SBND, k_SBGD, visible)
+        with rng_context(self.stream if self.training else None, q_SBND.device):
             return self.core_attention(q_SBND, k_SBGD, v_SBGD, visible, self.softmax_offset)

@@ -1,4 +1,4 @@
-"""Dropout that knows whether its tensor is cut over the tensor-parallel group."""
+"""Dropout that knows whether its tensor is sharded over the tensor-parallel group."""
 
 import contextlib
 
@@ -6,30 +6,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.rng import ShardRNG
 
 
 class Dropout(nn.Module):
-    """Zero elements with probability p and scale the others by 1 / (1 - p), in training.
+    """Dropout that supports tensors sharded over the tensor-parallel group.
 
-    stream: where the random numbers come from when the tensor is cut over the tensor-parallel group (its rows, under sequence
-    parallelism); None means torch's global generator, so that a replicated tensor loses the same elements on every rank.
+    Args:
+        stream: random stream of a sharded tensor (its tokens, under sequence parallelism). None uses torch's global
+            generator, so that a replicated tensor loses the same elements on every rank.
     """
 
-    def __init__(self, p: float, stream: ShardStream | None = None):
+    def __init__(self, p: float, stream: ShardRNG | None = None):
         super().__init__()
         self.p, self.stream = p, stream
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        with drawing(self.stream, x.device):
+        with rng_context(self.stream, x.device):
             return F.dropout(x, self.p)
 
     def extra_repr(self) -> str:
         return f"{self.p}, {'replicated' if self.stream is None else 'cut over tp'}"
 
 
-def drawing(stream: ShardStream | None, device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, operators draw from the stream; with None from torch's global generator, as always."""
-    return contextlib.nullcontext() if stream is None else stream.drawing(device)
+def rng_context(stream: ShardRNG | None, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which operators draw from the stream; None keeps torch's global generator."""
+    return contextlib.nullcontext() if stream is None else stream.fork_rng(device)

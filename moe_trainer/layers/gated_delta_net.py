@@ -1,17 +1,14 @@
 """Gated DeltaNet, the linear attention of Qwen3-Next (--experimental-attention-variant gated_delta_net).
 
-in_proj's rows are, as in Megatron-Core, [queries; keys; values; z; beta; alpha], each of all heads: q, k and v go through a short
-convolution and the gated delta rule (ops/gated_delta_rule.py), beta and alpha are its two gates, and z gates what comes out, head by
-head: out_proj(out_norm(y) * silu(z)). The order of positions is all it has of them: no rotary embedding.
+in_proj makes [queries; keys; values; z; beta; alpha], each of all heads, as in Megatron-Core. q, k, v pass a short
+convolution and the gated delta rule (ops/gated_delta_rule.py) with gates beta and alpha; then out_proj(out_norm(y) *
+silu(z)). No rotary embedding. Tensor parallelism shards heads. A recurrence cannot be sharded by positions, so context
+parallelism always exchanges positions for heads (a2a); z is not exchanged. Packed documents start with an empty state;
+explicit attention masks are rejected.
 
-Tensor parallelism deals out whole heads, each projection of in_proj by itself. Context parallelism cannot cut a recurrence by positions:
-whatever --cp-comm-type says, the ranks exchange positions for heads before it and back behind it, as the kind a2a of softmax attention
-does (layers/context_parallel.py); each computes the whole sequence for its heads. z does not travel.
-
-Packed documents begin with an empty state and convolution. An explicit attention mask is refused: a state has no keys to hide.
-
-Source: arXiv 2412.06464; Qwen3-Next; names, order of rows and initialisation of Megatron-Core.
-Shapes: S sequence, B microbatch, H hidden, K key heads, N value heads, D and E their widths, C channels of the convolution.
+Source: arXiv 2412.06464; Qwen3-Next; names and initialization of Megatron-Core.
+Shapes: S sequence, B microbatch, H hidden, K key heads, N value heads, D and E their widths, C channels of the
+convolution.
 """
 
 from dataclasses import replace
@@ -21,21 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.context_parallel import heads_for_positions, positions_for_heads
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
+from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
-from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.attention import compact
 from moe_trainer.ops.gated_delta_rule import Heads
-from moe_trainer.parallel.params import ParamInfo, info_of
+from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
 
 class _SiluGate(torch.autograd.Function):
-    """y * silu(z), computed in fp32; keeps the two as they came."""
+    """y * silu(z), computed in fp32; saves both inputs as they are."""
 
     @staticmethod
     def forward(ctx, y: Tensor, z: Tensor) -> Tensor:
@@ -55,62 +52,104 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Convolution(nn.Module):
-    """The weight of the causal convolution, [C / tp, 1, width], as torch's own layer has it. name: global name."""
+    """The weight [C / tp, 1, width] of the causal convolution, in torch's layout."""
 
     def __init__(self, sizes: tuple[int, ...], width: int, name: str, cut: dict):
         super().__init__()
         # torch's default for a convolution: uniform, up to 1 / sqrt(inputs of an output)
-        self.weight = make_parameter((sum(sizes) // cut["shard_count"], 1, width), ParamInfo(
-            (f"{name}.weight",), parts=3, part_sizes=sizes, part_names=PROJECTIONS[:3], init="uniform", init_std=(3 * width) ** -0.5, **cut))
+        self.weight = make_parameter(
+            (sum(sizes) // cut["shard_count"], 1, width),
+            ParamInfo(
+                (f"{name}.weight",),
+                parts=3,
+                part_sizes=sizes,
+                part_names=PROJECTIONS[:3],
+                init="uniform",
+                init_std=(3 * width) ** -0.5,
+                **cut,
+            ),
+        )
 
 
 class GatedDeltaNet(nn.Module):
-    """The attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
+    """Linear attention of one layer.
 
-    sequence_parallel: see layers/linear.py.
+    Args:
+        name: global name, e.g. "decoder.layers.0.self_attention".
+        layer_number: counted from 1.
+        sequence_parallel: see layers/linear.py.
     """
 
-    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        model: ModelArgs,
+        ps: ParallelState,
+        *,
+        name: str,
+        layer_number: int,
+        factory: LayerFactory,
+        sequence_parallel: bool = False,
+    ):
         super().__init__()
         keys, values, tp = model.linear_num_key_heads, model.linear_num_value_heads, ps.tp
         if keys % (tp.size * ps.cp.size) or values % keys:
-            raise ValueError(f"{name}: {keys} key heads and {values} value heads cannot be dealt out to {tp.size} tensor-parallel and "
-                             f"{ps.cp.size} context-parallel ranks")
-        self.cp, self.activations, self.gated_delta = ps.cp, kit.activations, kit.kernels.gated_delta
+            raise ValueError(
+                f"{name}: {keys} key heads and {values} value heads do not divide over {tp.size} tensor-parallel and "
+                f"{ps.cp.size} context-parallel ranks"
+            )
+        self.cp, self.activations, self.gated_delta = ps.cp, factory.activations, factory.kernels.gated_delta
         self.heads = Heads(keys // tp.size, values // tp.size, model.linear_key_head_dim, model.linear_value_head_dim)
         key_rows, value_rows = keys * model.linear_key_head_dim, values * model.linear_value_head_dim
         sizes = (key_rows, key_rows, value_rows, value_rows, values, values)
         cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
-        self.in_proj = kit.column_linear(
-            model.hidden_size, sum(sizes), name=f"{name}.in_proj", group=tp, init=hidden_init(model), bias=False,
-            sequence_parallel=sequence_parallel)
-        self.in_proj.weight.info = replace(info_of(self.in_proj.weight), parts=6, part_sizes=sizes, part_names=PROJECTIONS)
+        self.in_proj = factory.column_linear(
+            model.hidden_size,
+            sum(sizes),
+            name=f"{name}.in_proj",
+            group=tp,
+            init=hidden_init(model),
+            bias=False,
+            sequence_parallel=sequence_parallel,
+        )
+        self.in_proj.weight.info = replace(
+            get_param_info(self.in_proj.weight), parts=6, part_sizes=sizes, part_names=PROJECTIONS
+        )
         self.rows = [size // tp.size for size in sizes]
         self.conv1d = _Convolution(sizes[:3], model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
         self.dt_bias = make_parameter((values // tp.size,), ParamInfo((f"{name}.dt_bias",), init="ones", **cut))
         self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
         # one gain for all heads, of which this rank sees some
-        self.out_norm = kit.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
-        self.out_proj = kit.row_linear(
-            value_rows, model.hidden_size, name=f"{name}.out_proj", group=tp, init=residual_init(model), bias=False,
-            sequence_parallel=sequence_parallel)
+        self.out_norm = factory.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
+        self.out_proj = factory.row_linear(
+            value_rows,
+            model.hidden_size,
+            name=f"{name}.out_proj",
+            group=tp,
+            init=residual_init(model),
+            bias=False,
+            sequence_parallel=sequence_parallel,
+        )
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None) -> Tensor:
-        """rope is not used; visible: see CoreAttention. Returns: the shape of x_SBH. Raises: ValueError for an explicit mask."""
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:
+        """Return linear attention of x_SBH, in its shape; `rope` is not used.
+
+        Raises:
+            ValueError: for an explicit mask.
+        """
         if visible is not None and visible.mask is not None:
             raise ValueError("gated DeltaNet layers know no explicit attention mask; give document ids")
         ids_BS = None if visible is None or visible.documents is None else visible.documents.ids_BS
-        with self.activations.offloading("qkv_linear"):
+        with self.activations.offload_scope("qkv_linear"):
             x, z_SBN, beta, alpha = self.in_proj(x_SBH).split([sum(self.rows[:3]), *self.rows[3:]], -1)
-        with self.activations.offloading("core_attn"):
+        with self.activations.offload_scope("core_attn"):
             y_SBN = self._mix(x, beta, alpha, ids_BS)
             z_SBN = z_SBN if self.cp.size == 1 else compact(z_SBN)
-            gated, inside = self.activations.discarding("gdn_norm_out", self._gated_norm, y_SBN, z_SBN)
-        with inside, self.activations.offloading("attn_proj"):
+            gated, inside = self.activations.recompute_output("gdn_norm_out", self._gated_norm, y_SBN, z_SBN)
+        with inside, self.activations.offload_scope("attn_proj"):
             return self.out_proj(gated)
 
     def _mix(self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, ids_BS: Tensor | None) -> Tensor:
-        """The delta rule over the whole sequence. Returns: [S, B, N * E] of this rank's positions."""
+        """Apply the delta rule over the full sequence; return [S, B, N * E] of the local positions."""
         weight, rates = self.conv1d.weight.squeeze(1), (self.A_log, self.dt_bias)
         if self.cp.size == 1:
             return self.gated_delta(x_SBC, beta_SBN, alpha_SBN, weight, *rates, self.heads, ids_BS).flatten(2)
@@ -118,12 +157,19 @@ class GatedDeltaNet(nn.Module):
         q, k, v = x_SBC.split(heads.channels, -1)
         q, k = (each.unflatten(-1, (heads.keys, -1)) for each in (q, k))
         values = [v.unflatten(-1, (heads.values, -1)), beta_SBN.unsqueeze(-1), alpha_SBN.unsqueeze(-1)]
-        q, k, v, beta, alpha = heads_for_positions(self.cp, q, k, *values)
+        q, k, v, beta, alpha = all_to_all_seq_to_heads(self.cp, q, k, *values)
         mine = torch.cat([part.chunk(size)[rank] for part in weight.split(heads.channels)])
         few = replace(heads, keys=heads.keys // size, values=heads.values // size)
-        y = self.gated_delta(torch.cat([each.flatten(2) for each in (q, k, v)], -1), beta.squeeze(-1), alpha.squeeze(-1), mine,
-                        *(rate.chunk(size)[rank] for rate in rates), few, ids_BS)
-        return positions_for_heads(self.cp, y.flatten(2))
+        y = self.gated_delta(
+            torch.cat([each.flatten(2) for each in (q, k, v)], -1),
+            beta.squeeze(-1),
+            alpha.squeeze(-1),
+            mine,
+            *(rate.chunk(size)[rank] for rate in rates),
+            few,
+            ids_BS,
+        )
+        return all_to_all_heads_to_seq(self.cp, y.flatten(2))
 
     def _gated_norm(self, y_SBN: Tensor, z_SBN: Tensor) -> Tensor:
         return _SiluGate.apply(self.out_norm(y_SBN.unflatten(-1, (self.heads.values, -1))).flatten(2), z_SBN)

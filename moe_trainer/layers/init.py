@@ -18,38 +18,38 @@ class Init(NamedTuple):
 
 
 def hidden_init(model: ModelArgs) -> Init:
-    """Every weight that reads the hidden state: qkv, fc1, router, output head (but see output_init)."""
+    """Return the distribution of weights that read the hidden state: qkv, fc1, router, output head."""
     if model.init_method_xavier_uniform:
         return Init("xavier_uniform")
     return Init("normal", hidden_std(model))
 
 
 def hidden_std(model: ModelArgs) -> float:
-    """The deviation of a weight that reads the hidden state; under muP it shrinks with the root of the width."""
+    """Return the std of weights that read the hidden state; muP divides it by the root of the width multiplier."""
     return model.init_method_std / math.sqrt(model.width_mult)
 
 
 def residual_init(model: ModelArgs) -> Init:
-    """Every weight that writes to the residual stream (attention output, fc2): std / sqrt(2 * num_layers)."""
+    """Return the distribution of weights that write to the residual stream: std / sqrt(2 * num_layers)."""
     if model.init_method_xavier_uniform:
         return Init("xavier_uniform")
     return Init("normal", hidden_std(model) / math.sqrt(2.0 * model.num_layers))
 
 
 def embedding_init(model: ModelArgs) -> Init:
-    """Token and position embeddings, whatever the width."""
+    """Return the distribution of token and position embeddings, independent of the width."""
     if model.embedding_init_method_std is not None and model.embedding_init_method_std != model.init_method_std:
         return Init("normal", model.embedding_init_method_std)
     return Init("xavier_uniform") if model.init_method_xavier_uniform else Init("normal", model.init_method_std)
 
 
 def output_init(model: ModelArgs) -> Init:
-    """An output layer with a weight of its own; muP takes it for an embedding, and scales its logits."""
+    """Return the distribution of an untied output layer; muP treats it as an embedding and scales its logits."""
     return embedding_init(model) if model.use_mup else hidden_init(model)
 
 
 def make_parameter(shape: tuple[int, ...], info: ParamInfo) -> Parameter:
-    """An uninitialized fp32 parameter on the default device, carrying its info."""
+    """Return an uninitialized fp32 parameter on the default device, with its info."""
     param = Parameter(torch.empty(shape, dtype=torch.float32))
     param.info = info
     return param

@@ -1,15 +1,14 @@
-"""Multi-head latent attention: queries and key-values pass through low-rank latents; one rotary key serves all heads.
+"""Multi-head latent attention: low-rank latents for queries and key-values, one rotary key for all heads.
 
-Training form: the latents are expanded to full heads, but where sparse attention gathers latents themselves
-(layers/latent_attention.py). Rows of the up-projections are ordered by head: q [nope, rope],
-kv [k_nope, v]. The rotary part is rotated in interleaved pairs.
-Source: DeepSeek-V2 (arXiv 2405.04434); names and orders of Megatron-Core.
+Training form: latents are expanded to full heads, unless sparse attention gathers the latents (layers/absorbed_mla.py).
+Rows of the up-projections are ordered by head: q [nope, rope], kv [k_nope, v]. The rotary part is rotated in
+interleaved pairs.
 
-Tensor parallelism deals out heads: the up-projections are cut, the small down-projections are held whole by every rank, and
-under sequence parallelism run on its own rows. All ranks' heads read the one rotary key, so its gradient is summed over the
-group (Megatron-Core's local layers lose the other ranks' part).
-
-Shapes: S sequence, B microbatch, H hidden, N heads of this rank, D key width (nope + rope), E value width, C latent width.
+Tensor parallelism shards heads: up-projections are sharded, the small down-projections replicated (under sequence
+parallelism on local tokens). The gradient of the shared rotary key is summed over the group (Megatron-Core's local
+layers lose the other ranks' part).
+Source: DeepSeek-V2 (arXiv 2405.04434); names of Megatron-Core.
+Shapes: S sequence, B microbatch, H hidden, N local heads, D key width (nope + rope), E value width, C latent width.
 """
 
 import functools
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from moe_trainer.layers.core_attention import Visible, make_sinks
-from moe_trainer.layers.dropout import drawing
+from moe_trainer.layers.absorbed_mla import CompressedKV
+from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
+from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
-from moe_trainer.layers.kit import Kit
-from moe_trainer.layers.latent_attention import LatentKeys
-from moe_trainer.layers.logit_peaks import LogitPeaks
+from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.layers.sparse_attention import SparseAttention
 from moe_trainer.ops.attention import compact, pad_values
@@ -35,140 +34,225 @@ from moe_trainer.parallel.state import ParallelState
 
 
 class MultiLatentAttention(nn.Module):
-    """Latent attention of one layer. name: global name, e.g. "decoder.layers.0.self_attention"; layer_number from 1.
+    """Latent attention of one layer.
 
     With --q-lora-rank the query has a latent too; with --qk-layernorm both latents are normalized.
-    sequence_parallel: see layers/linear.py. per_token_loss: of an indexer (layers/sparse_attention.py).
+
+    Args:
+        name: global name, e.g. "decoder.layers.0.self_attention".
+        layer_number: counted from 1.
+        sequence_parallel: see layers/linear.py.
+        per_token_loss: of an indexer (layers/sparse_attention.py).
     """
 
-    def __init__(self, model: ModelArgs, ps: ParallelState, *, name: str, layer_number: int, kit: Kit,
-                 sequence_parallel: bool = False, per_token_loss: bool = False):
+    def __init__(
+        self,
+        model: ModelArgs,
+        ps: ParallelState,
+        *,
+        name: str,
+        layer_number: int,
+        factory: LayerFactory,
+        sequence_parallel: bool = False,
+        per_token_loss: bool = False,
+    ):
         super().__init__()
         heads = model.num_attention_heads
         if heads % ps.tp.size:
-            raise ValueError(f"{name}: {heads} heads cannot be dealt out to {ps.tp.size} tensor-parallel ranks")
+            raise ValueError(f"{name}: {heads} heads do not divide over {ps.tp.size} tensor-parallel ranks")
         self.tp, self.sequence_parallel = ps.tp, sequence_parallel
         self.num_heads = heads // ps.tp.size
         self.nope_dim, self.rope_dim = model.qk_head_dim, model.qk_pos_emb_head_dim
         self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
         self.rope = not skips_rope(model, layer_number)
-        self.stream = kit.stream if model.attention_dropout > 0.0 else None
-        self.activations, self.apply_rope = kit.activations, kit.kernels.apply_rope
+        self.stream = factory.stream if model.attention_dropout > 0.0 else None
+        self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
         key_dim = self.nope_dim + self.rope_dim
         init = hidden_init(model)
 
         def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
-            return make(in_features, out_features, name=f"{name}.{leaf}", group=ps.tp, init=init,
-                        sequence_parallel=sequence_parallel)
+            return make(
+                in_features,
+                out_features,
+                name=f"{name}.{leaf}",
+                group=ps.tp,
+                init=init,
+                sequence_parallel=sequence_parallel,
+            )
 
         def norm(size: int, leaf: str) -> nn.Module | None:
             partial = sequence_parallel and ps.tp.size > 1
-            return kit.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
+            return factory.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
 
         if model.q_lora_rank is None:
-            self.linear_q_proj = linear(kit.column_linear, model.hidden_size, heads * key_dim, "linear_q_proj")
+            self.linear_q_proj = linear(factory.column_linear, model.hidden_size, heads * key_dim, "linear_q_proj")
         else:
             self.linear_q_proj = None
             self.linear_q_down_proj = linear(
-                kit.replicated_linear, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
+                factory.replicated_linear, model.hidden_size, model.q_lora_rank, "linear_q_down_proj"
+            )
             self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
-            self.linear_q_up_proj = linear(kit.column_linear, model.q_lora_rank, heads * key_dim, "linear_q_up_proj")
+            self.linear_q_up_proj = linear(
+                factory.column_linear, model.q_lora_rank, heads * key_dim, "linear_q_up_proj"
+            )
         self.linear_kv_down_proj = linear(
-            kit.replicated_linear, model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj")
+            factory.replicated_linear, model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj"
+        )
         self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
         self.linear_kv_up_proj = linear(
-            kit.column_linear, self.kv_rank, heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj")
+            factory.column_linear, self.kv_rank, heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj"
+        )
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         scale = temperature * temperature / math.sqrt(key_dim)
         if model.experimental_attention_variant == "dsa":
             self.core_attention = SparseAttention(
-                model, ps, layer_number, name=f"{name}.core_attention", head_dim=key_dim, scale=scale, activations=kit.activations,
-                queue=kit.queue, sequence_parallel=sequence_parallel, per_token_loss=per_token_loss, quantized=kit.precision is not None,
-                steps=kit.kernels.listed)
+                model,
+                ps,
+                layer_number,
+                name=f"{name}.core_attention",
+                head_dim=key_dim,
+                scale=scale,
+                activations=factory.activations,
+                queue=factory.queue,
+                sequence_parallel=sequence_parallel,
+                per_token_loss=per_token_loss,
+                quantized=factory.precision is not None,
+                kernels=factory.kernels.sparse_attention,
+            )
         else:
-            self.core_attention = kit.core_attention(model, layer_number, head_dim=key_dim, scale=scale)
-        self.logits = LogitPeaks(model, layer_number, scale, ps.cp)
-        # where its inputs are not kept, attention saves them as they come, and they come as it would save them
-        self.core_attention.saves_inputs = "mla_up_proj" in kit.activations.recomputed
+            self.core_attention = factory.core_attention(model, layer_number, head_dim=key_dim, scale=scale)
+        self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.cp)
+        # where its inputs are not saved, attention saves them as they come, and they come as it would save them
+        self.core_attention.should_save_inputs = "mla_up_proj" in factory.activations.recomputed
         self.core_attention.value_width = self.value_dim
-        self.softmax_offset = make_sinks(model, name, ps.tp)
-        self.linear_proj = kit.row_linear(
-            heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", group=ps.tp, init=residual_init(model),
-            bias=model.add_bias_linear, sequence_parallel=sequence_parallel)
+        self.softmax_offset = make_attention_sinks(model, name, ps.tp)
+        self.linear_proj = factory.row_linear(
+            heads * self.value_dim,
+            model.hidden_size,
+            name=f"{name}.linear_proj",
+            group=ps.tp,
+            init=residual_init(model),
+            bias=model.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+        )
 
     def _query_latent(self, x_SBH: Tensor) -> Tensor:
-        """What queries are made of: the normalized latent, or without one the queries themselves."""
+        """Return the normalized query latent, or the queries if there is none."""
         if self.linear_q_proj is not None:
             return self.linear_q_proj(x_SBH)
         latent_SBC = self.linear_q_down_proj(x_SBH)
         return latent_SBC if self.q_layernorm is None else self.q_layernorm(latent_SBC)
 
     def _queries(self, rope: Tables | None, q_latent: Tensor) -> Tensor:
-        """q_SBND."""
+        """Return q_SBND, rotated."""
         q = q_latent if self.linear_q_proj is not None else self.linear_q_up_proj(q_latent)
         q_SBND = q.view(*q.shape[:2], self.num_heads, -1)
-        return q_SBND if rope is None or not self.rope else self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
+        return (
+            q_SBND
+            if rope is None or not self.rope
+            else self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
+        )
 
     def _to_all_heads(self, x: Tensor) -> Tensor:
-        """All rows, whose gradient is summed over the ranks' heads."""
+        """Return all tokens; backward sums the gradient over the ranks' heads."""
         return (gather_rows_from_group if self.sequence_parallel else copy_to_group)(x, self.tp)
 
     def _rotated(self, rope: Tables | None, k_rope: Tensor) -> Tensor:
-        """The key of all heads, [S, B, 1, rope_dim], from all rows."""
+        """Return the rotated key of all heads, [S, B, 1, rope_dim]."""
         k_rope = k_rope.unsqueeze(2)
         return k_rope if rope is None or not self.rope else self.apply_rope(k_rope, *rope, interleaved=True)
 
-    def _expand(self, rope: Tables | None, visible: Visible | None, q_latent: Tensor, latent_SBC: Tensor,
-                k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From latents to q_SBND, k_SBND and v_SBNE (see pads_values); k_rope [S, B, rope_dim] of this rank's rows."""
+    def _expand(
+        self, rope: Tables | None, visible: AttentionMask | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q_SBND, k_SBND and v_SBNE (see should_pad_values) from latents.
+
+        Args:
+            k_rope: [S, B, rope_dim] of the local tokens.
+        """
         q_SBND = self._queries(rope, q_latent)
         heads = q_SBND.shape[:3]
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
-        if self.core_attention.saves_inputs and self.core_attention.pads_values(heads[0], visible, q_SBND.device):
+        if self.core_attention.should_save_inputs and self.core_attention.should_pad_values(
+            heads[0], visible, q_SBND.device
+        ):
             v_SBNE = pad_values(v_SBNE, self.nope_dim + self.rope_dim)
         v_SBNE = compact(v_SBNE)
         k_rope = self._rotated(rope, self._to_all_heads(k_rope))
         return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
 
-    def _leave(self, rope: Tables | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """q_SBND, and latents as they are, beside their rotated key: [S, B, C + rope_dim]."""
+    def _leave(
+        self, rope: Tables | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return q_SBND, and latents with their rotated key [S, B, C + rope_dim]."""
         all_SBC = self._to_all_heads(torch.cat([latent_SBC, k_rope], dim=-1))
         latent_SBC, k_rope = all_SBC.split([self.kv_rank, self.rope_dim], dim=-1)
         return self._queries(rope, q_latent), torch.cat([latent_SBC, self._rotated(rope, k_rope).squeeze(2)], dim=-1)
 
-    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor = 1.0) -> Tensor:
-        """rope: cos and sin [S, rope_dim/2] of the whole sequence; visible: see CoreAttention; grad_scale: of an indexer's loss.
+    def forward(
+        self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor = 1.0
+    ) -> Tensor:
+        """Return attention of x_SBH, in its shape.
 
-        Returns: the shape of x_SBH.
+        Args:
+            rope: cos and sin [S, rope_dim/2] of the full sequence.
+            visible: see CoreAttention.
+            grad_scale: of an indexer's loss.
         """
-        with self.activations.offloading("qkv_linear"):
+        with self.activations.offload_scope("qkv_linear"):
             q_latent = self._query_latent(x_SBH)
             latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
             sparse = isinstance(self.core_attention, SparseAttention)
-            by_latents = sparse and self.core_attention.wants_latents(x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1))
-            make = functools.partial(self._leave, rope) if by_latents else functools.partial(self._expand, rope, visible)
-            (q_SBND, *keys), inside = self.activations.discarding("mla_up_proj", make, q_latent, latent_SBC, k_rope)
-        with inside, self.activations.offloading("core_attn"):
+            by_latents = sparse and self.core_attention.uses_gathered_form(
+                x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1)
+            )
+            make = (
+                functools.partial(self._leave, rope) if by_latents else functools.partial(self._expand, rope, visible)
+            )
+            (q_SBND, *keys), inside = self.activations.recompute_output(
+                "mla_up_proj", make, q_latent, latent_SBC, k_rope
+            )
+        with inside, self.activations.offload_scope("core_attn"):
             if sparse:
                 read = (x_SBH.detach(), (x_SBH if self.linear_q_proj is not None else q_latent).detach())
-                y = self.activations.region("core_attn", functools.partial(self._attend_sparsely, visible, rope, grad_scale), *read, q_SBND, *keys)
+                y = self.activations.recompute_region(
+                    "core_attn",
+                    functools.partial(self._attend_sparsely, visible, rope, grad_scale),
+                    *read,
+                    q_SBND,
+                    *keys,
+                )
             else:
-                y = self.activations.region("core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, *keys)
-        with self.activations.offloading("attn_proj"):
+                y = self.activations.recompute_region(
+                    "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, *keys
+                )
+        with self.activations.offload_scope("attn_proj"):
             return self.linear_proj(y)
 
-    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: Visible | None) -> Tensor:
+    def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: AttentionMask | None) -> Tensor:
         if self.training:
-            self.logits.see(q_SBND, k_SBND, visible)
-        with drawing(self.stream if self.training else None, q_SBND.device):
+            self.max_logits.update(q_SBND, k_SBND, visible)
+        with rng_context(self.stream if self.training else None, q_SBND.device):
             return self.core_attention(q_SBND, k_SBND, v_SBNE, visible, self.softmax_offset)
 
-    def _attend_sparsely(self, visible: Visible | None, rope: Tables | None, grad_scale: float | Tensor, x_SBH: Tensor, latent: Tensor,
-                         q_SBND: Tensor, *keys: Tensor) -> Tensor:
-        """keys: k_SBND and v_SBNE, or latents alone. Without a look at the largest logits, which sparse attention is not combined with."""
-        found = LatentKeys(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
-        with drawing(self.stream if self.training else None, q_SBND.device):
+    def _attend_sparsely(
+        self,
+        visible: AttentionMask | None,
+        rope: Tables | None,
+        grad_scale: float | Tensor,
+        x_SBH: Tensor,
+        latent: Tensor,
+        q_SBND: Tensor,
+        *keys: Tensor,
+    ) -> Tensor:
+        """Attend to selected keys. Does not track the largest logits; the flags exclude that.
+
+        Args:
+            keys: k_SBND and v_SBNE, or latents alone.
+        """
+        found = CompressedKV(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
+        with rng_context(self.stream if self.training else None, q_SBND.device):
             return self.core_attention(q_SBND, found, visible, x_SBH, latent, rope, grad_scale)

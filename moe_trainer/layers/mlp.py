@@ -4,15 +4,15 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from moe_trainer.layers.init import hidden_init, residual_init
-from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.state import Group
 
 
 def make_activation(model: ModelArgs) -> Activation:
-    """The activation of every feed-forward network of the model, experts included.
+    """Return the activation of all MLPs of the model, experts included.
 
-    --bias-gelu-fusion (on unless linear biases are off) means the tanh form of gelu, as in Megatron-LM's fused kernel.
+    --bias-gelu-fusion (on unless linear biases are off) means the tanh form of GELU, as in Megatron-LM's fused kernel.
     """
     if model.swiglu:
         return Activation("silu", True, model.glu_linear_offset, model.activation_func_clamp_value)
@@ -26,21 +26,45 @@ def make_activation(model: ModelArgs) -> Activation:
 class MLP(nn.Module):
     """fc2(activation(fc1(x))). A gated activation reads fc1's output as [gate; up].
 
-    name: global name, e.g. "decoder.layers.0.mlp"; parameters `<name>.linear_fc1.*`, `<name>.linear_fc2.*`.
-    group: cuts the inner features, gate and up each by itself. sequence_parallel: see layers/linear.py.
+    Args:
+        name: global name, e.g. "decoder.layers.0.mlp".
+        group: shards the inner features, gate and up separately.
+        sequence_parallel: see layers/linear.py.
     """
 
-    def __init__(self, model: ModelArgs, ffn_hidden_size: int, *, name: str, group: Group, kit: Kit, bias: bool,
-                 sequence_parallel: bool = False):
+    def __init__(
+        self,
+        model: ModelArgs,
+        ffn_hidden_size: int,
+        *,
+        name: str,
+        group: Group,
+        factory: LayerFactory,
+        bias: bool,
+        sequence_parallel: bool = False,
+    ):
         super().__init__()
         activation = make_activation(model)
-        self.activation = kit.kernels.dense(activation)
-        self.linear_fc1 = kit.column_linear(
-            model.hidden_size, ffn_hidden_size * activation.in_per_out, name=f"{name}.linear_fc1", group=group,
-            init=hidden_init(model), bias=bias, sequence_parallel=sequence_parallel, parts=activation.in_per_out)
-        self.linear_fc2 = kit.row_linear(
-            ffn_hidden_size, model.hidden_size, name=f"{name}.linear_fc2", group=group, init=residual_init(model),
-            bias=bias, sequence_parallel=sequence_parallel)
+        self.activation = factory.kernels.dense_activation(activation)
+        self.linear_fc1 = factory.column_linear(
+            model.hidden_size,
+            ffn_hidden_size * activation.in_per_out,
+            name=f"{name}.linear_fc1",
+            group=group,
+            init=hidden_init(model),
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            parts=activation.in_per_out,
+        )
+        self.linear_fc2 = factory.row_linear(
+            ffn_hidden_size,
+            model.hidden_size,
+            name=f"{name}.linear_fc2",
+            group=group,
+            init=residual_init(model),
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(self.activation(self.linear_fc1(x)))

@@ -11,20 +11,32 @@ from moe_trainer.parallel.params import ParamInfo
 
 
 class Norm(nn.Module):
-    """The normalization chosen by --normalization, --norm-epsilon and --apply-layernorm-1p over the last dimension."""
+    """Normalization over the last dimension, by --normalization, --norm-epsilon and --apply-layernorm-1p."""
 
-    def __init__(self, size: int, model: ModelArgs, *, name: str, partial: bool = False, rms_norm: Callable[..., Tensor] = rms_norm):
-        """partial: it sees a part of what its tensor-parallel group computes (its rows, or its heads). rms_norm: the function or
-        a kernel of its signature."""
+    def __init__(
+        self,
+        size: int,
+        model: ModelArgs,
+        *,
+        name: str,
+        partial: bool = False,
+        rms_norm: Callable[..., Tensor] = rms_norm,
+    ):
+        """Create the norm `name`.
+
+        Args:
+            partial: it sees a part of the tensor-parallel group's data (local tokens or heads).
+            rms_norm: the function, or a kernel with its signature.
+        """
         super().__init__()
         self.rms_norm = rms_norm
         self.eps = model.layernorm_epsilon
         self.zero_centered = model.layernorm_zero_centered_gamma
         start = "zeros" if self.zero_centered else "ones"
-        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init=start, partial=partial))
+        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init=start, is_grad_partial=partial))
         self.bias = None
         if model.normalization == "LayerNorm":
-            self.bias = make_parameter((size,), ParamInfo((f"{name}.bias",), init="zeros", partial=partial))
+            self.bias = make_parameter((size,), ParamInfo((f"{name}.bias",), init="zeros", is_grad_partial=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., size]; the result has the dtype of the weight."""

@@ -1,9 +1,9 @@
-"""QK-clip: where attention logits have grown past a threshold, the weights that make queries and keys shrink after the step.
+"""QK-clip: shrink query and key weights of heads whose attention logits exceed a threshold, after the step.
 
-A head whose largest logit of an iteration, over all microbatches and data-parallel ranks, is M above the threshold t gets eta = t / M. Its logits
-shall shrink by eta: query rows by eta^alpha, key rows by eta^(1 - alpha). Query heads that share a key take the least eta of them. Of latent
-attention the parts without rotation share eta alike, while the rotary key belongs to all heads: there the query takes all of eta.
-Biases of queries and keys shrink with their rows (Megatron-Core leaves them, so that its logits do not shrink by eta where there are any).
+If the largest logit of a head over all microbatches and data-parallel ranks is M > t, its logits are scaled by eta = t
+/ M: query rows by eta^alpha, key rows by eta^(1 - alpha). Query heads that share a key use their smallest eta. In
+latent attention the rotary key belongs to all heads, so the query takes all of eta there. Biases are scaled with their
+rows (Megatron-Core leaves them, so its logits do not shrink by eta).
 
 Source: Kimi K2 (arXiv 2507.20534), as in Megatron-Core.
 """
@@ -17,51 +17,59 @@ from torch.nn import Parameter
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 Attention = SelfAttention | MultiLatentAttention
 
 
-def watch_logits(chunks: Sequence[nn.Module]) -> None:
-    """Let all attentions note their largest logits."""
+def track_max_logits(chunks: Sequence[nn.Module]) -> None:
+    """Let all attentions track their largest logits."""
     for attention in attentions(chunks):
-        attention.logits.watched = True
+        attention.max_logits.enabled = True
 
 
-def forget_logits(chunks: Sequence[nn.Module]) -> None:
-    """Begin an iteration."""
+def reset_max_logits(chunks: Sequence[nn.Module]) -> None:
+    """Forget the largest logits, at the beginning of an iteration."""
     for attention in attentions(chunks):
-        attention.logits.forget()
+        attention.max_logits.reset()
 
 
 def attentions(chunks: Sequence[nn.Module]) -> Iterator[Attention]:
-    """Those of multi-token prediction included."""
+    """Yield all attentions, those of multi-token prediction included."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Attention))
 
 
-def logit_peaks(chunks: Sequence[nn.Module], ps: ParallelState, device: torch.device) -> dict[Attention, Tensor]:
-    """The largest logit of every head, fp32 [N], over all that share it.
+def reduce_max_logits(chunks: Sequence[nn.Module], ps: ParallelState, device: torch.device) -> dict[Attention, Tensor]:
+    """Return the largest logit of every head, fp32 [N], over all ranks that share it.
 
     Communication: one all-reduce over ps.dp_cp of a number per head.
     """
-    watched = [attention for attention in attentions(chunks) if attention.logits.watched]
+    watched = [attention for attention in attentions(chunks) if attention.max_logits.enabled]
     if not watched:
         return {}
-    peaks = collectives.all_reduce(torch.cat([a.logits.found(a.num_heads, device) for a in watched]), ps.dp_cp, "max")
+    peaks = collectives.all_reduce(
+        torch.cat([a.max_logits.value(a.num_heads, device) for a in watched]), ps.dp_cp, "max"
+    )
     return dict(zip(watched, peaks.split([attention.num_heads for attention in watched])))
 
 
-def largest_of_all(peaks: dict[Attention, Tensor], ps: ParallelState, device: torch.device) -> float:
-    """The largest logit of the model, known to every rank. Communication: one number over the world."""
-    most = torch.stack([peak.max() for peak in peaks.values()]).max() if peaks else torch.full((), float("-inf"), device=device)
+def global_max_logit(peaks: dict[Attention, Tensor], ps: ParallelState, device: torch.device) -> float:
+    """Return the largest logit of the model on every rank. Communication: one number over the world."""
+    most = (
+        torch.stack([peak.max() for peak in peaks.values()]).max()
+        if peaks
+        else torch.full((), float("-inf"), device=device)
+    )
     return float(collectives.all_reduce(most.clone(), ps.world, "max"))
 
 
-def clipped_rows(peaks: dict[Attention, Tensor], ps: ParallelState, threshold: float, alpha: float) -> dict[Parameter, Tensor]:
-    """The factor on every row of this rank's parameters of which some shrink.
+def qk_clip_factors(
+    peaks: dict[Attention, Tensor], ps: ParallelState, threshold: float, alpha: float
+) -> dict[Parameter, Tensor]:
+    """Return the factors on rows of the local parameters, for parameters that shrink.
 
-    Communication: an all-gather over ps.tp per attention with grouped queries, whose groups may be shared by ranks.
+    Communication: an all-gather over ps.tp per attention with grouped queries, whose groups ranks may share.
     """
     factors: dict[Parameter, Tensor] = {}
     for attention, peaks_N in peaks.items():
@@ -73,14 +81,25 @@ def clipped_rows(peaks: dict[Attention, Tensor], ps: ParallelState, threshold: f
     return {param: rows for param, rows in factors.items() if (rows < 1.0).any()}
 
 
-def _of_grouped(attention: SelfAttention, eta_N: Tensor, alpha: float, ps: ParallelState) -> Iterator[tuple[Parameter, Tensor]]:
+def _of_grouped(
+    attention: SelfAttention, eta_N: Tensor, alpha: float, ps: ParallelState
+) -> Iterator[tuple[Parameter, Tensor]]:
     linear = attention.linear_qkv
-    *queries, key, value = info_of(linear.weight).row_blocks
+    *queries, key, value = get_param_info(linear.weight).row_blocks
     every = collectives.all_gather_flat(eta_N.new_empty(eta_N.numel() * ps.tp.size), eta_N.contiguous(), ps.tp)
     eta_G = every.view(-1, queries[0] // attention.head_dim).amin(1)
     ones = torch.ones_like(eta_G)
-    columns = [(eta_G**alpha, queries[0]), *((ones, gates) for gates in queries[1:]), (eta_G ** (1 - alpha), key), (ones, value)]
-    rows = torch.cat([factor[:, None].expand(-1, count) for factor, count in columns], dim=1).flatten().chunk(ps.tp.size)[ps.tp.rank]
+    columns = [
+        (eta_G**alpha, queries[0]),
+        *((ones, gates) for gates in queries[1:]),
+        (eta_G ** (1 - alpha), key),
+        (ones, value),
+    ]
+    rows = (
+        torch.cat([factor[:, None].expand(-1, count) for factor, count in columns], dim=1)
+        .flatten()
+        .chunk(ps.tp.size)[ps.tp.rank]
+    )
     yield linear.weight, rows
     if linear.bias is not None:
         yield linear.bias, rows
@@ -91,5 +110,9 @@ def _of_latent(attention: MultiLatentAttention, eta_N: Tensor, alpha: float) -> 
     query = attention.linear_q_proj if attention.linear_q_proj is not None else attention.linear_q_up_proj
     eta_N1 = eta_N[:, None]
     yield query.weight, torch.cat([(eta_N1**alpha).expand(-1, nope), eta_N1.expand(-1, rope)], dim=1).flatten()
-    yield attention.linear_kv_up_proj.weight, torch.cat(
-        [(eta_N1 ** (1 - alpha)).expand(-1, nope), torch.ones_like(eta_N1).expand(-1, value)], dim=1).flatten()
+    yield (
+        attention.linear_kv_up_proj.weight,
+        torch.cat(
+            [(eta_N1 ** (1 - alpha)).expand(-1, nope), torch.ones_like(eta_N1).expand(-1, value)], dim=1
+        ).flatten(),
+    )

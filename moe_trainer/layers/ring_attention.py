@@ -1,17 +1,12 @@
-"""Attention over a sequence cut (zigzag) over the ranks of a group: every rank keeps its queries, keys come to it.
+"""Attention over a zigzag-sharded sequence: every rank keeps its queries, and keys come to it.
 
-Two ways. In the ring, each rank's keys and values travel from neighbour to neighbour; while a rank computes with those it
-has, the next ones are on their way. In backward they travel again, and the gradient of each rank's keys and values
-travels one hop behind them, summed at every stop, until it is home. Gathered, every rank receives all keys and values at
-once and reduce-scatters their gradient; simpler, and keys and values of the whole sequence (no scores) are in memory.
+Ring: keys and values are sent from rank to rank while the rank computes with those it has. In backward they circulate
+again, followed by their gradient, which every rank adds to. Gathered: every rank all-gathers keys and values and
+reduce-scatters their gradient. Both save inputs, output and log-sum-exp, and recompute the rest block by block
+(ops/block_attention.py), skipping blocks above the diagonal or outside the window. Sums over blocks and the circulating
+gradient are fp32 or wider.
 
-Both save the inputs, the output and its log-sum-exp, and recompute everything else from blocks (ops/block_attention.py).
-Blocks above the causal diagonal or outside the window are not computed; with the zigzag cut every rank is left with the
-same amount of work. Sums over blocks and the travelling gradient are fp32 (or wider), whatever the inputs are.
-
-A group of one rank computes the whole sequence: that is how packed documents are attended to without a mask, and attention sinks
-(--softmax-type): a sink is where the running result begins, the log-sum-exp of one key whose value is zero.
-
+A group of one rank serves packed documents and attention sinks (--softmax-type): a sink is the initial log-sum-exp.
 Shapes: S local positions, B sequences, N query heads, G key-value heads, D key width, E value width.
 """
 
@@ -21,141 +16,229 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_trainer.ops.block_attention import Final, Rule, Run, attend, attend_backward
+from moe_trainer.ops.block_attention import BlockBackwardInputs, BlockMask, PositionRange, attend, attend_backward
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.p2p import Receive, Send, exchange
-from moe_trainer.parallel.sequence import chunks_of, natural_order, rank_order
+from moe_trainer.parallel.sequence import sequential_to_zigzag, zigzag_chunks, zigzag_to_sequential
 from moe_trainer.parallel.state import Group
 
 
-def ring_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, rule: Rule, group: Group,
-                   sink_N: Tensor | None = None) -> Tensor:
-    """softmax(scale * q k^T) v of this rank's queries with the keys of all ranks that `rule` lets them see.
+def ring_attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    scale: float,
+    block_mask: BlockMask,
+    group: Group,
+    sink_N: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax(scale * q k^T) v of the local queries with the keys of all ranks, around a ring.
 
-    sink_N: the score of one key more for every head, whose value is zero.
-    Returns: [S, B, N * E].
-    Communication: S * B * G * (D + E) elements to the next member, size - 1 times forward and backward, and in backward
+    Args:
+        block_mask: which keys a query sees.
+        sink_N: the score of an extra key per head, whose value is zero.
+
+    Returns:
+        [S, B, N * E].
+
+    Communication: S * B * G * (D + E) elements to the next rank, size - 1 times forward and backward, and in backward
     as many fp32 elements size times.
     """
-    return _RingAttention.apply(q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group)
+    return _RingAttention.apply(q_SBND, k_SBGD, v_SBGE, sink_N, scale, block_mask, group)
 
 
-def gathered_attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, rule: Rule, group: Group,
-                       sink_N: Tensor | None = None) -> Tensor:
-    """The same result with keys and values all-gathered (again in backward) and their fp32 gradients reduce-scattered."""
-    return _GatheredAttention.apply(q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group)
+def gathered_attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    scale: float,
+    block_mask: BlockMask,
+    group: Group,
+    sink_N: Tensor | None = None,
+) -> Tensor:
+    """Compute the same with all-gathered keys and values (again in backward) and reduce-scattered gradients."""
+    return _GatheredAttention.apply(q_SBND, k_SBGD, v_SBGE, sink_N, scale, block_mask, group)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group):
+    def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, block_mask, group):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
-        mine = runs_of(group.rank, group.size, q.shape[2])
+        mine = position_ranges(group.rank, group.size, q.shape[2])
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
-            _attend(_blocks(mine, runs_of(source, group.size, q.shape[2]), rule), q, k, v, scale, rule, out, lse)
-        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, rule, group)
+            _attend(
+                _blocks(mine, position_ranges(source, group.size, q.shape[2]), block_mask),
+                q,
+                k,
+                v,
+                scale,
+                block_mask,
+                out,
+                lse,
+            )
+        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, block_mask, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, rule, group) = _kept(ctx)
+        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
-        mine = runs_of(group.rank, group.size, q.shape[2])
+        mine = position_ranges(group.rank, group.size, q.shape[2])
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         arriving, work = None, None
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
-            blocks = _blocks(mine, runs_of(source, group.size, q.shape[2]), rule)
-            _attend_backward(blocks, q, k, v, scale, rule, final, (grad_q, *pair.unpack(sums)))
+            blocks = _blocks(mine, position_ranges(source, group.size, q.shape[2]), block_mask)
+            _attend_backward(blocks, q, k, v, scale, block_mask, final, (grad_q, *pair.unpack(sums)))
             if work is not None:
                 work.wait()
                 sums += arriving
             leaving, arriving, work = sums, *_send_on(sums, group)  # noqa: F841 - leaving lives until it is sent
         work.wait()
         grad_k, grad_v = pair.unpack(arriving)
-        return (_like(grad_q, q_SBND), _like(grad_k, k_SBGD), _like(grad_v, v_SBGE), _sink_grad(sink_N, final),
-                None, None, None)
+        return (
+            _like(grad_q, q_SBND),
+            _like(grad_k, k_SBGD),
+            _like(grad_v, v_SBGE),
+            _sink_grad(sink_N, final),
+            None,
+            None,
+            None,
+        )
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, rule, group):
+    def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, block_mask, group):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
-        _attend(_blocks_of_all(group, q.shape[2], rule), q, k, v, scale, rule, out, lse)
-        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, rule, group)
+        _attend(_blocks_of_all(group, q.shape[2], block_mask), q, k, v, scale, block_mask, out, lse)
+        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, block_mask, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, rule, group) = _kept(ctx)
+        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
-        _attend_backward(_blocks_of_all(group, q.shape[2], rule), q, k, v, scale, rule, final, (grad_q, grad_k, grad_v))
-        return (_like(grad_q, q_SBND), _scatter(grad_k, group).to(k_SBGD.dtype), _scatter(grad_v, group).to(v_SBGE.dtype),
-                _sink_grad(sink_N, final), None, None, None)
+        _attend_backward(
+            _blocks_of_all(group, q.shape[2], block_mask), q, k, v, scale, block_mask, final, (grad_q, grad_k, grad_v)
+        )
+        return (
+            _like(grad_q, q_SBND),
+            _scatter(grad_k, group).to(k_SBGD.dtype),
+            _scatter(grad_v, group).to(v_SBGE.dtype),
+            _sink_grad(sink_N, final),
+            None,
+            None,
+            None,
+        )
 
 
-_Block = tuple[Run, slice, Run, slice]
+_Block = tuple[PositionRange, slice, PositionRange, slice]
 """Queries and their rows in my tensors, keys and their rows in theirs."""
 
 
-def _attend(blocks: Iterable[_Block], q: Tensor, k: Tensor, v: Tensor, scale: float, rule: Rule, out: Tensor, lse: Tensor) -> None:
+def _attend(
+    blocks: Iterable[_Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    block_mask: BlockMask,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
     """Merge the blocks into the running output and its log-sum-exp."""
     for queries, rows, keys, columns in blocks:
-        attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, out[:, :, rows], lse[:, :, rows])
+        attend(
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            queries,
+            keys,
+            scale,
+            block_mask,
+            out[:, :, rows],
+            lse[:, :, rows],
+        )
 
 
-def _attend_backward(blocks: Iterable[_Block], q: Tensor, k: Tensor, v: Tensor, scale: float, rule: Rule, final: Final,
-                     grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Add the blocks' shares to the gradients of q, k and v."""
+def _attend_backward(
+    blocks: Iterable[_Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    block_mask: BlockMask,
+    final: BlockBackwardInputs,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add the blocks' contributions to the gradients of q, k and v."""
     grad_q, grad_k, grad_v = grads
     for queries, rows, keys, columns in blocks:
-        attend_backward(q[:, :, rows], k[:, :, columns], v[:, :, columns], queries, keys, scale, rule, final.of(rows),
-                        (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]))
+        attend_backward(
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            queries,
+            keys,
+            scale,
+            block_mask,
+            final.of(rows),
+            (grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]),
+        )
 
 
-def runs_of(rank: int, size: int, length: int) -> tuple[Run, ...]:
-    """The positions that member `rank` holds, in its order; length: its number of positions."""
+def position_ranges(rank: int, size: int, length: int) -> tuple[PositionRange, ...]:
+    """Return the positions of a rank, in its order.
+
+    Args:
+        length: number of local positions.
+    """
     if size == 1:
-        return (Run(0, length),)
+        return (PositionRange(0, length),)
     half = length // 2
-    return tuple(Run(number * half, (number + 1) * half) for number in chunks_of(rank, size))
+    return tuple(PositionRange(number * half, (number + 1) * half) for number in zigzag_chunks(rank, size))
 
 
-def _blocks(mine: tuple[Run, ...], theirs: tuple[Run, ...], rule: Rule) -> Iterator[_Block]:
-    """Blocks with something to see."""
-    for queries, rows in _parts(mine, rule):
+def _blocks(
+    mine: tuple[PositionRange, ...], theirs: tuple[PositionRange, ...], block_mask: BlockMask
+) -> Iterator[_Block]:
+    """Yield blocks in which a query sees a key."""
+    for queries, rows in _parts(mine, block_mask):
         first_column = 0
         for run in theirs:
-            keys = rule.clip(queries, run)
+            keys = block_mask.clip(queries, run)
             # keys before the queries apart from those among them: the first block needs no mask, the second is square
             border = 0 if keys is None else min(max(queries.start, keys.start), keys.stop)
-            for part in () if keys is None else (Run(keys.start, border), Run(border, keys.stop)):
+            for part in () if keys is None else (PositionRange(keys.start, border), PositionRange(border, keys.stop)):
                 if part.size:
                     columns = part.within(run)
                     yield queries, rows, part, slice(first_column + columns.start, first_column + columns.stop)
             first_column += run.size
 
 
-def _parts(mine: tuple[Run, ...], rule: Rule) -> Iterator[tuple[Run, slice]]:
-    """Queries that are looked at together, with their rows in my tensors."""
+def _parts(mine: tuple[PositionRange, ...], block_mask: BlockMask) -> Iterator[tuple[PositionRange, slice]]:
+    """Yield queries that are processed together, with their rows in the local tensors."""
     row = 0
     for run in mine:
-        for queries in rule.split(run):
+        for queries in block_mask.split(run):
             yield queries, slice(row, row + queries.size)
             row += queries.size
 
 
-def _blocks_of_all(group: Group, length: int, rule: Rule) -> Iterator[_Block]:
-    return _blocks(runs_of(group.rank, group.size, length), (Run(0, length * group.size),), rule)
+def _blocks_of_all(group: Group, length: int, block_mask: BlockMask) -> Iterator[_Block]:
+    return _blocks(
+        position_ranges(group.rank, group.size, length), (PositionRange(0, length * group.size),), block_mask
+    )
 
 
 def _begin(q_SBND: Tensor, v_SBGE: Tensor, sink_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q with heads first, and the running output and log-sum-exp of nothing, or of the sink, whose value is zero."""
+    """Return q with heads first, and the initial output and log-sum-exp: of nothing, or of the sink."""
     q = q_SBND.permute(1, 2, 0, 3)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:3], v_SBGE.shape[3], dtype=wide, device=q.device)
@@ -163,36 +246,54 @@ def _begin(q_SBND: Tensor, v_SBGE: Tensor, sink_N: Tensor | None) -> tuple[Tenso
     return q, out, lse if sink_N is None else lse.copy_(sink_N[:, None])
 
 
-def _end(ctx, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sink_N: Tensor | None, out: Tensor, lse: Tensor, scale: float,
-         rule: Rule, group: Group) -> Tensor:
+def _end(
+    ctx,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGE: Tensor,
+    sink_N: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    block_mask: BlockMask,
+    group: Group,
+) -> Tensor:
     out_SBH = out.permute(2, 0, 1, 3).to(q_SBND.dtype).flatten(2)
-    selection = rule.selection
+    selection = block_mask.selection
     # the bits too are saved as tensors are: where activations are computed again, they are
-    ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse, None if selection is None else selection.bits_BSC)
-    ctx.how = scale, rule if selection is None else replace(rule, selection=replace(selection, bits_BSC=None)), group
+    ctx.save_for_backward(
+        q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse, None if selection is None else selection.bits_BSC
+    )
+    ctx.how = (
+        scale,
+        block_mask if selection is None else replace(block_mask, selection=replace(selection, bits_BSC=None)),
+        group,
+    )
     return out_SBH
 
 
-def _kept(ctx) -> tuple[tuple[Tensor | None, ...], tuple[float, Rule, Group]]:
-    """What `_end` kept: the tensors and the rest."""
+def _kept(ctx) -> tuple[tuple[Tensor | None, ...], tuple[float, BlockMask, Group]]:
+    """Return what `_end` saved."""
     *tensors, bits = ctx.saved_tensors
-    scale, rule, group = ctx.how
+    scale, block_mask, group = ctx.how
     if bits is not None:
-        rule = replace(rule, selection=replace(rule.selection, bits_BSC=bits))
-    return tuple(tensors), (scale, rule, group)
+        block_mask = replace(block_mask, selection=replace(block_mask.selection, bits_BSC=bits))
+    return tuple(tensors), (scale, block_mask, group)
 
 
-def _begin_backward(q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor, lse_BNS: Tensor) -> tuple[Tensor, Final, Tensor]:
-    """q with heads first, what its blocks need to know, and a zero gradient of q."""
+def _begin_backward(
+    q_SBND: Tensor, grad_SBH: Tensor, out_SBH: Tensor, lse_BNS: Tensor
+) -> tuple[Tensor, BlockBackwardInputs, Tensor]:
+    """Return q with heads first, the inputs of its blocks' backward, and a zero gradient of q."""
     q = q_SBND.permute(1, 2, 0, 3)
     wide = torch.promote_types(q.dtype, torch.float32)
     grad, out = (x.unflatten(2, (q.shape[1], -1)).permute(1, 2, 0, 3) for x in (grad_SBH.contiguous(), out_SBH))
     delta = (grad.to(wide) * out).sum(-1)
-    return q, Final(grad, out, lse_BNS, delta), torch.zeros(q.shape, dtype=wide, device=q.device)
+    return q, BlockBackwardInputs(grad, out, lse_BNS, delta), torch.zeros(q.shape, dtype=wide, device=q.device)
 
 
-def _sink_grad(sink_N: Tensor | None, final: Final) -> Tensor | None:
-    """Of the sinks: their probability of every query, times what it takes from the keys, over this rank's queries."""
+def _sink_grad(sink_N: Tensor | None, final: BlockBackwardInputs) -> Tensor | None:
+    """Return the gradient of the sinks, over the local queries."""
     if sink_N is None:
         return None
     return -((sink_N[:, None] - final.lse).exp() * final.delta).sum((0, 2)).to(sink_N.dtype)
@@ -203,7 +304,7 @@ def _like(grad_BNSD: Tensor, x_SBND: Tensor) -> Tensor:
 
 
 class _KeysValues:
-    """Keys and values of one rank in one flat tensor, so that they travel in one message; heads first inside."""
+    """Keys and values of one rank in one flat tensor, for a single message; heads first."""
 
     def __init__(self, flat: Tensor, k_shape: torch.Size, v_shape: torch.Size):
         self.flat = flat
@@ -215,14 +316,14 @@ class _KeysValues:
         return _KeysValues(torch.cat([k.flatten(), v.flatten()]), k.shape, v.shape)
 
     def unpack(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of another rank's keys and values, or of their gradients."""
+        """Return views of another rank's keys and values, or of their gradients."""
         k_shape, v_shape = self._shapes
         k, v = flat.split([k_shape.numel(), v_shape.numel()])
         return k.view(k_shape), v.view(v_shape)
 
 
 def _pass_round(flat: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield (whose, tensor) for every member, own first; the next one arrives while the caller works."""
+    """Yield (rank, tensor) for every rank, the local one first; the next arrives while the caller works."""
     for step in range(group.size):
         last = step == group.size - 1
         following, work = (None, None) if last else _send_on(flat, group)
@@ -233,20 +334,20 @@ def _pass_round(flat: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
 
 def _send_on(flat: Tensor, group: Group) -> tuple[Tensor, object]:
-    """Start sending to the next member; returns what will arrive from the one before, and the work."""
+    """Start sending to the next rank; return the tensor that will arrive from the previous one, and the work."""
     if group.size == 1:
-        return flat, collectives.Done()
+        return flat, collectives.CompletedWork()
     arriving = torch.empty_like(flat)
     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     return arriving, exchange([Receive(arriving, before), Send(flat, after)], group)
 
 
 def _gather(x_SBGD: Tensor, group: Group) -> Tensor:
-    """Everybody's keys or values in the order of the sequence, heads first: [B, G, S * size, D]."""
+    """Gather keys or values in sequence order, heads first: [B, G, S * size, D]."""
     parts, _ = gather_rows(x_SBGD, group)
-    return natural_order(parts, group.size).permute(1, 2, 0, 3).contiguous()
+    return zigzag_to_sequential(parts, group.size).permute(1, 2, 0, 3).contiguous()
 
 
 def _scatter(grad_BGSD: Tensor, group: Group) -> Tensor:
-    """Sum a gradient over the members and keep the rows of this one: [S, B, G, D]."""
-    return reduce_scatter_rows(rank_order(grad_BGSD.permute(2, 0, 1, 3), group.size), group)[0]
+    """Reduce-scatter a gradient to the local positions: [S, B, G, D]."""
+    return reduce_scatter_rows(sequential_to_zigzag(grad_BGSD.permute(2, 0, 1, 3), group.size), group)[0]

@@ -1,7 +1,7 @@
-"""Rotary tables of a model: which frequencies, and cos/sin for the sequence at hand.
+"""Rotary frequencies of a model, and cos/sin tables of the local positions.
 
-Positions are places in the whole sequence, also after --reset-position-ids: Megatron-LM's rotary embedding does not read
-the position ids. A context-parallel rank has the rows of its own places.
+Positions are those in the full sequence, also with --reset-position-ids: Megatron-LM's rotary embedding ignores the
+position ids.
 """
 
 import logging
@@ -20,10 +20,15 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Rotary:
-    """Frequencies of one model; tables are made on first use of a length and kept."""
+    """Frequencies of one model; tables are made on first use of a length and cached."""
 
-    def __init__(self, inv_freq: Tensor, position_scale: float = 1.0, amplitude: float = 1.0,
-                 sequence: SequenceShard | None = None):
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        position_scale: float = 1.0,
+        amplitude: float = 1.0,
+        sequence: SequenceShard | None = None,
+    ):
         self.inv_freq = inv_freq
         self.sequence = sequence or SequenceShard(Group.single("cp"))
         self.position_scale = position_scale
@@ -31,7 +36,7 @@ class Rotary:
         self._tables: dict[tuple, Tables] = {}
 
     def tables(self, length: int, device: torch.device) -> Tables:
-        """cos, sin of this rank's positions in a sequence of `length`, fp32 [length / cp, R/2]."""
+        """Return cos, sin of the local positions in a sequence of `length`, fp32 [length / cp, R/2]."""
         key = (length, device)
         if key not in self._tables:
             positions_S = self.sequence.positions(length, device)
@@ -40,12 +45,15 @@ class Rotary:
 
 
 def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rotary | None:
-    """The rotary embedding that the flags ask for; None for learned or absent positions.
+    """Build the rotary embedding of the flags; None for learned or absent positions.
 
-    sequence: which positions this rank holds (None: all).
+    Latent attention rotates --qk-pos-emb-head-dim features (--rope-type), others --rotary-percent of --kv-channels.
 
-    Latent attention rotates its --qk-pos-emb-head-dim features (--rope-type); others rotate --rotary-percent of
-    --kv-channels. Raises: ValueError for position types that are not built.
+    Args:
+        sequence: the local positions; None for all.
+
+    Raises:
+        ValueError: for unsupported position types.
     """
     kind = model.position_embedding_type
     if kind in ("learned_absolute", "none"):
@@ -69,30 +77,38 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
 
 
 def _note_unused_scalings(model: ModelArgs) -> None:
-    """Latent attention has no scaling but YaRN, here as in Megatron-LM."""
+    """Warn about scalings without effect: latent attention has only YaRN, as in Megatron-LM."""
     if model.use_rope_scaling:
         logger.warning("--use-rope-scaling has no effect on --multi-latent-attention; --rope-type yarn scales there")
     if model.rotary_seq_len_interpolation_factor not in (None, 1):
-        logger.warning("--rotary-seq-len-interpolation-factor %d has no effect on --multi-latent-attention; "
-                       "--rope-type yarn scales there", model.rotary_seq_len_interpolation_factor)
+        logger.warning(
+            "--rotary-seq-len-interpolation-factor %d has no effect on --multi-latent-attention; "
+            "--rope-type yarn scales there",
+            model.rotary_seq_len_interpolation_factor,
+        )
 
 
 def _make_yarn(model: ModelArgs, dim: int, sequence: SequenceShard | None) -> Rotary:
-    """Defaults where a flag is unset: original context 4096, beta 32 and 1 (DeepSeek-V2/V3)."""
+    """Build YaRN. Defaults of unset flags: original context 4096, beta 32 and 1 (DeepSeek-V2/V3)."""
     factor = model.rotary_scaling_factor
     inv_freq = yarn_frequencies(
-        dim, model.rotary_base, factor, model.yarn_original_max_position_embeddings or 4096,
-        model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0,
-        model.yarn_correction_range_round_to_int is not False)
+        dim,
+        model.rotary_base,
+        factor,
+        model.yarn_original_max_position_embeddings or 4096,
+        model.yarn_beta_fast or 32.0,
+        model.yarn_beta_slow or 1.0,
+        model.yarn_correction_range_round_to_int is not False,
+    )
     amplitude = yarn_mscale(factor, model.mscale) / yarn_mscale(factor, model.mscale_all_dim)
     return Rotary(inv_freq, amplitude=amplitude, sequence=sequence)
 
 
 def skips_rope(model: ModelArgs, layer_number: int) -> bool:
-    """Whether this layer (counted from 1) goes without rotary positions: --no-rope-freq.
+    """Return whether a layer (counted from 1) has no rotary positions: --no-rope-freq.
 
-    An integer N skips every N-th layer; a list holds one flag per layer, 1 = skip, the last one for multi-token
-    prediction too.
+    An integer N skips every N-th layer; a list has one flag per layer, 1 = skip, the last one also for multi-token
+    prediction.
     """
     freq = model.no_rope_freq
     if not freq:

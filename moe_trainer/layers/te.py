@@ -1,9 +1,9 @@
-"""TransformerEngine: loading the package, and its fused kernels for routing and for the local reordering of tokens.
+"""TransformerEngine: loading the package, and its fused kernels for routing and token permutation.
 
-The only file that imports it. Nothing is imported before a chooser asks; `problem` says what stands in the way. Layers made of it are in
-te_layers.py, which is given the loaded package.
+The only file that imports it, and only when asked; `problem` returns why it cannot be used. Layers built on it:
+te_layers.py.
 
-Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden.
+Shape letters: T tokens, E experts, R routed tokens (token, expert pairs), H hidden.
 """
 
 import functools
@@ -17,19 +17,19 @@ from types import MappingProxyType, ModuleType
 import torch
 from torch import Tensor
 
-from moe_trainer.ops.fp8 import Recipe
 from moe_trainer.ops.permute import Permutation, PermuteMap
-from moe_trainer.ops.quantize import E5M2
+from moe_trainer.quantization.gemms import QuantizationRecipe
+from moe_trainer.quantization.quantize import E5M2
 
 INSTALL = "pip install --no-build-isolation transformer_engine[pytorch]"
 PYTORCH = "transformer_engine.pytorch"
 
 
 def problem(module: str, *names: str) -> str | None:
-    """What stands in the way of using names of transformer_engine.pytorch.<module>, or of that package itself (""); None if nothing does.
+    """Return why names of transformer_engine.pytorch.<module> ("": the package) cannot be used; None if they can.
 
-    A package whose parts do not belong together (its core wheel without the part for torch, wheels of several versions, built against
-    another torch or CUDA) fails as it is imported, rarely with ImportError; that is told, too.
+    A package whose parts do not match (its core wheel without the part for torch, wheels of several versions, built for
+    another torch or CUDA) fails at import, rarely with ImportError; that is reported too.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer_engine is not installed"
@@ -52,21 +52,23 @@ def _broken(error: Exception) -> str:
 
 
 def load() -> ModuleType:
-    """transformer_engine.pytorch; ask `problem` first."""
+    """Import transformer_engine.pytorch; check `problem` first."""
     return importlib.import_module(PYTORCH)
 
 
-RECIPES = MappingProxyType({
-    "tensorwise": ("Float8CurrentScaling", "is_fp8_available"),
-    "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
-    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
-    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
-})
+RECIPES = MappingProxyType(
+    {
+        "tensorwise": ("Float8CurrentScaling", "is_fp8_available"),
+        "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+        "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+        "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
+    }
+)
 """Our name of a recipe -> the library's class, and its question whether the device can do it."""
 
 
-def recipe_problem(recipe: Recipe) -> str | None:
-    """What in the package or the device stands in the way of a recipe that flags allow (shape/library_products.py); None if nothing does."""
+def recipe_problem(recipe: QuantizationRecipe) -> str | None:
+    """Return why the package or the device cannot run a recipe that the flags allow; None if it can."""
     kind, available = RECIPES[recipe.name]
     if missing := problem("", "autocast", available):
         return missing
@@ -76,14 +78,17 @@ def recipe_problem(recipe: Recipe) -> str | None:
     return None if possible else reason or f"the device cannot do {recipe.name}"
 
 
-def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager]:
-    """What makes contexts in which the library's linears compute by the recipe. Recipes without state only: entering one layer at a time,
-    and again as it is recomputed, then changes nothing. Ask `recipe_problem` first."""
+def autocast(recipe: QuantizationRecipe) -> Callable[[], AbstractContextManager]:
+    """Return a factory of contexts in which the library's linears compute by the recipe.
+
+    Only recipes without state, so that entering per layer, and again in recomputation, changes nothing. Check
+    `recipe_problem` first.
+    """
     return functools.partial(load().autocast, enabled=True, recipe=_made(recipe))
 
 
-def _made(recipe: Recipe) -> object:
-    """A recipe as the library has it."""
+def _made(recipe: QuantizationRecipe) -> object:
+    """Build the library's recipe."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
     made = getattr(recipes, RECIPES[recipe.name][0])
     if recipe.name == "nvfp4":
@@ -91,8 +96,11 @@ def _made(recipe: Recipe) -> object:
     return made(fp8_format=recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3)
 
 
-def row_multiple(recipe: Recipe) -> int:
-    """Rows of an expert come in multiples of it where the library quantises them; ours where it does not say. Ask `recipe_problem` first."""
+def pad_multiple(recipe: QuantizationRecipe) -> int:
+    """Return the multiple of an expert's token count that the library needs to quantize; ours if it has none.
+
+    Check `recipe_problem` first.
+    """
     name = "get_align_size_for_quantization"
     if problem("quantization", name):
         return recipe.alignment
@@ -101,7 +109,7 @@ def row_multiple(recipe: Recipe) -> int:
 
 @dataclass(frozen=True)
 class FusedMap:
-    """Where rows come from, in the library's form; rows of each expert on the device."""
+    """The library's permutation map, with token counts per expert on the device."""
 
     row_id_map: Tensor
     counts_E: Tensor
@@ -109,7 +117,7 @@ class FusedMap:
 
 
 class FusedPermutation(Permutation):
-    """Permutation by one kernel for rows and probabilities, one for the way back."""
+    """Permutation by one kernel for tokens and probabilities, and one for the inverse."""
 
     NAMES = ("moe_permute_with_probs", "moe_unpermute")
     takes_order = False
@@ -117,9 +125,10 @@ class FusedPermutation(Permutation):
     def __init__(self) -> None:
         self.library = importlib.import_module("transformer_engine.pytorch.permutation")
 
-    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor,
-                num_rows: int | None = None) -> tuple[Tensor, Tensor, FusedMap | PermuteMap]:
-        """As Permutation.permute. The number of rows reaches the host here if it is not given."""
+    def permute(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, num_rows: int | None = None
+    ) -> tuple[Tensor, Tensor, FusedMap | PermuteMap]:
+        """Permute like Permutation.permute. Reads the number of rows on the host if it is not given."""
         counts_E = routing_TE.sum(0)
         num_rows = int(counts_E.sum()) if num_rows is None else num_rows
         if num_rows == 0:
@@ -128,7 +137,7 @@ class FusedPermutation(Permutation):
         return x_RH, probs_R, FusedMap(row_id_map, counts_E, x_TH.shape)
 
     def unpermute(self, y_RH: Tensor, routes: FusedMap | PermuteMap) -> Tensor:
-        """As Permutation.unpermute."""
+        """Unpermute like Permutation.unpermute."""
         if isinstance(routes, PermuteMap):
             return super().unpermute(y_RH, routes)
         return self.library.moe_unpermute(y_RH, routes.row_id_map, restore_shape=routes.shape)
@@ -138,6 +147,9 @@ FUSED_TOPK = "fused_topk_with_score_function"
 
 
 def fused_topk() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel that scores and chooses: (logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function,
-    expert_bias) -> probs_TE, routing_TE."""
+    """Return the kernel that scores and selects experts.
+
+    Its arguments: (logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias);
+    its results: probs_TE, routing_TE.
+    """
     return getattr(importlib.import_module("transformer_engine.pytorch.router"), FUSED_TOPK)

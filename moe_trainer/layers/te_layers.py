@@ -1,26 +1,12 @@
-"""Layers made of TransformerEngine's (--transformer-impl transformer_engine).
+"""Layers built on TransformerEngine's modules (--transformer-impl transformer_engine).
 
-Each is one of the local layers that hands its forward to a module of the library. The parameters are the local layer's own: their names,
-their ParamInfo, their first values. The library's module is built on the meta device and then holds the same parameters, so whoever
-replaces or fills them (model/build.py, grad buffers, checkpoints) need not know. Weight gradients come out of autograd and reach the
-grad buffers by their hooks; the library's own accumulation into a `main_grad` stays off.
+Each is a local layer whose forward calls a module of the library. The parameters are the local layer's (names,
+ParamInfo, initial values); the library's module is built on the meta device and shares them. Weight gradients come out
+of autograd; the library's own accumulation into `main_grad` is off. Norm and linear stay two modules, not
+LayerNormLinear: recomputation, offloading and checkpoint names need both. What stays with the local layers, and why:
+docs/design/transformer_engine.md.
 
-Norm and linear are two modules, not the library's LayerNormLinear: parts that are recomputed or offloaded are told apart by them, and
-checkpoints name them apart.
-
-What it does not do is done by the local layers:
-
-| what | why |
-|---|---|
-| experts in bf16 before compute capability 10 | torch's grouped product takes the stack of weights as it is, with group sizes on the device; ours keeps less for backward, and no gradients of views need be put together |
-| some experts in other formats | see `experts_problem`; without --moe-grouped-gemm they run one by one |
-| linears of a chunk whose weight gradients may wait | the library puts all of them off or none, and writes `.grad` itself; the schedules decide pass by pass, and hooks must see each gradient once |
-| linears with delayed scaling, or without fp8 gradients of weights | see te.recipe_problem |
-| attention over packed documents or with an explicit mask | thd tensors would be copies of ours; ours reads document numbers |
-| some kinds of attention under context parallelism | see `attention_problem` |
-
-The library is handed over as a module, so nothing here imports it. Its calls are held against recorded signatures in
-tests/layers/test_te.py. Shapes as in the local layers.
+The library is passed in as a module. tests/layers/test_te.py compares its calls with recorded signatures.
 """
 
 import contextlib
@@ -33,19 +19,20 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
-from moe_trainer.layers.context_parallel import comm_type_of, make_core_attention
-from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.estimate import te_support
+from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_attention
+from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.te_experts import CastOnce, FusedGroupedLinear
+from moe_trainer.layers.te_experts import FusedGroupedLinear
 from moe_trainer.parallel.state import Group, ParallelState
-from moe_trainer.shape import library_products
+from moe_trainer.quantization.iteration import WeightCastCache
 
 NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
 """What the layers take from transformer_engine.pytorch."""
 
 BF16_EXPERTS_FROM = (10, 0)
-"""Compute capability from which its products of experts in bf16 come before torch's, which was written for 9.0."""
+"""Compute capability from which its GEMMs of experts in bf16 come before torch's, which was written for 9.0."""
 
 Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -59,17 +46,33 @@ def _share(fused: nn.Module, layer: nn.Module) -> nn.Module:
 
 
 class _FusedLinear:
-    """A local linear whose forward is the library's. mode: what the library calls its kind. context: in which it computes its products."""
+    """A local linear whose forward is the library's.
+
+    Attributes:
+        mode: the library's parallel_mode.
+        context: in which its GEMMs run.
+    """
 
     mode: str | None = None
 
     def __init__(self, in_features: int, out_features: int, *, library: ModuleType, context: Context, **options):
         super().__init__(in_features, out_features, **options)
-        self.context, self.casts = context, CastOnce()
+        self.context, self.casts = context, WeightCastCache()
         group = Group.single(self.group.name) if self.mode is None else self.group
-        self.fused = _share(library.Linear(
-            in_features, out_features, sequence_parallel=group.size > 1 and self.sequence_parallel, tp_group=group.handle,
-            tp_size=group.size, bias=self.bias is not None, params_dtype=torch.float32, parallel_mode=self.mode, device="meta"), self)
+        self.fused = _share(
+            library.Linear(
+                in_features,
+                out_features,
+                sequence_parallel=group.size > 1 and self.sequence_parallel,
+                tp_group=group.handle,
+                tp_size=group.size,
+                bias=self.bias is not None,
+                params_dtype=torch.float32,
+                parallel_mode=self.mode,
+                device="meta",
+            ),
+            self,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with self.context():
@@ -77,7 +80,7 @@ class _FusedLinear:
 
 
 class FusedColumnLinear(_FusedLinear, ColumnParallelLinear):
-    """As ColumnParallelLinear."""
+    """ColumnParallelLinear on the library's Linear."""
 
     mode = "column"
 
@@ -87,17 +90,17 @@ class FusedColumnLinear(_FusedLinear, ColumnParallelLinear):
 
 
 class FusedRowLinear(_FusedLinear, RowParallelLinear):
-    """As RowParallelLinear."""
+    """RowParallelLinear on the library's Linear."""
 
     mode = "row"
 
 
 class FusedReplicatedLinear(_FusedLinear, ReplicatedLinear):
-    """As ReplicatedLinear."""
+    """ReplicatedLinear on the library's Linear."""
 
 
 class FusedNorm(Norm):
-    """As Norm."""
+    """Norm on the library's RMSNorm or LayerNorm."""
 
     def __init__(self, size: int, model: ModelArgs, *, library: ModuleType, **options):
         super().__init__(size, model, **options)
@@ -109,23 +112,20 @@ class FusedNorm(Norm):
 
 
 class FusedAttention(nn.Module):
-    """As the local core attention, which it hands packed documents and explicit masks to.
-
-    local: of the same layer. fused: the library's.
-    """
+    """The library's attention, with the local one for packed documents and explicit masks."""
 
     def __init__(self, local: CoreAttention, fused: nn.Module):
         super().__init__()
         self.local, self.fused = local, fused
 
     @property
-    def saves_inputs(self) -> bool:
-        """Of the local one, as `value_width`; the library always saves what it was given."""
-        return self.local.saves_inputs
+    def should_save_inputs(self) -> bool:
+        """Setting of the local attention, like `value_width`; the library always saves its inputs."""
+        return self.local.should_save_inputs
 
-    @saves_inputs.setter
-    def saves_inputs(self, value: bool) -> None:
-        self.local.saves_inputs = value
+    @should_save_inputs.setter
+    def should_save_inputs(self, value: bool) -> None:
+        self.local.should_save_inputs = value
 
     @property
     def value_width(self) -> int | None:
@@ -135,20 +135,26 @@ class FusedAttention(nn.Module):
     def value_width(self, value: int | None) -> None:
         self.local.value_width = value
 
-    def pads_values(self, length: int, visible: Visible | None, device: torch.device) -> bool:
-        """As the local one's; the library takes values as wide as they are."""
-        return visible is not None and self.local.pads_values(length, visible, device)
+    def should_pad_values(self, length: int, visible: AttentionMask | None, device: torch.device) -> bool:
+        """Return the local attention's answer if it computes; the library takes values of any width."""
+        return visible is not None and self.local.should_pad_values(length, visible, device)
 
-    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, visible: Visible | None = None,
-                sink_N: Tensor | None = None) -> Tensor:
-        """As CoreAttention.forward; there are no sinks (`attention_problem`)."""
+    def forward(
+        self,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGE: Tensor,
+        visible: AttentionMask | None = None,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
+        """Attend like CoreAttention.forward; there are no sinks (`attention_problem`)."""
         return self.fused(q_SBND, k_SBGD, v_SBGE) if visible is None else self.local(q_SBND, k_SBGD, v_SBGE, visible)
 
 
 def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) -> str | None:
-    """What keeps the library's attention from being used, None if nothing does.
+    """Return why the library's attention cannot be used; None if it can.
 
-    Under context parallelism only what all of its kinds of exchange know is asked of it.
+    Under context parallelism only what all of its kinds of exchange support is used.
     """
     if model.softmax_type != "vanilla":
         return f"attention sinks (--softmax-type {model.softmax_type}) are not asked of it"
@@ -166,11 +172,17 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
     return f"{found[0]} under context parallelism is not asked of it" if found else None
 
 
-def experts_problem(library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: ParallelState, alignment: int) -> str | None:
-    """What keeps the library's grouped linear from computing the experts, None if nothing does. alignment: of widths; 1: any."""
+def experts_problem(
+    library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: ParallelState, alignment: int
+) -> str | None:
+    """Return why the library's grouped linear cannot compute the experts; None if it can.
+
+    Args:
+        alignment: required multiple of widths; 1 for any.
+    """
     if not hasattr(library, "GroupedLinear"):
         return f"the installed transformer_engine has no {library.__name__}.GroupedLinear"
-    if problem := library_products.experts_problem(moe, ps.ep.size):
+    if problem := te_support.experts_problem(moe, ps.ep.size):
         return problem
     ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
     reads, makes = moe.expert_widths(model.hidden_size)
@@ -181,11 +193,15 @@ def experts_problem(library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: Par
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """Constructors of a kit, with the signatures of the local classes (layers/kit.py).
+    """Constructors of a layer factory, with the signatures of the local classes (layers/layer_factory.py).
 
-    library: transformer_engine.pytorch. context: in which quantised products are computed; None: the local linears do that.
-    fused_attention: False: the local one. stream: on which context parallelism talks. quantized_experts, plain_experts: does the library
-    compute the experts of layers that are quantised, and of those that are not? row_multiple: of quantised experts.
+    Args:
+        library: transformer_engine.pytorch.
+        context: of quantized GEMMs; None if the local linears compute them.
+        fused_attention: whether to use the library's attention.
+        stream: CUDA stream of context-parallel communication.
+        quantized_experts, plain_experts: whether the library computes the experts of quantized and other layers.
+        pad_multiple: of quantized experts' token counts.
     """
 
     library: ModuleType
@@ -196,7 +212,7 @@ class FusedLayers:
     stream: torch.Stream | None = None
     quantized_experts: bool = False
     plain_experts: bool = False
-    row_multiple: int = 1
+    pad_multiple: int = 1
 
     def column_linear(self, *sizes: int, **options) -> nn.Module:
         return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, **options)
@@ -210,8 +226,12 @@ class FusedLayers:
     def norm(self, size: int, model: ModelArgs, **options) -> nn.Module:
         return FusedNorm(size, model, library=self.library, **options)
 
-    def core_attention(self, model: ModelArgs, layer_number: int, *, head_dim: int, scale: float | None = None) -> nn.Module:
-        local = make_core_attention(model, layer_number, head_dim=head_dim, scale=scale, ps=self.ps, comm_types=self.comm_types)
+    def core_attention(
+        self, model: ModelArgs, layer_number: int, *, head_dim: int, scale: float | None = None
+    ) -> nn.Module:
+        local = make_core_attention(
+            model, layer_number, head_dim=head_dim, scale=scale, ps=self.ps, comm_types=self.comm_types
+        )
         if not self.fused_attention:
             return local
         heads = model.num_attention_heads // self.ps.tp.size
@@ -220,32 +240,58 @@ class FusedLayers:
             groups, widths = heads, (head_dim, model.v_head_dim)
         # tp_size stays 1: the numbers of heads are this rank's, also where ranks share a key-value group
         fused = self.library.DotProductAttention(
-            heads, widths, num_gqa_groups=groups, attention_dropout=local.dropout_p, qkv_format="sbhd", attn_mask_type="causal",
-            window_size=(-1 if local.window is None else local.window, 0), layer_number=layer_number, softmax_scale=local.scale)
+            heads,
+            widths,
+            num_gqa_groups=groups,
+            attention_dropout=local.dropout_p,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
+            window_size=(-1 if local.window is None else local.window, 0),
+            layer_number=layer_number,
+            softmax_scale=local.scale,
+        )
         if self.ps.cp.size > 1:
             fused.set_context_parallel_group(*self._exchange(layer_number))
         return FusedAttention(local, fused)
 
     def _exchange(self, layer_number: int) -> tuple:
-        """Group or groups, ranks, stream and kind of exchange, as the library wants them. A level of one rank is none."""
-        kind, ps = comm_type_of(layer_number, self.comm_types), self.ps
+        """Return the library's arguments: group or groups, ranks, stream and kind. Levels of one rank are dropped."""
+        kind, ps = get_cp_comm_type(layer_number, self.comm_types), self.ps
         if kind == "a2a+p2p" and ps.cp_a2a.size > 1 and ps.cp_p2p.size > 1:
             return [ps.cp_a2a.handle, ps.cp_p2p.handle], list(ps.cp.ranks), self.stream, kind
         if kind == "a2a+p2p":
             kind = "a2a" if ps.cp_a2a.size > 1 else "p2p"
         return ps.cp.handle, list(ps.cp.ranks), self.stream, "all_gather" if kind == "allgather" else kind
 
-    def _linear(self, local: type[nn.Module], fused: type[nn.Module], *sizes: int, queue=None, quantize=None, **options) -> nn.Module:
+    def _linear(
+        self, local: type[nn.Module], fused: type[nn.Module], *sizes: int, queue=None, quantize=None, **options
+    ) -> nn.Module:
         if queue is not None or (quantize is not None and self.context is None):
             return local(*sizes, queue=queue, quantize=quantize, **options)
         context = contextlib.nullcontext if quantize is None else self.context
         return fused(*sizes, library=self.library, context=context, **options)
 
-    def grouped_linear(self, num_experts: int, in_features: int, out_features: int, *, queue=None, quantize=None,
-                       keeps_input: bool = False) -> nn.Module | None:
-        """One linear of all experts; None where the local experts compute."""
+    def grouped_linear(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        queue=None,
+        quantize=None,
+        save_original_input: bool = False,
+    ) -> nn.Module | None:
+        """Build one linear of all experts; None where the local experts compute."""
         if not (self.plain_experts if quantize is None else self.quantized_experts):
             return None
-        context, multiple = (contextlib.nullcontext, 1) if quantize is None else (self.context, self.row_multiple)
-        return FusedGroupedLinear(num_experts, in_features, out_features, library=self.library, context=context, queue=queue,
-                                  row_multiple=multiple, keeps_input=keeps_input)
+        context, multiple = (contextlib.nullcontext, 1) if quantize is None else (self.context, self.pad_multiple)
+        return FusedGroupedLinear(
+            num_experts,
+            in_features,
+            out_features,
+            library=self.library,
+            context=context,
+            queue=queue,
+            pad_multiple=multiple,
+            save_original_input=save_original_input,
+        )

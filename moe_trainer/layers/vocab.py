@@ -1,9 +1,9 @@
-"""Everything sized by the vocabulary: token embedding, output projection with its loss; and learned positions.
+"""Token embedding, output projection with its loss, and learned positions.
 
-Tensor parallelism cuts the rows of both tables. A rank looks up the tokens it holds, the others give zeros, and the sum over
-ranks is the embedding. The loss needs the softmax over all columns: each rank takes that of its own (ops/cross_entropy.py), and
-two all-reduces of [T] and [2, T] numbers make the whole of it; logits never travel. Every rank of the group gets the whole
-per-token loss. Backward goes as in a column linear (layers/linear.py): communication beside the products.
+Tensor parallelism shards the rows of both tables. A rank looks up the tokens it holds, others give zeros, and the
+embedding is the sum. For the loss each rank takes the softmax of its columns (ops/cross_entropy.py); two all-reduces of
+[T] and [2, T] combine them, so logits are never communicated. Every rank of the group gets the full per-token loss.
+Backward is that of a column linear.
 
 Shapes: S sequence, B microbatch, T = S * B tokens, H hidden, V padded vocabulary of this rank.
 """
@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
-from moe_trainer.layers.linear import column, column_grads
+from moe_trainer.layers.linear import column_grads, column_parallel_gemm
 from moe_trainer.ops.cross_entropy import (
-    PLAIN,
-    ConsumedError,
-    Gradients,
-    LossSteps,
-    chunk_rows,
-    factor_of,
+    TORCH_LOGIT_KERNELS,
+    BackwardTwiceError,
+    LinearLossGrads,
+    LogitKernels,
+    common_factor,
     linear_cross_entropy,
-    wants_grads,
+    needs_grad,
+    tokens_per_chunk,
 )
-from moe_trainer.ops.fp8 import QuantizedProducts
-from moe_trainer.ops.logits import LogitProducts
+from moe_trainer.ops.gemms import LMHeadGemms
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import (
     gather_last_dim_replicated,
@@ -41,41 +40,56 @@ from moe_trainer.parallel.mappings import (
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.quantization.gemms import QuantizedGemms
 
 
 def _rows_of(group: Group, num_rows: int, name: str) -> tuple[int, dict]:
-    """How many rows of a table this rank holds, and the part of ParamInfo that says so."""
+    """Return the number of rows of a table on this rank, and the sharding fields of ParamInfo."""
     if num_rows % group.size:
         raise ValueError(f"{name}: {num_rows} rows do not divide over {group.size} ranks of {group.name}")
     return num_rows // group.size, {"sharded_dim": 0, "shard_rank": group.rank, "shard_count": group.size}
 
 
 def _local_rows(ids: Tensor, group: Group, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row numbers in this rank's table of `num_rows` rows (0 where another rank holds it), and whether it is here.
+    """Return row numbers in the local table of `num_rows` rows (0 for other ranks' rows), and whether they are local.
 
-    An id that no rank holds is an error on all of them (on CUDA when the device gets there), as it is with one rank: it would
-    pass for a row of zeros.
+    An id outside of the vocabulary is an error on all ranks (on CUDA asynchronously), as with one rank: it would look
+    like a row of zeros.
     """
     total = group.size * num_rows
-    torch._assert_async(((ids >= 0) & (ids < total)).all(), f"a token or label is not one of the vocabulary's {total} rows")
+    torch._assert_async(
+        ((ids >= 0) & (ids < total)).all(), f"a token or label is not one of the vocabulary's {total} rows"
+    )
     local = ids - group.rank * num_rows
     mine = (local >= 0) & (local < num_rows)
     return local.masked_fill(~mine, 0), mine
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a table, cut over the group. tied, copy: see ParamInfo; sequence_parallel: see layers/linear.py."""
+    """Token embedding with rows sharded over the group. tied, copy: see ParamInfo."""
 
-    def __init__(self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init, tied: bool = False,
-                 copy: bool = False, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        *,
+        name: str,
+        group: Group,
+        init: Init,
+        tied: bool = False,
+        copy: bool = False,
+        sequence_parallel: bool = False,
+    ):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.num_rows, cut = _rows_of(group, num_rows, name)
-        self.weight = make_parameter((self.num_rows, hidden_size), ParamInfo(
-            (f"{name}.weight",), init=init.kind, init_std=init.std, tied=tied, copy=copy, **cut))
+        self.weight = make_parameter(
+            (self.num_rows, hidden_size),
+            ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, tied=tied, is_replica=copy, **cut),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [S, ...] int64, the same on every rank -> [S, ..., H], or this rank's rows of it when sequence_parallel."""
+        """Map ids [S, ...], equal on every rank, to [S, ..., H], or to the local tokens with sequence_parallel."""
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
         rows, mine = _local_rows(ids, self.group, self.num_rows)
@@ -84,61 +98,74 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions: a table that every rank holds whole. sequence_parallel: see layers/linear.py."""
+    """Learned positions: a replicated table."""
 
-    def __init__(self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init,
-                 sequence_parallel: bool = False):
+    def __init__(
+        self, num_rows: int, hidden_size: int, *, name: str, group: Group, init: Init, sequence_parallel: bool = False
+    ):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
-        self.weight = make_parameter((num_rows, hidden_size), ParamInfo(
-            (f"{name}.weight",), init=init.kind, init_std=init.std, partial=self.sequence_parallel))
+        self.weight = make_parameter(
+            (num_rows, hidden_size),
+            ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, is_grad_partial=self.sequence_parallel),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [S, ...] int64 -> [S, ..., H], or this rank's rows of it when sequence_parallel."""
+        """Map ids [S, ...] to [S, ..., H], or to the local tokens with sequence_parallel."""
         return F.embedding(own_rows(ids, self.group) if self.sequence_parallel else ids, self.weight)
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue, steps, products):
+    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue, kernels, gemms):
         whole = gather_rows(x, group)[0] if sequence_parallel else x
-        probs_TV = products.output(whole.reshape(-1, whole.shape[-1]), weight)
+        probs_TV = gemms.output(whole.reshape(-1, whole.shape[-1]), weight)
         rows_T, mine_T = _local_rows(labels_T, group, weight.shape[0])
-        loss_T, share_T = _loss_of_columns(probs_TV, rows_T, mine_T, group, steps)
+        loss_T, share_T = _loss_of_columns(probs_TV, rows_T, mine_T, group, kernels)
         ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, share_T)
-        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, steps, products)
+        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, kernels, gemms)
         return loss_T
 
     @staticmethod
     def backward(ctx, grad_T):
         x, weight, rows_T, mine_T, loss_T, share_T = ctx.saved_tensors
-        group, sequence_parallel, queue, steps, products = ctx.plan
+        group, sequence_parallel, queue, kernels, gemms = ctx.plan
         grad_TV, ctx.probs_TV = ctx.probs_TV, None
         if grad_TV is None:
-            raise ConsumedError
-        steps.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
-        grad_x, grad_weight = column_grads(products.narrowed(grad_TV, weight), x, weight, group, sequence_parallel=sequence_parallel,
-                                           needs=ctx.needs_input_grad[:2], queue=queue, products=products)
+            raise BackwardTwiceError
+        kernels.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
+        grad_x, grad_weight = column_grads(
+            gemms.cast_grad(grad_TV, weight),
+            x,
+            weight,
+            group,
+            sequence_parallel=sequence_parallel,
+            needs=ctx.needs_input_grad[:2],
+            queue=queue,
+            gemms=gemms,
+        )
         return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None, None
 
 
 class _ChunkedVocabParallelLoss(torch.autograd.Function):
-    """The same in chunks of tokens whose weights in the loss are known: see ops/cross_entropy.py."""
+    """Loss in chunks of tokens whose loss weights are known: see docs/design/cross_entropy.md."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels_T, weights_T, group, sequence_parallel, step, with_grads, steps, products):
+    def forward(ctx, x, weight, labels_T, weights_T, group, sequence_parallel, step, with_grads, kernels, gemms):
         whole = gather_rows(x, group)[0] if sequence_parallel else x
         whole_TH = whole.reshape(-1, whole.shape[-1])
         all_rows_T, all_mine_T = _local_rows(labels_T, group, weight.shape[0])
-        grads, losses = Gradients(whole_TH, weight) if with_grads else None, []
+        grads, losses = LinearLossGrads(whole_TH, weight) if with_grads else None, []
         for start in range(0, len(labels_T), step):
             here = slice(start, start + step)
-            probs_TV = products.output(whole_TH[here], weight)
-            loss_T, share_T = _loss_of_columns(probs_TV, all_rows_T[here], all_mine_T[here], group, steps)
+            probs_TV = gemms.output(whole_TH[here], weight)
+            loss_T, share_T = _loss_of_columns(probs_TV, all_rows_T[here], all_mine_T[here], group, kernels)
             losses.append(loss_T)
             if with_grads:
                 weights = weights_T[here].to(loss_T.dtype)
-                steps.gradient(probs_TV, all_rows_T[here], weights * share_T, torch.expm1(-loss_T).mul_(weights), all_mine_T[here])
+                kernels.gradient(
+                    probs_TV, all_rows_T[here], weights * share_T, torch.expm1(-loss_T).mul_(weights), all_mine_T[here]
+                )
                 grads.add(here, probs_TV)
         ctx.save_for_backward(weights_T.to(losses[0].dtype))
         ctx.grads, ctx.plan = grads, (x.shape, whole.shape, group, sequence_parallel)
@@ -148,21 +175,27 @@ class _ChunkedVocabParallelLoss(torch.autograd.Function):
     def backward(ctx, grad_T):
         (own_shape, shape, group, sequence_parallel), grads, ctx.grads = ctx.plan, ctx.grads, None
         if grads is None:
-            raise ConsumedError
-        factor = factor_of(grad_T, *ctx.saved_tensors)
-        grad_whole = grads.of_x(factor).view(shape)
+            raise BackwardTwiceError
+        factor = common_factor(grad_T, *ctx.saved_tensors)
+        grad_whole = grads.take_x_grad(factor).view(shape)
         if sequence_parallel:
             grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
         else:
             grad_x, reduced = grad_whole, all_reduce(grad_whole, group, async_op=True)
-        grad_weight = grads.of_weight(factor)  # beside the reduction
+        grad_weight = grads.take_weight_grad(factor)  # next to the reduction
         reduced.wait()
         return grad_x.view(own_shape), grad_weight, None, None, None, None, None, None, None, None
 
 
-def _loss_of_columns(logits_TV: Tensor, rows_T: Tensor, mine_T: Tensor, group: Group, steps: LossSteps) -> tuple[Tensor, Tensor]:
-    """Replace this rank's logits by the softmax over them. Returns: the loss, and what makes that the softmax over all ranks' columns."""
-    own_T, target_T = steps.softmax(logits_TV, rows_T)
+def _loss_of_columns(
+    logits_TV: Tensor, rows_T: Tensor, mine_T: Tensor, group: Group, kernels: LogitKernels
+) -> tuple[Tensor, Tensor]:
+    """Replace the local logits by the softmax over them.
+
+    Returns:
+        The loss, and the factor that makes it the softmax over all ranks' columns.
+    """
+    own_T, target_T = kernels.softmax(logits_TV, rows_T)
     largest_T = all_reduce(own_T.clone(), group, op="max")
     sums_2T = all_reduce(torch.stack([(own_T - largest_T).exp_(), target_T.masked_fill_(~mine_T, 0.0)]), group)
     all_T = largest_T.add_(sums_2T[0].log())
@@ -172,49 +205,94 @@ def _loss_of_columns(logits_TV: Tensor, rows_T: Tensor, mine_T: Tensor, group: G
 class OutputHead(nn.Module):
     """Logits and per-token loss of hidden states, with its own [V, H] weight or the embedding's.
 
-    The weight is an argument of both methods when it is the embedding's (tied head). Both get this rank's rows when
-    sequence_parallel. steps: what runs on the logits. queue: see layers/linear.py; a tied weight's gradient never waits, for its other part does not.
-    logit_dtype: of the logits; None: the weight's. quantize: see layers/linear.py. multiplier: of the logits (muP).
+    A tied weight is passed to the methods; its gradient is never deferred, because the embedding's part is not. Inputs
+    are the local tokens with sequence_parallel.
+
+    Args:
+        kernels: passes over the logits.
+        logit_dtype: of the logits; None for the weight's.
+        queue, quantize: see layers/linear.py.
+        multiplier: of the logits (muP).
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, name: str, group: Group, init: Init, tied: bool,
-                 sequence_parallel: bool = False, queue: WeightGradQueue | None = None, steps: LossSteps = PLAIN,
-                 logit_dtype: torch.dtype | None = None, quantize: Callable[..., QuantizedProducts] | None = None,
-                 multiplier: float = 1.0):
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        name: str,
+        group: Group,
+        init: Init,
+        tied: bool,
+        sequence_parallel: bool = False,
+        queue: WeightGradQueue | None = None,
+        kernels: LogitKernels = TORCH_LOGIT_KERNELS,
+        logit_dtype: torch.dtype | None = None,
+        quantize: Callable[..., QuantizedGemms] | None = None,
+        multiplier: float = 1.0,
+    ):
         super().__init__()
         self.multiplier = multiplier
-        self.steps = steps if multiplier == 1.0 else steps.scaled_by(multiplier)
-        self.quantized = None if quantize is None else quantize(name, cut=True)
-        self.products = LogitProducts(logit_dtype, self.quantized)
+        self.kernels = kernels if multiplier == 1.0 else kernels.with_logit_scale(multiplier)
+        self.quantized = None if quantize is None else quantize(name, is_sharded=True)
+        self.gemms = LMHeadGemms(logit_dtype, self.quantized)
         self.group, self.queue = group, None if tied else queue
         self.sequence_parallel = sequence_parallel and group.size > 1
         num_rows, cut = _rows_of(group, vocab_size, name)
-        self.weight = None if tied else make_parameter((num_rows, hidden_size), ParamInfo(
-            (f"{name}.weight",), init=init.kind, init_std=init.std, **cut))
+        self.weight = (
+            None
+            if tied
+            else make_parameter(
+                (num_rows, hidden_size), ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, **cut)
+            )
+        )
 
-    def loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None, weights_BS: Tensor | None = None) -> Tensor:
-        """Cross entropy of every token, fp32 [B, S] with the whole sequence of labels, on every rank.
+    def loss_BS(
+        self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None, weights_BS: Tensor | None = None
+    ) -> Tensor:
+        """Return the cross entropy of every token, fp32 [B, S], on every rank.
 
-        weights_BS: a promise that the gradient of the result will be these times one number; saves the memory of the logits.
+        Args:
+            labels_BS: of the full sequence.
+            weights_BS: a promise that the gradient of the result will be these times one number; it saves the memory of the
+                logits.
         """
         weight = self.weight if tied_weight is None else tied_weight
-        weights = None if weights_BS is None or self.queue is not None else weights_BS.t()  # the queue wants the logits' gradient itself
+        weights = (
+            None if weights_BS is None or self.queue is not None else weights_BS.t()
+        )  # the queue wants the logits' gradient itself
         if self.group.size == 1 and self.queue is None:
-            return linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.steps, self.products).t().contiguous()
+            return (
+                linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.kernels, self.gemms).t().contiguous()
+            )
         labels_T, step = labels_BS.t().reshape(-1), labels_BS.numel()
         if weights is not None and self.quantized is None:
-            step = chunk_rows(step, *weight.shape, weight.dtype, x_SBH.device, self.products.format(weight))
+            step = tokens_per_chunk(step, *weight.shape, weight.dtype, x_SBH.device, self.gemms.logit_dtype(weight))
         if step < len(labels_T):
-            loss_T = _ChunkedVocabParallelLoss.apply(x_SBH, weight, labels_T, weights.reshape(-1), self.group, self.sequence_parallel, step,
-                                                     wants_grads(x_SBH, weight), self.steps, self.products)
+            loss_T = _ChunkedVocabParallelLoss.apply(
+                x_SBH,
+                weight,
+                labels_T,
+                weights.reshape(-1),
+                self.group,
+                self.sequence_parallel,
+                step,
+                needs_grad(x_SBH, weight),
+                self.kernels,
+                self.gemms,
+            )
         else:
-            loss_T = _VocabParallelLoss.apply(x_SBH, weight, labels_T, self.group, self.sequence_parallel, self.queue, self.steps, self.products)
+            loss_T = _VocabParallelLoss.apply(
+                x_SBH, weight, labels_T, self.group, self.sequence_parallel, self.queue, self.kernels, self.gemms
+            )
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits_BSV(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
-        """Unnormalized log-probabilities of the whole vocabulary, in the dtype of the logits, on every rank."""
+        """Return the logits of the full vocabulary, in the dtype of the logits, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
-        logits_SBV = column(x_SBH, weight, self.group, sequence_parallel=self.sequence_parallel, products=self.products)
+        logits_SBV = column_parallel_gemm(
+            x_SBH, weight, self.group, sequence_parallel=self.sequence_parallel, gemms=self.gemms
+        )
         if self.multiplier != 1.0:
             logits_SBV = logits_SBV * self.multiplier
         return gather_last_dim_replicated(logits_SBV.transpose(0, 1).contiguous(), self.group)

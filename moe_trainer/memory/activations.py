@@ -1,18 +1,19 @@
-"""What becomes of the activations of a model chunk between forward and backward: kept, computed again, or sent to the host.
+"""Policy for the activations of a model chunk: saved for backward, recomputed, or offloaded to the host.
 
-Layers name their parts and leave the rest to the chunk's `Activations`, which the kit carries:
+Layers name their parts and leave the rest to the chunk's `ActivationPolicy`, which the kit carries:
 
-    activations.region("core_attn", fn, q, k, v)             run fn; if this part is recomputed, keep its inputs only
-    y, inside = activations.discarding("layernorm", fn, x)   run fn; in `with inside:` its output is not kept by what saves it
-    with activations.offloading("qkv_linear"):               what is saved in here goes to the host
-    activations.once(compute)                                what must not happen again when a region runs for the second time
+    activations.recompute_region("core_attn", fn, q, k, v)       run fn; if this part is recomputed, save its inputs
+    only y, scope = activations.recompute_output("layernorm", fn, x)  run fn; consumers in `with scope:` do not save
+    its output with activations.offload_scope("qkv_linear"):                tensors saved here are offloaded
+    activations.cached_for_recompute(compute)                    a value that the second pass of a region must not
+    recompute
 
-Which parts those are is decided when the model is built (model/build.py). Parts inside a region that is recomputed are left alone:
-nothing of them is kept anyway.
+The model build decides which parts these are (model/build.py). Parts inside a recomputed region are left alone:
+nothing of them is saved.
 
-torch applies only the innermost pair of hooks to a tensor that is saved. So all of this goes through one pair, which asks in this order:
-is the tensor discarded, does it go to the host, else it stays. Regions push a pair of their own; what they keep, their inputs, passes
-through ours.
+torch applies only the innermost pair of saved-tensor hooks. So one pair serves all of this: a recomputed output is
+dropped, else the tensor is offloaded or stashed if a scope asks for it, else it stays. Regions push their own hooks;
+the inputs that they save pass ours.
 """
 
 import contextlib
@@ -26,97 +27,117 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from moe_trainer.memory.offload import Offload
-from moe_trainer.memory.recompute import Discarded, Handle, Tape, as_tuple, run_region
-from moe_trainer.memory.stash import PagedStash
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.memory.offload import ActivationOffload
+from moe_trainer.memory.paged_stash import PagedStash
+from moe_trainer.memory.recompute import RecomputedOutput, RecomputedTensor, ReplayCache, as_tuple, run_recomputed
+from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import Group
 
 T = TypeVar("T")
 Scope = contextlib.AbstractContextManager
+StoreFn = Callable[[Tensor], Callable[[], Tensor] | None]
+"""Store a saved tensor elsewhere and return a function that fetches it; None if it stays."""
 
 
-class Activations:
-    """Recompute and offload of one chunk; without arguments everything is kept.
+class ActivationPolicy:
+    """Recompute and offload of one chunk; without arguments everything is saved."""
 
-    recomputed: names of parts. draws: may parts take random numbers from torch's global generators? stream: the chunk's own.
-    shared_by: ranks that hold the same inputs of regions; each keeps a part of them. offload: None: nothing goes to the host.
-    stash: where experts' buffers go; None: they stay.
-    """
+    def __init__(
+        self,
+        recomputed: frozenset[str] = frozenset(),
+        *,
+        uses_global_rng: bool = True,
+        stream: ShardRNG | None = None,
+        shared_by: Group | None = None,
+        offload: ActivationOffload | None = None,
+        stash: PagedStash | None = None,
+    ):
+        """Store the policy.
 
-    def __init__(self, recomputed: frozenset[str] = frozenset(), *, draws: bool = True, stream: ShardStream | None = None,
-                 shared_by: Group | None = None, offload: Offload | None = None, stash: PagedStash | None = None):
+        Args:
+            recomputed: names of recomputed parts.
+            uses_global_rng: parts may draw from torch's global generators.
+            stream: the chunk's own random generator.
+            shared_by: ranks that hold the same inputs of regions; each saves a shard of them.
+            offload: offloading to the host, None without it.
+            stash: stash of the experts' buffers, None without it.
+        """
         self.recomputed, self.offload, self.stash = recomputed, offload, stash
-        self._draws, self._stream, self._shared_by = draws, stream, shared_by
-        self._tape: Tape | None = None
-        self._discarded: dict[int, tuple[StorageWeakRef, Discarded, int]] = {}
-        self._store: Callable[[Tensor], Callable[[], Tensor] | None] | None = None
+        self._uses_global_rng, self._stream, self._shared_by = uses_global_rng, stream, shared_by
+        self._replay_cache: ReplayCache | None = None
+        self._recomputed_outputs: dict[int, tuple[StorageWeakRef, RecomputedOutput, int]] = {}
+        self._store: StoreFn | None = None
         self._resident: set[int] = set()
 
     @property
-    def replaying(self) -> bool:
-        """Is a region running for the second time?"""
-        return self._tape is not None and self._tape.playing
+    def is_recomputing(self) -> bool:
+        """Whether a region runs for the second time."""
+        return self._replay_cache is not None and self._replay_cache.is_replaying
 
     @property
-    def keeping(self) -> bool:
-        """Does what is saved now stay until backward? Not without gradients, and not in a region that runs again."""
-        return self._looks()
+    def is_saving(self) -> bool:
+        """Whether saved tensors stay until backward: grad mode is on and no recomputed region is active."""
+        return self._replay_cache is None and torch.is_grad_enabled()
 
     def begin_pass(self, *resident: Tensor) -> None:
-        """A forward pass of the chunk begins. resident: tensors that live longer than it, and stay where they are."""
+        """Begin a forward pass of the chunk; `resident` tensors outlive it and are never offloaded."""
         self._resident = {_address(x) for x in resident}
         if self.offload is not None:
             self.offload.begin_pass()
         if self.stash is not None:
             self.stash.begin_pass()
 
-    def once(self, compute: Callable[[], T]) -> T:
-        """Compute; or, when a region runs for the second time, return what that gave the first time."""
-        return compute() if self._tape is None else self._tape.once(compute)
+    def cached_for_recompute(self, compute: Callable[[], T]) -> T:
+        """Compute a value; in the second pass of a region return that of the first."""
+        return compute() if self._replay_cache is None else self._replay_cache.cached(compute)
 
-    def region(self, part: str, fn: Callable[..., Any], *tensors: Tensor) -> Any:
-        """fn(*tensors). If the part is recomputed, fn runs again in backward; tensors that it reads otherwise stay alive."""
-        if part not in self.recomputed or not self._looks():
+    def recompute_region(self, part: str, fn: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Return fn(*tensors); fn runs again in backward if the part is recomputed. Closed-over tensors stay alive."""
+        if part not in self.recomputed or not self.is_saving:
             return fn(*tensors)
-        return run_region(functools.partial(self._pass_of, Tape(self._stream), fn), tensors, draws=self._draws, shared_by=self._shared_by)
+        return run_recomputed(
+            functools.partial(self._run_pass, ReplayCache(self._stream), fn),
+            tensors,
+            uses_global_rng=self._uses_global_rng,
+            shared_by=self._shared_by,
+        )
 
-    def _pass_of(self, tape: Tape, fn: Callable[..., Any], *tensors: Tensor) -> Any:
-        self._tape = tape
+    def _run_pass(self, cache: ReplayCache, fn: Callable[..., Any], *tensors: Tensor) -> Any:
+        self._replay_cache = cache
         try:
-            with tape.running(tensors[0].device):
+            with cache.run_pass(tensors[0].device):
                 return fn(*tensors)
         finally:
-            self._tape = None
+            self._replay_cache = None
 
-    def discarding(self, part: str, fn: Callable[..., Any], *tensors: Tensor) -> tuple[Any, Scope]:
-        """fn(*tensors), and a scope in which to use it. If the part is recomputed, what consumers in that scope save of it is not kept.
+    def recompute_output(self, part: str, fn: Callable[..., Any], *tensors: Tensor) -> tuple[Any, Scope]:
+        """Return fn(*tensors) and a scope in which consumers do not save it if the part is recomputed.
 
         fn's own graph keeps its inputs; it is called again without a graph and must not draw random numbers.
         """
         outputs = fn(*tensors)
-        if part not in self.recomputed or not self._looks():
+        if part not in self.recomputed or not self.is_saving:
             return outputs, contextlib.nullcontext()
-        kept = [self._pack(x) for x in tensors]
-        source = Discarded(fn, lambda: [_unpack(x) for x in kept])
-        return outputs, self._without(source, as_tuple(outputs))
+        saved = [self._pack(x) for x in tensors]
+        source = RecomputedOutput(fn, lambda: [_unpack(x) for x in saved])
+        return outputs, self._without_outputs(source, as_tuple(outputs))
 
     @contextlib.contextmanager
-    def _without(self, source: Discarded, outputs: tuple[Tensor, ...]) -> Iterator[None]:
-        found = {_address(x): (StorageWeakRef(x.untyped_storage()), source, index) for index, x in enumerate(outputs)}
+    def _without_outputs(self, source: RecomputedOutput, outputs: tuple[Tensor, ...]) -> Iterator[None]:
+        entries = {_address(x): (StorageWeakRef(x.untyped_storage()), source, i) for i, x in enumerate(outputs)}
         del outputs
-        self._discarded |= found
+        self._recomputed_outputs |= entries
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
-            for address in found:
-                self._discarded.pop(address)
+            for address in entries:
+                self._recomputed_outputs.pop(address)
 
     @contextlib.contextmanager
-    def offloading(self, *parts: str, which: Callable[[Tensor], str] | None = None) -> Iterator[None]:
-        """A scope; what is saved in it belongs to the part, or of several parts to the one that `which` tells."""
-        if self.offload is None or self.offload.parts.isdisjoint(parts) or not self._looks():
+    def offload_scope(self, *parts: str, which: Callable[[Tensor], str] | None = None) -> Iterator[None]:
+        """Offload tensors saved in this scope as `parts[0]`; with several parts, `which(tensor)` selects one."""
+        if self.offload is None or self.offload.parts.isdisjoint(parts) or not self.is_saving:
             yield
             return
         groups = {part: self.offload.open(part) for part in parts if part in self.offload.parts}
@@ -129,44 +150,44 @@ class Activations:
             yield
 
     @contextlib.contextmanager
-    def stashing(self, held: int, used: int, share: int) -> Iterator[None]:
-        """A scope of the experts of one layer: of buffers with `held` rows or more that are saved in it, `used` rows go into pages.
+    def stash_scope(self, buffer_size: int, num_used: int, balanced_size: int) -> Iterator[None]:
+        """Stash buffers that the experts of one layer save in this scope.
 
-        share: rows of an even share; see memory/stash.py.
+        Args:
+            buffer_size: buffers of at least this many tokens are stashed.
+            num_used: tokens of a buffer that are in use.
+            balanced_size: tokens received under perfect balance, see memory/paged_stash.py.
         """
-        if self.stash is None or not self._looks():
+        if self.stash is None or not self.is_saving:
             yield
             return
-        with self._storing(self.stash.open(held, used, share)):
+        with self._storing(self.stash.open(buffer_size, num_used, balanced_size)):
             yield
 
     @contextlib.contextmanager
-    def _storing(self, store: Callable[[Tensor], Callable[[], Tensor] | None]) -> Iterator[None]:
-        around, self._store = self._store, store
+    def _storing(self, store: StoreFn) -> Iterator[None]:
+        outer, self._store = self._store, store
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
-            self._store = around
-
-    def _looks(self) -> bool:
-        """Is there anything to keep or not to keep here? Inside a region its own hooks take everything."""
-        return self._tape is None and torch.is_grad_enabled()
+            self._store = outer
 
     def _pack(self, x: Tensor) -> Any:
         if _is_weight(x):
             return x
-        entry = self._discarded.get(_address(x))
+        entry = self._recomputed_outputs.get(_address(x))
         if entry is not None:
-            return Handle(*entry[1:], x).get
-        back = None if self._store is None or _address(x) in self._resident else self._store(x)
-        if back is not None:
-            return back
-        return x.detach() if x.grad_fn is not None else x  # x itself would keep the node that saves it alive, if it is its output
+            return RecomputedTensor(*entry[1:], x).get
+        fetch = None if self._store is None or _address(x) in self._resident else self._store(x)
+        if fetch is not None:
+            return fetch
+        # x itself would keep the node that saves it alive if it is the node's output
+        return x.detach() if x.grad_fn is not None else x
 
 
-def _unpack(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept()
+def _unpack(saved: Any) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()
 
 
 def _address(x: Tensor) -> int:

@@ -1,24 +1,25 @@
-"""Parts of layers as CUDA graphs (--cuda-graph-impl local): a model chunk names its parts, and those that are chosen are replayed.
+"""CUDA graphs of parts of layers (--cuda-graph-impl local); a model chunk names its parts, selected ones are replayed.
 
     y = graphs.run("attn", fn, modules, x)      fn(x); captured once, then replayed
 
-`fn` may return tensors, or a record (dataclass, tuple) that has some in it. To autograd a captured part is one node: its backward
-replays a second graph, which gives the gradients of the inputs and of the parameters. Hooks on parameters (main gradients, overlapped
-reductions) run behind that node, outside the graph, as ever; hooks before a module's forward (parameter gathers) run before a replay.
+`fn` may return tensors, or containers and dataclasses of them. To autograd a captured part is one node whose backward
+replays a second graph for the gradients of inputs and parameters. Hooks on parameters (main gradients, overlapped
+reductions) run after that node, outside the graph; hooks before a module's forward (parameter gathers) run before a
+replay.
 
-A microbatch's tensors must survive from its forward to its backward, and a graph has one set of them. So every pass that is in flight
-has a set of graphs, a `_Slot`: one for each part it calls, forward and backward. A pass takes the first slot that is free, and the
-graphs of a new one are captured where they first run. A slot is free when its backward has run and nobody holds one of its outputs or
-gradients any more: that is read off the number of references to their storages, so weight gradients that wait (zero bubble) keep it
-busy. All graphs of a slot have one pool, and pools are not shared: within a slot graphs run in the order in which they were captured,
-which is what sharing the memory of temporary tensors takes; slots run in any order.
+A microbatch's tensors must survive from its forward to its backward, and a graph has one set of them. So every pass
+in flight has a set of graphs, a `_Slot`: one for each part that it calls, forward and backward. A pass takes the
+first free slot, and the graphs of a new slot are captured where they first run. A slot is free when its backward has
+run and its outputs and gradients are no longer referenced; this is read from the reference counts of their storages,
+so deferred weight gradients (zero bubble) keep it busy. All graphs of a slot share one pool, and slots share none:
+within a slot graphs run in the order of capture, which shared temporary memory requires; slots run in any order.
 
-What changes and is not an input: the factor of auxiliary losses is a tensor that graphs read (`live`). Weight gradients inside are
-computed at once (`queue` rests meanwhile): a gradient that waits is Python. Gradients of parameters go through one buffer for all parts
-with parameters of the same shapes; their hooks take them before the next part's backward.
+The factor of the auxiliary losses changes and is not an input: graphs read it from a tensor (`scale_tensor`). Weight
+gradients inside are computed at once, because a deferred gradient is Python. Gradients of parameters go through one
+buffer for all parts with parameters of the same shapes; their hooks consume them before the next part's backward.
 
-Warm-up iterations, evaluation, and iterations that are asked to record what happens inside run without graphs.
-Rejected: a graph for each layer and microbatch of an iteration (as make_graphed_callables of TransformerEngine has it): memory
+Warm-up iterations, evaluation and recorded iterations run without graphs.
+Rejected: a graph for each layer and microbatch of an iteration (TransformerEngine's make_graphed_callables): memory
 then grows with the batch instead of with what is in flight.
 """
 
@@ -33,66 +34,83 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from moe_trainer.memory.graph_capture import Graph, put_together, take_apart
+from moe_trainer.memory.graph_capture import CapturedGraph, join_tensors, split_tensors
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
 
-class Graphs:
-    """The captured parts of one model chunk; without `parts` everything runs as it is.
+class CudaGraphs:
+    """The captured parts of one model chunk; without `parts` nothing is captured."""
 
-    parts: names. warmup: iterations before the first capture, at least one: libraries set themselves up in it. queue: of the chunk.
-    """
+    def __init__(
+        self,
+        parts: frozenset[str] = frozenset(),
+        device: torch.device | None = None,
+        *,
+        warmup: int = 0,
+        queue: WeightGradQueue | None = None,
+    ):
+        """Store the settings.
 
-    def __init__(self, parts: frozenset[str] = frozenset(), device: torch.device | None = None, *, warmup: int = 0,
-                 queue: WeightGradQueue | None = None):
+        Args:
+            parts: names of captured parts.
+            device: of the model.
+            warmup: iterations before the first capture, at least one, in which libraries initialize.
+            queue: the chunk's queue of deferred weight gradients.
+        """
         self.parts, self.device, self.queue = parts, device or torch.device("cpu"), queue
         self._eager_iterations, self._iterations, self._eager = max(1, warmup), 0, True
         self._slots: list[_Slot] = []
-        self._slot: _Slot | None = None  # of the forward pass that runs
+        self._slot: _Slot | None = None  # of the current forward pass
         self._scale: Tensor | None = None
         self._scratch: dict[tuple, tuple[Tensor, ...]] = {}
-        self._told = 0
+        self._num_logged = 0
 
-    def captures(self, *parts: str) -> bool:
-        """Is one of them captured (in passes that use graphs)?"""
+    def is_captured(self, *parts: str) -> bool:
+        """Whether one of these parts is captured, in passes that use graphs."""
         return not self.parts.isdisjoint(parts)
 
     def begin_iteration(self, eager: bool = False) -> None:
-        """The next iteration begins. eager: without graphs."""
-        if len(self._slots) > self._told:
-            self._tell()
+        """Begin the next iteration, with `eager` without graphs."""
+        if len(self._slots) > self._num_logged:
+            self._log_memory()
         self._iterations += 1
         self._eager = eager or self._iterations <= self._eager_iterations
 
     def begin_pass(self, training: bool, grad_scale: float | Tensor) -> None:
-        """A forward pass of the chunk begins. grad_scale: factor of the auxiliary losses, the same for all passes in flight."""
+        """Begin a forward pass of the chunk; `grad_scale` is the same for all passes in flight."""
         self._slot = None
         if not self.parts or "iteration" in self.parts or self._eager or not training or not torch.is_grad_enabled():
             return
         if self._scale is None:
             self._scale = torch.zeros((), dtype=torch.float64, device=self.device)
         self._scale.fill_(grad_scale)
-        self._slot = next((slot for slot in self._slots if slot.free()), None)
+        self._slot = next((slot for slot in self._slots if slot.is_free()), None)
         if self._slot is None:
             self._slot = _Slot(self)
             self._slots.append(self._slot)
         self._slot.begin()
 
-    def live(self, grad_scale: float | Tensor) -> float | Tensor:
-        """The factor as a tensor that a captured part may read, in a pass that uses graphs."""
+    def scale_tensor(self, grad_scale: float | Tensor) -> float | Tensor:
+        """Return the factor, as a tensor that captured parts may read in a pass that uses graphs."""
         return grad_scale if self._slot is None else self._scale
 
     def run(self, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], *tensors: Tensor) -> Any:
-        """fn(*tensors), captured or replayed if the part is. modules: those whose parameters fn reads. Everything else that it reads must
-        stay where it is, tensors and values; inside another captured part it belongs to that."""
+        """Return fn(*tensors), captured or replayed if the part is selected and not inside another captured part.
+
+        Args:
+            part: its name.
+            fn: the part. Other tensors and values that it reads must not change.
+            modules: modules whose parameters fn reads.
+            *tensors: inputs.
+        """
         if part not in self.parts or self._slot is None or self._slot.capturing:
             return fn(*tensors)
         return self._slot.call(part, fn, modules, tensors)
 
     def scratch(self, params: Sequence[Parameter]) -> tuple[Tensor, ...]:
-        """Where the gradients of a part's parameters lie between its graph and their hooks."""
+        """Return the buffers of a part's parameter gradients between its graph and their hooks."""
         key = tuple((param.shape, param.dtype) for param in params)
         if key not in self._scratch:
             self._scratch[key] = tuple(torch.empty_like(param, requires_grad=False) for param in params)
@@ -100,155 +118,174 @@ class Graphs:
 
     @property
     def num_passes(self) -> int:
-        """Passes in flight that there are graphs for."""
+        """Passes in flight that have graphs."""
         return len(self._slots)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that stay where they are: inputs, outputs and gradients of the parts, each storage once."""
-        found = [x for slot in self._slots for x in slot.tensors()]
-        found += [x for buffers in self._scratch.values() for x in buffers]
-        return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in found}.values())
+        """Bytes of the inputs, outputs and gradients of all parts, each storage once."""
+        tensors = [x for slot in self._slots for x in slot.tensors()]
+        tensors += [x for buffers in self._scratch.values() for x in buffers]
+        return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
-    def _tell(self) -> None:
-        self._told = len(self._slots)
-        logger.info("CUDA graphs: %d in all for %d passes in flight (%s), %.1f MiB of tensors that stay in their places",
-                    sum(slot.num_graphs for slot in self._slots), len(self._slots), ", ".join(sorted(self.parts)), self.num_bytes / 2**20)
+    def _log_memory(self) -> None:
+        self._num_logged = len(self._slots)
+        logger.info(
+            "CUDA graphs: %d for %d passes in flight (%s), %.1f MiB of captured inputs and outputs",
+            sum(slot.num_graphs for slot in self._slots),
+            len(self._slots),
+            ", ".join(sorted(self.parts)),
+            self.num_bytes / 2**20,
+        )
 
 
 class _Slot:
-    """The graphs of one pass in flight, in the order in which it calls them."""
+    """The graphs of one pass in flight, in call order."""
 
-    def __init__(self, graphs: Graphs):
+    def __init__(self, graphs: CudaGraphs):
         self.graphs, self.pool = graphs, torch.cuda.graph_pool_handle()
         self.capturing = False
-        self._units: list[_Unit] = []
+        self._parts: list[_GraphedPart] = []
         self._next = 0
-        self._ours: dict[int, int] = {}  # storage -> references to it that are the slot's own
+        self._own_references: dict[int, int] = {}  # by storage
 
     def begin(self) -> None:
-        """A pass begins."""
         self._next = 0
 
-    def free(self) -> bool:
-        """Has its last pass ended, and does nobody hold a tensor of it any more?"""
-        return not any(unit.in_flight for unit in self._units) and self._references() == self._ours
+    def is_free(self) -> bool:
+        """Whether its last pass has ended and none of its tensors is referenced elsewhere."""
+        return not any(part.is_in_flight for part in self._parts) and self._references() == self._own_references
 
     def call(self, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], tensors: tuple[Tensor, ...]) -> Any:
-        """The next part of the pass."""
-        if self._next == len(self._units):
-            with self.owning():
-                self._units.append(_Unit(self, part, fn, modules, tensors))
-        unit = self._units[self._next]
+        """Run the next part of the pass."""
+        if self._next == len(self._parts):
+            with self.capture_scope():
+                self._parts.append(_GraphedPart(self, part, fn, modules, tensors))
+        graphed = self._parts[self._next]
         self._next += 1
-        unit.check(part, tensors)
-        return unit.run(tensors)
+        graphed.check(part, tensors)
+        return graphed.run(tensors)
 
     @contextlib.contextmanager
-    def owning(self) -> Iterator[None]:
-        """Inside a graph is captured; the references that come and go meanwhile are the slot's own."""
-        gc.collect()  # so that none of others' go
+    def capture_scope(self) -> Iterator[None]:
+        """Capture in this scope; references that are added or dropped in it are the slot's own."""
+        gc.collect()  # so that no other references are dropped
         before = self._references()
         queue, self.capturing = self.graphs.queue, True
-        waits = queue is not None and queue.active
-        if waits:
+        defers = queue is not None and queue.active
+        if defers:
             queue.active = False
         try:
             yield
         finally:
             self.capturing = False
-            if waits:
+            if defers:
                 queue.active = True
             gc.collect()
         after = self._references()
         for key, count in after.items():
-            self._ours[key] = self._ours.get(key, 0) + count - before.get(key, 0)
+            self._own_references[key] = self._own_references.get(key, 0) + count - before.get(key, 0)
 
-    def place(self, x: Tensor) -> Tensor:
-        """Where an input is going to be: x itself if the slot owns it, else a copy."""
-        if x.untyped_storage()._cdata in self._ours:
+    def static_input(self, x: Tensor) -> Tensor:
+        """Return the tensor from which graphs read an input: x itself if the slot owns it, else a copy."""
+        if x.untyped_storage()._cdata in self._own_references:
             return x.detach().requires_grad_(x.requires_grad)
         return torch.empty_like(x, requires_grad=False).copy_(x.detach()).requires_grad_(x.requires_grad)
 
     @property
     def num_graphs(self) -> int:
-        """Forward and backward of every part."""
-        return 2 * len(self._units)
+        """Two for every part, forward and backward."""
+        return 2 * len(self._parts)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What stays where it is."""
-        return (x for unit in self._units for x in unit.tensors())
+        """Return the inputs, outputs and gradients of all parts."""
+        return (x for part in self._parts for x in part.tensors())
 
     def _references(self) -> dict[int, int]:
         storages = {x.untyped_storage()._cdata for x in self.tensors()}
         return {key: torch._C._storage_Use_Count(key) for key in storages}
 
 
-class _Pass:
-    """Held by the node of a part between its forward and its backward, or until the node is dropped."""
+class _PassToken:
+    """Referenced by the node of a part between its forward and its backward, or until the node is dropped."""
 
 
-class _Unit:
-    """One part in one slot: its two graphs, and the tensors between which they run."""
+class _GraphedPart:
+    """One part in one slot: its two graphs, their inputs and outputs."""
 
-    def __init__(self, slot: _Slot, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], tensors: tuple[Tensor, ...]):
+    def __init__(
+        self, slot: _Slot, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], tensors: tuple[Tensor, ...]
+    ):
         self.slot, self.part = slot, part
-        self.params = tuple(dict.fromkeys(param for module in modules for param in module.parameters() if param.requires_grad))
-        self._hooks = [(module, hook) for root in modules for module in root.modules() for hook in module._forward_pre_hooks.values()]
+        self.params = tuple(
+            dict.fromkeys(param for module in modules for param in module.parameters() if param.requires_grad)
+        )
+        self._hooks = [
+            (module, hook)
+            for root in modules
+            for module in root.modules()
+            for hook in module._forward_pre_hooks.values()
+        ]
         self._prepare()
-        self.inputs = tuple(slot.place(x) for x in tensors)
-        self._forward_graph, self._backward_graph = Graph(slot.pool), None
+        self.inputs = tuple(slot.static_input(x) for x in tensors)
+        self._forward_graph, self._backward_graph = CapturedGraph(slot.pool), None
         with torch.enable_grad():
             result = self._forward_graph.capture(lambda: fn(*self.inputs))
-        found: list[Tensor] = []
-        self._result = take_apart(result, found)
-        self._graph: list[Tensor] | None = [x for x in found if x.requires_grad]  # until its backward is captured
-        self.outputs = [x.detach() for x in found]
-        self.differentiable = [x.requires_grad for x in found]
+        outputs, self._template = split_tensors(result)
+        self._graph_outputs: list[Tensor] | None = [x for x in outputs if x.requires_grad]  # until backward is captured
+        self.outputs = [x.detach() for x in outputs]
+        self.requires_grad = [x.requires_grad for x in outputs]
         self.output_grads: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
         self._param_grads: list[Tensor | None] = []
-        self._pass: Callable[[], _Pass | None] = lambda: None
-        self._fresh = True  # the capture leaves the outputs of the first pass
+        self._pass: Callable[[], _PassToken | None] = lambda: None
+        self._is_captured_pass = True  # a capture leaves the outputs of the first pass
 
     @property
-    def in_flight(self) -> bool:
-        """Is its backward still to come?"""
+    def is_in_flight(self) -> bool:
+        """Whether its backward is still to come."""
         return self._pass() is not None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What stays where it is."""
-        yield from (x for xs in (self.inputs, self.outputs, self.output_grads, self.input_grads) for x in xs if x is not None)
+        """Yield the inputs, outputs and their gradients."""
+        yield from (
+            x for xs in (self.inputs, self.outputs, self.output_grads, self.input_grads) for x in xs if x is not None
+        )
 
     def check(self, part: str, tensors: tuple[Tensor, ...]) -> None:
-        """Raises: RuntimeError when the pass takes another way than at capture."""
-        now, then = [(x.shape, x.dtype) for x in tensors], [(x.shape, x.dtype) for x in self.inputs]
-        if part != self.part or now != then:
-            raise RuntimeError(f"CUDA graphs: {part} of {now} where {self.part} of {then} was captured; --cuda-graph-impl none runs anything")
+        """Raise RuntimeError if part or inputs differ from those of the capture."""
+        given, captured = [(x.shape, x.dtype) for x in tensors], [(x.shape, x.dtype) for x in self.inputs]
+        if part != self.part or given != captured:
+            raise RuntimeError(
+                f"CUDA graphs: {part} was called with {given}, but {self.part} was captured with {captured}; "
+                "use --cuda-graph-impl none"
+            )
 
     def run(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The part on these tensors, differentiable. Returns: what fn returned at capture, with the tensors of now."""
+        """Return the result of the part for these tensors. Differentiable."""
         outputs = _Graphed.apply(self, len(tensors), *tensors, *self.params)
-        return put_together(self._result, iter(outputs))
+        return join_tensors(self._template, outputs)
 
-    def forward(self, tensors: Sequence[Tensor]) -> _Pass:
-        """Replay the forward graph; the outputs are in their places."""
-        if not self._fresh:
+    def forward(self, tensors: Sequence[Tensor]) -> _PassToken:
+        """Replay the forward graph into `outputs`."""
+        if not self._is_captured_pass:
             self._prepare()
-            for place, x in zip(self.inputs, tensors):
-                if place.data_ptr() != x.data_ptr():
-                    place.copy_(x)
+            for static, x in zip(self.inputs, tensors):
+                if static.data_ptr() != x.data_ptr():
+                    static.copy_(x)
             self._forward_graph.replay()
-        self._fresh = False
-        ticket = _Pass()
-        self._pass = weakref.ref(ticket)
-        return ticket
+        self._is_captured_pass = False
+        token = _PassToken()
+        self._pass = weakref.ref(token)
+        return token
 
     def backward(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Replay the backward graph. grads: of the outputs. Returns: gradients of inputs and parameters."""
+        """Replay the backward graph with gradients of the outputs; return those of inputs and parameters."""
         if self._backward_graph is None:
-            with self.slot.owning():
-                self.output_grads = [torch.empty_like(x) for x, needed in zip(self.outputs, self.differentiable) if needed]
+            with self.slot.capture_scope():
+                self.output_grads = [
+                    torch.empty_like(x) for x, needed in zip(self.outputs, self.requires_grad) if needed
+                ]
                 self._load(grads)
                 self._capture_backward()
         else:
@@ -256,46 +293,55 @@ class _Unit:
             self._backward_graph.replay()
         self._pass = lambda: None
         return [x if x is None else x.detach() for x in self.input_grads], [
-            x if x is None else x.detach() if param._post_accumulate_grad_hooks else x.clone()  # hooks take it at once
-            for param, x in zip(self.params, self._param_grads)]
+            x
+            if x is None
+            else x.detach()
+            if param._post_accumulate_grad_hooks
+            else x.clone()  # hooks consume it at once
+            for param, x in zip(self.params, self._param_grads)
+        ]
 
     def _load(self, grads: Sequence[Tensor | None]) -> None:
-        for place, grad in zip(self.output_grads, (grad for grad, needed in zip(grads, self.differentiable) if needed)):
-            place.zero_() if grad is None else place.copy_(grad)
+        for static, grad in zip(self.output_grads, (grad for grad, needed in zip(grads, self.requires_grad) if needed)):
+            static.zero_() if grad is None else static.copy_(grad)
 
     def _capture_backward(self) -> None:
-        wanted = [x for x in self.inputs if x.requires_grad]
-        self._backward_graph = Graph(self.slot.pool)
+        inputs = [x for x in self.inputs if x.requires_grad]
+        self._backward_graph = CapturedGraph(self.slot.pool)
         scratch = self.slot.graphs.scratch(self.params)
 
         def run() -> tuple[list[Tensor | None], list[Tensor | None]]:
-            found = torch.autograd.grad(self._graph, [*wanted, *self.params], self.output_grads, allow_unused=True)
-            of_params = [grad if grad is None else place.copy_(grad) for place, grad in zip(scratch, found[len(wanted):])]
-            return list(found[:len(wanted)]), of_params
+            grads = torch.autograd.grad(
+                self._graph_outputs, [*inputs, *self.params], self.output_grads, allow_unused=True
+            )
+            param_grads = [
+                grad if grad is None else buffer.copy_(grad) for buffer, grad in zip(scratch, grads[len(inputs) :])
+            ]
+            return list(grads[: len(inputs)]), param_grads
 
-        of_inputs, self._param_grads = self._backward_graph.capture(run)
-        self._graph = None
-        self.input_grads = [of_inputs.pop(0) if x.requires_grad else None for x in self.inputs]
+        input_grads, self._param_grads = self._backward_graph.capture(run)
+        self._graph_outputs = None
+        self.input_grads = [input_grads.pop(0) if x.requires_grad else None for x in self.inputs]
 
     def _prepare(self) -> None:
-        """What hooks do before a module runs: wait for its parameters."""
+        """Run the modules' forward pre-hooks, which wait for parameters."""
         for module, hook in self._hooks:
             hook(module, ())
 
 
 class _Graphed(torch.autograd.Function):
-    """A part as one node."""
+    """A captured part as one autograd node."""
 
     @staticmethod
-    def forward(ctx, unit: _Unit, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.ticket = unit, unit.forward(tensors[:count])
+    def forward(ctx, part: _GraphedPart, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part, ctx.token = part, part.forward(tensors[:count])
         ctx.set_materialize_grads(False)
-        outputs = tuple(x.detach() for x in unit.outputs)
-        ctx.mark_non_differentiable(*(x for x, needed in zip(outputs, unit.differentiable) if not needed))
+        outputs = tuple(x.detach() for x in part.outputs)
+        ctx.mark_non_differentiable(*(x for x, needed in zip(outputs, part.requires_grad) if not needed))
         return outputs
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
-        ctx.ticket = None
-        of_inputs, of_params = ctx.unit.backward(grads)
-        return None, None, *of_inputs, *of_params
+        ctx.token = None
+        input_grads, param_grads = ctx.part.backward(grads)
+        return None, None, *input_grads, *param_grads

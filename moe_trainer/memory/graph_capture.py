@@ -1,41 +1,48 @@
-"""Operations on a CUDA device that are recorded once and repeated, as a CUDA graph.
+"""CUDA graph capture: operations on a CUDA device that are recorded once and replayed.
 
-What is repeated are the operations, on the very tensors they ran on: addresses, shapes, Python numbers and branches are those of the
-capture. So whoever captures keeps the inputs where they are and overwrites them, and finds the outputs where they were.
+A replay repeats the operations on the tensors of the capture: addresses, shapes, Python numbers and branches are
+those of the capture. The caller copies new inputs into the captured ones and reads the captured outputs. A capture
+fails on reads by the host, on shapes that depend on values, and on random numbers of a generator that is not
+registered (tests/emulated_cuda checks this without a GPU).
 
-What a capture cannot do is an error of CUDA: reading a value on the host, shapes that depend on values, random numbers of a generator that
-the graph does not know. (tests/emulated_cuda has a device on which all this happens without a GPU.)
-
-Memory of graphs with one pool may be shared by their temporary tensors: they must be replayed in the order in which they were captured.
+Graphs that share a memory pool may share the memory of temporary tensors, so they must be replayed in the order of
+capture.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
 
 
-class Graph:
-    """Operations that can be repeated. Other threads (the watchdog of NCCL) may use the device meanwhile."""
+class CapturedGraph:
+    """Operations that can be replayed. Other threads (the watchdog of NCCL) may use the device during capture."""
 
     def __init__(self, pool: Any, generators: Sequence[torch.Generator] = ()):
-        """pool: of memory, a handle of torch.cuda.graph_pool_handle. generators: that operators inside draw from, besides the device's own one."""
+        """Create an empty graph.
+
+        Args:
+            pool: memory pool, of torch.cuda.graph_pool_handle.
+            generators: generators that captured operators draw from, in addition to the device's default one.
+        """
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
         for generator in generators:
             self._graph.register_generator_state(generator)
 
     def capture(self, run: Callable[[], T]) -> T:
-        """Record what `run` does, once. Returns: what it returns; its tensors hold what one run gives.
+        """Capture `run` and replay it once; return what it returns.
 
-        Raises: RuntimeError when it waits for the device, or its shapes depend on values.
+        Raises:
+            RuntimeError: if it waits for the device or its shapes depend on values.
         """
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
-        self._graph.replay()  # nothing has been computed yet
+        self._graph.replay()  # a capture does not compute
         return result
 
     def replay(self) -> None:
@@ -44,28 +51,35 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor was."""
+class _Placeholder:
+    """Position of a tensor in a template."""
 
 
-def take_apart(value: Any, found: list[Tensor]) -> Any:
-    """Collect the tensors of a record; returns it with places instead."""
-    if isinstance(value, Tensor):
-        found.append(value)
-        return _Place()
-    if isinstance(value, list | tuple):
-        return tuple(take_apart(each, found) for each in value)
-    if is_dataclass(value):
-        return replace(value, **{each.name: take_apart(getattr(value, each.name), found) for each in fields(value)})
-    return value
+def split_tensors(value: Any) -> tuple[list[Tensor], Any]:
+    """Return the tensors of a value of nested containers and dataclasses, and the value as a template without them."""
+    tensors: list[Tensor] = []
+
+    def take(x: Tensor) -> _Placeholder:
+        tensors.append(x)
+        return _Placeholder()
+
+    return tensors, _map_leaves(Tensor, take, value)
 
 
-def put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Undo take_apart with other tensors."""
-    if isinstance(value, _Place):
-        return next(tensors)
-    if isinstance(value, tuple):
-        return tuple(put_together(each, tensors) for each in value)
-    if is_dataclass(value):
-        return replace(value, **{each.name: put_together(getattr(value, each.name), tensors) for each in fields(value)})
-    return value
+def join_tensors(template: Any, tensors: Iterable[Tensor]) -> Any:
+    """Fill a template of `split_tensors` with tensors."""
+    remaining = iter(tensors)
+    return _map_leaves(_Placeholder, lambda _: next(remaining), template)
+
+
+def _map_leaves(kind: type, fn: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `fn` to the leaves of a type; torch's pytree does not enter dataclasses, so this does."""
+
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, kind):
+            return fn(leaf)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return replace(leaf, **{f.name: _map_leaves(kind, fn, getattr(leaf, f.name)) for f in fields(leaf)})
+        return leaf
+
+    return tree_map(apply, value)

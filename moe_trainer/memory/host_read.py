@@ -1,7 +1,7 @@
-"""Integers between host and device, without waiting for all that the device has to do.
+"""Transfers of integers between host and device that do not wait for all of the device's work.
 
-Counts of tokens decide sizes on the host. On CUDA they travel through pinned memory on a stream of their own, so that the host waits for
-them alone, and only when it needs them. On a CPU they are read when they are asked for.
+Token counts decide sizes on the host. On CUDA they are copied through pinned memory on a separate stream, so the host
+waits for them alone, and only when it needs them. On a CPU they are computed when they are requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,32 +13,39 @@ from torch import Tensor
 from moe_trainer.ops.transfer import to_device
 
 
-class HostReads:
-    """Starts reads of one dispatcher; it has a stream for them."""
+class AsyncHostReader:
+    """Starts host reads of one dispatcher, on its own stream."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, compute: Callable[..., Tensor], *inputs: Tensor, work: Any = None) -> Callable[[], list[int]]:
-        """Begin to read what `compute` makes of inputs. Returns: what waits for the numbers and gives them, flat.
+        """Start to read compute(*inputs).
 
-        work: of a collective that writes inputs. On a CPU the caller must have waited for it before it asks.
+        Args:
+            compute: returns the integers to read.
+            *inputs: its arguments.
+            work: handle of a collective that writes the inputs. On a CPU the caller must wait for it before it
+                requests the values.
+
+        Returns:
+            A function that waits for the values and returns them, flattened.
         """
         if not inputs[0].is_cuda:
             return lambda: compute(*inputs).flatten().tolist()
-        side = self._stream(inputs[0].device)
-        side.wait_stream(torch.cuda.current_stream(inputs[0].device))
-        with torch.cuda.stream(side):
+        stream = self._stream(inputs[0].device)
+        stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
+        with torch.cuda.stream(stream):
             if work is not None:
                 work.wait()
             numbers = compute(*inputs)
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             for x in inputs:
-                x.record_stream(side)
-            done = side.record_event()
+                x.record_stream(stream)
+            copied = stream.record_event()
 
         def values() -> list[int]:
-            done.synchronize()
+            copied.synchronize()
             return host.flatten().tolist()
 
         return values
@@ -49,8 +56,8 @@ class HostReads:
         return self._streams[device]
 
 
-def integers(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Integers of the host as a tensor, for which nobody waits."""
-    if len(set(numbers)) == 1:  # also while a graph is captured
+def integer_tensor(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy integers of the host to a tensor without waiting."""
+    if len(set(numbers)) == 1:  # works while a graph is captured, too
         return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
     return to_device(torch.tensor(numbers, dtype=dtype), device)

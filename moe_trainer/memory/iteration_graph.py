@@ -1,7 +1,7 @@
-"""The microbatches of an iteration, forward and backward, as one CUDA graph (--cuda-graph-impl full_iteration).
+"""All microbatches of an iteration, forward and backward, as one CUDA graph (--cuda-graph-impl full_iteration).
 
-Batches and the factor of the gradients are copied to where they were at capture; losses and gradients are read where they were then.
-There is one graph, for one number of microbatches: where the batch grows, the next one replaces it.
+Batches and the factor of the gradients are copied to their addresses at capture; losses and gradients are read from
+theirs. There is one graph, for one number of microbatches: when the batch size grows, a new graph replaces it.
 """
 
 import logging
@@ -10,49 +10,64 @@ from typing import Any
 
 import torch
 
-from moe_trainer.memory.graph_capture import Graph, put_together, take_apart
+from moe_trainer.memory.graph_capture import CapturedGraph, join_tensors, split_tensors
 
 logger = logging.getLogger(__name__)
 
 
 class IterationGraph:
-    """warmup: iterations before the first capture, at least one. generators: that an iteration draws from, besides the device's own one."""
+    """The captured iteration."""
 
     def __init__(self, warmup: int, generators: Sequence[torch.Generator] = ()):
+        """Create it without a graph.
+
+        Args:
+            warmup: iterations before the first capture, at least one.
+            generators: generators that an iteration draws from, in addition to the device's default one.
+        """
         self._generators = tuple(generators)
         self._eager_iterations, self._iterations = max(1, warmup), 0
         self._key: Any = None
-        self._graph: Graph | None = None
+        self._graph: CapturedGraph | None = None
         self._inputs: list[torch.Tensor] = []
         self._result: Any = None
         self._state: Any = None
 
-    def begins(self, eager: bool) -> bool:
-        """The next iteration begins. eager: it runs without a graph. Returns: does it use one?"""
+    def begin_iteration(self, eager: bool) -> bool:
+        """Count the next iteration; return whether it uses a graph. With `eager` it does not."""
         self._iterations += 1
         return not eager and self._iterations > self._eager_iterations
 
-    def run(self, key: Any, inputs: Any, fn: Callable[[Any], Any], state: Callable[[], Any], restore: Callable[[Any], None]) -> Any:
-        """fn(inputs), captured once for a key. inputs: a record of tensors. state: what Python remembers of a run, `restore` that it had run.
+    def run(
+        self, key: Any, inputs: Any, fn: Callable[[Any], Any], state: Callable[[], Any], restore: Callable[[Any], None]
+    ) -> Any:
+        """Run fn(inputs), captured once for each key.
 
-        Returns: what fn returned; its tensors hold what this run gave, until the next.
+        Args:
+            key: identifies the graph; a new key replaces it.
+            inputs: nested value with tensors.
+            fn: the iteration.
+            state: returns the Python state after a run.
+            restore: sets this state after a replay.
+
+        Returns:
+            The result of fn; its tensors are overwritten by the next run.
         """
-        tensors: list[torch.Tensor] = []
-        shape = take_apart(inputs, tensors)
+        tensors, template = split_tensors(inputs)
         if key != self._key:
-            self._capture(key, shape, tensors, fn)
+            self._capture(key, template, tensors, fn)
             self._state = state()
             return self._result
-        for place, x in zip(self._inputs, tensors):
-            place.copy_(x)
+        for captured, x in zip(self._inputs, tensors):
+            captured.copy_(x)
         self._graph.replay()
         restore(self._state)
         return self._result
 
-    def _capture(self, key: Any, shape: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> None:
-        self._graph = self._result = self._state = None  # its memory is free before the next one takes any
+    def _capture(self, key: Any, template: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> None:
+        self._graph = self._result = self._state = None  # frees its memory before the next capture
         self._inputs = [x.clone() for x in tensors]
-        self._graph = Graph(torch.cuda.graph_pool_handle(), self._generators)
-        self._result = self._graph.capture(lambda: fn(put_together(shape, iter(self._inputs))))
+        self._graph = CapturedGraph(torch.cuda.graph_pool_handle(), self._generators)
+        self._result = self._graph.capture(lambda: fn(join_tensors(template, self._inputs)))
         self._key = key
-        logger.info("CUDA graph of the whole iteration (%s microbatches)", key)
+        logger.info("captured a CUDA graph of the full iteration (%s microbatches)", key)

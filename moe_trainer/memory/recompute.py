@@ -1,21 +1,21 @@
-"""Computing activations again in backward, instead of keeping them: two ways.
+"""Recomputation of activations in backward, in two ways.
 
-* A region (`run_region`) keeps its inputs only. The first time backward asks for anything that was saved inside, the whole region
-  runs again, by torch's non-reentrant checkpointing: the graph of the first pass stays and does the backward, the second pass only
-  fills in what it saved. So gradients that are attached inside (auxiliary losses) enter once, and hooks on parameters run once.
-* `Discarded` outputs belong to something cheap whose own graph keeps no more than its inputs (a norm, an up-projection). It runs as
-  ever; but where its outputs are saved by their consumers, a handle is kept in their place, and the outputs are computed again, once
-  and without a graph, when the first handle is asked for.
+* A region (`run_recomputed`) saves its inputs only. When backward needs the first tensor saved inside, the region
+  runs again, by torch's non-reentrant checkpointing: the graph of the first pass remains and runs backward, the
+  second pass only refills the saved tensors. So gradients attached inside (auxiliary losses) count once, and hooks on
+  parameters run once.
+* `RecomputedOutput`: output of a cheap function whose own graph saves its inputs only (a norm, an up-projection).
+  Where consumers save it, a handle is saved instead, and the first handle that is read recomputes the output, once
+  and without a graph.
 
-The second pass must give what the first gave. Random numbers: torch's global state is put back by torch, the chunk's own stream
-(parallel/rng.py) by `Tape`. What must happen once, or must not be decided anew, goes through `Tape.once`: the first pass writes down
-what it gave, the second reads it (choices of experts, counts and losses of routers, random biases). Collectives inside run again, in
-the order of backward, which is that of every rank.
+The second pass must reproduce the first. torch restores its global random state, `ReplayCache` that of the chunk's
+generator (parallel/rng.py). Decisions and counts (choices of experts, losses of routers, random biases) go through
+`ReplayCache.cached`, which replays the value of the first pass. Collectives inside run again, in the order of
+backward, which is the same on every rank. torch stops the second pass after the last missing tensor, on all ranks
+alike.
 
-Only the part of a second pass up to the last tensor that is missing runs, on all ranks alike (torch's early stop).
-
-Rejected: the reentrant form (a graph inside backward: parameter hooks and deferred gradients would see other passes), and keeping
-the routing of a region by keeping its tensors (they would have to be told from those that are recomputed).
+Rejected: reentrant checkpointing (its graph inside backward makes parameter hooks and deferred gradients see other
+passes), and saving the routing's tensors in a region (they would have to be distinguished from recomputed ones).
 """
 
 import contextlib
@@ -28,107 +28,110 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moe_trainer.parallel.collectives import all_gather_flat
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import Group
 
 T = TypeVar("T")
 
 
-class Tape:
-    """What happened once in the first pass of a region, for its second."""
+class ReplayCache:
+    """Values and random state of the first pass of a region, for its second."""
 
-    def __init__(self, stream: ShardStream | None = None):
-        """stream: random numbers that the region may draw."""
+    def __init__(self, stream: ShardRNG | None = None):
+        """Create an empty cache; `stream` is the random generator that the region may use."""
         self._stream = stream
         self._values: list[Any] = []
-        self._started: Tensor | None = None
-        self._place: int | None = None
-        self.playing = False
+        self._first_rng_state: Tensor | None = None
+        self._position: int | None = None
+        self.is_replaying = False
 
-    def once(self, compute: Callable[[], T]) -> T:
-        """In the first pass compute, in the second return what that gave."""
-        if self.playing:
-            self._place += 1
-            return self._values[self._place - 1]
+    def cached(self, compute: Callable[[], T]) -> T:
+        """Compute a value in the first pass; return the same value in the second."""
+        if self.is_replaying:
+            self._position += 1
+            return self._values[self._position - 1]
         self._values.append(compute())
         return self._values[-1]
 
     @contextlib.contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
-        """One pass of the region: the first one records, later ones play."""
-        self.playing, self._place = self._place is not None, 0
+    def run_pass(self, device: torch.device) -> Iterator[None]:
+        """Enter one pass of the region: the first one records, later ones replay."""
+        self.is_replaying, self._position = self._position is not None, 0
         generator = None if self._stream is None else self._stream.generator(device)
         if generator is None:
             yield
             return
         before = generator.get_state()
-        if not self.playing:
-            self._started = before
+        if not self.is_replaying:
+            self._first_rng_state = before
             yield
             return
-        generator.set_state(self._started)
+        generator.set_state(self._first_rng_state)
         try:
             yield
         finally:
             generator.set_state(before)
 
 
-def run_region(fn: Callable[..., Any], tensors: Sequence[Tensor], *, draws: bool, shared_by: Group | None = None) -> Any:
-    """Return fn(*tensors) and keep the tensors alone; fn is called again in backward.
+def run_recomputed(
+    fn: Callable[..., Any], tensors: Sequence[Tensor], *, uses_global_rng: bool, shared_by: Group | None = None
+) -> Any:
+    """Return fn(*tensors) and save the tensors only; fn runs again in backward.
 
-    draws: fn may take random numbers from torch's global generators. shared_by: ranks that hold the same tensors, each of which
-    keeps a part of them (--distribute-saved-activations); they are gathered again in backward.
+    Args:
+        fn: the region.
+        tensors: its inputs.
+        uses_global_rng: fn may draw from torch's global generators.
+        shared_by: ranks that hold the same tensors, each of which saves a shard (--distribute-saved-activations).
     """
-    spread = contextlib.nullcontext() if shared_by is None or shared_by.size == 1 else _own_parts(shared_by)
-    with spread:
-        return checkpoint(fn, *tensors, use_reentrant=False, preserve_rng_state=draws)
+    hooks = contextlib.nullcontext() if shared_by is None or shared_by.size == 1 else _save_shards(shared_by)
+    with hooks:
+        return checkpoint(fn, *tensors, use_reentrant=False, preserve_rng_state=uses_global_rng)
 
 
-def _own_parts(group: Group) -> saved_tensors_hooks:
+def _save_shards(group: Group) -> saved_tensors_hooks:
     def pack(x: Tensor) -> Any:
         if x.numel() == 0 or x.numel() % group.size:
             return x.detach() if x.grad_fn is not None else x
         return x.detach().reshape(group.size, -1)[group.rank].clone(), x.shape
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        part, shape = kept
-        whole = part.new_empty(shape)
-        all_gather_flat(whole.view(-1), part, group)
-        return whole
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        shard, shape = saved
+        full = shard.new_empty(shape)
+        all_gather_flat(full.view(-1), shard, group)
+        return full
 
     return saved_tensors_hooks(pack, unpack)
 
 
-class Discarded:
-    """Outputs of `fn` that are not kept; `get` computes them again. They live from then on until the last handle is gone."""
+class RecomputedOutput:
+    """Outputs of a function that are not saved. `get` recomputes them; they live until the last handle is gone."""
 
     def __init__(self, fn: Callable[..., Any], inputs: Callable[[], Sequence[Tensor]]):
-        """inputs: brings the arguments of fn."""
+        """Store the function; `inputs` returns its arguments."""
         self._fn, self._inputs = fn, inputs
         self._outputs: tuple[Tensor, ...] | None = None
 
     def get(self, index: int) -> Tensor:
-        """Output number `index`, without a graph."""
+        """Return output number `index`, without a graph."""
         if self._outputs is None:
             with torch.no_grad():
                 self._outputs = as_tuple(self._fn(*self._inputs()))
         return self._outputs[index]
 
 
-class Handle:
-    """Stands for a saved tensor that is an output of `source`, or a view of one."""
+class RecomputedTensor:
+    """Handle of a saved tensor that is an output of `source`, or a view of one."""
 
-    def __init__(self, source: Discarded, index: int, x: Tensor):
+    def __init__(self, source: RecomputedOutput, index: int, x: Tensor):
         self._source, self._index = source, index
         self._geometry = x.size(), x.stride(), x.storage_offset()
 
     def get(self) -> Tensor:
-        """The tensor."""
         return self._source.get(self._index).as_strided(*self._geometry)
 
 
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One output or several."""
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

@@ -11,7 +11,7 @@ constants to them.
 Under context parallelism tokens, labels and mask are shifted whole and cut then, so the last position of one chunk predicts
 the first of the next. As in Megatron-LM each context rank divides by the valid tokens that it holds, and the ranks' means
 are averaged: with masked or shifted-out tokens unevenly spread, that is not the mean over all of them. It is one of the few
-quantities that depend on the topology (moe/balancing.py lists them, proof/emulate.py computes them in one process).
+quantities that depend on the topology (moe/balancing.py lists them, verification/emulate_topology.py computes them in one process).
 
 The layers (`MultiTokenPrediction`) and the losses (`MTPLosses`) are two modules, because they may stand on two pipeline
 stages: the losses always stand with the output head.
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init
-from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
-from moe_trainer.memory.cuda_graph import Graphs
+from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.parallel.sequence import SequenceShard
@@ -60,28 +60,56 @@ class _NoGradient(torch.autograd.Function):
 class MTPLayer(nn.Module):
     """One depth. name: global name, e.g. "mtp.layers.0"."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, kit: Kit):
+    def __init__(
+        self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, factory: LayerFactory
+    ):
         super().__init__()
-        model, sp, kit = args.model, args.parallel.sequence_parallel, kit.for_layer(layer_number)
+        model, sp, factory = args.model, args.parallel.sequence_parallel, factory.for_layer(layer_number)
         size, rows_cut = model.hidden_size, sp and ps.tp.size > 1
-        self.activations = kit.activations
-        self.enorm = kit.norm(size, model, name=f"{name}.enorm", partial=rows_cut)
-        self.hnorm = kit.norm(size, model, name=f"{name}.hnorm", partial=rows_cut)
-        self.eh_proj = kit.column_linear(2 * size, size, name=f"{name}.eh_proj", group=ps.tp, init=hidden_init(model),
-                                         sequence_parallel=sp, gather_output=True)
+        self.activations = factory.activations
+        self.enorm = factory.norm(size, model, name=f"{name}.enorm", partial=rows_cut)
+        self.hnorm = factory.norm(size, model, name=f"{name}.hnorm", partial=rows_cut)
+        self.eh_proj = factory.column_linear(
+            2 * size,
+            size,
+            name=f"{name}.eh_proj",
+            group=ps.tp,
+            init=hidden_init(model),
+            sequence_parallel=sp,
+            gather_output=True,
+        )
         self.mtp_model_layer = TransformerLayer(
-            args, ps, name=f"{name}.mtp_model_layer", layer_number=layer_number, is_moe=is_moe,
+            args,
+            ps,
+            name=f"{name}.mtp_model_layer",
+            layer_number=layer_number,
+            is_moe=is_moe,
             # a part is one node of a pass: its parameters' gradients are taken before the next one's
-            kit=replace(kit, graphs=Graphs()) if model.mtp_use_repeated_layer else kit)
-        self.final_layernorm = kit.norm(size, model, name=f"{name}.final_layernorm", partial=rows_cut)
+            factory=replace(factory, graphs=CudaGraphs()) if model.mtp_use_repeated_layer else factory,
+        )
+        self.final_layernorm = factory.norm(size, model, name=f"{name}.final_layernorm", partial=rows_cut)
 
-    def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Visible | None,
-                grad_scale: float | Tensor) -> Tensor:
+    def forward(
+        self,
+        x_SBH: Tensor,
+        embedded_SBH: Tensor,
+        rope: Tables | None,
+        visible: AttentionMask | None,
+        grad_scale: float | Tensor,
+    ) -> Tensor:
         """x_SBH: normed hidden state of the previous depth; embedded_SBH: of the shifted tokens."""
-        return self.activations.region("mtp", lambda *tensors: self._run(*tensors, rope, visible, grad_scale), x_SBH, embedded_SBH)
+        return self.activations.recompute_region(
+            "mtp", lambda *tensors: self._run(*tensors, rope, visible, grad_scale), x_SBH, embedded_SBH
+        )
 
-    def _run(self, x_SBH: Tensor, embedded_SBH: Tensor, rope: Tables | None, visible: Visible | None,
-             grad_scale: float | Tensor) -> Tensor:
+    def _run(
+        self,
+        x_SBH: Tensor,
+        embedded_SBH: Tensor,
+        rope: Tables | None,
+        visible: AttentionMask | None,
+        grad_scale: float | Tensor,
+    ) -> Tensor:
         joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
         return self.final_layernorm(self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale))
 
@@ -89,18 +117,29 @@ class MTPLayer(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """The layers of all depths (--mtp-num-layers); with --mtp-use-repeated-layer one layer serves them all."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, *, is_moe: bool, kit: Kit):
+    def __init__(self, args: Arguments, ps: ParallelState, *, is_moe: bool, factory: LayerFactory):
         super().__init__()
         model = args.model
         self.sequence = SequenceShard(ps.cp)
         self.num_depths, self.detached = model.mtp_num_layers, model.mtp_detach_heads
         num_layers = 1 if model.mtp_use_repeated_layer else self.num_depths
         self.layers = nn.ModuleList(
-            MTPLayer(args, ps, name=f"mtp.layers.{i}", layer_number=model.num_layers + i + 1, is_moe=is_moe, kit=kit)
-            for i in range(num_layers))
+            MTPLayer(
+                args, ps, name=f"mtp.layers.{i}", layer_number=model.num_layers + i + 1, is_moe=is_moe, factory=factory
+            )
+            for i in range(num_layers)
+        )
 
-    def forward(self, x_SBH: Tensor, tokens_BS: Tensor, position_ids_BS: Tensor, embed: Callable[[Tensor, Tensor], Tensor],
-                rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> list[Tensor]:
+    def forward(
+        self,
+        x_SBH: Tensor,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor,
+        embed: Callable[[Tensor, Tensor], Tensor],
+        rope: Tables | None,
+        visible: AttentionMask | None,
+        grad_scale: float | Tensor,
+    ) -> list[Tensor]:
         """Return the normed hidden state of every depth. x_SBH: the decoder's normed output."""
         local, states = self.sequence.local, []
         hidden = _NoGradient.apply(x_SBH) if self.detached else x_SBH
@@ -108,7 +147,9 @@ class MultiTokenPrediction(nn.Module):
             tokens_BS, position_ids_BS = shift_left(tokens_BS), shift_left(position_ids_BS)
             layer = self.layers[min(depth, len(self.layers) - 1)]
             embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
-            hidden = layer(hidden, _NoGradient.apply(embedded) if self.detached else embedded, rope, visible, grad_scale)
+            hidden = layer(
+                hidden, _NoGradient.apply(embedded) if self.detached else embedded, rope, visible, grad_scale
+            )
             states.append(hidden)
         return states
 
@@ -125,8 +166,15 @@ class MTPLosses(nn.Module):
         # per depth: sum over microbatches of the mean loss; last: number of microbatches
         self.register_buffer("losses", torch.zeros(self.num_depths + 1, dtype=torch.float32), persistent=False)
 
-    def forward(self, x_SBH: Tensor, states: Sequence[Tensor], labels_BS: Tensor, loss_mask_BS: Tensor | None,
-                loss_BS: Callable[..., Tensor], grad_scale: float | Tensor) -> Tensor:
+    def forward(
+        self,
+        x_SBH: Tensor,
+        states: Sequence[Tensor],
+        labels_BS: Tensor,
+        loss_mask_BS: Tensor | None,
+        loss_BS: Callable[..., Tensor],
+        grad_scale: float | Tensor,
+    ) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
         local = self.sequence.local
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
@@ -144,14 +192,14 @@ class MTPLosses(nn.Module):
         return x_SBH
 
 
-def forget_mtp_metrics(chunks: list[nn.Module]) -> None:
+def reset_mtp_metrics(chunks: list[nn.Module]) -> None:
     """Forget the sums of the iteration under way."""
     for chunk in chunks:
         if chunk.mtp_losses is not None:
             chunk.mtp_losses.losses.zero_()
 
 
-def mtp_sums(chunks: list[nn.Module]) -> Tensor:
+def get_mtp_sums(chunks: list[nn.Module]) -> Tensor:
     """What mtp_metrics takes, to be added over ps.dp_cp: fp64 [depths + 1], zeros but on the last stage; [0] without MTP."""
     depths, losses = chunks[0].mtp_depths, chunks[-1].mtp_losses
     if losses is None:
@@ -160,6 +208,6 @@ def mtp_sums(chunks: list[nn.Module]) -> Tensor:
 
 
 def mtp_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Mean loss of every depth over microbatches and ranks since the last forget_mtp_metrics: {"mtp_1 loss": ...}."""
+    """Mean loss of every depth over microbatches and ranks since the last reset_mtp_metrics: {"mtp_1 loss": ...}."""
     *losses, count = sums or (1.0,)
     return {f"mtp_{depth} loss": value / max(count, 1.0) for depth, value in enumerate(losses, start=1)}

@@ -1,6 +1,6 @@
 """A decoder-only language model, or one chunk of it: embedding, blocks, final norm, head; per-token loss or logits.
 
-What a chunk holds is a ChunkLayout (shape/layout.py); with one chunk it is everything. Module paths then equal Megatron-Core's
+What a chunk holds is a ChunkLayout (age_layout.py); with one chunk it is everything. Module paths then equal Megatron-Core's
 names (`decoder.layers.0.self_attention.linear_qkv.weight`), so a name in an error, a checkpoint or a golden file leads straight
 to the code.
 
@@ -17,30 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from moe_trainer.layers.core_attention import Visible
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.stage_layout import ChunkLayout
+from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, output_init
-from moe_trainer.layers.kit import Kit
-from moe_trainer.layers.precision import LowPrecision, find_casts, find_quantized, scaling_state
+from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables, make_rotary
-from moe_trainer.layers.sparse_attention import SparseAttention, sparse_layers
+from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from moe_trainer.memory.activations import Activations
-from moe_trainer.memory.cuda_graph import Graphs
+from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
-from moe_trainer.parallel.baton import Baton
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.overlap_threads import AlternatingExecutor
+from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
-from moe_trainer.shape import deferral
-from moe_trainer.shape.full_sharding import shards_parameters
-from moe_trainer.shape.layers import moe_layer_pattern, mtp_is_moe
-from moe_trainer.shape.layout import ChunkLayout
-from moe_trainer.shape.parts import recomputed_spans
-from moe_trainer.shape.stored_weights import keeps_8_bits
+from moe_trainer.quantization.config import QuantizationConfig
+from moe_trainer.quantization.iteration import find_quantized_gemms, find_weight_casts, scaling_state
 
 LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
@@ -48,22 +45,42 @@ LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 class Embedding(nn.Module):
     """Token embedding, learned positions if asked for, dropout."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, *, tied: bool = False,
-                 copy: bool = False):
+    def __init__(
+        self,
+        args: Arguments,
+        ps: ParallelState,
+        padded_vocab_size: int,
+        factory: LayerFactory,
+        *,
+        tied: bool = False,
+        copy: bool = False,
+    ):
         """tied: other pipeline stages hold the word embeddings too; copy: an earlier one owns them, and the positions."""
         super().__init__()
         model, sp = args.model, args.parallel.sequence_parallel
-        self.dropout = Dropout(model.hidden_dropout, kit.stream if sp else None)
+        self.dropout = Dropout(model.hidden_dropout, factory.stream if sp else None)
         self.fp32_residual = model.fp32_residual_connection
         self.multiplier = model.mup_embedding_mult if model.use_mup else 1.0
         self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size, model.hidden_size, name="embedding.word_embeddings", group=ps.tp,
-            init=embedding_init(model), tied=tied, copy=copy, sequence_parallel=sp)
+            padded_vocab_size,
+            model.hidden_size,
+            name="embedding.word_embeddings",
+            group=ps.tp,
+            init=embedding_init(model),
+            tied=tied,
+            copy=copy,
+            sequence_parallel=sp,
+        )
         self.position_embeddings = None
         if model.position_embedding_type == "learned_absolute" and model.add_position_embedding and not copy:
             self.position_embeddings = PositionEmbedding(
-                model.max_position_embeddings, model.hidden_size, name="embedding.position_embeddings", group=ps.tp,
-                init=embedding_init(model), sequence_parallel=sp)
+                model.max_position_embeddings,
+                model.hidden_size,
+                name="embedding.position_embeddings",
+                group=ps.tp,
+                init=embedding_init(model),
+                sequence_parallel=sp,
+            )
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
         """Returns: x_SBH, this rank's rows of it under sequence parallelism; fp32 with --fp32-residual-connection."""
@@ -83,27 +100,48 @@ class Decoder(nn.Module):
     `layers` counts from the chunk's first layer; global numbers are in the parameters' names and in `layer_number`.
     """
 
-    def __init__(self, args: Arguments, ps: ParallelState, kit: Kit, pattern: tuple[bool, ...], layout: ChunkLayout):
+    def __init__(
+        self, args: Arguments, ps: ParallelState, factory: LayerFactory, pattern: tuple[bool, ...], layout: ChunkLayout
+    ):
         super().__init__()
         self.layers = nn.ModuleList(
-            TransformerLayer(args, ps, name=f"decoder.layers.{i}", layer_number=i + 1, is_moe=pattern[i], kit=kit)
-            for i in layout.layers)
+            TransformerLayer(
+                args, ps, name=f"decoder.layers.{i}", layer_number=i + 1, is_moe=pattern[i], factory=factory
+            )
+            for i in layout.layers
+        )
         self.final_layernorm = None
         if layout.has_final_norm:
-            self.final_layernorm = kit.norm(args.model.hidden_size, args.model, name="decoder.final_layernorm",
-                                            partial=args.parallel.sequence_parallel and ps.tp.size > 1)
+            self.final_layernorm = factory.norm(
+                args.model.hidden_size,
+                args.model,
+                name="decoder.final_layernorm",
+                partial=args.parallel.sequence_parallel and ps.tp.size > 1,
+            )
 
 
 class Transformer(nn.Module):
     """One chunk of the model, or all of it. Built by build.build_chunks, which also gives the parameters their values."""
 
-    def __init__(self, args: Arguments, ps: ParallelState, padded_vocab_size: int, kit: Kit, layout: ChunkLayout,
-                 *, shared_embedding: bool, params_dtype: torch.dtype, device: torch.device,
-                 queue: WeightGradQueue | None = None, baton: Baton | None = None,
-                 activations: Callable[[ShardStream | None], Activations] | None = None, graphs: Graphs | None = None):
+    def __init__(
+        self,
+        args: Arguments,
+        ps: ParallelState,
+        padded_vocab_size: int,
+        factory: LayerFactory,
+        layout: ChunkLayout,
+        *,
+        shared_embedding: bool,
+        params_dtype: torch.dtype,
+        device: torch.device,
+        queue: WeightGradQueue | None = None,
+        overlap_executor: AlternatingExecutor | None = None,
+        activations: Callable[[ShardRNG | None], ActivationPolicy] | None = None,
+        graphs: CudaGraphs | None = None,
+    ):
         """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be.
 
-        queue: where its weight gradients can wait, for schedules that compute them apart. baton: of this rank, for schedules that
+        queue: where its weight gradients can wait, for schedules that compute them apart. overlap_executor: of this rank, for schedules that
         run two passes in turns; also where gradients that wait are computed beside the exchange of tokens. activations: makes what
         decides about its activations, given its stream. graphs: which of its parts are captured; None for none.
         """
@@ -113,14 +151,25 @@ class Transformer(nn.Module):
         self.layout, self.params_dtype, self.device = layout, params_dtype, device
         self.stream = None
         if ps.tp.size > 1:
-            place = (f"pp {ps.pp.rank}", f"first layer {layout.layers[:1]}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}")
-            self.stream = ShardStream(args.training.seed, "dropout", *place)
-        self.weight_grads, self.baton = queue, baton
-        self.activations = Activations() if activations is None else activations(self.stream)
-        self.graphs = graphs or Graphs()
-        kit = kit.for_chunk(None if deferral.of_the_head(args.parallel) else queue, self.stream, baton, self.activations,
-                            LowPrecision.of(args.precision, model, args.training.seed, ps, keeps_8_bits(args)), self.graphs)
-        self.spans = recomputed_spans(args.training, len(layout.layers))
+            place = (
+                f"pp {ps.pp.rank}",
+                f"first layer {layout.layers[:1]}",
+                f"dp_cp {ps.dp_cp.rank}",
+                f"tp {ps.tp.rank}",
+            )
+            self.stream = ShardRNG(args.training.seed, "dropout", *place)
+        self.weight_grads, self.overlap_executor = queue, overlap_executor
+        self.activations = ActivationPolicy() if activations is None else activations(self.stream)
+        self.graphs = graphs or CudaGraphs()
+        factory = factory.for_chunk(
+            None if args.parallel.has_deferred_head_wgrad else queue,
+            self.stream,
+            overlap_executor,
+            self.activations,
+            QuantizationConfig.from_args(args.precision, model, args.training.seed, ps, args.has_fp8_params),
+            self.graphs,
+        )
+        self.spans = args.training.recompute_spans(len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence = SequenceShard(ps.cp)
         self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
@@ -131,21 +180,31 @@ class Transformer(nn.Module):
         self.tied = not model.untie_embeddings_and_output_weights
         self.embedding = None
         if layout.has_word_embeddings or (layout.has_loss and self.tied):
-            self.embedding = Embedding(args, ps, padded_vocab_size, kit, tied=shared_embedding,
-                                       copy=not layout.has_embedding)
-        self.decoder = Decoder(args, ps, kit, pattern, layout)
-        self.mtp = MultiTokenPrediction(args, ps, is_moe=mtp_is_moe(pattern), kit=kit) if layout.mtp else None
+            self.embedding = Embedding(
+                args, ps, padded_vocab_size, factory, tied=shared_embedding, copy=not layout.has_embedding
+            )
+        self.decoder = Decoder(args, ps, factory, pattern, layout)
+        self.mtp = MultiTokenPrediction(args, ps, is_moe=mtp_is_moe(pattern), factory=factory) if layout.mtp else None
         self.mtp_losses = MTPLosses(args, ps) if layout.has_loss and self.mtp_depths else None
         self.output_layer = None
         if layout.has_loss:
             self.output_layer = OutputHead(
-                model.hidden_size, padded_vocab_size, name="output_layer", group=ps.tp, init=output_init(model),
-                tied=self.tied, sequence_parallel=args.parallel.sequence_parallel, queue=queue, steps=kit.kernels.loss_steps,
-                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype), quantize=kit.for_head(),
-                multiplier=model.mup_output_mult if model.use_mup else 1.0)
-        self.quantized = find_quantized(self)
+                model.hidden_size,
+                padded_vocab_size,
+                name="output_layer",
+                group=ps.tp,
+                init=output_init(model),
+                tied=self.tied,
+                sequence_parallel=args.parallel.sequence_parallel,
+                queue=queue,
+                kernels=factory.kernels.logit_kernels,
+                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype),
+                quantize=factory.lm_head_quantizer(),
+                multiplier=model.mup_output_mult if model.use_mup else 1.0,
+            )
+        self.quantized = find_quantized_gemms(self)
         # not where weights are whole for the time of a layer only, or where a graph reads what others may let go
-        self.casts = () if shards_parameters(args.parallel) or self.graphs.parts else find_casts(self)
+        self.casts = () if args.parallel.has_sharded_params or self.graphs.parts else find_weight_casts(self)
 
     def generators(self) -> dict[str, torch.Generator]:
         """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.
@@ -154,18 +213,31 @@ class Transformer(nn.Module):
         """
         found = {} if self.stream is None else {"tensor_parallel": self.stream.generator(self.device)}
         routers = (layer.router for layer in self.moe_layers())
-        return found | {f"{router.name}.bias_stream": router.bias_stream for router in routers if router.bias_stream is not None}
+        return found | {
+            f"{router.name}.bias_stream": router.bias_stream for router in routers if router.bias_stream is not None
+        }
 
     def input_spec(self, micro_batch_size: int, seq_length: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the x_SBH that this chunk receives from the one before it (in training mode or not, as it is)."""
         states = 1 + (self.layout.receives_depths if self.training else 0)
         fp32 = self.fp32_residual and not self.layout.receives_normed
-        return (states * seq_length // self.rows_cut, micro_batch_size, self.hidden_size), torch.float32 if fp32 else self.params_dtype
+        return (
+            states * seq_length // self.rows_cut,
+            micro_batch_size,
+            self.hidden_size,
+        ), torch.float32 if fp32 else self.params_dtype
 
-    def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor, labels_BS: Tensor | None = None,
-                loss_mask_BS: Tensor | None = None, attention_mask: Tensor | None = None,
-                grad_scale: float | Tensor = 1.0, x_SBH: Tensor | None = None,
-                document_ids_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        loss_mask_BS: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        grad_scale: float | Tensor = 1.0,
+        x_SBH: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
+    ) -> Tensor:
         """Run the chunk. Everything per token is given whole, on every rank; the chunk takes its part over cp itself.
 
         x_SBH: the previous chunk's output; None on the first one.
@@ -182,7 +254,7 @@ class Transformer(nn.Module):
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
         elif self.layout.receives_depths and with_mtp:
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
-        visible = Visible.of(attention_mask, document_ids_BS, self.device)
+        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device)
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
@@ -198,26 +270,33 @@ class Transformer(nn.Module):
         if labels_BS is None:
             return self.output_layer.logits_BSV(x_SBH, self._tied_weight())
         if states:
-            x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, partial(self._loss_BS, detached=self.mtp_detached), grad_scale)
+            x_SBH = self.mtp_losses(
+                x_SBH, states, labels_BS, loss_mask_BS, partial(self._loss_BS, detached=self.mtp_detached), grad_scale
+            )
         return self._loss_BS(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
-    def _layers(self, x_SBH: Tensor, rope: Tables | None, visible: Visible | None, grad_scale: float | Tensor) -> Tensor:
+    def _layers(
+        self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
+    ) -> Tensor:
         """Run the decoder's layers, those of a span as one recomputed region."""
+
         def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
             for index in range(first, stop):
-                with self.activations.offloading("layer") if index < self.offloaded_layers else nullcontext():
+                with self.activations.offload_scope("layer") if index < self.offloaded_layers else nullcontext():
                     x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale)
             return x_SBH
 
         for first, stop, recomputed in self.spans:
             part = partial(run, first, stop)
-            x_SBH = self.activations.region("full", part, x_SBH) if recomputed else part(x_SBH)
+            x_SBH = self.activations.recompute_region("full", part, x_SBH) if recomputed else part(x_SBH)
         return x_SBH
 
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.tied else None
 
-    def _loss_BS(self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None, detached: bool = False) -> Tensor:
+    def _loss_BS(
+        self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None, detached: bool = False
+    ) -> Tensor:
         """detached: the head's weight is a constant."""
         weight = self._tied_weight()
         if detached:
@@ -233,7 +312,7 @@ class Transformer(nn.Module):
 
     def sparse_attentions(self) -> list[SparseAttention]:
         """The core attentions of the chunk that choose keys."""
-        return [*sparse_layers([self])]
+        return [*iter_sparse_attentions([self])]
 
     def named_state_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that belong to a checkpoint (routers' expert_bias), under their global names."""

@@ -20,8 +20,8 @@ from torch.nn import Parameter
 
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives, p2p
-from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths, speaks_for, unique_params
-from moe_trainer.parallel.shards import whole as whole_tensor
+from moe_trainer.parallel.params import ParamInfo, get_param_info, is_global_owner, part_lengths, unique_params
+from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
 
 _SHOWN = 10
@@ -49,8 +49,9 @@ class _Part:
     shape: tuple[int, ...]
 
 
-def gather_named(chunks: Iterable[Transformer], ps: ParallelState,
-                 value: Callable[[Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather_named_tensors(
+    chunks: Iterable[Transformer], ps: ParallelState, value: Callable[[Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (Megatron-Core name, whole tensor) for every parameter of the model, stacked experts one by one, tied tensors once.
 
     value: what to take of a parameter, in its shape (the parameter itself, its main gradient). Called on every rank for each
@@ -59,12 +60,15 @@ def gather_named(chunks: Iterable[Transformer], ps: ParallelState,
     Collective over ps.world: every rank must run through the whole iteration.
     """
     chunks = list(chunks)
-    held = [_Held((stage, position), info_of(param), tuple(param.shape), lambda param=param: value(param).detach())
-            for stage, chunk in stages(chunks, ps) for position, param in enumerate(unique_params(chunk.parameters()))]
+    held = [
+        _Held((stage, position), get_param_info(param), tuple(param.shape), lambda param=param: value(param).detach())
+        for stage, chunk in chunk_stages(chunks, ps)
+        for position, param in enumerate(unique_params(chunk.parameters()))
+    ]
     return _gather(held, ps, _device(chunks))
 
 
-def gradient_of(param: Parameter) -> Tensor:
+def get_main_grad(param: Parameter) -> Tensor:
     """The main gradient, after it was gathered; zeros of a parameter that is frozen."""
     return param.main_grad if param.requires_grad else torch.zeros_like(param)
 
@@ -76,13 +80,16 @@ def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> It
     Collective over ps.world: every rank must run through the whole iteration.
     """
     chunks = list(chunks)
-    yield from gather_named(chunks, ps, whole_tensor)
-    buffers = [_Held((stage, position), ParamInfo((name,)), tuple(buffer.shape), lambda buffer=buffer: buffer)
-               for stage, chunk in stages(chunks, ps) for position, (name, buffer) in enumerate(chunk.named_state_buffers())]
+    yield from gather_named_tensors(chunks, ps, full_tensor)
+    buffers = [
+        _Held((stage, position), ParamInfo((name,)), tuple(buffer.shape), lambda buffer=buffer: buffer)
+        for stage, chunk in chunk_stages(chunks, ps)
+        for position, (name, buffer) in enumerate(chunk.named_state_buffers())
+    ]
     yield from _gather(buffers, ps, _device(chunks))
 
 
-def stages(chunks: Iterable[Transformer], ps: ParallelState) -> list[tuple[int, Transformer]]:
+def chunk_stages(chunks: Iterable[Transformer], ps: ParallelState) -> list[tuple[int, Transformer]]:
     """(virtual stage, chunk): chunk c of pipeline rank r is number c * pp + r from the front of the model."""
     return [(index * ps.pp.size + ps.pp.rank, chunk) for index, chunk in enumerate(chunks)]
 
@@ -93,13 +100,16 @@ def _device(chunks: Iterable[Transformer]) -> torch.device:
 
 def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Bring tensors to rank 0; all ranks walk through them in the order of the model."""
-    parts = [_Part((*entry.place, ps.ep.rank if entry.info.kind == "expert" else 0), ps.world.rank, entry.info, entry.shape)
-             for entry in held if speaks_for(entry.info, ps)]
+    parts = [
+        _Part((*entry.place, ps.ep.rank if entry.info.kind == "expert" else 0), ps.world.rank, entry.info, entry.shape)
+        for entry in held
+        if is_global_owner(entry.info, ps)
+    ]
     everything = collectives.gather_object(parts, ps.world)
     if everything is None:
         for entry in held:
             tensor = entry.get()
-            if speaks_for(entry.info, ps):
+            if is_global_owner(entry.info, ps):
                 header = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
                 for message in (header, tensor.contiguous()):
                     p2p.isend(message, ps.world, 0).wait()
@@ -113,7 +123,9 @@ def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> I
         assert len(shards) == info.shard_count, f"{info.names[0]}: {len(shards)} pieces of {info.shard_count}"
         assert seen.isdisjoint(info.names), f"{info.names[0]} is held twice; is one of them a copy?"
         seen.update(info.names)
-        whole = join_shards([own[place[:2]]() if part.rank == 0 else _receive(part, ps, device) for part in shards], info)
+        whole = join_shards(
+            [own[place[:2]]() if part.rank == 0 else _receive(part, ps, device) for part in shards], info
+        )
         yield from zip(info.names, whole.unbind(0) if info.stacked else (whole,))
 
 
@@ -134,7 +146,7 @@ def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
     return torch.cat([pieces[part] for part in range(info.parts) for pieces in cut], dim)
 
 
-def own_shard(whole: Tensor, info: ParamInfo) -> Tensor:
+def take_local_shard(whole: Tensor, info: ParamInfo) -> Tensor:
     """This rank's piece of one named (unstacked) tensor: a view, unless the tensor has several parts."""
     if info.shard_count == 1:
         return whole
@@ -155,14 +167,15 @@ def _named_tensors(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor,
     """Live tensors of all parameters, stacks split by expert."""
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
-            info = info_of(param)
+            info = get_param_info(param)
             for name, tensor in zip(info.names, param.data.unbind(0) if info.stacked else (param.data,)):
                 yield name, tensor, info
 
 
 @torch.no_grad()
-def load_named_weights(chunks: Iterable[Transformer], mapping: Mapping[str, Tensor], ps: ParallelState,
-                       strict: bool = True) -> None:
+def load_named_weights(
+    chunks: Iterable[Transformer], mapping: Mapping[str, Tensor], ps: ParallelState, strict: bool = True
+) -> None:
     """Copy tensors into the model by name, converting dtypes.
 
     `mapping` has the whole model on every rank; a rank takes its stages, its experts and its piece of cut tensors. Buffers
@@ -175,22 +188,30 @@ def load_named_weights(chunks: Iterable[Transformer], mapping: Mapping[str, Tens
     buffers = [(name, buffer, ParamInfo((name,))) for chunk in chunks for name, buffer in chunk.named_state_buffers()]
     present = [(target, info, mapping[name], name) for name, target, info in params + buffers if name in mapping]
     missing = [name for name, _, _ in params if name not in mapping]
-    misshapen = [f"{name}: given {list(value.shape)}, the model has {_whole_shape(target.shape, info)}"
-                 for target, info, value, name in present if list(value.shape) != _whole_shape(target.shape, info)]
-    known = [name for name, _, info in params + buffers if speaks_for(info, ps)]
-    problem = collectives.broadcast_object(_judge(collectives.gather_object((known, missing, misshapen), ps.world),
-                                                  mapping, strict), ps.world)
+    misshapen = [
+        f"{name}: given {list(value.shape)}, the model has {_whole_shape(target.shape, info)}"
+        for target, info, value, name in present
+        if list(value.shape) != _whole_shape(target.shape, info)
+    ]
+    known = [name for name, _, info in params + buffers if is_global_owner(info, ps)]
+    problem = collectives.broadcast_object(
+        _judge(collectives.gather_object((known, missing, misshapen), ps.world), mapping, strict), ps.world
+    )
     if problem:
         raise ValueError("the weights do not fit the model:\n" + problem)
     for target, info, value, _ in present:
-        target.copy_(own_shard(value, info))
+        target.copy_(take_local_shard(value, info))
 
 
-def _judge(found: Sequence[tuple[list[str], list[str], list[str]]] | None, mapping: Mapping[str, Tensor], strict: bool) -> str:
+def _judge(
+    found: Sequence[tuple[list[str], list[str], list[str]]] | None, mapping: Mapping[str, Tensor], strict: bool
+) -> str:
     """On rank 0: what is wrong, over all ranks. found: of every rank the names it speaks for, and what it misses or cannot fit."""
     if found is None:
         return ""
-    everywhere, missing, misshapen = (list(dict.fromkeys(item for rank in found for item in rank[part])) for part in range(3))
+    everywhere, missing, misshapen = (
+        list(dict.fromkeys(item for rank in found for item in rank[part])) for part in range(3)
+    )
     problems = []
     if strict:
         problems += _listing("missing", missing)

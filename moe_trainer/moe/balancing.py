@@ -1,42 +1,47 @@
 """Balance of the experts: auxiliary losses, z-loss, expert bias, and what is logged of them.
 
-Design: with normalised scores s_te (softmax, or sigmoid / sqrt-softplus divided by their sum over experts) every balancing loss is
-linear in s once the counts n are taken as constants:
+Design: with normalised scores s_te (softmax, or sigmoid / sqrt-softplus divided by their sum over experts) every
+balancing loss is linear in s once the counts n are taken as constants:
 
     L = sum_te c_e * s_te,      c_e = coeff * E / (k * N^2) * n_e
 
-N tokens; aux_loss takes n and N over the microbatch (all tp x cp ranks), seq_aux_loss over each sequence and averages, and
-global_aux_loss takes the running mean of n over the iteration's microbatches so far and over tp x dp x cp. Linear means that all of them
-share one gradient pass: the c's are added up, and dL/dlogits has a closed form,
+N tokens; aux_loss takes n and N over the microbatch (all tp x cp ranks), seq_aux_loss over each sequence and
+averages, and global_aux_loss takes the running mean of n over the iteration's microbatches so far and over tp x dp x
+cp. Linear means that all of them share one gradient pass: the c's are added up, and dL/dlogits has a closed form,
 
     softmax: s * (c - <s, c>),      others: r'(logit) / sum(r) * (c - <s, c>)
 
-so no autograd graph is built: a [T, E] gradient is computed beside the forward pass and added, times grad_scale, when backward
-comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the same sum. Counts come from a plain top-k of
-the scores: expert bias, groups and drops take no part; of FineRMoE's experts (finermoe.py) those that are chosen are counted. Rejected: returning losses through the pipeline (stages other than the last
-must back-propagate them too), and a global scale (a hidden argument).
+so no autograd graph is built: a [T, E] gradient is computed beside the forward pass and added, times grad_scale, when
+backward comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the same sum. Counts come from a
+plain top-k of the scores: expert bias, groups and drops take no part; of FineRMoE's experts (finermoe.py) those that
+are chosen are counted. Rejected: returning losses through the pipeline (stages other than the last must
+back-propagate them too), and a global scale (a hidden argument).
 
-A rank computes its own tokens' share of these losses: over tp the shares add up in the router's gradient (ParamInfo.partial), over cp
-because the gradient scale that the loop passes contains the size of cp, which the mean over dp_cp takes away again.
+A rank computes its own tokens' share of these losses: over tp the shares add up in the router's gradient
+(ParamInfo.is_grad_partial), over cp because the gradient scale that the loop passes contains the size of cp, which the mean
+over dp_cp takes away again.
 
-What depends on the mapping by definition. Everything else here is the same for every tp, cp, ep, etp, pp and dp; these few are as
-Megatron-Core defines them, and a one-process oracle has to compute them for the mapping in question:
+What depends on the mapping by definition. Everything else here is the same for every tp, cp, ep, etp, pp and dp;
+these few are as Megatron-Core defines them, and a one-process oracle has to compute them for the mapping in question:
 
-* capacity (--moe-expert-capacity-factor): an expert's limit and what it drops are found on each rank's own tokens, that is per
-  sequence shard under cp and under tp (with or without sequence parallelism), and per microbatch of each data rank;
-* aux_loss and seq_aux_loss: one value per microbatch and data rank, averaged; aux_loss is not linear in the counts, so it depends on
-  the micro-batch size and on the number of data ranks, seq_aux_loss (per sequence) does not;
-* global_aux_loss: its counts are a running mean over the microbatches so far of sums over tp, cp and dp, so it depends on how many
-  data ranks share the global batch and in which order microbatches come;
+* capacity (--moe-expert-capacity-factor): an expert's limit and what it drops are found on each rank's own tokens,
+  that is per sequence shard under cp and under tp (with or without sequence parallelism), and per microbatch of each
+  data rank;
+* aux_loss and seq_aux_loss: one value per microbatch and data rank, averaged; aux_loss is not linear in the counts,
+  so it depends on the micro-batch size and on the number of data ranks, seq_aux_loss (per sequence) does not;
+* global_aux_loss: its counts are a running mean over the microbatches so far of sums over tp, cp and dp, so it
+  depends on how many data ranks share the global batch and in which order microbatches come;
 * quantile_balancing: its estimates are of one microbatch, so they depend on the micro-batch size, and on nothing else;
-* sinkhorn: its iteration runs over each rank's own tokens, so it depends on tp, cp, the micro-batch size and the data ranks;
+* sinkhorn: its iteration runs over each rank's own tokens, so it depends on tp, cp, the micro-batch size and the data
+  ranks;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides its loss by its own number of valid tokens;
 * --moe-input-jitter-eps and the forced routings of benchmarks: every rank draws its own random numbers.
-* products in 8 or 4 bits (ops/fp8.py). A scale for a whole tensor, and the first level of NVFP4's, is that of what a rank holds: its part
-  of a weight, its rows. Blocks begin with a rank's part; along the rows (weights' gradients) also with an expert's rows on its rank,
-  which come from all microbatches that are dispatched together. Gradients are quantised as large as they are inside a backward pass,
-  which depends on the number of microbatches of a data rank and on cp. Padded routing adds to what each rank's tokens choose. Noise of
-  stochastic rounding is every rank's own. Delayed scaling has the same scales for every mapping (layers/precision.py).
+* GEMMs in fp8 or fp4 (quantization/gemms.py). A scale for a whole tensor, and the first level of NVFP4's, is that
+  of what a rank holds: its part of a weight, its rows. Blocks begin with a rank's part; along the rows (weights'
+  gradients) also with an expert's rows on its rank, which come from all microbatches that are dispatched together.
+  Gradients are quantised as large as they are inside a backward pass, which depends on the number of microbatches of
+  a data rank and on cp. Padded routing adds to what each rank's tokens choose. Noise of stochastic rounding is every
+  rank's own. Delayed scaling has the same scales for every mapping (quantization/iteration.py).
 
 Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
@@ -69,7 +74,8 @@ BALANCING_TYPES = (
 def loss_coefficients(moe: MoEArgs) -> dict[str, float]:
     """Coefficient of each balancing loss by its logged name; 0.0 for those not asked for.
 
-    Raises: ValueError when --moe-router-load-balancing-type and --moe-aux-loss-coeff have different lengths or do not go together.
+    Raises: ValueError when --moe-router-load-balancing-type and --moe-aux-loss-coeff have different lengths or do not
+    go together.
     """
     kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
@@ -113,7 +119,7 @@ class BalancingLosses:
     grad_TE: Tensor
 
 
-def normalised_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
+def normalized_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     """Scores that sum to one over the experts, and r'(logit) / sum(r) of their unnormalised form r (for softmax, r = exp)."""
     if score_function == "softmax":
         scores_TE = torch.softmax(logits_TE, dim=-1)
@@ -128,16 +134,19 @@ def normalised_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, T
     return raw_TE / total_T1, slope_TE / total_T1
 
 
-def scores_and_counts(logits_TE: Tensor, topk: int, score_function: str, num_sequences: int,
-                      chosen_TE: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scores_and_counts(
+    logits_TE: Tensor, topk: int, score_function: str, num_sequences: int, chosen_TE: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised scores and slopes, and per sequence the sums of scores and the counts of the plain top-k, both [B, E].
 
     chosen_TE: the choice that is counted, if it is known or another one; bool.
     """
-    scores_TE, slope_TE = normalised_scores(logits_TE, score_function)
+    scores_TE, slope_TE = normalized_scores(logits_TE, score_function)
     if chosen_TE is None:
         chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
-    probs_BE, counts_BE = (table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in (scores_TE, chosen_TE))
+    probs_BE, counts_BE = (
+        table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in (scores_TE, chosen_TE)
+    )
     return scores_TE, slope_TE, probs_BE, counts_BE
 
 
@@ -158,10 +167,10 @@ def balancing_losses(
 ) -> BalancingLosses:
     """Values and summed gradient of all balancing losses of one microbatch.
 
-    Shapes: logits_TE; running = (counts_E summed over the iteration's earlier microbatches and over tp_dp_cp, number of
-    microbatches), both updated in place, needed by global_aux_loss.
-    per_token_loss multiplies the gradient by the microbatch's token count (all tp x cp ranks), which the later division by the
-    token count takes away. counts: of the experts that are chosen. kernels: stand in for all of it.
+    Shapes: logits_TE; running = (counts_E summed over the iteration's earlier microbatches and over tp_dp_cp, number
+    of microbatches), both updated in place, needed by global_aux_loss. per_token_loss multiplies the gradient by the
+    microbatch's token count (all tp x cp ranks), which the later division by the token count takes away. counts: of
+    the experts that are chosen. kernels: stand in for all of it.
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
     """
     num_tokens, num_experts = logits_TE.shape
@@ -169,7 +178,9 @@ def balancing_losses(
     if kernels is not None:
         z = None if z_loss_coeff is None else 2 * z_loss_coeff / (cut * max(1, num_tokens))
         factor = float(num_tokens * cut) if per_token_loss else 1.0
-        return _by_kernels(kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps)
+        return _by_kernels(
+            kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps
+        )
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     values = logits_TE.new_zeros(len(LOSS_NAMES))
     grad_TE = None
@@ -189,21 +200,45 @@ def balancing_losses(
         torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
         factor = 2 * z_loss_coeff / (cut * num_tokens)
-        grad_TE = softmax_TE * (log_sum_T1 * factor) if grad_TE is None else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
+        grad_TE = (
+            softmax_TE * (log_sum_T1 * factor)
+            if grad_TE is None
+            else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
+        )
     if per_token_loss:
         grad_TE *= num_tokens * cut
     return BalancingLosses(values, grad_TE)
 
 
-def _scales(coefficients: Mapping[str, float], num_tokens: int, num_sequences: int, num_experts: int, topk: int, ps: ParallelState) -> tuple[float, float, float]:
+def _scales(
+    coefficients: Mapping[str, float],
+    num_tokens: int,
+    num_sequences: int,
+    num_experts: int,
+    topk: int,
+    ps: ParallelState,
+) -> tuple[float, float, float]:
     """What counts of chosen experts are multiplied with in the three losses; 0 for those not asked for."""
     tokens, length = num_tokens * ps.tp_cp.size, num_tokens // num_sequences * ps.tp_cp.size
     divisors = (tokens**2, length**2 * num_sequences, (num_tokens * ps.tp_dp_cp.size) ** 2)
-    return tuple(num_experts / (topk * divisor) if coefficients[name] and divisor else 0.0 for name, divisor in zip(LOSS_NAMES, divisors))
+    return tuple(
+        num_experts / (topk * divisor) if coefficients[name] and divisor else 0.0
+        for name, divisor in zip(LOSS_NAMES, divisors)
+    )
 
 
-def _by_kernels(kernels: Balancing, logits_TE: Tensor, num_sequences: int, topk: int, score_function: str, coefficients: Mapping[str, float],
-                z_coefficient: float | None, factor: float, running: tuple[Tensor, Tensor] | None, ps: ParallelState) -> BalancingLosses:
+def _by_kernels(
+    kernels: Balancing,
+    logits_TE: Tensor,
+    num_sequences: int,
+    topk: int,
+    score_function: str,
+    coefficients: Mapping[str, float],
+    z_coefficient: float | None,
+    factor: float,
+    running: tuple[Tensor, Tensor] | None,
+    ps: ParallelState,
+) -> BalancingLosses:
     counted = kernels.count(logits_TE, topk, score_function, num_sequences)
     _, counts_BE, _ = counted
     if running is not None:
@@ -213,8 +248,19 @@ def _by_kernels(kernels: Balancing, logits_TE: Tensor, num_sequences: int, topk:
     if ps.tp_cp.size > 1 and (coefficients["load_balancing_loss"] or coefficients["seq_load_balancing_loss"]):
         counts_BE = all_reduce(counts_BE.contiguous(), ps.tp_cp)
     scales = _scales(coefficients, logits_TE.shape[0], num_sequences, logits_TE.shape[1], topk, ps)
-    return BalancingLosses(*kernels.gradient(logits_TE, counted, counts_BE, running, scales, [coefficients[name] for name in LOSS_NAMES[:3]],
-                                             score_function, z_coefficient, factor))
+    return BalancingLosses(
+        *kernels.gradient(
+            logits_TE,
+            counted,
+            counts_BE,
+            running,
+            scales,
+            [coefficients[name] for name in LOSS_NAMES[:3]],
+            score_function,
+            z_coefficient,
+            factor,
+        )
+    )
 
 
 def _loss_weights(
@@ -274,16 +320,21 @@ def start_iteration(chunks) -> None:
             router.ga_steps.zero_()
 
 
-def forget_iteration(chunks) -> None:
+def reset_iteration(chunks) -> None:
     """Empty the books of the iteration under way, as if none of its microbatches had run: for one that is repeated or skipped."""
     for router in _routers(chunks):
-        for books in (router.loss_sums, router.dropped, router.tokens_per_expert, getattr(router, "local_tokens_per_expert", None)):
+        for books in (
+            router.loss_sums,
+            router.dropped,
+            router.tokens_per_expert,
+            getattr(router, "local_tokens_per_expert", None),
+        ):
             if books is not None:
                 books.zero_()
         if router.quantile is not None:
-            router.quantile.forget()
+            router.quantile.reset()
     for layer in _layers(chunks):
-        layer.cloned_rows = 0
+        layer.num_cloned_tokens = 0
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:
@@ -321,8 +372,8 @@ class MoeMetrics:
     """Balance of one iteration, as it is logged.
 
     losses: name -> mean over MoE layers and microbatches, without coefficient; names in the log line's order.
-    per_layer: name -> mean over microbatches of every layer, 0 for dense ones; multi-token-prediction layers follow the decoder's.
-    dropped_tokens: (token, expert) pairs beyond capacity, all layers, microbatches and ranks.
+    per_layer: name -> mean over microbatches of every layer, 0 for dense ones; multi-token-prediction layers follow
+    the decoder's. dropped_tokens: (token, expert) pairs beyond capacity, all layers, microbatches and ranks.
     """
 
     losses: dict[str, float]

@@ -1,12 +1,14 @@
-"""Which hot experts are cloned where: a plan that every rank makes alike from the global counts. No torch, no communication.
+"""Plan of which hot experts are cloned where, made alike on every rank from the global counts, without torch.
 
-Per MoE layer and microbatch: a rank that gets more rows than the average of all ranks spills the surplus, taken from its most used
-experts; a rank that gets fewer has room up to the average, and spare slots for the weights of clones. Spillover is put into room by bin
-packing, largest first: into the tightest room that takes all of it, else into the largest room, and what is left is placed again.
-So an expert is cloned more than once only where no single rank has room, and a slot is used only when it takes the most it can.
+Per MoE layer and microbatch: a rank that receives more tokens than the average spills the surplus, taken from its
+busiest experts; a rank below the average has spare capacity up to it, and slots for the weights of clones. Spilled
+tokens are assigned by bin packing, largest first: to the tightest spare capacity that takes all of them, else to the
+largest, and the remainder is assigned again. So an expert is cloned more than once only if no single rank can take
+its surplus.
 
-The rows of an expert are counted over the source ranks in order, and on a source by token. Home keeps the first ones; every clone
-takes a span of the others. That tells every rank which of its own tokens go where, without another message.
+An expert's tokens are numbered over the source ranks in order, and on a source by token. The expert's own rank takes
+the first ones, every clone a range of the others. So every rank knows which of its tokens go where, without another
+message.
 
 Source: ECHO, arXiv 2603.07685, 4.3.7.
 """
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Clone:
-    """Rows [first, first + rows) of an expert go to a spare slot of an expert-parallel rank.
+    """Copy of an expert in a slot of an expert-parallel rank, for tokens [first, first + num_tokens) of the expert.
 
     The clones on a rank are in slots 0, 1, ... in ascending order of their experts.
     """
@@ -27,79 +29,86 @@ class Clone:
     expert: int
     slot: int
     first: int
-    rows: int
+    num_tokens: int
 
 
 def plan_clones(counts_E: Sequence[int], num_ranks: int, slots: int) -> tuple[Clone, ...]:
-    """Plan for one dispatch, sorted by rank and slot; the same for the same counts, on every rank.
+    """Plan the clones of one dispatch, sorted by rank and slot; every rank gets the same plan from the same counts.
 
-    counts_E: rows of every expert over all ranks; rank r is home to experts [r * E / num_ranks, (r + 1) * E / num_ranks).
-    slots: experts that every rank can take in. Raises: ValueError when the ranks do not divide the experts.
+    Args:
+        counts_E: tokens of every expert over all ranks. Rank r owns experts [r * E / num_ranks, (r + 1) * E /
+            num_ranks).
+        num_ranks: expert-parallel size.
+        slots: clones that every rank can host.
+
+    Raises:
+        ValueError: if the number of ranks does not divide the number of experts.
     """
     if num_ranks < 1 or len(counts_E) % num_ranks:
-        raise ValueError(f"{len(counts_E)} experts cannot be spread evenly over {num_ranks} ranks")
-    moves = _pack(_spillover(counts_E, num_ranks), _room(counts_E, num_ranks), [slots] * num_ranks)
-    taken = [0] * len(counts_E)  # from the end of an expert's rows
-    used = [0] * num_ranks
+        raise ValueError(f"{len(counts_E)} experts cannot be divided evenly over {num_ranks} ranks")
+    moves = _assign(_spilled_tokens(counts_E, num_ranks), _spare_capacity(counts_E, num_ranks), [slots] * num_ranks)
+    moved = [0] * len(counts_E)  # from the end of an expert's tokens
+    used_slots = [0] * num_ranks
     clones = []
-    for rank, expert, rows in sorted(moves):
-        taken[expert] += rows
-        clones.append(Clone(rank, expert, used[rank], counts_E[expert] - taken[expert], rows))
-        used[rank] += 1
+    for rank, expert, num_tokens in sorted(moves):
+        moved[expert] += num_tokens
+        clones.append(Clone(rank, expert, used_slots[rank], counts_E[expert] - moved[expert], num_tokens))
+        used_slots[rank] += 1
     return tuple(clones)
 
 
-def loads(counts_E: Sequence[int], num_ranks: int, clones: Sequence[Clone] = ()) -> list[int]:
-    """Rows that every rank computes."""
+def rank_loads(counts_E: Sequence[int], num_ranks: int, clones: Sequence[Clone] = ()) -> list[int]:
+    """Return the number of tokens that every rank computes."""
     num_local = len(counts_E) // num_ranks
-    found = [sum(counts_E[rank * num_local:(rank + 1) * num_local]) for rank in range(num_ranks)]
+    loads = [sum(counts_E[rank * num_local : (rank + 1) * num_local]) for rank in range(num_ranks)]
     for clone in clones:
-        found[clone.expert // num_local] -= clone.rows
-        found[clone.rank] += clone.rows
-    return found
+        loads[clone.expert // num_local] -= clone.num_tokens
+        loads[clone.rank] += clone.num_tokens
+    return loads
 
 
 def _average(counts_E: Sequence[int], num_ranks: int) -> int:
     return -(-sum(counts_E) // num_ranks)
 
 
-def _room(counts_E: Sequence[int], num_ranks: int) -> list[int]:
-    """Rows every rank can take in before it has the average."""
+def _spare_capacity(counts_E: Sequence[int], num_ranks: int) -> list[int]:
+    """Return how many tokens every rank is below the average."""
     average = _average(counts_E, num_ranks)
-    return [max(0, average - load) for load in loads(counts_E, num_ranks)]
+    return [max(0, average - load) for load in rank_loads(counts_E, num_ranks)]
 
 
-def _spillover(counts_E: Sequence[int], num_ranks: int) -> list[tuple[int, int]]:
-    """(rows, expert) of what is too much for its home; from the most used experts of a rank, so that they are few."""
-    average, num_local, found = _average(counts_E, num_ranks), len(counts_E) // num_ranks, []
-    for rank, load in enumerate(loads(counts_E, num_ranks)):
+def _spilled_tokens(counts_E: Sequence[int], num_ranks: int) -> list[tuple[int, int]]:
+    """Return (tokens, expert) above the average of a rank, from its busiest experts, so that few are cloned."""
+    average, num_local, spilled = _average(counts_E, num_ranks), len(counts_E) // num_ranks, []
+    for rank, load in enumerate(rank_loads(counts_E, num_ranks)):
         surplus = load - average
-        for expert in sorted(range(rank * num_local, (rank + 1) * num_local), key=lambda expert: (-counts_E[expert], expert)):
-            rows = min(surplus, counts_E[expert])
-            if rows <= 0:
+        local = range(rank * num_local, (rank + 1) * num_local)
+        for expert in sorted(local, key=lambda expert: (-counts_E[expert], expert)):
+            num_tokens = min(surplus, counts_E[expert])
+            if num_tokens <= 0:
                 break
-            found.append((rows, expert))
-            surplus -= rows
-    return found
+            spilled.append((num_tokens, expert))
+            surplus -= num_tokens
+    return spilled
 
 
-def _pack(spillover: Sequence[tuple[int, int]], room: list[int], slots: list[int]) -> list[tuple[int, int, int]]:
-    """Largest first into the tightest room. Returns: (rank, expert, rows). Changes room and slots."""
-    waiting = [(-rows, expert) for rows, expert in spillover]
-    heapq.heapify(waiting)
+def _assign(spilled: Sequence[tuple[int, int]], spare: list[int], slots: list[int]) -> list[tuple[int, int, int]]:
+    """Assign the largest first to the tightest fit, changing `spare` and `slots`. Return (rank, expert, tokens)."""
+    queue = [(-num_tokens, expert) for num_tokens, expert in spilled]
+    heapq.heapify(queue)
     moves = []
-    while waiting:
-        rows, expert = heapq.heappop(waiting)
-        rows = -rows
-        free = [rank for rank in range(len(room)) if room[rank] and slots[rank]]
+    while queue:
+        num_tokens, expert = heapq.heappop(queue)
+        num_tokens = -num_tokens
+        free = [rank for rank in range(len(spare)) if spare[rank] and slots[rank]]
         if not free:
             break
-        fits = [rank for rank in free if room[rank] >= rows]
-        rank = min(fits, key=lambda rank: room[rank]) if fits else max(free, key=lambda rank: room[rank])
-        moved = min(rows, room[rank])
+        fits = [rank for rank in free if spare[rank] >= num_tokens]
+        rank = min(fits, key=lambda rank: spare[rank]) if fits else max(free, key=lambda rank: spare[rank])
+        moved = min(num_tokens, spare[rank])
         moves.append((rank, expert, moved))
-        room[rank] -= moved
+        spare[rank] -= moved
         slots[rank] -= 1
-        if rows > moved:
-            heapq.heappush(waiting, (moved - rows, expert))
+        if num_tokens > moved:
+            heapq.heappush(queue, (moved - num_tokens, expert))
     return moves

@@ -1,14 +1,16 @@
-"""The experts of one layer: stacked weights, run on rows sorted by expert.
+"""The experts of one layer: stacked weights, run on tokens sorted by expert.
 
-Weights of all local experts live in one parameter, [e, rows, hidden]; checkpoints and optimizers see one name per expert
-(ParamInfo.stacked). --moe-grouped-gemm allows one product for all experts where that is faster; without it experts run one by one.
-Both give the same numbers up to rounding.
+The weights of all local experts are one parameter, [e, rows, hidden]; checkpoints and optimizers see one name per
+expert (ParamInfo.stacked). --moe-grouped-gemm allows one GEMM for all experts where that is faster; without it
+experts run one by one. Both give the same numbers up to rounding.
 
-Expert tensor parallelism cuts every expert's width F over ps.etp: fc1 by rows (gate and up each by itself), fc2 by columns. Each
-rank's result is then one part of a sum, which the dispatcher takes over ps.etp on the way back. What is not cut, fc2's bias, enters
-that sum on one rank only; the others give it a zero gradient, and its gradient is summed over ps.etp (ParamInfo.partial).
+Expert tensor parallelism shards every expert's width F over ps.etp: fc1 by rows (gate and up separately), fc2 by
+columns. Each rank's result is a partial sum, which the dispatcher sums over ps.etp in combine. fc2's bias is not
+sharded: it enters the sum on one rank only; the others give it a zero gradient, and its gradient is summed over
+ps.etp (ParamInfo.is_grad_partial).
 
-Shape letters: R rows sorted by expert, e local experts, H hidden, F this rank's expert FFN width, G fc1 output width (2F when gated).
+Shape letters: R routed tokens sorted by expert, e local experts, H hidden, F this rank's expert FFN width, G fc1
+output width (2F when gated).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,120 +23,196 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.init import Init, hidden_init, make_parameter, residual_init
 from moe_trainer.layers.kernels import Kernels
-from moe_trainer.layers.kit import Kit
+from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP, make_activation
-from moe_trainer.memory.activations import Activations
-from moe_trainer.moe.cloning import CloneTrip
+from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.moe.cloning import CloneWeightExchange
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
-from moe_trainer.ops.expert_mlp import choose_block, expert_mlp, reads_counts
-from moe_trainer.ops.expert_mlp_quantized import quantized_expert_mlp
-from moe_trainer.ops.fp8 import HighPrecision, QuantizedProducts
+from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp, get_activation_fns
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
+from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms
 
 
 class _ExpertLinear(nn.Module):
-    """Holds the stacked weight and bias of one linear of all local experts; `Experts` does the arithmetic.
+    """Stacked weight and bias of one linear of all local experts; `Experts` computes.
 
-    rows, columns: of the whole weight of one expert; dimension `cut` of it is cut over the group, in `parts` by themselves.
+    The full weight of one expert is [rows, columns]. Its dimension `sharded_dim` is sharded over the group, each of
+    `parts` separately.
     """
 
-    def __init__(self, names: Sequence[str], rows: int, columns: int, bias: bool, init: Init, *, group: Group, cut: int,
-                 parts: int = 1):
+    def __init__(
+        self,
+        names: Sequence[str],
+        rows: int,
+        columns: int,
+        bias: bool,
+        init: Init,
+        *,
+        group: Group,
+        sharded_dim: int,
+        parts: int = 1,
+    ):
         super().__init__()
         shape = [rows, columns]
-        shape[cut] //= group.size
-        place = {"kind": "expert", "stacked": True, "shard_rank": group.rank, "shard_count": group.size}
-        self.weight = make_parameter((len(names), *shape), ParamInfo(
-            tuple(f"{name}.weight" for name in names), sharded_dim=cut, parts=parts, init=init.kind, init_std=init.std, **place))
+        shape[sharded_dim] //= group.size
+        shard = {"kind": "expert", "stacked": True, "shard_rank": group.rank, "shard_count": group.size}
+        self.weight = make_parameter(
+            (len(names), *shape),
+            ParamInfo(
+                tuple(f"{name}.weight" for name in names),
+                sharded_dim=sharded_dim,
+                parts=parts,
+                init=init.kind,
+                init_std=init.std,
+                **shard,
+            ),
+        )
         self.bias = None
         if bias:
             names = tuple(f"{name}.bias" for name in names)
-            if cut == 0:
-                info = ParamInfo(names, sharded_dim=0, parts=parts, init="zeros", **place)
+            if sharded_dim == 0:
+                info = ParamInfo(names, sharded_dim=0, parts=parts, init="zeros", **shard)
             else:
-                info = ParamInfo(names, kind="expert", stacked=True, partial=group.size > 1, init="zeros")
+                info = ParamInfo(names, kind="expert", stacked=True, is_grad_partial=group.size > 1, init="zeros")
             self.bias = make_parameter((len(names), shape[0]), info)
 
 
 class Experts(nn.Module):
-    """All local experts of one layer.
+    """All local experts of one layer."""
 
-    queue: where weight gradients wait while it is active; None to compute them in backward always. activations: the chunk's.
-    quantize: makes their products in fewer bits, of (name, cut=, expert=). grouped_linear: of the kit; may make None.
-    Raises: ValueError when the experts or their width cannot be cut evenly.
-    """
+    def __init__(
+        self,
+        model: ModelArgs,
+        moe: MoEArgs,
+        ps: ParallelState,
+        name: str,
+        queue: WeightGradQueue | None = None,
+        activations: ActivationPolicy | None = None,
+        quantize: Callable[..., QuantizedGemms | None] | None = None,
+        kernels: Kernels | None = None,
+        grouped_linear: Callable[..., nn.Module | None] | None = None,
+    ):
+        """Build the experts.
 
-    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, queue: WeightGradQueue | None = None,
-                 activations: Activations | None = None, quantize: Callable[..., QuantizedProducts | None] | None = None,
-                 kernels: Kernels = Kernels(), grouped_linear: Callable[..., nn.Module | None] | None = None):
+        Args:
+            model: model section.
+            moe: MoE section.
+            ps: parallel state.
+            name: global name.
+            queue: queue of deferred weight gradients; None computes them in backward.
+            activations: recompute and offload policy of the chunk.
+            quantize: builds quantized GEMMs from (name, cut=, expert=).
+            kernels: our kernels.
+            grouped_linear: the kit's, which may return None.
+
+        Raises:
+            ValueError: if the experts or their width cannot be divided evenly.
+        """
         super().__init__()
+        kernels = kernels or Kernels()
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
-            raise ValueError(f"experts of width {ffn} (--moe-ffn-hidden-size) cannot be cut over "
-                             f"--expert-tensor-parallel-size {ps.etp.size}")
+            raise ValueError(
+                f"experts of width {ffn} (--moe-ffn-hidden-size) cannot be sharded over "
+                f"--expert-tensor-parallel-size {ps.etp.size}"
+            )
         if moe.num_experts % ps.ep.size:
-            raise ValueError(f"--num-experts {moe.num_experts} cannot be spread evenly over --expert-model-parallel-size {ps.ep.size}")
+            raise ValueError(
+                f"--num-experts {moe.num_experts} cannot be divided evenly over "
+                f"--expert-model-parallel-size {ps.ep.size}"
+            )
         self.activation = make_activation(model)
-        self.block, self.products = kernels.block(self.activation), kernels.products
+        self.activation_fns, self.gemms = kernels.expert_activation(self.activation), kernels.grouped_gemms
         self.allow_grouped = moe.moe_grouped_gemm
         self.probs_on_input = moe.moe_apply_probs_on_input
-        self.queue, self.activations = queue, activations or Activations()
+        self.queue, self.activations = queue, activations or ActivationPolicy()
         self.etp = ps.etp
         num_local = moe.num_experts // ps.ep.size
         first = ps.ep.rank * num_local
         names = [f"{name}.local_experts.{expert}" for expert in range(first, first + num_local)]
         bias = model.add_bias_linear
-        reads, makes = moe.expert_widths(model.hidden_size)
+        input_size, output_size = moe.expert_widths(model.hidden_size)
         parts = self.activation.in_per_out
         self.linear_fc1 = _ExpertLinear(
-            [f"{expert}.linear_fc1" for expert in names], ffn * parts, reads, bias, hidden_init(model), group=ps.etp, cut=0, parts=parts)
+            [f"{expert}.linear_fc1" for expert in names],
+            ffn * parts,
+            input_size,
+            bias,
+            hidden_init(model),
+            group=ps.etp,
+            sharded_dim=0,
+            parts=parts,
+        )
         self.linear_fc2 = _ExpertLinear(
-            [f"{expert}.linear_fc2" for expert in names], makes, ffn, bias, residual_init(model), group=ps.etp, cut=1)
+            [f"{expert}.linear_fc2" for expert in names],
+            output_size,
+            ffn,
+            bias,
+            residual_init(model),
+            group=ps.etp,
+            sharded_dim=1,
+        )
         self.quantized = None
-        self.grouped = self._grouped_linears(grouped_linear)
+        self.grouped = self._build_grouped_linears(grouped_linear)
         if quantize is not None and self.grouped is None:
-            made = [quantize(f"{name}.{linear}", cut=True, expert=True) for linear in ("linear_fc1", "linear_fc2")]
-            if made != [None, None]:
-                self.quantized = nn.ModuleList(HighPrecision() if products is None else products for products in made)
+            gemms = [
+                quantize(f"{name}.{linear}", is_sharded=True, is_expert=True) for linear in ("linear_fc1", "linear_fc2")
+            ]
+            if gemms != [None, None]:
+                self.quantized = nn.ModuleList(UnquantizedExpertGemms() if gemm is None else gemm for gemm in gemms)
 
-    def forward(self, x_RH: Tensor, probs_R: Tensor, tokens_per_expert_e: Sequence[int] | Tensor, unused: int = 0,
-                trip: CloneTrip | None = None) -> Tensor:
-        """Run the experts on their rows; the result is multiplied by the probabilities.
+    def forward(
+        self,
+        x_RH: Tensor,
+        probs_R: Tensor,
+        tokens_per_expert_e: Sequence[int] | Tensor,
+        unused: int = 0,
+        clone_weights: CloneWeightExchange | None = None,
+    ) -> Tensor:
+        """Run the experts on their tokens and multiply the results by the probabilities.
 
-        Shapes: x_RH sorted by expert; probs_R floating; tokens_per_expert_e host integers, or where `needs_host_counts` is None (and
-        there is no trip) a tensor on the device, behind whose rows anything may stand. unused: zero rows behind them, for which
-        what is returned means nothing (not together with a trip). trip: brings clones of other ranks' experts, whose rows stand behind
-        those of the local ones.
-        Returns: y_RH.
+        Args:
+            x_RH: tokens, sorted by expert.
+            probs_R: probability of each token, floating.
+            tokens_per_expert_e: host integers, or a tensor on the device if `why_host_counts` is None and nothing is
+                cloned; then x_RH may be longer, and the rest is undefined.
+            unused: zero tokens at the end, whose results are undefined (not with clones).
+            clone_weights: exchange of clones of other ranks' experts, whose tokens follow those of the local experts.
         """
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
             probs_R = None
-        if trip is None:
+        if clone_weights is None:
             return self._run(x_RH, probs_R, tokens_per_expert_e, unused)
-        home = self.linear_fc1.weight.shape[0]
-        x_RH, cloned = trip.fetch(x_RH, self._tensors())
-        at_home, away = tokens_per_expert_e[:home], tokens_per_expert_e[home:home + trip.num_clones]
-        if not away:
-            return trip.fetch_again(self._run(x_RH, probs_R, at_home, 0))
-        rows = sum(at_home)
-        probs_of_home, probs_of_clones = (None, None) if probs_R is None else (probs_R[:rows], probs_R[rows:])
-        y_RH = self._run(x_RH[:rows], probs_of_home, at_home, 0)
-        with trip.dropping(cloned):
-            clones_RH = self._run_clones(x_RH[rows:], probs_of_clones, away, cloned)
-        return trip.fetch_again(torch.cat([y_RH, clones_RH]))
+        num_local = self.linear_fc1.weight.shape[0]
+        x_RH, cloned = clone_weights.fetch(x_RH, self._tensors())
+        local_counts = tokens_per_expert_e[:num_local]
+        clone_counts = tokens_per_expert_e[num_local : num_local + clone_weights.num_clones]
+        if not clone_counts:
+            return clone_weights.fetch_again(self._run(x_RH, probs_R, local_counts, 0))
+        split = sum(local_counts)
+        local_probs, clone_probs = (None, None) if probs_R is None else (probs_R[:split], probs_R[split:])
+        y_RH = self._run(x_RH[:split], local_probs, local_counts, 0)
+        with clone_weights.dropping(cloned):
+            clones_RH = self._run_clones(x_RH[split:], clone_probs, clone_counts, cloned)
+        return clone_weights.fetch_again(torch.cat([y_RH, clones_RH]))
 
-    def _grouped_linears(self, make: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
-        """fc1 and fc2 of a library, which share our weights; None where we compute."""
-        sizes = [(*linear.weight.shape,) for linear in (self.linear_fc1, self.linear_fc2)]
-        made = [make(num, columns, rows, keeps_input=linear == 1 and "moe_act" in self.activations.recomputed)
-                for linear, (num, rows, columns) in enumerate(sizes)] if make is not None else [None]
-        return None if None in made else nn.ModuleList(made)
+    def _build_grouped_linears(self, build: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
+        """Build fc1 and fc2 of a library, which share our weights; return None if there are none."""
+        if build is None:
+            return None
+        recomputes_activation = "moe_act" in self.activations.recomputed
+        linears = []
+        for index, linear in enumerate((self.linear_fc1, self.linear_fc2)):
+            num, rows, columns = linear.weight.shape
+            linears.append(build(num, columns, rows, save_original_input=index == 1 and recomputes_activation))
+        return None if None in linears else nn.ModuleList(linears)
 
-    def quantized_weights(self) -> Iterator[tuple[nn.Parameter, QuantizedProducts]]:
-        """The stacked weights with their products, if these are quantised."""
+    def quantized_weights(self) -> Iterator[tuple[nn.Parameter, QuantizedGemms]]:
+        """Yield the stacked weights with their GEMMs, if these are quantized."""
         if self.quantized is not None:
             yield from zip((self.linear_fc1.weight, self.linear_fc2.weight), self.quantized)
 
@@ -142,62 +220,132 @@ class Experts(nn.Module):
         tensors = (self.linear_fc1.weight, self.linear_fc2.weight, self.linear_fc1.bias, self.linear_fc2.bias)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
-    def _run_clones(self, x_RH: Tensor, probs_R: Tensor | None, counts: Sequence[int], cloned: Sequence[Tensor]) -> Tensor:
+    def _run_clones(
+        self, x_RH: Tensor, probs_R: Tensor | None, counts: Sequence[int], cloned: Sequence[Tensor]
+    ) -> Tensor:
         w1, w2, b1, b2 = (*cloned, None, None)[:4]
-        return expert_mlp(x_RH, probs_R, w1, w2, counts, self.activation, b1_eG=b1, b2_eH=self._own_bias(b2),
-                          allow_grouped=self.allow_grouped, block=self.block, products=self.products)
+        return expert_mlp(
+            x_RH,
+            probs_R,
+            w1,
+            w2,
+            counts,
+            self.activation,
+            b1_eG=b1,
+            b2_eH=self._fc2_bias(b2),
+            allow_grouped=self.allow_grouped,
+            activation_fns=self.activation_fns,
+            gemms=self.gemms,
+        )
 
-    def needs_host_counts(self) -> str | None:
-        """Why the rows of each expert must be known on the host; None if they need not."""
+    def why_host_counts(self) -> str | None:
+        """Return why the host needs the tokens of each expert; None if it does not."""
         if self.grouped is not None:
             return "TransformerEngine's GroupedLinear reads them there"
         if self.quantized is not None:
-            return "products in 8 and 4 bits are cut there"
+            return "fp8 and fp4 GEMMs are split there"
         if not self.allow_grouped:
             return "experts run one by one without --moe-grouped-gemm"
-        if not reads_counts(self.linear_fc1.weight, self.linear_fc2.weight, self.products):
-            return "torch has no grouped product that reads them on this device; --triton-kernels grouped-gemm does"
+        if not can_read_counts_on_device(self.linear_fc1.weight, self.linear_fc2.weight, self.gemms):
+            return "torch has no grouped GEMM that reads them on this device; --triton-kernels grouped-gemm does"
         return None
 
-    def _run(self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int] | Tensor, unused: int) -> Tensor:
+    def _run(
+        self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int] | Tensor, unused: int
+    ) -> Tensor:
         if self.grouped is not None and len(x_RH) > unused:
             return grouped_expert_mlp(
-                x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, tuple(self.grouped),
-                self.block or choose_block(self.activation), self.activations, row_multiple=self.grouped[0].row_multiple,
-                b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), unused=unused)
-        rows = x_RH.untyped_storage().data_ptr()
-        with self.activations.offloading("expert_fc1", "moe_act",
-                                         which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == rows else "moe_act"):
+                x_RH,
+                probs_R,
+                self.linear_fc1.weight,
+                self.linear_fc2.weight,
+                tokens_per_expert_e,
+                tuple(self.grouped),
+                self.activation_fns or get_activation_fns(self.activation),
+                self.activations,
+                pad_multiple=self.grouped[0].pad_multiple,
+                b1_eG=self.linear_fc1.bias,
+                b2_eH=self._fc2_bias(self.linear_fc2.bias),
+                unused=unused,
+            )
+        x_storage = x_RH.untyped_storage().data_ptr()
+        with self.activations.offload_scope(
+            "expert_fc1",
+            "moe_act",
+            which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == x_storage else "moe_act",
+        ):
             if self.quantized is not None:
                 return quantized_expert_mlp(
-                    x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-                    tuple(self.quantized), b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), queue=self.queue,
-                    block=self.block, unused=unused)
+                    x_RH,
+                    probs_R,
+                    self.linear_fc1.weight,
+                    self.linear_fc2.weight,
+                    tokens_per_expert_e,
+                    self.activation,
+                    tuple(self.quantized),
+                    b1_eG=self.linear_fc1.bias,
+                    b2_eH=self._fc2_bias(self.linear_fc2.bias),
+                    queue=self.queue,
+                    activation_fns=self.activation_fns,
+                    unused=unused,
+                )
             return expert_mlp(
-                x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e, self.activation,
-                b1_eG=self.linear_fc1.bias, b2_eH=self._own_bias(self.linear_fc2.bias), allow_grouped=self.allow_grouped, queue=self.queue,
-                block=self.block, products=self.products, unused=unused,
+                x_RH,
+                probs_R,
+                self.linear_fc1.weight,
+                self.linear_fc2.weight,
+                tokens_per_expert_e,
+                self.activation,
+                b1_eG=self.linear_fc1.bias,
+                b2_eH=self._fc2_bias(self.linear_fc2.bias),
+                allow_grouped=self.allow_grouped,
+                queue=self.queue,
+                activation_fns=self.activation_fns,
+                gemms=self.gemms,
+                unused=unused,
             )
 
-    def _own_bias(self, bias_eH: Tensor | None) -> Tensor | None:
-        """fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""
+    def _fc2_bias(self, bias_eH: Tensor | None) -> Tensor | None:
+        """Return fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""
         return bias_eH if bias_eH is None or self.etp.rank == 0 else bias_eH * 0.0
 
 
 class SharedExperts(MLP):
-    """The expert every token takes; with --moe-shared-expert-gate times sigmoid of a learned projection of the token.
+    """Expert that every token takes; --moe-shared-expert-gate multiplies it by a learned gate, a sigmoid.
 
-    Cut over tp like any dense feed-forward. With sequence parallelism the gate sees this rank's rows only.
+    It is sharded over tp like a dense MLP. With sequence parallelism the gate sees this rank's tokens only.
     """
 
-    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, kit: Kit, sequence_parallel: bool = False):
-        super().__init__(model, moe.moe_shared_expert_intermediate_size, name=name, group=ps.tp, kit=kit, bias=False,
-                         sequence_parallel=sequence_parallel)
+    def __init__(
+        self,
+        model: ModelArgs,
+        moe: MoEArgs,
+        ps: ParallelState,
+        name: str,
+        factory: LayerFactory,
+        sequence_parallel: bool = False,
+    ):
+        super().__init__(
+            model,
+            moe.moe_shared_expert_intermediate_size,
+            name=name,
+            group=ps.tp,
+            factory=factory,
+            bias=False,
+            sequence_parallel=sequence_parallel,
+        )
         self.gate_weight = None
         if moe.moe_shared_expert_gate:
             init = hidden_init(model)
-            self.gate_weight = make_parameter((1, model.hidden_size), ParamInfo(
-                (f"{name}.gate_weight",), partial=sequence_parallel and ps.tp.size > 1, init=init.kind, init_std=init.std))
+            self.gate_weight = make_parameter(
+                (1, model.hidden_size),
+                ParamInfo(
+                    (f"{name}.gate_weight",),
+                    is_grad_partial=sequence_parallel and ps.tp.size > 1,
+                    init=init.kind,
+                    init_std=init.std,
+                ),
+            )
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         y_SBH = super().forward(x_SBH)

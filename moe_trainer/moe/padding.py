@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_trainer.memory.host_read import integers
+from moe_trainer.memory.host_read import integer_tensor
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ class RowPadding:
         self._place_R = None
         if self.counts != list(counts):
             ends = [*itertools.accumulate(padded - own for own, padded in zip(counts, self.counts))]
-            own_e, shift_e = integers([*counts, 0, *ends[:-1]], device).view(2, -1)
+            own_e, shift_e = integer_tensor([*counts, 0, *ends[:-1]], device).view(2, -1)
             rows = sum(counts)
             self._place_R = torch.arange(rows, device=device) + shift_e.repeat_interleave(own_e, output_size=rows)
 

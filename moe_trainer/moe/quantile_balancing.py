@@ -1,12 +1,14 @@
 """Quantile balancing (--moe-router-load-balancing-type quantile_balancing): a bias per expert instead of a balancing loss.
 
-A token chooses the experts with the largest logits minus bias. While it trains, every microbatch yields a new estimate of the bias: per
-expert the value that exactly an even share of the microbatch's tokens exceed by more than their own threshold, which is the best logit
-that they did not choose. After a global batch the bias moves to the mean of these estimates (`update_quantile_bias`). The bias chooses
-only: weights come from the score function, as in any other routing.
+A token chooses the experts with the largest logits minus bias. While it trains, every microbatch yields a new
+estimate of the bias: per expert the value that exactly an even share of the microbatch's tokens exceed by more than
+their own threshold, which is the best logit that they did not choose. After a global batch the bias moves to the mean
+of these estimates (`update_quantile_bias`). The bias chooses only: weights come from the score function, as in any
+other routing.
 
-The tokens of a microbatch are those of all ranks of tp and cp, so the estimates do not depend on tp, cp, ep, etp and pp; their mean over
-the microbatches of all data ranks does not depend on dp. The micro-batch size is part of the definition.
+The tokens of a microbatch are those of all ranks of tp and cp, so the estimates do not depend on tp, cp, ep, etp and
+pp; their mean over the microbatches of all data ranks does not depend on dp. The micro-batch size is part of the
+definition.
 Source: Megatron-Core, qb_dual_update (moe_utils.py) and _update_router_qb_beta (finalize_model_grads.py).
 
 Shape letters: T tokens of this rank, M tokens of the microbatch, E experts, K top-k, L routers.
@@ -72,7 +74,7 @@ class QuantileBias(nn.Module):
         first = self._tp_cp.rank * logits_TE.shape[0] if self._tp_cp.size > 1 else 0
         return indices_MK[first : first + logits_TE.shape[0]]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the estimates of this global batch."""
         self.sum_E.zero_()
         self.count.zero_()
@@ -96,4 +98,4 @@ def update_quantile_bias(biases: Iterable[QuantileBias], ps: ParallelState, ema:
         for bias, new_E in zip(biases, new_LE - new_LE.mean(-1, keepdim=True)):
             bias.bias_E.copy_(new_E)
     for bias in biases:
-        bias.forget()
+        bias.reset()

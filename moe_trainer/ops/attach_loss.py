@@ -20,7 +20,7 @@ class _AttachLoss(torch.autograd.Function):
 def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return x; its backward also starts that of `loss`, every element weighted by `scale`.
 
-    Source: the auxiliary-loss autograd hook of Megatron-Core, with the scale passed in instead of kept in a class.
+    Source: the auxiliary-loss autograd hook of Megatron-Core, with the scale passed in instead of saved in a class.
     """
     return _AttachLoss.apply(x, loss, scale)
 

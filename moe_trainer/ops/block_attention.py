@@ -1,21 +1,13 @@
-"""Attention computed block by block: partial results of some keys, merged exactly into those of all keys.
+"""Blockwise attention: partial results over some keys, merged exactly into the result over all keys.
 
-A block is a run of consecutive queries against a run of consecutive keys. `attend` adds the keys of one block to the
-running result of its queries: the output so far and its log-sum-exp, both at least fp32. Two partial results (o1, l1) and
-(o2, l2) of disjoint keys merge into l = log(e^l1 + e^l2), o = o1 e^(l1 - l) + o2 e^(l2 - l), which is the softmax over
-their union, whatever the order. Queries that see no key have l = -inf and o = 0, never NaN.
+`attend` adds one block (a range of queries against a range of keys) to the running output and log-sum-exp, at least
+fp32. Partial results (o1, l1), (o2, l2) merge into l = log(e^l1 + e^l2), o = o1 e^(l1 - l) + o2 e^(l2 - l), in any
+order. Queries that see no key have l = -inf and o = 0. `attend_backward` recomputes a block from the final log-sum-exp
+and delta = sum(grad * out). At most a tile of QUERY_TILE queries against one range exists; blocks that a flash kernel
+can compute use it. Visibility is a rule over positions and documents, not a mask, except `Selection` (sparse
+attention). Dropout masks come from a generator seeded by (seed, position).
 
-`attend_backward` recomputes a block's probabilities from the final log-sum-exp; with delta = sum(grad * out) per query
-that is all a block needs to know about the others. Nothing larger than a tile of QUERY_TILE queries against one run of
-keys ever exists, and keys that no query of a tile may see are not multiplied at all. Blocks that a flash kernel can do
-(ops/flash_attention.py) go there whole.
-
-Which keys a query may see is a rule over places in the sequence (causal, window) and over documents, not a mask; only keys that were
-chosen one by one (`Selection`, of sparse attention) are written down, a bit each. Dropout draws the mask of a tile from a generator
-seeded by (seed, place), so that the backward draws the same one.
-
-Shapes: B sequences, N query heads, G key-value heads (n = N / G queries each), S queries, K keys, D key width, E value
-width.
+Shapes: B sequences, N query heads, G key-value heads (n = N / G), S queries, K keys, D key width, E value width.
 """
 
 import itertools
@@ -34,8 +26,8 @@ QUERY_TILE_CUDA = 512
 
 
 @dataclass(frozen=True)
-class Run:
-    """The positions start..stop-1 of a sequence."""
+class PositionRange:
+    """Positions start..stop-1 of a sequence."""
 
     start: int
     stop: int
@@ -44,18 +36,20 @@ class Run:
     def size(self) -> int:
         return self.stop - self.start
 
-    def within(self, outer: "Run") -> slice:
-        """Where these positions lie in a tensor that holds `outer`."""
+    def within(self, outer: "PositionRange") -> slice:
+        """Return the slice of these positions in a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents packed into sequences, one after the other.
+    """Documents packed into sequences.
 
-    ids_BS: document of every position. earliest, latest: per position, where its document begins, the smallest and the
-    largest over B; with them blocks between documents are left out and blocks inside one need no mask. begins: where
-    documents begin, if that is the same in all B sequences, else nothing.
+    Attributes:
+        ids_BS: document of every position.
+        earliest, latest: per position, the start of its document, minimum and maximum over B. With them blocks between
+            documents are skipped, and blocks inside one need no mask.
+        begins: document starts, if equal in all B sequences; else empty.
     """
 
     ids_BS: Tensor
@@ -65,9 +59,14 @@ class Documents:
 
     @staticmethod
     def of(ids_BS: Tensor, device: torch.device | None = None) -> "Documents":
-        """ids_BS: in the host's memory (pinned), which else waits for a device; device: where attention computes.
+        """Find the document boundaries.
 
-        Raises: ValueError when ids decrease along a sequence: a document is one run of positions.
+        Args:
+            ids_BS: in (pinned) host memory; on a device this would synchronize.
+            device: where attention computes.
+
+        Raises:
+            ValueError: if ids decrease along a sequence.
         """
         if (ids_BS[:, 1:] < ids_BS[:, :-1]).any():
             raise ValueError("document ids must not decrease along the sequence")
@@ -75,27 +74,34 @@ class Documents:
         begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
         begins_BS = (begins_BS * torch.arange(ids_BS.shape[1], device=ids_BS.device)).cummax(1).values
         earliest, latest = begins_BS.amin(0).tolist(), begins_BS.amax(0).tolist()
-        return Documents(ids_BS if device is None else ids_BS.to(device, non_blocking=True), earliest, latest, sorted(set(earliest)) if earliest == latest else ())
+        return Documents(
+            ids_BS if device is None else ids_BS.to(device, non_blocking=True),
+            earliest,
+            latest,
+            sorted(set(earliest)) if earliest == latest else (),
+        )
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Keys that were chosen one by one, of those that the causal rule and documents show.
+    """Keys selected one by one among the visible ones.
 
-    bits_BSC: uint8 [B, S, ceil(K / 8)], key k of the whole sequence is bit k % 8 of number k // 8; S: the queries of `runs`, in order.
+    Attributes:
+        bits_BSC: uint8 [B, S, ceil(K / 8)]; key k of the full sequence is bit k % 8 of byte k // 8.
+        runs: positions of the S queries, in order.
     """
 
     bits_BSC: Tensor
-    runs: tuple[Run, ...]
+    runs: tuple[PositionRange, ...]
 
     @staticmethod
     def pack(chosen_BSK: Tensor) -> Tensor:
-        """Bits of a bool tensor, [B, S, ceil(K / 8)]."""
+        """Pack a bool tensor into bits, [B, S, ceil(K / 8)]."""
         padded = F.pad(chosen_BSK.to(torch.uint8), (0, -chosen_BSK.shape[-1] % 8)).unflatten(-1, (-1, 8))
         return (padded << torch.arange(8, dtype=torch.uint8, device=padded.device)).sum(-1, dtype=torch.uint8)
 
-    def of(self, queries: Run, keys: Run) -> Tensor:
-        """Bool [B, S, K], True = chosen. queries: within one of the runs."""
+    def of(self, queries: PositionRange, keys: PositionRange) -> Tensor:
+        """Return bool [B, S, K], True = selected; `queries` lie within one of the runs."""
         row = 0
         for run in self.runs:
             if run.start <= queries.start < run.stop:
@@ -103,17 +109,19 @@ class Selection:
                 break
             row += run.size
         first = keys.start // 8
-        bits = self.bits_BSC[:, row:row + queries.size, first:-(-keys.stop // 8)].unsqueeze(-1)
+        bits = self.bits_BSC[:, row : row + queries.size, first : -(-keys.stop // 8)].unsqueeze(-1)
         chosen = ((bits >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).bool().flatten(-2)
-        return chosen[:, :, keys.start - 8 * first:keys.stop - 8 * first]
+        return chosen[:, :, keys.start - 8 * first : keys.stop - 8 * first]
 
 
 @dataclass(frozen=True)
-class Rule:
+class BlockMask:
     """Which keys a query sees, and dropout.
 
-    left: query i sees keys i - left .. i; negative: all up to i. documents: of the whole sequence; a query sees keys of its
-    own document only; None: there is but one. selection: of the keys that all this shows, the ones that count; None: all.
+    Attributes:
+        left: query i sees keys i - left .. i; negative for all up to i.
+        documents: of the full sequence; a query sees its own document only. None for a single one.
+        selection: keys that count among the visible ones; None for all.
     """
 
     left: int = -1
@@ -122,24 +130,24 @@ class Rule:
     seed: int = 0
     selection: Selection | None = None
 
-    def clip(self, queries: Run, keys: Run) -> Run | None:
-        """The keys that some of the queries may see, or None."""
+    def clip(self, queries: PositionRange, keys: PositionRange) -> PositionRange | None:
+        """Return the keys that some of the queries may see, or None."""
         start = keys.start if self.left < 0 else max(keys.start, queries.start - self.left)
         if self.documents is not None:
             start = max(start, self.documents.earliest[queries.start])
         stop = min(keys.stop, queries.stop)
-        return Run(start, stop) if start < stop else None
+        return PositionRange(start, stop) if start < stop else None
 
-    def split(self, queries: Run) -> list[Run]:
-        """Cut queries between documents, where those are long: each is a block by itself then, without a mask."""
+    def split(self, queries: PositionRange) -> list[PositionRange]:
+        """Split queries at document boundaries if the documents are long, so that each block needs no mask."""
         begins = () if self.documents is None else self.documents.begins
         inside = [place for place in begins if queries.start < place < queries.stop]
         if (len(inside) + 1) * flash_attention.CPU_LENGTH > queries.size:
             return [queries]
-        return [Run(*ends) for ends in itertools.pairwise([queries.start, *inside, queries.stop])]
+        return [PositionRange(*ends) for ends in itertools.pairwise([queries.start, *inside, queries.stop])]
 
-    def by_kernel(self, queries: Run, keys: Run) -> bool | None:
-        """None: the block needs the tiles. Else a flash kernel can do it, with a causal mask (True) or none."""
+    def flash_causal(self, queries: PositionRange, keys: PositionRange) -> bool | None:
+        """Return None if the block needs tiles; else whether a flash kernel computes it with a causal mask."""
         outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
         apart = self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start
         if outside or apart or self.dropout_p > 0.0 or self.selection is not None:
@@ -148,8 +156,8 @@ class Rule:
             return False
         return True if keys == queries else None
 
-    def hidden(self, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
-        """Bool [1 or B, 1, S, K], True = may not be seen; None when every query sees every key."""
+    def hidden(self, queries: PositionRange, keys: PositionRange, device: torch.device) -> Tensor | None:
+        """Return bool [1 or B, 1, S, K], True = hidden; None if every query sees every key."""
         if self.selection is not None:
             return ~self.selection.of(queries, keys).unsqueeze(1)
         later = keys.stop - 1 > queries.start
@@ -164,52 +172,64 @@ class Rule:
             hidden = hidden[None, None]
         if self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start:
             ids_BS = self.documents.ids_BS
-            other = ids_BS[:, None, queries.start:queries.stop, None] != ids_BS[:, None, None, keys.start:keys.stop]
+            other = ids_BS[:, None, queries.start : queries.stop, None] != ids_BS[:, None, None, keys.start : keys.stop]
             hidden = other if hidden is None else hidden | other
         return hidden
 
-    def keep(self, shape: torch.Size, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
-        """Factor on the probabilities of a tile: 0 or 1 / (1 - p); None without dropout."""
+    def keep(
+        self, shape: torch.Size, queries: PositionRange, keys: PositionRange, device: torch.device
+    ) -> Tensor | None:
+        """Return the dropout factors of a tile, 0 or 1 / (1 - p); None without dropout."""
         if self.dropout_p == 0.0:
             return None
         # NOTE: one stream per tile; the tiles of a sequence start at different (query, key) places
-        generator = torch.Generator(device).manual_seed((self.seed + queries.start * 1_000_003 + keys.start) % (1 << 63))
+        generator = torch.Generator(device).manual_seed(
+            (self.seed + queries.start * 1_000_003 + keys.start) % (1 << 63)
+        )
         keep = torch.rand(shape, generator=generator, device=device) >= self.dropout_p
         return keep.float() / (1.0 - self.dropout_p)
 
 
-class Final(NamedTuple):
-    """What the backward of every block needs to know of some queries: grad and output [B, N, S, E], log-sum-exp and
-    delta = sum of grad * output over E [B, N, S]."""
+class BlockBackwardInputs(NamedTuple):
+    """Inputs of every block's backward: grad and out [B, N, S, E], lse and delta = sum(grad * out) [B, N, S]."""
 
     grad: Tensor
     out: Tensor
     lse: Tensor
     delta: Tensor
 
-    def of(self, rows: slice) -> "Final":
-        """The same of a part of the queries."""
-        return Final(*(x[:, :, rows] for x in self))
+    def of(self, rows: slice) -> "BlockBackwardInputs":
+        """Return the inputs of a part of the queries."""
+        return BlockBackwardInputs(*(x[:, :, rows] for x in self))
 
 
-def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: Run, scale: float, rule: Rule,
-           out_BNSE: Tensor, lse_BNS: Tensor) -> None:
+def attend(
+    q_BNSD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    queries: PositionRange,
+    keys: PositionRange,
+    scale: float,
+    block_mask: BlockMask,
+    out_BNSE: Tensor,
+    lse_BNS: Tensor,
+) -> None:
     """Add the keys of one block to the running result, in place.
 
     q, k, v hold exactly the positions `queries` and `keys`. out, lse: fp32 or wider; before the first block 0 and -inf.
     """
-    causal = rule.by_kernel(queries, keys)
+    causal = block_mask.flash_causal(queries, keys)
     if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD, v_BGKE):
         part, part_lse = flash_attention.flash_block(q_BNSD, k_BGKD, v_BGKE, scale, causal)
         _merge(out_BNSE, lse_BNS, part, part_lse.unsqueeze(-1), torch.ones_like(part_lse).unsqueeze(-1))
         return
-    for tile, seen in _tiles(queries, keys, rule, q_BNSD.device):
+    for tile, seen in _tiles(queries, keys, block_mask, q_BNSD.device):
         rows, columns = tile.within(queries), seen.within(keys)
-        scores = _scores(q_BNSD[:, :, rows], k_BGKD[:, :, columns], scale, rule, tile, seen)
+        scores = _scores(q_BNSD[:, :, rows], k_BGKD[:, :, columns], scale, block_mask, tile, seen)
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top.masked_fill(top == float("-inf"), 0.0)).exp_()
         total = weights.sum(-1, keepdim=True)
-        keep = rule.keep(weights.shape, tile, seen, weights.device)
+        keep = block_mask.keep(weights.shape, tile, seen, weights.device)
         if keep is not None:
             weights = weights * keep
         part = _grouped(weights.to(v_BGKE.dtype), v_BGKE[:, :, columns])
@@ -217,7 +237,13 @@ def attend(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: R
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -> None:
-    """part: sum of e^(score - top) v, total: sum of e^(score - top), over the new keys; top -inf and both 0 when all are hidden."""
+    """Merge a block's result into the running one.
+
+    Args:
+        part: sum of e^(score - top) v over the new keys.
+        top: their maximum; -inf, with zeros for both sums, if all are hidden.
+        total: sum of e^(score - top).
+    """
     before = lse.unsqueeze(-1)
     after = torch.logaddexp(before, top + total.log())
     base = after.masked_fill(after == float("-inf"), 0.0)  # nothing seen yet: e^-inf = 0 below, not e^(inf - inf)
@@ -225,24 +251,34 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -
     lse.copy_(after.squeeze(-1))
 
 
-def attend_backward(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run, keys: Run, scale: float, rule: Rule,
-                    final: Final, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Add the gradients that one block contributes, in place. grads: of q, k and v, shaped like them, fp32 or wider."""
+def attend_backward(
+    q_BNSD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    queries: PositionRange,
+    keys: PositionRange,
+    scale: float,
+    block_mask: BlockMask,
+    final: BlockBackwardInputs,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add one block's gradients in place to `grads` of q, k and v, which are fp32 or wider."""
     grad_q, grad_k, grad_v = grads
-    causal = rule.by_kernel(queries, keys)
+    causal = block_mask.flash_causal(queries, keys)
     if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD, v_BGKE):
         parts = flash_attention.flash_block_backward(
-            final.grad, q_BNSD, k_BGKD, v_BGKE, final.out, final.lse, scale, causal)
+            final.grad, q_BNSD, k_BGKD, v_BGKE, final.out, final.lse, scale, causal
+        )
         for total, part in zip(grads, parts):
             total += part
         return
-    for tile, seen in _tiles(queries, keys, rule, q_BNSD.device):
+    for tile, seen in _tiles(queries, keys, block_mask, q_BNSD.device):
         rows, columns = tile.within(queries), seen.within(keys)
         q, k, v, grad = q_BNSD[:, :, rows], k_BGKD[:, :, columns], v_BGKE[:, :, columns], final.grad[:, :, rows]
         lse = final.lse[:, :, rows, None]
-        probs = _scores(q, k, scale, rule, tile, seen).sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_()
+        probs = _scores(q, k, scale, block_mask, tile, seen).sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_()
         grad_probs = _grouped(grad, v.transpose(2, 3)).to(probs.dtype)
-        keep = rule.keep(probs.shape, tile, seen, probs.device)
+        keep = block_mask.keep(probs.shape, tile, seen, probs.device)
         kept = probs if keep is None else probs * keep
         if keep is not None:
             grad_probs *= keep
@@ -252,25 +288,29 @@ def attend_backward(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, queries: Run
         _add_transposed(grad_k[:, :, columns], grad_scores, q)
 
 
-def _tiles(queries: Run, keys: Run, rule: Rule, device: torch.device) -> Iterator[tuple[Run, Run]]:
+def _tiles(
+    queries: PositionRange, keys: PositionRange, block_mask: BlockMask, device: torch.device
+) -> Iterator[tuple[PositionRange, PositionRange]]:
     size = QUERY_TILE_CUDA if device.type == "cuda" else QUERY_TILE
     for start in range(queries.start, queries.stop, size):
-        tile = Run(start, min(start + size, queries.stop))
-        seen = rule.clip(tile, keys)
+        tile = PositionRange(start, min(start + size, queries.stop))
+        seen = block_mask.clip(tile, keys)
         if seen is not None:
             yield tile, seen
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, rule: Rule, queries: Run, keys: Run) -> Tensor:
-    """Scaled scores with -inf where hidden, fp32 or wider, [B, N, S, K]."""
+def _scores(
+    q: Tensor, k: Tensor, scale: float, block_mask: BlockMask, queries: PositionRange, keys: PositionRange
+) -> Tensor:
+    """Return scaled scores [B, N, S, K], fp32 or wider, with -inf where hidden."""
     scores = _grouped(q, k.transpose(2, 3))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
-    hidden = rule.hidden(queries, keys, q.device)
+    hidden = block_mask.hidden(queries, keys, q.device)
     return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
 
 def _grouped(x_BNSD: Tensor, y_BGDK: Tensor) -> Tensor:
-    """x y, the queries of a group stacked into one taller matrix: [B, N, S, K] in the dtype of both."""
+    """Return x @ y, [B, N, S, K], with the queries of a group stacked into one matrix."""
     batch, heads, rows, width = x_BNSD.shape
     groups = y_BGDK.shape[1]
     x = x_BNSD.reshape(batch * groups, heads // groups * rows, width)
@@ -278,7 +318,7 @@ def _grouped(x_BNSD: Tensor, y_BGDK: Tensor) -> Tensor:
 
 
 def _add_transposed(total_BGKD: Tensor, x_BNSK: Tensor, y_BNSD: Tensor) -> None:
-    """total += x^T y, summed over the queries of a group."""
+    """Add x^T @ y to total, summed over the queries of a group."""
     batch, heads, rows, keys = x_BNSK.shape
     groups = total_BGKD.shape[1]
     x = x_BNSK.reshape(batch * groups, heads // groups * rows, keys)

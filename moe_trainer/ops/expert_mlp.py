@@ -1,26 +1,12 @@
-"""The experts' feed-forward as one autograd function: fc1 -> activation * probability -> fc2, rows sorted by expert.
+"""Experts' MLP as one autograd function: fc1 -> activation * probability -> fc2, tokens sorted by expert.
 
-Design: forward keeps x, fc1's output and the probabilities, nothing else; backward recomputes the activation from fc1's output. The
-probability multiplies the activation (before fc2), so fc2's output need not be kept for the probability's gradient. All elementwise
-work is done in blocks of rows that stay in the cache between the two matrix products: in the loop form a block is one expert's
-rows, in the grouped form a fixed number of rows. Each block is written into preallocated results: no concatenation, no zero-filled
-[e, ...] gradient per expert (which `w[e]` under autograd costs).
+Saved for backward: x, fc1's output and the probabilities; the activation is recomputed. The probability multiplies the
+activation, so fc2's output is not needed for its gradient. Elementwise work runs on blocks of tokens that stay in the
+cache. Weight gradients can be deferred (a queue) or accumulated in the main gradient (main_grad.py). Half precision on
+CPU computes on token buckets. `ActivationFns` are `forward(h, p) -> a` and `backward(h, p, grad_a) -> (a, grad_h,
+grad_p)` with a = activation * probability. See docs/design/expert_mlp.md.
 
-Half precision on CPU: oneDNN generates code for every shape it has not met, half a millisecond each, and experts' row counts change
-at every step (measured: a third of a training step). So in the loop form an expert computes on its rows and a few surplus rows, up to
-the next size of a coarse scale (grouped_gemm.row_bucket): shapes repeat and their code is found in oneDNN's cache. Surplus rows are
-those of the experts behind, no copies; what they give is overwritten by its owner's result or cleared before it reaches a weight's
-gradient.
-
-The weights' gradients may be computed later: given a queue that is active in backward, they are handed to it as functions that keep
-what they need (activations, their gradients), and autograd gets none. Else the loop adds them to the main gradients itself where it may
-(main_grad.py).
-
-The block functions below come in pairs: `forward(h, p) -> a` and `backward(h, p, grad_a) -> (a, grad_h, grad_p)`, where a is the
-activation times the probability. SwiGLU, gelu and squared ReLU are written by hand; any other activation goes through autograd, block
-by block.
-
-Shape letters: R rows sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
+Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
 """
 
 import math
@@ -33,34 +19,34 @@ from torch import Tensor
 
 from moe_trainer.ops.grouped_gemm import (
     GROUPED_MM,
-    GroupedProducts,
+    GroupedGemms,
+    can_read_offsets_on_device,
+    expert_ranges,
     prefer_grouped,
-    reads_offsets,
-    row_offsets,
-    spans,
+    token_offsets,
 )
-from moe_trainer.ops.main_grad import MainGradSum, sum_for
+from moe_trainer.ops.main_grad import MainGradSum, get_main_grad_sum
 from moe_trainer.ops.pointwise import Activation
 
-BLOCK_ROWS = 256  # rows of an elementwise block in the grouped form on CPU
+BLOCK_ROWS = 256  # tokens of an elementwise block in the grouped form on CPU
 
 
-class Block(NamedTuple):
-    """The two functions of an activation; see the head of this file."""
+class ActivationFns(NamedTuple):
+    """Forward and backward of an activation times probability; see the module docstring."""
 
     forward: Callable[[Tensor, Tensor | None], Tensor]
     backward: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
 
-def _weigh(z: Tensor, p: Tensor | None) -> Tensor:
-    """z times the rows' probabilities, in place; fp32 probabilities of bf16 rows round once."""
+def _scale_by_probs(z: Tensor, p: Tensor | None) -> Tensor:
+    """Multiply z by the tokens' probabilities in place; fp32 probabilities of bf16 tokens round once."""
     if p is None:
         return z
     return z.mul_(p.unsqueeze(1))
 
 
-def _through_weighing(grad_a: Tensor, z: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of z * p for z and for p, before `_weigh` overwrites z."""
+def _backward_scale_by_probs(grad_a: Tensor, z: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of z * p for z and p, before `_scale_by_probs` overwrites z."""
     if p is None:
         return grad_a, None
     return torch.mul(grad_a, p.unsqueeze(1), out=torch.empty_like(z)), (grad_a * z).sum(-1, dtype=p.dtype)
@@ -68,88 +54,97 @@ def _through_weighing(grad_a: Tensor, z: Tensor, p: Tensor | None) -> tuple[Tens
 
 def _swiglu_forward(h: Tensor, p: Tensor | None) -> Tensor:
     gate, up = h.chunk(2, dim=-1)
-    return _weigh(F.silu(gate).mul_(up), p)
+    return _scale_by_probs(F.silu(gate).mul_(up), p)
 
 
 def _swiglu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     gate, up = h.chunk(2, dim=-1)
     silu = F.silu(gate)
     z = silu * up
-    grad_a, grad_p = _through_weighing(grad_a, z, p)
+    grad_a, grad_p = _backward_scale_by_probs(grad_a, z, p)
     grad_h = torch.empty_like(h)
     grad_gate, grad_up = grad_h.chunk(2, dim=-1)
     torch.mul(grad_a, silu, out=grad_up)
     torch.mul(grad_a, up, out=silu)
     torch.ops.aten.silu_backward(silu, gate, grad_input=grad_gate)
-    return _weigh(z, p), grad_h, grad_p
+    return _scale_by_probs(z, p), grad_h, grad_p
 
 
 def _gelu_forward(h: Tensor, p: Tensor | None) -> Tensor:
-    return _weigh(F.gelu(h), p)
+    return _scale_by_probs(F.gelu(h), p)
 
 
 def _gelu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     z = F.gelu(h)
-    grad_a, grad_p = _through_weighing(grad_a, z, p)
-    return _weigh(z, p), torch.ops.aten.gelu_backward(grad_a, h), grad_p
+    grad_a, grad_p = _backward_scale_by_probs(grad_a, z, p)
+    return _scale_by_probs(z, p), torch.ops.aten.gelu_backward(grad_a, h), grad_p
 
 
 def _squared_relu_forward(h: Tensor, p: Tensor | None) -> Tensor:
-    return _weigh(F.relu(h).square_(), p)
+    return _scale_by_probs(F.relu(h).square_(), p)
 
 
 def _squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
     positive = F.relu(h)
     z = positive.square()
-    grad_a, grad_p = _through_weighing(grad_a, z, p)
-    return _weigh(z, p), positive.mul_(grad_a).mul_(2), grad_p
+    grad_a, grad_p = _backward_scale_by_probs(grad_a, z, p)
+    return _scale_by_probs(z, p), positive.mul_(grad_a).mul_(2), grad_p
 
 
-def _by_autograd(activation: Activation) -> Block:
+def _by_autograd(activation: Activation) -> ActivationFns:
     def backward(h: Tensor, p: Tensor | None, grad_a: Tensor):
         with torch.enable_grad():
             h = h.detach().requires_grad_()
             z = activation(h)
-        grad_a, grad_p = _through_weighing(grad_a, z.detach(), p)
+        grad_a, grad_p = _backward_scale_by_probs(grad_a, z.detach(), p)
         grad_h = torch.autograd.grad(z, h, grad_a)[0]
-        return _weigh(z.detach(), p), grad_h, grad_p
+        return _scale_by_probs(z.detach(), p), grad_h, grad_p
 
-    return Block(lambda h, p: _weigh(activation(h), p), backward)
+    return ActivationFns(lambda h, p: _scale_by_probs(activation(h), p), backward)
 
 
-def choose_block(activation: Activation) -> Block:
-    """The pair of block functions of an activation; see the head of this file."""
+def get_activation_fns(activation: Activation) -> ActivationFns:
+    """Return the functions of an activation."""
     if activation == Activation("silu", gated=True):
-        return Block(_swiglu_forward, _swiglu_backward)
+        return ActivationFns(_swiglu_forward, _swiglu_backward)
     if activation == Activation("gelu"):
-        return Block(_gelu_forward, _gelu_backward)
+        return ActivationFns(_gelu_forward, _gelu_backward)
     if activation == Activation("squared_relu"):
-        return Block(_squared_relu_forward, _squared_relu_backward)
+        return ActivationFns(_squared_relu_forward, _squared_relu_backward)
     return _by_autograd(activation)
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, num_rows, activation, products, queue):
-        """products: of all experts in one call; None for a loop over the experts. num_rows: of x that are used, as far as the host knows."""
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, num_rows, activation, gemms, queue):
+        """Run the experts.
+
+        Args:
+            gemms: of all experts in one call; None for a loop over the experts.
+            num_rows: number of used tokens in x, as far as the host knows.
+        """
         p_R = None if probs_R is None else probs_R.contiguous()
         ctx.offsets = None
-        if products is None:
+        if gemms is None:
             h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation)
         else:
-            ctx.offsets = row_offsets(counts, x_RH.device)
-            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, not isinstance(counts, Tensor), ctx.offsets, activation, products)
+            ctx.offsets = token_offsets(counts, x_RH.device)
+            h_RG, y_RH = _forward_grouped(
+                x_RH, p_R, w1, b1, w2, b2, num_rows, not isinstance(counts, Tensor), ctx.offsets, activation, gemms
+            )
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
-        ctx.counts, ctx.num_rows, ctx.activation, ctx.products = counts, num_rows, activation, products
+        ctx.counts, ctx.num_rows, ctx.activation, ctx.gemms = counts, num_rows, activation, gemms
         ctx.has_b1 = b1 is not None
         ctx.queue, ctx.weights = queue, (w1, w2)
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
-        run = _backward_loop if ctx.products is None else _backward_grouped
+        run = _backward_loop if ctx.gemms is None else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
-        grad_w1, grad_w2 = (now_or_later(ctx.queue, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2)))
+        grad_w1, grad_w2 = (
+            compute_or_defer(ctx.queue, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2))
+        )
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
 
 
@@ -157,16 +152,19 @@ def _defers(queue: Any) -> bool:
     return queue is not None and queue.active
 
 
-def now_or_later(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
-    """In backward: the gradient of a weight, computed; None where it is not wanted, where the queue takes it, or where it is added to the
-    main gradient at once, so that those of several weights are never allocated together."""
+def compute_or_defer(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
+    """Compute a weight gradient in backward.
+
+    Returns None if it is not needed, if the queue takes it, or if it was added to the main gradient. The latter happens
+    at once, so that gradients of several weights are never allocated together.
+    """
     if grad is None:
         return None
     if _defers(queue):
         queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
         return None
     computed = grad()
-    total = None if computed is None else sum_for(weight, computed)
+    total = None if computed is None else get_main_grad_sum(weight, computed)
     if total is None:
         return computed
     total.add_gradient(computed)
@@ -174,11 +172,22 @@ def now_or_later(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) 
 
 
 class _StackGrad:
-    """The gradient of all experts' weights, expert by expert: each as it is added, or all when it is asked for."""
+    """Gradient of a stacked weight, computed expert by expert: on `add`, or all when called."""
 
     def __init__(self, weight_eNK: Tensor, experts: Sequence[int], later: bool, total: MainGradSum | None):
-        """experts: which have rows. later: keep what is added and compute when called. total: where to add it instead."""
-        self.weight_eNK, self.complete, self.later, self.total = weight_eNK, len(experts) == len(weight_eNK), later, total
+        """Allocate the gradient.
+
+        Args:
+            experts: those with tokens.
+            later: store the operands and compute when called.
+            total: main gradient to accumulate in.
+        """
+        self.weight_eNK, self.complete, self.later, self.total = (
+            weight_eNK,
+            len(experts) == len(weight_eNK),
+            later,
+            total,
+        )
         self.pieces: list[tuple[int, Tensor, Tensor]] = []
         self.grad_eNK = None if later or total is not None else self._new()
         if total is not None:
@@ -210,18 +219,18 @@ def _product(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor
 
 
 def _window(x: Tensor, start: int, stop: int, size: int) -> Tensor:
-    """`size` rows of x from `start`; those from `stop` on belong to the next experts, or are zeros where x ends."""
+    """Return `size` tokens of x from `start`; those from `stop` on belong to the next experts, or are zeros."""
     if start + size <= x.shape[0]:
-        return x[start:start + size]
+        return x[start : start + size]
     padded = x.new_zeros(size, *x.shape[1:])
-    padded[:stop - start] = x[start:stop]
+    padded[: stop - start] = x[start:stop]
     return padded
 
 
 def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
-    found = spans(counts, x_RH)
+    found = expert_ranges(counts, x_RH)
     slack = max((start + size for _, start, _, size in found), default=0)
-    # an expert's surplus rows overwrite the start of the next one's, which come later and are written then
+    # an expert's surplus tokens overwrite the start of the next one's, which come later and are written then
     h_RG = x_RH.new_empty(max(slack, x_RH.shape[0]), w1.shape[1])
     y_RH = x_RH.new_empty(h_RG.shape[0], w2.shape[1])
     for expert, start, stop, size in found:
@@ -232,25 +241,28 @@ def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
         y = torch.mm(activation.forward(h, p), w2[expert].t(), out=y_RH[rows])
         if b2 is not None:
             y += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
-    return h_RG, y_RH[:x_RH.shape[0]]
+    return h_RG, y_RH[: x_RH.shape[0]]
 
 
 def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    found = spans(ctx.counts, x_RH)
+    found = expert_ranges(ctx.counts, x_RH)
     grad_x = x_RH.new_empty(h_RG.shape[0], x_RH.shape[1]) if needs_x else None
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_w1 = grad_w2 = None
     if needs_w:
         experts, later = [expert for expert, *_ in found], _defers(ctx.queue)
-        grad_w1, grad_w2 = (_StackGrad(w, experts, later, None if later else sum_for(param, x_RH)) for w, param in zip((w1, w2), ctx.weights))
+        grad_w1, grad_w2 = (
+            _StackGrad(w, experts, later, None if later else get_main_grad_sum(param, x_RH))
+            for w, param in zip((w1, w2), ctx.weights)
+        )
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
     for expert, start, stop, size in found:
         p, grad_y = None if p_R is None else _window(p_R, start, stop, size), _window(grad_RH, start, stop, size)
         rows, count = slice(start, start + size), stop - start
         a, grad_h, block_grad_p = ctx.activation.backward(h_RG[rows], p, grad_y @ w2[expert])
-        if size > count:  # surplus rows must add nothing to the weights' gradients
+        if size > count:  # surplus tokens must add nothing to the weights' gradients
             a[count:].zero_()
             grad_h[count:].zero_()
         if needs_w:
@@ -267,7 +279,7 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
             grad_p[start:stop] = block_grad_p[:count]
             if b2 is not None:
                 grad_p[start:stop] += grad_RH[start:stop] @ b2[expert]
-    return None if grad_x is None else grad_x[:x_RH.shape[0]], grad_p, grad_w1, grad_b1, grad_w2, grad_b2
+    return None if grad_x is None else grad_x[: x_RH.shape[0]], grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
 def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
@@ -275,8 +287,8 @@ def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activation, products):
-    h_RG = products.forward(x_RH, w1, offsets)
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activation, gemms):
+    h_RG = gemms.forward(x_RH, w1, offsets)
     if b1 is not None:
         h_RG[:num_rows] += _per_row(b1, offsets, num_rows, exact)
     blocks = _blocks(num_rows, x_RH.is_cuda)
@@ -286,7 +298,7 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activa
         a_RF = x_RH.new_empty(x_RH.shape[0], w2.shape[2])
         for start, stop in blocks:
             a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
-    y_RH = products.forward(a_RF, w2, offsets)
+    y_RH = gemms.forward(a_RF, w2, offsets)
     if b2 is not None:
         bias_RH = _per_row(b2, offsets, num_rows, exact)
         y_RH[:num_rows] += bias_RH if p_R is None else bias_RH * p_R[:num_rows].unsqueeze(1)
@@ -294,7 +306,11 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activa
 
 
 def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int, exact: bool) -> Tensor:
-    """Each row its expert's bias. Nothing is read back from or copied to the device. exact: the experts' rows are these, there are none behind."""
+    """Return each token's expert bias without synchronizing.
+
+    Args:
+        exact: there are no tokens after the experts'.
+    """
     if not exact:
         row_R = torch.arange(num_rows, dtype=offsets_e.dtype, device=offsets_e.device)
         return bias_eN[torch.searchsorted(offsets_e, row_R, right=True).clamp_(max=len(bias_eN) - 1)]
@@ -302,9 +318,15 @@ def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int, exact: bool) -> 
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    counts, num_rows, offsets, activation, products = ctx.counts, ctx.num_rows, ctx.offsets, ctx.activation, ctx.products
+    counts, num_rows, offsets, activation, gemms = (
+        ctx.counts,
+        ctx.num_rows,
+        ctx.offsets,
+        ctx.activation,
+        ctx.gemms,
+    )
     exact = not isinstance(counts, Tensor)
-    grad_a = products.input_grad(grad_RH, w2, offsets)
+    grad_a = gemms.input_grad(grad_RH, w2, offsets)
     blocks = _blocks(num_rows, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
         grad_a, grad_h, grad_p = activation.backward(h_RG, p_R, grad_a)  # the first is a from here on
@@ -319,37 +341,41 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
             if p is not None:
                 grad_p[start:stop] = block_grad_p
     needs_w = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    grad_w1 = (lambda: products.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
-    grad_w2 = (lambda: products.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
-    grad_x = products.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
-    grad_b1 = _sum_rows(grad_h, counts, offsets, products, x_RH.dtype) if ctx.has_b1 else None
+    grad_w1 = (lambda: gemms.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
+    grad_w2 = (lambda: gemms.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
+    grad_x = gemms.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
+    grad_b1 = _sum_rows(grad_h, counts, offsets, gemms, x_RH.dtype) if ctx.has_b1 else None
     grad_b2 = None
     if b2 is not None:
         weighed_RH = grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1)
-        grad_b2 = _sum_rows(weighed_RH, counts, offsets, products, x_RH.dtype).to(b2.dtype)
+        grad_b2 = _sum_rows(weighed_RH, counts, offsets, gemms, x_RH.dtype).to(b2.dtype)
         if p_R is not None:
             grad_p[:num_rows] += (grad_RH[:num_rows] * _per_row(b2, offsets, num_rows, exact)).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _sum_rows(rows: Tensor, counts: Sequence[int] | Tensor, offsets_e: Tensor, products: GroupedProducts, dtype: torch.dtype) -> Tensor:
-    if isinstance(counts, Tensor):  # a product with ones, in the dtype of which there are grouped ones; operands begin at multiples of 16 bytes
+def _sum_rows(
+    rows: Tensor, counts: Sequence[int] | Tensor, offsets_e: Tensor, gemms: GroupedGemms, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(
+        counts, Tensor
+    ):  # a GEMM with ones, in the dtype of which there are grouped ones; operands begin at multiples of 16 bytes
         rows = rows.to(dtype)
-        return products.weight_grad(rows, rows.new_ones(len(rows), 8), offsets_e)[..., 0]
+        return gemms.weight_grad(rows, rows.new_ones(len(rows), 8), offsets_e)[..., 0]
     sums = rows.new_zeros(len(counts), rows.shape[1])
-    for expert, start, stop, _ in spans(counts):
+    for expert, start, stop, _ in expert_ranges(counts):
         torch.sum(rows[start:stop], 0, out=sums[expert])
     return sums
 
 
 def _aligned(w1_eGH: Tensor, w2_eHF: Tensor) -> bool:
-    """Do the rows of all operands begin where grouped_mm wants them to?"""
+    """Return whether the rows of all operands have the alignment of grouped_mm."""
     return math.gcd(*w1_eGH.shape[1:], *w2_eHF.shape[1:]) * w1_eGH.element_size() % 16 == 0
 
 
-def reads_counts(w1_eGH: Tensor, w2_eHF: Tensor, products: GroupedProducts | None) -> bool:
-    """Can `expert_mlp` with these weights and products take counts that are on the device, so that nothing waits for them?"""
-    return products is not None or (reads_offsets(w1_eGH.dtype, w1_eGH.device) and _aligned(w1_eGH, w2_eHF))
+def can_read_counts_on_device(w1_eGH: Tensor, w2_eHF: Tensor, gemms: GroupedGemms | None) -> bool:
+    """Return whether `expert_mlp` accepts counts on the device, with these weights and GEMMs."""
+    return gemms is not None or (can_read_offsets_on_device(w1_eGH.dtype, w1_eGH.device) and _aligned(w1_eGH, w2_eHF))
 
 
 def expert_mlp(
@@ -364,34 +390,56 @@ def expert_mlp(
     b2_eH: Tensor | None = None,
     allow_grouped: bool = True,
     queue: Any = None,
-    block: Block | None = None,
-    products: GroupedProducts | None = None,
+    activation_fns: ActivationFns | None = None,
+    gemms: GroupedGemms | None = None,
     unused: int = 0,
 ) -> Tensor:
-    """Run every expert on its rows.
+    """Run every expert on its tokens: y = p * (act(x @ w1^T + b1) @ w2^T + b2), with p applied before fc2.
 
-    y = p * (act(x @ w1^T + b1) @ w2^T + b2), with the probability inside, before fc2.
-    Shapes: x_RH rows sorted by expert, counts[e] rows each (zero is fine); probs_R any floating dtype, None for no weighting.
-    allow_grouped: use one grouped product where it is faster (see grouped_gemm.prefer_grouped).
-    queue: takes the weights' gradients while it is active in backward: anything with `active` and `defer(weight, compute)`.
-    block, products: kernels that stand in for the torch versions, products for any size where grouping is allowed.
-    unused: zero rows behind those of the last expert, which nobody computes on; what is returned for them means nothing.
-    counts may be a tensor on the device of x, for one grouped product (see `reads_counts`): whatever stands behind the rows that it
-    counts changes nothing, and what is returned for it means nothing.
-    Raises: ValueError when the counts do not add up to R; when they are on the device and cannot be read there.
+    Args:
+        probs_R: any floating dtype; None for no weighting.
+        counts: tokens per expert, zero allowed. A device tensor needs a grouped GEMM (`can_read_counts_on_device`); results
+            for tokens beyond those it counts are undefined.
+        allow_grouped: use one grouped GEMM where it is faster (grouped_gemm.prefer_grouped).
+        queue: takes weight gradients while active in backward: has `active` and `defer(weight, compute)`.
+        activation_fns, gemms: kernels that replace the torch versions; GEMMs for any size if grouping is allowed.
+        unused: number of zero tokens after the last expert's; their results are undefined.
+
+    Raises:
+        ValueError: if the counts do not add up to R, or are on the device and cannot be read there.
     """
     num_rows = x_RH.shape[0] - unused
     if isinstance(counts, Tensor):
         if not allow_grouped:
-            raise ValueError("expert_mlp: counts on the device are read by grouped products alone")
-        return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, counts, num_rows, block or choose_block(activation),
-                                products or GROUPED_MM, queue)
+            raise ValueError("expert_mlp: counts on the device need a grouped GEMM")
+        return _ExpertMLP.apply(
+            x_RH.contiguous(),
+            probs_R,
+            w1_eGH,
+            b1_eG,
+            w2_eHF,
+            b2_eH,
+            counts,
+            num_rows,
+            activation_fns or get_activation_fns(activation),
+            gemms or GROUPED_MM,
+            queue,
+        )
     if sum(counts) != num_rows:
         raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
     prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.device)
-    if products is None and prefer and _aligned(w1_eGH, w2_eHF):
-        products = GROUPED_MM
+    if gemms is None and prefer and _aligned(w1_eGH, w2_eHF):
+        gemms = GROUPED_MM
     return _ExpertMLP.apply(
-        x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, tuple(counts), num_rows, block or choose_block(activation),
-        products if allow_grouped and num_rows > 0 else None, queue,
+        x_RH.contiguous(),
+        probs_R,
+        w1_eGH,
+        b1_eG,
+        w2_eHF,
+        b2_eH,
+        tuple(counts),
+        num_rows,
+        activation_fns or get_activation_fns(activation),
+        gemms if allow_grouped and num_rows > 0 else None,
+        queue,
     )

@@ -1,8 +1,7 @@
-"""Blocks of attention by torch's flash kernels, which give the log-sum-exp and take that of all keys in backward.
+"""Attention blocks by torch's flash kernels, which return the log-sum-exp and accept that of all keys in backward.
 
-They serve blocks in which every query sees every key, and square blocks on the causal diagonal; without dropout. On CUDA
-they want half precision and key widths up to 256; values narrower than keys are padded with zeros. Torch's own context
-parallelism calls the same operators.
+They serve full blocks and square causal blocks, without dropout. On CUDA they need half precision and key widths up to
+256; narrower values are padded with zeros. torch's own context parallelism calls the same operators.
 
 Shapes: B sequences, N query heads, G key-value heads, S queries, K keys, D key width, E value width.
 """
@@ -11,25 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CPU_LENGTH = 256  # shorter blocks are faster in plain products
+CPU_LENGTH = 256  # shorter blocks are faster in plain matmuls
 CUDA_WIDTH = 256
 
 
 def can_run(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> bool:
-    """Do the kernels take these tensors, and gain by it?"""
+    """Return whether the kernels support these tensors and are faster."""
     if v_BGKE.shape[3] > q_BNSD.shape[3]:
         return False
     if q_BNSD.device.type == "cpu":
         return min(q_BNSD.shape[2], k_BGKD.shape[2]) >= CPU_LENGTH
-    return (q_BNSD.device.type == "cuda" and q_BNSD.dtype in (torch.bfloat16, torch.float16)
-            and q_BNSD.shape[3] <= CUDA_WIDTH and q_BNSD.shape[3] % 8 == 0
-            and torch.cuda.get_device_capability(q_BNSD.device)[0] >= 8)
+    return (
+        q_BNSD.device.type == "cuda"
+        and q_BNSD.dtype in (torch.bfloat16, torch.float16)
+        and q_BNSD.shape[3] <= CUDA_WIDTH
+        and q_BNSD.shape[3] % 8 == 0
+        and torch.cuda.get_device_capability(q_BNSD.device)[0] >= 8
+    )
 
 
 def flash_block(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of one block.
+    """Attend to the keys of one block.
 
-    Returns: out [B, N, S, E] in the dtype of v, and its log-sum-exp [B, N, S], fp32 or wider.
+    Returns:
+        out [B, N, S, E] in the dtype of v, and its log-sum-exp [B, N, S], fp32 or wider.
     """
     width = v_BGKE.shape[3]
     v = _pad(v_BGKE, q_BNSD.shape[3])
@@ -41,9 +45,17 @@ def flash_block(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scale: float, ca
     return out[..., :width], lse
 
 
-def flash_block_backward(grad_BNSE: Tensor, q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, out_BNSE: Tensor, lse_BNS: Tensor,
-                         scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v that one block contributes; out and lse: those of all keys."""
+def flash_block_backward(
+    grad_BNSE: Tensor,
+    q_BNSD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    out_BNSE: Tensor,
+    lse_BNS: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one block's gradients of q, k and v; `out` and `lse` are those of all keys."""
     width = v_BGKE.shape[3]
     grad, v, out = (_pad(x, q_BNSD.shape[3]) for x in (grad_BNSE, v_BGKE, out_BNSE))
     lse = lse_BNS.contiguous()
@@ -51,13 +63,28 @@ def flash_block_backward(grad_BNSE: Tensor, q_BNSD: Tensor, k_BGKD: Tensor, v_BG
         heads, groups = q_BNSD.shape[1], k_BGKD.shape[1]
         k, v = (_repeat(x, heads) for x in (k_BGKD, v))
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q_BNSD, k, v, out, lse, 0.0, causal, scale=scale)
+            grad, q_BNSD, k, v, out, lse, 0.0, causal, scale=scale
+        )
         grad_k, grad_v = (x.unflatten(1, (groups, -1)).sum(2) for x in (grad_k, grad_v))
     else:
         no_dropout = torch.empty(0, dtype=torch.int64, device=q_BNSD.device)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q_BNSD, k_BGKD, v, out, lse, None, None, q_BNSD.shape[2], k_BGKD.shape[2], 0.0, causal, no_dropout, no_dropout,
-            scale=scale)
+            grad,
+            q_BNSD,
+            k_BGKD,
+            v,
+            out,
+            lse,
+            None,
+            None,
+            q_BNSD.shape[2],
+            k_BGKD.shape[2],
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+        )
     return grad_q, grad_k, grad_v[..., :width]
 
 

@@ -1,23 +1,13 @@
 """The core of a gated DeltaNet layer: short causal convolution, gates, and the gated delta rule in chunks.
 
-Every head keeps a state, a matrix that maps keys to values. A position decays it by exp(g), corrects what it answers to the position's
-key by beta times the error, and reads it with the position's query:
+A head's state maps keys to values: S <- exp(g) S;  S <- S + beta k (v - S^T k)^T;  y = S^T q. Inside a chunk of CHUNK
+positions the corrections solve one unit triangular system (arXiv 2412.06464, section 3.3), so all but one step per
+chunk are matmuls. Everything is fp32 or wider. Saved for backward: the inputs and the state before every segment of
+SEGMENT chunks; backward recomputes segment by segment. At a document's first position the state is empty. Kernels and
+formulas: docs/design/gated_delta_rule.md.
 
-    S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   y = S^T q
-
-Inside a chunk of CHUNK positions the corrections are the solution of one unit triangular system (arXiv 2412.06464, section 3.3), so all
-but one step per chunk is matrix products. Queries, keys and values come out of a depthwise causal convolution and SiLU; queries and keys
-have length one, queries are divided by sqrt(D) besides. All of it is computed in fp32 (fp64 for fp64), whatever the activations' dtype.
-
-What is kept for backward is the input as it came out of its projection and the state before every segment of SEGMENT chunks, no more:
-backward goes through the segments from the last to the first, computes each again and differentiates it. That bounds the memory by one
-segment's, whatever the length, for one more forward of this part.
-
-Packed documents: at a document's first position the state is empty, and the convolution sees no position before it. No decay
-of minus infinity is needed for it: what crosses a border is left out where the factors of a chunk are made.
-
-Shapes: S sequence, B batch, C channels (of queries, keys, values, in this order), W width of the convolution, K key heads, N value heads
-(each key head serves N / K of them, one after the other), D and E widths of a key and a value; in chunks M chunks of L positions.
+Shapes: S sequence, B batch, C channels (queries, keys, values), W convolution width, K key heads, N value heads (each
+key head serves N / K consecutive ones), D and E widths of a key and a value; in chunks M chunks of L positions.
 """
 
 from dataclasses import dataclass
@@ -41,12 +31,12 @@ class Heads:
 
     @property
     def channels(self) -> list[int]:
-        """Channels of queries, keys and values."""
+        """Number of channels of queries, keys and values."""
         return [self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim]
 
 
 def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None) -> Tensor:
-    """SiLU of y[t] = sum over w of weight[:, w] x[t - W + 1 + w]: each channel by itself, nothing before the start or another document."""
+    """Return SiLU of y[t] = sum over w of weight[:, w] x[t - W + 1 + w], within a document."""
     width, length = weight_CW.shape[1], x_SBC.shape[0]
     if x_SBC.is_cuda and ids_BS is None:
         x_BCS = x_SBC.permute(1, 2, 0).contiguous()
@@ -62,14 +52,14 @@ def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None =
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Rows of length one."""
+    """Scale rows to length one."""
     if x.is_cuda:  # in one kernel: the mean of squares is their sum over the width
         return F.rms_norm(x, x.shape[-1:], None, LENGTH_EPS / x.shape[-1]) * x.shape[-1] ** -0.5
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
 
 
 def _chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
-    """[S, B, heads, ...] -> [B, *heads, M, L, ...]; zeros behind the end."""
+    """Reshape [S, B, heads, ...] to [B, *heads, M, L, ...], padded with zeros."""
     if pad:
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pad))
     x = x.unflatten(2, heads).unflatten(0, (-1, size))
@@ -79,9 +69,13 @@ def _chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Borders:
-    """Which factors of a chunk documents leave standing: pairs [B, 1, 1, M, L, L]; before, after [B, 1, 1, M, L]; carried [B, 1, 1, M, 1, 1].
+    """Factors of a chunk that document boundaries leave nonzero.
 
-    before: a position's document is that of the position before the chunk; after: that of the chunk's last position.
+    Attributes:
+        pairs: [B, 1, 1, M, L, L], positions of one document.
+        before: [B, 1, 1, M, L], the position's document is that before the chunk.
+        after: [B, 1, 1, M, L], it is that of the chunk's last position.
+        carried: [B, 1, 1, M, 1, 1], the document before the chunk continues after it.
     """
 
     pairs: Tensor
@@ -94,14 +88,28 @@ class _Borders:
         ids = torch.cat([ids_BS, ids_BS[:, -1:].expand(-1, pad)], 1).unflatten(1, (-1, size))[:, None, None]
         last = ids[..., -1:]
         previous = torch.cat([previous_B[:, None, None, None, None], last[..., :-1, :]], -2)
-        return _Borders(ids.unsqueeze(-1) == ids.unsqueeze(-2), ids == previous, ids == last, (last == previous).unsqueeze(-1))
+        return _Borders(
+            ids.unsqueeze(-1) == ids.unsqueeze(-2), ids == previous, ids == last, (last == previous).unsqueeze(-1)
+        )
 
 
-def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, beta_SBN: Tensor, state: Tensor | None = None,
-               ids_BS: Tensor | None = None, previous_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gated delta rule from a state [B, K, N / K, D, E] on, or an empty one. Differentiable in everything but the documents.
+def delta_rule(
+    q_SBKD: Tensor,
+    k_SBKD: Tensor,
+    v_SBNE: Tensor,
+    g_SBN: Tensor,
+    beta_SBN: Tensor,
+    state: Tensor | None = None,
+    ids_BS: Tensor | None = None,
+    previous_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Apply the gated delta rule from a state [B, K, N / K, D, E], or an empty one. Differentiable.
 
-    previous_B: document of the position before the first, for ids_BS. Returns: y_SBNE, and the state behind the last position.
+    Args:
+        previous_B: document of the position before the first, for ids_BS.
+
+    Returns:
+        y_SBNE, and the state after the last position.
     """
     length, _, keys, key_dim = q_SBKD.shape
     size = min(CHUNK, length)
@@ -116,15 +124,24 @@ def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, be
     before, after, carried = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:, None].exp()
     if ids_BS is not None:
         borders = _Borders.of(ids_BS, previous_B, pad, size)
-        pairs, before, after, carried = pairs * borders.pairs, before * borders.before, after * borders.after, carried * borders.carried
+        pairs, before, after, carried = (
+            pairs * borders.pairs,
+            before * borders.before,
+            after * borders.after,
+            carried * borders.carried,
+        )
     before = before.unsqueeze(-1)
     system = beta * (k @ k.mT) * pairs
-    solved = torch.linalg.solve_triangular(system, torch.cat([beta * v, beta * before * k], -1), upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([beta * v, beta * before * k], -1), upper=False, unitriangular=True
+    )
     values, read_keys = solved.split([v.shape[-1], key_dim], -1)
     scores, q, written = (q @ k.mT) * pairs, q * before, (k * after.unsqueeze(-1)).mT
     found = []
-    # taken apart at once: the gradient of each piece by itself would be as large as the whole
-    for values, read_keys, q, scores, written, carried in zip(*(x.unbind(-3) for x in (values, read_keys, q, scores, written, carried))):
+    # taken apart at once: the gradient of each piece by itself would be as large as the full
+    for values, read_keys, q, scores, written, carried in zip(
+        *(x.unbind(-3) for x in (values, read_keys, q, scores, written, carried))
+    ):
         if state is None:
             found.append(scores @ values)
             state = written @ values
@@ -136,15 +153,24 @@ def delta_rule(q_SBKD: Tensor, k_SBKD: Tensor, v_SBNE: Tensor, g_SBN: Tensor, be
     return y.flatten(1, 2).permute(2, 0, 1, 3), state
 
 
-def _segment(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, state, heads: Heads, halo: int, ids_BS: Tensor | None):
-    """(y, state behind it) of one segment. x, ids: with `halo` positions before it, which the convolution sees."""
+def _segment(
+    x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, state, heads: Heads, halo: int, ids_BS: Tensor | None
+):
+    """Return (y, final state) of one segment; x and ids start `halo` positions early, for the convolution."""
     x_SBC = causal_convolution(x_SBC, weight_CW, ids_BS)[halo:]
     q, k, v = x_SBC.split(heads.channels, -1)
     g = -a_log_N.exp() * F.softplus(alpha_SBN + dt_bias_N)
     keys = (heads.keys, heads.key_dim)
     documents = () if ids_BS is None else (ids_BS[:, halo:], ids_BS[:, max(halo - 1, 0)])
-    return delta_rule(q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (heads.values, heads.value_dim)), g,
-                      beta_SBN.sigmoid(), state, *documents)
+    return delta_rule(
+        q.unflatten(-1, keys),
+        k.unflatten(-1, keys),
+        v.unflatten(-1, (heads.values, heads.value_dim)),
+        g,
+        beta_SBN.sigmoid(),
+        state,
+        *documents,
+    )
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -178,37 +204,49 @@ class _GatedDelta(torch.autograd.Function):
                 if number:
                     leaves.append(states[number - 1].detach().requires_grad_())
                 y, after = _segment(*leaves[:6], leaves[6] if number else None, *more)
-            outs = [(y, grad_SBNE[start:start + y.shape[0]].to(wide))] + ([] if grad_state is None else [(after, grad_state)])
+            outs = [(y, grad_SBNE[start : start + y.shape[0]].to(wide))] + (
+                [] if grad_state is None else [(after, grad_state)]
+            )
             grads = torch.autograd.grad([out for out, _ in outs], leaves, [grad for _, grad in outs])
             if not states:
                 sums = list(grads)
                 break
             sums = sums or [torch.zeros(x.shape, dtype=wide, device=x.device) for x in tensors]
-            sums[0][first:first + len(grads[0])] += grads[0]
+            sums[0][first : first + len(grads[0])] += grads[0]
             for total, grad in zip(sums[1:3], grads[1:3]):
-                total[start:start + len(grad)] = grad
+                total[start : start + len(grad)] = grad
             for total, grad in zip(sums[3:], grads[3:6]):
                 total += grad
             grad_state = grads[6] if number else None
         return *(total.to(x.dtype) for total, x in zip(sums, tensors)), None, None
 
 
-def _inputs(tensors: tuple[Tensor, ...], start: int, wide: torch.dtype, heads: Heads,
-            ids_BS: Tensor | None) -> tuple[list[Tensor], tuple[Heads, int, Tensor | None]]:
-    """What _segment takes, without the state."""
+def _inputs(
+    tensors: tuple[Tensor, ...], start: int, wide: torch.dtype, heads: Heads, ids_BS: Tensor | None
+) -> tuple[list[Tensor], tuple[Heads, int, Tensor | None]]:
+    """Return the inputs of _segment, without the state."""
     x_SBC, beta_SBN, alpha_SBN, *params = tensors
     stop = start + CHUNK * SEGMENT
     halo = min(params[0].shape[1] - 1, start)
-    own = [x_SBC[start - halo:stop], beta_SBN[start:stop], alpha_SBN[start:stop], *params]
-    return [x.to(wide) for x in own], (heads, halo, None if ids_BS is None else ids_BS[:, start - halo:stop])
+    own = [x_SBC[start - halo : stop], beta_SBN[start:stop], alpha_SBN[start:stop], *params]
+    return [x.to(wide) for x in own], (heads, halo, None if ids_BS is None else ids_BS[:, start - halo : stop])
 
 
-def gated_delta(x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, weight_CW: Tensor, a_log_N: Tensor, dt_bias_N: Tensor, heads: Heads,
-                ids_BS: Tensor | None = None) -> Tensor:
-    """Convolution, gates and delta rule of a whole sequence.
+def gated_delta(
+    x_SBC: Tensor,
+    beta_SBN: Tensor,
+    alpha_SBN: Tensor,
+    weight_CW: Tensor,
+    a_log_N: Tensor,
+    dt_bias_N: Tensor,
+    heads: Heads,
+    ids_BS: Tensor | None = None,
+) -> Tensor:
+    """Apply convolution, gates and delta rule to a full sequence; return y_SBNE in the dtype of x.
 
-    x: queries, keys and values before the convolution; beta, alpha: before the sigmoid and the softplus, whose decay is
-    g = -exp(a_log) softplus(alpha + dt_bias); ids: packed documents. Returns: y_SBNE in the dtype of x.
+    Args:
+        x_SBC: queries, keys and values before the convolution.
+        beta_SBN, alpha_SBN: before the sigmoid and the softplus; g = -exp(a_log) softplus(alpha + dt_bias).
+        ids_BS: packed documents.
     """
     return _GatedDelta.apply(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS)
-

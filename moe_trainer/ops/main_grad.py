@@ -1,31 +1,22 @@
-"""A weight's gradient, added by the product that computes it to where gradients add up (--gradient-accumulation-fusion).
+"""Weight gradients accumulated by the GEMM that computes them (--gradient-accumulation-fusion).
 
-Without that a product writes a gradient of its own, and another pass reads it and adds it: one kernel and three passes over the weight more,
-and in half precision a rounding. torch's own product does it, the one that NVIDIA apex's and TransformerEngine's kernels call.
-
-Whoever adds gradients up gives a weight the attribute `main_grad_sum`; functions that compute its gradient ask `sum_for`.
+Otherwise a GEMM writes the gradient and another pass adds it: one more kernel, three more passes over the weight, and a
+rounding in half precision. torch's own addmm does it. The owner of the gradient buffer sets `main_grad_sum` on a
+weight; functions that compute the weight's gradient call `get_main_grad_sum`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_trainer.ops.gemms import LinearGemms
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Products(Protocol):
-    """What computes a weight's gradient. plain: it is grad^T x in the dtype of these two."""
-
-    plain: bool
-
-    def weight_grad_later(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
-        """The gradient over all leading dimensions, when it is called."""
-
-
 class MainGradSum(NamedTuple):
-    """Where a gradient is added: total = beta * total + alpha * gradient. With beta 0 whatever is there is overwritten."""
+    """Where a gradient is accumulated: total = beta * total + alpha * gradient. beta 0 overwrites."""
 
     total: Tensor
     beta: float
@@ -40,7 +31,7 @@ class MainGradSum(NamedTuple):
             torch.addmm(total, left_NR, right_RK, out_dtype=total.dtype, beta=self.beta, alpha=self.alpha, out=total)
 
     def add_gradient(self, grad: Tensor) -> None:
-        """Add one that is computed already."""
+        """Add a gradient that is already computed."""
         if self.beta:
             self.total.add_(grad, alpha=self.alpha)
         elif self.alpha == 1.0:
@@ -48,10 +39,10 @@ class MainGradSum(NamedTuple):
         elif grad.dtype == self.total.dtype:
             torch.mul(grad, self.alpha, out=self.total)
         else:
-            self.total.copy_(grad).mul_(self.alpha)  # a product in the gradient's own, coarser dtype would round twice
+            self.total.copy_(grad).mul_(self.alpha)  # a GEMM in the gradient's own, coarser dtype would round twice
 
     def slice(self, index: int) -> "MainGradSum":
-        """The sum of one of several weights that are stacked."""
+        """Return the sum of one of several stacked weights."""
         return self._replace(total=self.total[index])
 
     def clear(self) -> None:
@@ -60,35 +51,36 @@ class MainGradSum(NamedTuple):
             self.total.zero_()
 
 
-def adds_products(total: Tensor, operand: Tensor) -> bool:
-    """Whether a product of tensors like `operand` can be added to `total`.
+def can_accumulate_gemm(total: Tensor, operand: Tensor) -> bool:
+    """Return whether a GEMM of tensors like `operand` can accumulate in `total`.
 
-    On a CPU in fp32 and fp64: half precision has code generated for every shape it has not met. Half precision into fp32: see `widens`.
+    On a CPU only fp32 and fp64, because half precision generates code for every new shape. Half precision into fp32:
+    see `can_accumulate_in_fp32`.
     """
     if not operand.is_cuda:
         return total.dtype == operand.dtype and operand.dtype not in HALF_DTYPES
     if total.dtype == operand.dtype:
         return True
-    return total.dtype == torch.float32 and widens(operand)
+    return total.dtype == torch.float32 and can_accumulate_in_fp32(operand)
 
 
-def widens(operand: Tensor) -> bool:
-    """Whether torch multiplies matrices like this one in half precision into fp32, without copies."""
+def can_accumulate_in_fp32(operand: Tensor) -> bool:
+    """Return whether torch can multiply half-precision matrices like this one into fp32, without copies."""
     if not operand.is_cuda or operand.dtype not in HALF_DTYPES or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(operand.device) >= (8, 0)
 
 
-def sum_for(weight: Tensor, operand: Tensor) -> MainGradSum | None:
-    """Where the gradient of a weight, a product of tensors like `operand`, is to be added, once; None where it is to be returned."""
+def get_main_grad_sum(weight: Tensor, operand: Tensor) -> MainGradSum | None:
+    """Return where to accumulate the gradient of a weight, once; None if the gradient must be returned."""
     opens = getattr(weight, "main_grad_sum", None)
     return None if opens is None else opens(operand)
 
 
-def weight_grad(weight: Tensor, grad: Tensor, x: Tensor, products: Products) -> Tensor | None:
-    """grad^T x over all leading dimensions, the gradient of a weight; None where it is added to the main gradient."""
-    total = sum_for(weight, grad) if products.plain and grad.dtype == x.dtype else None
+def weight_grad(weight: Tensor, grad: Tensor, x: Tensor, gemms: LinearGemms) -> Tensor | None:
+    """Return grad^T @ x over all leading dimensions; None if it was added to the main gradient."""
+    total = get_main_grad_sum(weight, grad) if not gemms.is_quantized and grad.dtype == x.dtype else None
     if total is None:
-        return products.weight_grad_later(grad, x)()
+        return gemms.make_wgrad_fn(grad, x)()
     total.add(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
     return None

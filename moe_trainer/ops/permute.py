@@ -1,19 +1,12 @@
-"""Local reordering of tokens: token order -> expert order and back.
+"""Local token permutation: token order -> expert order and back.
 
-Design: the routing map is turned once into a `PermuteMap` (integers only, no gradient), and three differentiable gathers use it.
-`permute` copies a token's row once for every expert that takes it; `unpermute` sums the rows of every token. Each is the other's
-gradient, so both are written by hand: forward and backward of the pair are two gathers and two gather-sums, and no scatter. The
-gather-sum is torch's embedding-bag kernel, which reads each row once, adds in fp32 and writes once; on CPU it is 3 to 9 times
-faster than gather + reshape + sum and 2 times faster than index_add (measured for 1024 x 256 top-2 and 2048 x 512 top-8).
-Tokens may have any number of rows (dropped tokens have fewer than k, padding gives more): nothing here assumes k rows a token.
+The routing map becomes a `PermuteMap` of integers once; three differentiable gathers use it. `permute` copies a token
+once per expert, `unpermute` sums a token's copies; each is the other's gradient. The sum is torch's embedding-bag
+kernel, on CPU 3 to 9 times faster than gather + sum and 2 times faster than index_add (1024 x 256 top-2, 2048 x 512
+top-8). A token may have any number of copies. Order: by expert, then by token (stable), as in Megatron-Core; copies are
+summed in ascending expert order. Blocks [source][expert] become [expert][source] by `block_permutation` and `reorder`.
 
-Order: rows are sorted by expert, then by token (stable), as Megatron-Core's dispatchers have it; a token's rows are summed in
-ascending expert order.
-
-Rows that arrive from several ranks come as blocks [source][expert]; `block_order` says how to turn them into [expert][source], and
-`reorder` does it (its gradient is the gather with the inverse order).
-
-Shape letters: T tokens, E experts, R rows (token, expert pairs), H hidden, S sources.
+Shape letters: T tokens, E experts, R routed tokens (token, expert pairs), H hidden, S sources.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PermuteMap:
-    """Where every expert-major row comes from, and where every token's rows are; integers, no gradient.
+    """Source of every routed token, and the copies of every token; integers, no gradient.
 
     Shapes: token_R, cell_R, row_R int64 [R]; offsets_T int64 [T + 1]; counts_E int64 [E].
     """
@@ -41,13 +34,16 @@ class PermuteMap:
 def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> PermuteMap:
     """Build the map of a routing decision.
 
-    Shapes: routing_TE bool [T, E]. num_rows: how many of its entries are true, where that is known: nothing then waits for the device.
+    Args:
+        routing_TE: bool [T, E].
+        num_rows: its number of true entries, if known; then nothing waits for the device.
+
     Source: stable sort by expert, as Megatron-Core's local permutation.
     """
     num_tokens, num_experts = routing_TE.shape
     by_expert = routing_TE.t().contiguous()
     pairs_R2 = by_expert.nonzero() if num_rows is None else torch.nonzero_static(by_expert, size=num_rows)
-    # a copy in any case: contiguous() takes a single pair as it lies, and its numbers are two apart
+    # a copy in any case: contiguous() takes a single pair as it is, and its numbers are two apart
     expert_R, token_R = pairs_R2.t().clone(memory_format=torch.contiguous_format).unbind(0)
     # the low words of the numbers, as a view: a device sorts by digits, of which these have half as many
     sorted_R, row_R = token_R.view(torch.int32)[::2].sort(stable=True)
@@ -66,11 +62,13 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     )
 
 
-def in_expert_order(routes: PermuteMap, expert_E: Tensor) -> PermuteMap:
-    """The same map, where a token's rows are summed in the order of expert_E, the expert that each column stands for."""
+def sort_by_expert(routes: PermuteMap, expert_E: Tensor) -> PermuteMap:
+    """Return the map with a token's copies summed in the order of expert_E, the experts of the columns."""
     expert_R = expert_E[routes.cell_R % expert_E.shape[0]]
     key_R = torch.add(expert_R, routes.token_R, alpha=expert_E.shape[0])
-    return replace(routes, row_R=(key_R.to(torch.int32) if routes.num_tokens * expert_E.shape[0] < 1 << 31 else key_R).argsort())
+    return replace(
+        routes, row_R=(key_R.to(torch.int32) if routes.num_tokens * expert_E.shape[0] < 1 << 31 else key_R).argsort()
+    )
 
 
 def _gather_sum(y_RH: Tensor, routes: PermuteMap) -> Tensor:
@@ -118,25 +116,28 @@ class _PermuteProbs(torch.autograd.Function):
 
 
 def permute(x_TH: Tensor, routes: PermuteMap) -> Tensor:
-    """Copy tokens into expert order. Returns x_RH; its gradient sums each token's rows."""
+    """Copy tokens into expert order and return x_RH; the gradient sums each token's copies."""
     return _Permute.apply(x_TH, routes)
 
 
 def unpermute(y_RH: Tensor, routes: PermuteMap) -> Tensor:
-    """Sum each token's rows. Returns y_TH; tokens without rows get zeros."""
+    """Sum each token's copies and return y_TH; tokens without copies get zeros."""
     return _Unpermute.apply(y_RH, routes)
 
 
 def permute_probs(probs_TE: Tensor, routes: PermuteMap) -> Tensor:
-    """Pick the probability of every row. Returns probs_R in the dtype of probs_TE."""
+    """Return the probability of every routed token, in the dtype of probs_TE."""
     return _PermuteProbs.apply(probs_TE, routes)
 
 
-def block_order(counts_SE: Tensor, num_rows: int) -> Tensor:
-    """The order that turns rows stored as blocks [S][E] into blocks [E][S]; rows inside a block keep their order.
+def block_permutation(counts_SE: Tensor, num_rows: int) -> Tensor:
+    """Return the index that turns blocks [S][E] into blocks [E][S], with the order inside a block unchanged.
 
-    Shapes: counts_SE int64, rows of each block, num_rows in all. Returns: index_R, for `reorder`. The inverse is
-    block_order(counts_SE.t(), num_rows).
+    Args:
+        counts_SE: int64, tokens of each block; num_rows in all.
+
+    Returns:
+        index_R, for `reorder`. The inverse is block_permutation(counts_SE.t(), num_rows).
     """
     flat = counts_SE.flatten()
     old_start_ES = (flat.cumsum(0) - flat).view(counts_SE.shape).t().flatten()
@@ -158,27 +159,34 @@ class _Reorder(torch.autograd.Function):
 
 
 def reorder(order_R: Tensor, inverse_R: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Row order_R[i] of every tensor becomes row i; inverse_R undoes it."""
+    """Gather row order_R[i] of every tensor into row i; inverse_R undoes it."""
     return _Reorder.apply(order_R, inverse_R, *tensors)
 
 
 class Permutation:
-    """Tokens into expert order and back, as a pair of calls. This one is made of the functions above; layers/te.py has one made of
-    fused kernels."""
+    """Permutation into expert order and its inverse, of the functions above; layers/te.py has fused kernels."""
 
     takes_order = True  # does `permute` take expert_E? Fused kernels sum a token's rows in the order of the columns
 
-    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None = None,
-                num_rows: int | None = None) -> tuple[Tensor, Tensor, Any]:
-        """Returns: x_RH and probs_R, differentiable, and what `unpermute` needs, which has rows per expert as `counts_E`.
+    def permute(
+        self,
+        x_TH: Tensor,
+        probs_TE: Tensor,
+        routing_TE: Tensor,
+        expert_E: Tensor | None = None,
+        num_rows: int | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return x_RH and probs_R, differentiable, and the input of `unpermute`, which has `counts_E`.
 
-        expert_E: the expert that each column stands for, if that is not its number; see in_expert_order. num_rows: R where it is known.
+        Args:
+            expert_E: the expert of each column, if it is not its number; see sort_by_expert.
+            num_rows: R, if known.
         """
         routes = make_permute_map(routing_TE, num_rows)
         if expert_E is not None:
-            routes = in_expert_order(routes, expert_E)
+            routes = sort_by_expert(routes, expert_E)
         return permute(x_TH, routes), permute_probs(probs_TE, routes), routes
 
     def unpermute(self, y_RH: Tensor, routes: Any) -> Tensor:
-        """Sum each token's rows. Returns: y_TH, differentiable; tokens without rows get zeros."""
+        """Sum each token's copies and return y_TH, differentiable; tokens without copies get zeros."""
         return unpermute(y_RH, routes)

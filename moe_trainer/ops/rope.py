@@ -1,9 +1,8 @@
-"""Rotary position embeddings: inverse frequencies with their scalings, tables, and the rotation.
+"""Rotary position embeddings: inverse frequencies with their scalings, cos/sin tables, and the rotation.
 
-A table holds cos and sin of position * frequency, [S, D/2] for D rotated features. Two layouts of the pairs exist:
-halves (feature i with i + D/2; Llama, Mixtral, Qwen) and interleaved (feature 2i with 2i + 1; DeepSeek's latent
-attention). The rotation is orthogonal, so its backward is the rotation by the negative angle; nothing but the tables is
-saved.
+A table holds cos and sin of position * frequency, [S, D/2] for D rotated features. Pairs are halves (feature i with i +
+D/2; Llama, Mixtral, Qwen) or interleaved (2i with 2i + 1; DeepSeek). Backward is the rotation by the negative angle;
+only the tables are saved.
 
 Shapes: S positions, B sequences, N heads, D rotated features.
 """
@@ -15,12 +14,17 @@ from torch import Tensor
 
 
 def inverse_frequencies(dim: int, base: float) -> Tensor:
-    """1 / base^(2i/dim) for i in [0, dim/2), fp32 [dim/2]."""
+    """Return 1 / base^(2i/dim) for i in [0, dim/2), fp32 [dim/2]."""
     return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
 
 
-def llama3_scaling(inv_freq: Tensor, factor: float = 8.0, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0,
-                   original_max_positions: int = 8192) -> Tensor:
+def llama3_scaling(
+    inv_freq: Tensor,
+    factor: float = 8.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_positions: int = 8192,
+) -> Tensor:
     """Slow the frequencies whose wavelength exceeds the original context, blending in between.
 
     Source: Llama 3.1 release; Megatron-LM --use-rope-scaling.
@@ -31,13 +35,23 @@ def llama3_scaling(inv_freq: Tensor, factor: float = 8.0, low_freq_factor: float
     return (1 - smooth) * inv_freq / factor + smooth * inv_freq
 
 
-def yarn_frequencies(dim: int, base: float, factor: float, original_max_positions: int, beta_fast: float = 32.0,
-                     beta_slow: float = 1.0, round_to_int: bool = True) -> Tensor:
-    """YaRN: interpolate slow frequencies by `factor`, keep fast ones, ramp linearly in between; fp32 [dim/2].
+def yarn_frequencies(
+    dim: int,
+    base: float,
+    factor: float,
+    original_max_positions: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    round_to_int: bool = True,
+) -> Tensor:
+    """Return YaRN's frequencies, fp32 [dim/2]: slow ones interpolated by `factor`, with a linear ramp.
 
-    beta_fast, beta_slow: rotations over the original context that bound the ramp.
+    Args:
+        beta_fast, beta_slow: rotations over the original context that bound the ramp.
+
     Source: arXiv 2309.00071, as used by DeepSeek-V2/V3.
     """
+
     def feature_of(rotations: float) -> float:
         return dim * math.log(original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
@@ -53,13 +67,14 @@ def yarn_frequencies(dim: int, base: float, factor: float, original_max_position
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature: 0.1 * mscale * ln(factor) + 1, or 1 without extension."""
+    """Return YaRN's attention temperature: 0.1 * mscale * ln(factor) + 1, or 1 without extension."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def rope_tables(inv_freq: Tensor, positions_S: Tensor, position_scale: float = 1.0,
-                amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of the positions times `position_scale`, each times `amplitude`; fp32 [S, D/2] where positions_S is."""
+def rope_tables(
+    inv_freq: Tensor, positions_S: Tensor, position_scale: float = 1.0, amplitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the positions times `position_scale`, times `amplitude`; fp32 [S, D/2]."""
     angles = torch.outer(positions_S.float() * position_scale, inv_freq.to(positions_S.device))
     return angles.cos() * amplitude, angles.sin() * amplitude
 
@@ -67,8 +82,8 @@ def rope_tables(inv_freq: Tensor, positions_S: Tensor, position_scale: float = 1
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int, sign: int) -> Tensor:
     """Rotate the features [offset, offset + 2 * cos.shape[-1]) of x [S, B, N, *]; the rest is copied.
 
-    On a CPU half precision is converted to fp32 and back: short strided runs of bf16 are three times slower. Kernels of CUDA read and write it
-    and compute in fp32; they round the first of two products, too.
+    On a CPU half precision is converted to fp32 and back: short strided runs of bf16 are three times slower. Kernels of
+    CUDA read and write it and compute in fp32; they round the first of two matmuls, too.
     """
     half = cos.shape[-1]
     end = offset + 2 * half
@@ -92,7 +107,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
 
 
 class Rotation(torch.autograd.Function):
-    """A rotation, and backward the one the other way; rotate(x, cos, sin, interleaved, offset, sign) does it."""
+    """Rotation by rotate(x, cos, sin, interleaved, offset, sign); backward rotates by the negative angle."""
 
     @staticmethod
     def forward(ctx, rotate, x, cos, sin, interleaved, offset):

@@ -1,4 +1,4 @@
-"""Tensors of the host to a device, for which nobody waits: a copy out of pageable memory would have the host wait for all that the device does."""
+"""Asynchronous host-to-device copies: from pageable memory a copy would block the host until the device is done."""
 
 import torch
 from torch import Tensor

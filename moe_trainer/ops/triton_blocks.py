@@ -1,8 +1,8 @@
-"""What the Triton kernels share: block sizes, and the dtype they compute in.
+"""Helpers of the Triton kernels: block sizes and compute dtype.
 
-Every kernel of this room computes in fp32 (fp64 for fp64 tensors) and rounds once, where it stores. Offsets of rows are int64:
-a batch of tokens times a width passes 2^31 elements easily. Block sizes follow static rules and not an autotuner, so that the first
-step of a run costs no search and two runs do the same arithmetic.
+Kernels compute in fp32 (fp64 for fp64 tensors) and round once, when they store. Row offsets are int64: tokens times
+width can exceed 2^31. Block sizes follow static rules, not an autotuner, so the first step needs no search and two runs
+do the same arithmetic.
 """
 
 import torch
@@ -15,12 +15,12 @@ def wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def block_of(size: int, largest: int, smallest: int = 16) -> int:
+def block_size(size: int, largest: int, smallest: int = 16) -> int:
     """The power of two that covers `size`, within limits."""
     return max(smallest, min(largest, triton.next_power_of_2(max(1, size))))
 
 
-def warps_of(numel: int) -> int:
+def num_warps_for(numel: int) -> int:
     """Warps for a tile of so many elements: about 16 to 32 elements a thread."""
     return 4 if numel <= 4096 else 8 if numel <= 8192 else 16
 
@@ -33,7 +33,10 @@ def rows_contiguous(x: torch.Tensor, width: int) -> torch.Tensor:
 
 @triton.jit
 def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the rows of partial [num_partial, size], for BLOCK columns, in their order: the result does not depend on the launch."""
+    """Sum the rows of partial [num_partial, size], for BLOCK columns, in their order.
+
+    The result does not depend on the launch.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
     for first in range(0, num_partial, ROWS):
@@ -44,10 +47,13 @@ def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROW
 
 
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the sums that programs made of their share, [programs, *], into out, which has as many elements as one of them.
+    """Write the sums that programs made of their share, [programs, *], into out, which has as many elements as one of
+    them.
 
     Returns: out, which must be contiguous.
     """
     size = out.numel()
-    sum_partials_kernel[(triton.cdiv(size, 32),)](partial, out, partial.shape[0], size, WIDE=wide(partial.dtype), ROWS=32, BLOCK=32)
+    sum_partials_kernel[(triton.cdiv(size, 32),)](
+        partial, out, partial.shape[0], size, WIDE=wide(partial.dtype), ROWS=32, BLOCK=32
+    )
     return out

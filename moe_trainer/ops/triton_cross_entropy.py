@@ -1,11 +1,9 @@
-"""Cross entropy over blocks of the vocabulary: what ops/cross_entropy.py does to the logits, each as one Triton kernel.
+"""Cross entropy in Triton kernels: what ops/cross_entropy.py does to the logits.
 
-A program owns a token. It walks over the columns once for the maximum and the sum of exponentials (rescaled when the maximum moves) and
-once more to replace the logits by their softmax; the second walk mostly finds the first one's reads in the L2 cache. Nothing
-of the size of the logits is made. Backward is one pass.
-
-With a vocabulary cut over ranks every rank runs the same kernels over its columns; `vocabulary_pieces` gives the maximum, the sum and
-the label's logit for whoever wants to merge these themselves and leave the logits alone.
+A program owns a token. It walks over the columns once for the maximum and the sum of exponentials, and again to replace
+the logits by their softmax, mostly from the L2 cache. Backward is one pass. With a sharded vocabulary every rank runs
+the same kernels on its columns; `vocabulary_pieces` returns maximum, sum and the label's logit for callers that merge
+these and keep the logits.
 
 Shapes: T tokens, V vocabulary or this rank's columns of it.
 """
@@ -15,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_of, wide
+from moe_trainer.ops.triton_blocks import block_size, wide
 
 FP16_GAIN = 2.0**15  # as ops/cross_entropy.py stores fp16 probabilities
 
@@ -66,13 +64,29 @@ def softmax_kernel(logits, labels, log_sum_exp, target, columns, stride, gain, W
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < columns, other=float("-inf")).to(WIDE)
-        tl.store(start + column, (tl.exp(value - top) / amount * gain).to(logits.dtype.element_ty), mask=column < columns)
+        tl.store(
+            start + column, (tl.exp(value - top) / amount * gain).to(logits.dtype.element_ty), mask=column < columns
+        )
 
 
 @triton.jit
-def gradient_kernel(probs, labels, factor, at_label, mine, columns, stride, gain, SOME: tl.constexpr, WIDE: tl.constexpr,
-                    BLOCK: tl.constexpr):
-    """One token, one block of columns: probabilities times the factor; the label's column is given. SOME: only where `mine`."""
+def gradient_kernel(
+    probs,
+    labels,
+    factor,
+    at_label,
+    mine,
+    columns,
+    stride,
+    gain,
+    SOME: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token, one block of columns: probabilities times the factor; the label's column is given.
+
+    SOME: only where `mine`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = probs + row * stride + column
@@ -95,14 +109,23 @@ def _warps(block: int) -> int:
 def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum of exp(logit - maximum) and the label's logit of every token. The logits stay as they are.
 
-    Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V), any other gives NaN; results [T], fp32 or wider.
+    Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V), any other gives NaN; results [T],
+    fp32 or wider.
     """
     num_tokens, columns = logits_TV.shape
     results = logits_TV.new_empty(3, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     if num_tokens:
-        block = block_of(columns, 4096)
-        pieces_kernel[(num_tokens,)](logits_TV, labels_T.contiguous(), *results, columns, logits_TV.stride(0), WIDE=wide(logits_TV.dtype),
-                                     BLOCK=block, num_warps=_warps(block))
+        block = block_size(columns, 4096)
+        pieces_kernel[(num_tokens,)](
+            logits_TV,
+            labels_T.contiguous(),
+            *results,
+            columns,
+            logits_TV.stride(0),
+            WIDE=wide(logits_TV.dtype),
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
     return tuple(results)
 
 
@@ -114,24 +137,45 @@ def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tenso
     num_tokens, columns = logits_TV.shape
     results = logits_TV.new_empty(2, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     if num_tokens:
-        block = block_of(columns, 4096)
-        softmax_kernel[(num_tokens,)](logits_TV, labels_T.contiguous(), *results, columns, logits_TV.stride(0), _gain(logits_TV.dtype),
-                                      WIDE=wide(logits_TV.dtype), BLOCK=block, num_warps=_warps(block))
+        block = block_size(columns, 4096)
+        softmax_kernel[(num_tokens,)](
+            logits_TV,
+            labels_T.contiguous(),
+            *results,
+            columns,
+            logits_TV.stride(0),
+            _gain(logits_TV.dtype),
+            WIDE=wide(logits_TV.dtype),
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
     return tuple(results)
 
 
-def gradient_in_place(probs_TV: Tensor, labels_T: Tensor, factor_T: Tensor, at_label_T: Tensor, mine_T: Tensor | None = None) -> None:
+def gradient_in_place(
+    probs_TV: Tensor, labels_T: Tensor, factor_T: Tensor, at_label_T: Tensor, mine_T: Tensor | None = None
+) -> None:
     """Turn what softmax_in_place left into the gradient of the logits.
 
-    factor_T: of every probability. at_label_T: the label's element. mine_T: bool, tokens whose label is one of these columns; None
-    means all. As ops/cross_entropy.py: gradient_in_place.
+    factor_T: of every probability. at_label_T: the label's element. mine_T: bool, tokens whose label is one of these
+    columns; None means all. As ops/cross_entropy.py: gradient_in_place.
     """
     num_tokens, columns = probs_TV.shape
     if num_tokens:
-        block, labels_T = block_of(columns, 2048), labels_T.contiguous()
+        block, labels_T = block_size(columns, 2048), labels_T.contiguous()
         gradient_kernel[(num_tokens, triton.cdiv(columns, block))](
-            probs_TV, labels_T, factor_T.contiguous(), at_label_T.contiguous(), labels_T if mine_T is None else mine_T.view(torch.uint8),
-            columns, probs_TV.stride(0), _gain(probs_TV.dtype), SOME=mine_T is not None, WIDE=wide(probs_TV.dtype), BLOCK=block)
+            probs_TV,
+            labels_T,
+            factor_T.contiguous(),
+            at_label_T.contiguous(),
+            labels_T if mine_T is None else mine_T.view(torch.uint8),
+            columns,
+            probs_TV.stride(0),
+            _gain(probs_TV.dtype),
+            SOME=mine_T is not None,
+            WIDE=wide(probs_TV.dtype),
+            BLOCK=block,
+        )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -152,5 +196,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Per-token loss -log softmax(logits)[label], fp32 or wider [T], differentiable any number of times: the logits are kept."""
+    """Per-token loss -log softmax(logits)[label], fp32 or wider [T], differentiable any number of times.
+
+    The logits are saved.
+    """
     return _CrossEntropy.apply(logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous(), labels_T)

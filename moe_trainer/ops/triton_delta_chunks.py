@@ -1,21 +1,12 @@
-"""The gated delta rule in Triton kernels of our own, forward and backward: what ops/gated_delta_rule.py computes behind its convolution.
+"""The gated delta rule in Triton kernels, forward and backward, after the convolution of ops/gated_delta_rule.py.
 
-Per head and chunk of CHUNK positions, with k and q of length one (q divided by sqrt(D) besides), G the cumulative gate of the chunk, and S
-the state before it (arXiv 2412.06464, section 3.3):
+Forward: prepare_kernel (gates, lengths, U and W of all chunks in parallel), states_kernel (over the chunks, for some
+columns of the state), outputs_kernel (in parallel). Backward recomputes these and mirrors them: scores_kernel,
+grad_states_kernel, chunk_kernel, keys_kernel. Only the inputs are saved. No atomics. Formulas:
+docs/design/gated_delta_rule.md. Operands have the dtype of the activations; sums and the inverse are fp32 (fp64 for
+fp64). Factors that would cross a document's first position are zero.
 
-    A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for i > j;  T = (1 + A)^-1;  U = T (beta v);  W = T (beta exp(G) k)
-    V = U - W S;   y = exp(G) q S + P V, P[i, j] = (q_i . k_j) exp(G_i - G_j) for i >= j;   S <- exp(G_last) S + (exp(G_last - G) k)^T V
-
-Forward, prepare_kernel makes gates, lengths, U and W of all chunks side by side, states_kernel walks over the chunks for some columns of
-the state, and outputs_kernel is side by side again. Backward computes these again, so that nothing but the inputs is kept, and mirrors
-them: scores_kernel (what comes from P), grad_states_kernel (over the chunks from the last to the first), chunk_kernel (the
-rest but for products with q and k), and keys_kernel, which sums over the value heads of a key head. No atomics: sums over
-positions are written by each program for its own and added by another kernel.
-
-Operands of matrix products have the dtype of the activations, sums are fp32 (fp64 for fp64), and so is the inverse. Rows of q and k are
-scaled behind the products, not before them. A document begins with an empty state: factors that would cross its beginning are zero.
-
-Shapes: as in ops/gated_delta_rule.py; P positions, with those that fill the last chunk; Z pairs of a sequence and a value head.
+Shapes: as in ops/gated_delta_rule.py; P positions padded to full chunks; Z pairs of a sequence and a value head.
 """
 
 from typing import NamedTuple
@@ -26,9 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.gated_delta_rule import LENGTH_EPS, Heads
-from moe_trainer.ops.triton_blocks import block_of, wide
+from moe_trainer.ops.triton_blocks import block_size, wide
 
-CHUNK, BLOCK, PART, COLUMNS = 64, 64, 32, 32  # positions; features of a tile, and of a small one; columns of a state that one program walks with
+CHUNK, BLOCK, PART, COLUMNS = (
+    64,
+    64,
+    32,
+    32,
+)  # positions; features of a tile, and of a small one; columns of a state that one program walks with
 FACTORS = 7  # numbers of a position that _factors names
 
 
@@ -61,11 +57,21 @@ def _square(matrices, number, SIZE: tl.constexpr):
 
 @triton.jit
 def _factors(factors, pair, position, positions):
-    """Of some positions: the cumulative gate; the first position of the chunk in the same document; exp(G) and exp(G_last - G), zero where
-    a document begins in between; beta; what divides the key's length; what divides the query's, over sqrt(D)."""
+    """Of some positions: the cumulative gate; the first position of the chunk in the same document.
+
+    Exp(G) and exp(G_last - G), zero where a document begins in between; beta; what divides the key's length; what
+    divides the query's, over sqrt(D).
+    """
     at, stride = factors + pair * positions + position, tl.num_programs(1).to(tl.int64) * positions
-    return (tl.load(at), tl.load(at + stride), tl.load(at + 2 * stride), tl.load(at + 3 * stride), tl.load(at + 4 * stride),
-            tl.load(at + 5 * stride), tl.load(at + 6 * stride))
+    return (
+        tl.load(at),
+        tl.load(at + stride),
+        tl.load(at + 2 * stride),
+        tl.load(at + 3 * stride),
+        tl.load(at + 4 * stride),
+        tl.load(at + 5 * stride),
+        tl.load(at + 6 * stride),
+    )
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def _softplus(x):
 
 @triton.jit
 def _product(a, b, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """Of fp32 matrices; SPLIT: to 16 bits by three products of bf16, which take fewer registers than three of tf32."""
+    """Of fp32 matrices; SPLIT: to 16 bits by three matmuls of bf16, which take fewer registers than three of tf32."""
     if SPLIT:
         high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         low_a, low_b = (a - high_a.to(a.dtype)).to(tl.bfloat16), (b - high_b.to(b.dtype)).to(tl.bfloat16)
@@ -106,22 +112,54 @@ def _product(a, b, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _inverse(system, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """Of one plus a strictly lower triangular matrix of 64: blocks on the diagonal, each from two of half the size. It is as stable as
-    substitution, which a series of powers of the matrix is not."""
+    """Of one plus a strictly lower triangular matrix of 64: blocks on the diagonal, each from two of half the size.
+
+    It is as stable as substitution, which a series of powers of the matrix is not.
+    """
     place = tl.arange(0, system.shape[0])
     row, column = place[:, None], place[None, :]
     result = (row == column).to(system.dtype) - tl.where(row // 2 == column // 2, system, 0.0)
     for power in tl.range(1, 6, num_stages=1, loop_unroll_factor=1):
-        between = tl.where(((row >> (power + 1)) == (column >> (power + 1))) & ((row >> power) != (column >> power)), system, 0.0)
+        between = tl.where(
+            ((row >> (power + 1)) == (column >> (power + 1))) & ((row >> power) != (column >> power)), system, 0.0
+        )
         result -= _product(result, _product(between, result, SPLIT, PRECISION), SPLIT, PRECISION)
     return result
 
 
 @triton.jit
-def prepare_kernel(x, beta, alpha, a_log, dt_bias, ids, factors, inverse, w, u, length, positions, batch, keys, values, beta_stride_s, beta_stride_b,
-                   alpha_stride_s, alpha_stride_b, SCALE: tl.constexpr, EPS: tl.constexpr, DOCUMENTS: tl.constexpr, KEEP: tl.constexpr,
-                   SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-                   BLOCK: tl.constexpr):
+def prepare_kernel(
+    x,
+    beta,
+    alpha,
+    a_log,
+    dt_bias,
+    ids,
+    factors,
+    inverse,
+    w,
+    u,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    beta_stride_s,
+    beta_stride_b,
+    alpha_stride_s,
+    alpha_stride_b,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    KEEP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One chunk of one head: the factors, W and U, and where backward wants it (KEEP) the inverse T."""
     place = tl.arange(0, CHUNK)
     start = tl.program_id(0) * CHUNK
@@ -131,7 +169,9 @@ def prepare_kernel(x, beta, alpha, a_log, dt_bias, ids, factors, inverse, w, u, 
     at = position.to(tl.int64)
     share = tl.load(beta + at * beta_stride_s + sequence * beta_stride_b + value_head, mask=inside, other=0.0).to(WIDE)
     share = tl.where(inside, 1.0 / (1.0 + tl.exp(-share)), 0.0)
-    step = tl.load(alpha + at * alpha_stride_s + sequence * alpha_stride_b + value_head, mask=inside, other=0.0).to(WIDE)
+    step = tl.load(alpha + at * alpha_stride_s + sequence * alpha_stride_b + value_head, mask=inside, other=0.0).to(
+        WIDE
+    )
     rate, bias = _decay_rate(a_log, dt_bias, value_head, WIDE)
     total = tl.cumsum(tl.where(inside, -rate * _softplus(step + bias), 0.0), 0)
     before, after, first = tl.exp(total), tl.exp(_last(total) - total), tl.zeros_like(place)
@@ -143,14 +183,14 @@ def prepare_kernel(x, beta, alpha, a_log, dt_bias, ids, factors, inverse, w, u, 
         first = tl.min(tl.where(own[:, None] == own[None, :], place[None, :], CHUNK), 1)
     stride = batch * (2 * keys * D + values * E)
     x += sequence * (2 * keys * D + values * E)
-    products = tl.zeros([CHUNK, CHUNK], WIDE)
+    gemms = tl.zeros([CHUNK, CHUNK], WIDE)
     of_key = tl.zeros([CHUNK], WIDE)
     of_query = tl.zeros([CHUNK], WIDE)
     for feature in range(0, D, BLOCK):
         column = feature + tl.arange(0, BLOCK)
         q = _tile(x + key_head * D, position, stride, column, length, D)
         k = _tile(x + (keys + key_head) * D, position, stride, column, length, D)
-        products += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        gemms += tl.dot(k, tl.trans(k), input_precision=PRECISION)
         of_query += tl.sum(q.to(WIDE) * q.to(WIDE), 1)
         of_key += tl.sum(k.to(WIDE) * k.to(WIDE), 1)
     of_key, of_query = 1.0 / tl.sqrt(of_key + EPS), SCALE / tl.sqrt(of_query + EPS)
@@ -163,14 +203,18 @@ def prepare_kernel(x, beta, alpha, a_log, dt_bias, ids, factors, inverse, w, u, 
     tl.store(to + 5 * apart, of_key)
     tl.store(to + 6 * apart, of_query)
     factor = _decays(total, first.to(WIDE)) * (share * of_key)[:, None] * of_key[None, :]
-    solved = _inverse(tl.where(place[:, None] > place[None, :], products * factor, 0.0), SPLIT, PRECISION)
+    solved = _inverse(tl.where(place[:, None] > place[None, :], gemms * factor, 0.0), SPLIT, PRECISION)
     if KEEP:
-        tl.store(_square(inverse, pair * tl.num_programs(0) + tl.program_id(0), CHUNK), solved.to(inverse.dtype.element_ty))
+        tl.store(
+            _square(inverse, pair * tl.num_programs(0) + tl.program_id(0), CHUNK), solved.to(inverse.dtype.element_ty)
+        )
     of_values = (solved * share[None, :]).to(u.dtype.element_ty)
     for feature in range(0, E, BLOCK):
         column = feature + tl.arange(0, BLOCK)
         v = _tile(x + 2 * keys * D + value_head * E, position, stride, column, length, E)
-        _put(u + pair * positions * E, position, E, column, positions, E, tl.dot(of_values, v, input_precision=PRECISION))
+        _put(
+            u + pair * positions * E, position, E, column, positions, E, tl.dot(of_values, v, input_precision=PRECISION)
+        )
     of_keys = (solved * (share * before * of_key)[None, :]).to(w.dtype.element_ty)
     for feature in range(0, D, BLOCK):
         column = feature + tl.arange(0, BLOCK)
@@ -179,8 +223,26 @@ def prepare_kernel(x, beta, alpha, a_log, dt_bias, ids, factors, inverse, w, u, 
 
 
 @triton.jit
-def states_kernel(x, factors, w, u, states, corrected, length, positions, batch, keys, values, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-                  CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr):
+def states_kernel(
+    x,
+    factors,
+    w,
+    u,
+    states,
+    corrected,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Some columns of one head's state, from chunk to chunk: the state before each, and its corrected values V."""
     place, feature = tl.arange(0, CHUNK), tl.arange(0, FEATURES)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -195,7 +257,9 @@ def states_kernel(x, factors, w, u, states, corrected, length, positions, batch,
         narrow = state.to(states.dtype.element_ty)
         _put(states + (pair * chunks + chunk) * D * E, feature, E, column, D, E, narrow)
         read = _tile(w + pair * positions * D, position, D, feature, positions, D)
-        value = _tile(u + pair * positions * E, position, E, column, positions, E).to(WIDE) - tl.dot(read, narrow, input_precision=PRECISION)
+        value = _tile(u + pair * positions * E, position, E, column, positions, E).to(WIDE) - tl.dot(
+            read, narrow, input_precision=PRECISION
+        )
         _put(corrected + pair * positions * E, position, E, column, positions, E, value)
         k = _tile(x, position, stride, feature, length, D)
         written = (value * (of_key * after)[:, None]).to(k.dtype)
@@ -203,8 +267,24 @@ def states_kernel(x, factors, w, u, states, corrected, length, positions, batch,
 
 
 @triton.jit
-def outputs_kernel(x, factors, states, corrected, y, length, positions, batch, keys, values, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-                   CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+def outputs_kernel(
+    x,
+    factors,
+    states,
+    corrected,
+    y,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Some columns of what one head gives for one chunk."""
     position = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -228,9 +308,30 @@ def outputs_kernel(x, factors, states, corrected, y, length, positions, batch, k
 
 
 @triton.jit
-def scores_kernel(x, factors, corrected, grad, grad_corrected, grad_scores, grad_total, length, positions, batch, keys, values,
-                  PRECISION: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
-    """One chunk of one head: the gradients that come from its outputs through P, of the corrected values, of q . k and of the cumulative gates."""
+def scores_kernel(
+    x,
+    factors,
+    corrected,
+    grad,
+    grad_corrected,
+    grad_scores,
+    grad_total,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of one head: the gradients that come from its outputs through P, of the corrected values, of q .
+
+    K and of the cumulative gates.
+    """
     position = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     pair, sequence, value_head, key_head = _heads(keys, values)
     total, first, before, after, share, of_key, of_query = _factors(factors, pair, position, positions)
@@ -249,7 +350,15 @@ def scores_kernel(x, factors, corrected, grad, grad_corrected, grad_scores, grad
     for start in range(0, E, BLOCK):
         column = start + tl.arange(0, BLOCK)
         g = _tile(grad + (sequence * values + value_head) * E, position, batch * values * E, column, length, E)
-        _put(grad_corrected + pair * positions * E, position, E, column, positions, E, tl.dot(mirrored, g, input_precision=PRECISION))
+        _put(
+            grad_corrected + pair * positions * E,
+            position,
+            E,
+            column,
+            positions,
+            E,
+            tl.dot(mirrored, g, input_precision=PRECISION),
+        )
         value = _tile(corrected + pair * positions * E, position, E, column, positions, E)
         of_scores += tl.dot(g, tl.trans(value), input_precision=PRECISION)
     to = _square(grad_scores, pair * tl.num_programs(0) + tl.program_id(0), CHUNK)
@@ -259,9 +368,30 @@ def scores_kernel(x, factors, corrected, grad, grad_corrected, grad_scores, grad
 
 
 @triton.jit
-def grad_states_kernel(x, factors, w, grad, grad_corrected, grad_states, length, positions, batch, keys, values, PRECISION: tl.constexpr,
-                       WIDE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns of one head's state, from the last chunk to the first: the gradient of the state behind each, and the whole one of V."""
+def grad_states_kernel(
+    x,
+    factors,
+    w,
+    grad,
+    grad_corrected,
+    grad_states,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of one head's state, from the last chunk to the first.
+
+    The gradient of the state after each, and the full one of V.
+    """
     place, feature = tl.arange(0, CHUNK), tl.arange(0, FEATURES)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     pair, sequence, value_head, key_head = _heads(keys, values)
@@ -288,12 +418,51 @@ def grad_states_kernel(x, factors, w, grad, grad_corrected, grad_states, length,
 
 
 @triton.jit
-def chunk_kernel(x, beta, alpha, a_log, dt_bias, factors, inverse, w, u, states, corrected, grad, grad_corrected, grad_states, grad_x, grad_beta,
-                 grad_alpha, partial, grad_q, grad_k, grad_total, grad_products, length, positions, batch, keys, values, beta_stride_s, beta_stride_b,
-                 alpha_stride_s, alpha_stride_b, PRECISION: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-                 BLOCK: tl.constexpr, PART: tl.constexpr):
-    """One chunk of one head, all but P: the gradients of v, of the gates (partial [programs of a head, 2, N]: sums for a_log and dt_bias), of
-    k . k, and of q and k otherwise (grad_q, grad_k of rows of length one, [Z, P, D]). grad_total: what P gives the cumulative gates."""
+def chunk_kernel(
+    x,
+    beta,
+    alpha,
+    a_log,
+    dt_bias,
+    factors,
+    inverse,
+    w,
+    u,
+    states,
+    corrected,
+    grad,
+    grad_corrected,
+    grad_states,
+    grad_x,
+    grad_beta,
+    grad_alpha,
+    partial,
+    grad_q,
+    grad_k,
+    grad_total,
+    grad_products,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    beta_stride_s,
+    beta_stride_b,
+    alpha_stride_s,
+    alpha_stride_b,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One chunk of one head, all but P: the gradients of v, of the gates (partial [programs of a head, 2, N].
+
+    Sums for a_log and dt_bias), of k . k, and of q and k otherwise (grad_q, grad_k of rows of length one, [Z, P, D]).
+    grad_total: what P gives the cumulative gates.
+    """
     place = tl.arange(0, CHUNK)
     position = tl.program_id(0) * CHUNK + place
     pair, sequence, value_head, key_head = _heads(keys, values)
@@ -313,7 +482,15 @@ def chunk_kernel(x, beta, alpha, a_log, dt_bias, factors, inverse, w, u, states,
         of_values = tl.dot(solve, value, input_precision=PRECISION)
         v = _tile(x + (2 * keys * D + value_head * E), position, stride, column, length, E)
         grad_share += tl.sum(of_values * v.to(WIDE), 1)
-        _put(grad_x + sequence * channels + 2 * keys * D + value_head * E, position, stride, column, length, E, of_values * share[:, None])
+        _put(
+            grad_x + sequence * channels + 2 * keys * D + value_head * E,
+            position,
+            stride,
+            column,
+            length,
+            E,
+            of_values * share[:, None],
+        )
         value = _tile(u + pair * positions * E, position, E, column, positions, E)
         of_system -= tl.dot(of_values.to(value.dtype), tl.trans(value), input_precision=PRECISION)
     carried = tl.zeros([PART], WIDE)
@@ -326,7 +503,9 @@ def chunk_kernel(x, beta, alpha, a_log, dt_bias, factors, inverse, w, u, states,
         for start in range(0, E, BLOCK):
             column = start + tl.arange(0, BLOCK)
             value = _tile(grad_corrected + pair * positions * E, position, E, column, positions, E)
-            result -= tl.dot(value, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), input_precision=PRECISION)
+            result -= tl.dot(
+                value, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), input_precision=PRECISION
+            )
         result = tl.dot(solve, result.to(k.dtype), input_precision=PRECISION)
         read = _tile(w + pair * positions * D, position, D, feature, positions, D)
         of_system -= tl.dot(result.to(k.dtype), tl.trans(read), input_precision=PRECISION)
@@ -347,16 +526,18 @@ def chunk_kernel(x, beta, alpha, a_log, dt_bias, factors, inverse, w, u, states,
         for start in range(0, E, BLOCK):
             column = start + tl.arange(0, BLOCK)
             g = _tile(grad, position, grad_stride, column, length, E)
-            result += tl.dot(g, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), input_precision=PRECISION)
+            result += tl.dot(
+                g, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), input_precision=PRECISION
+            )
         q = _tile(x + key_head * D, position, stride, feature, length, D)
         of_total += tl.sum(result * q.to(WIDE), 1) * of_query * before
         _put(grad_q + pair * positions * D, position, D, feature, positions, D, result * before[:, None])
-    products = tl.zeros([CHUNK, CHUNK], WIDE)
+    gemms = tl.zeros([CHUNK, CHUNK], WIDE)
     for start in range(0, D, BLOCK):
         k = _tile(x + (keys + key_head) * D, position, stride, start + tl.arange(0, BLOCK), length, D)
-        products += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        gemms += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     of_system = tl.where(place[:, None] > place[None, :], of_system * _decays(total, first), 0.0)
-    slope = of_system * products * of_key[:, None] * of_key[None, :]
+    slope = of_system * gemms * of_key[:, None] * of_key[None, :]
     grad_share += tl.sum(slope, 1)
     slope *= share[:, None]
     of_total += tl.sum(slope, 1) - tl.sum(slope, 0)
@@ -367,7 +548,9 @@ def chunk_kernel(x, beta, alpha, a_log, dt_bias, factors, inverse, w, u, states,
     at = position.to(tl.int64)
     to = (at * batch + sequence) * values + value_head
     tl.store(grad_beta + to, (grad_share * share * (1.0 - share)).to(grad_beta.dtype.element_ty), mask=inside)
-    step = tl.load(alpha + at * alpha_stride_s + sequence * alpha_stride_b + value_head, mask=inside, other=0.0).to(WIDE)
+    step = tl.load(alpha + at * alpha_stride_s + sequence * alpha_stride_b + value_head, mask=inside, other=0.0).to(
+        WIDE
+    )
     rate, bias = _decay_rate(a_log, dt_bias, value_head, WIDE)
     # a gate is in the sums of its own position and of all later ones
     grad_gate = tl.where(inside, -rate * tl.cumsum(of_total, 0, reverse=True), 0.0)
@@ -379,8 +562,27 @@ def chunk_kernel(x, beta, alpha, a_log, dt_bias, factors, inverse, w, u, states,
 
 
 @triton.jit
-def keys_kernel(x, factors, grad_q, grad_k, grad_scores, grad_products, grad_x, length, positions, batch, keys, values, SCALE: tl.constexpr,
-                PRECISION: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FEATURES: tl.constexpr):
+def keys_kernel(
+    x,
+    factors,
+    grad_q,
+    grad_k,
+    grad_scores,
+    grad_products,
+    grad_x,
+    length,
+    positions,
+    batch,
+    keys,
+    values,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     """One chunk of one key head: the gradients of q and k, from all its value heads."""
     place, feature = tl.arange(0, CHUNK), tl.arange(0, FEATURES)
     position = tl.program_id(0) * CHUNK + place
@@ -417,11 +619,22 @@ def keys_kernel(x, factors, grad_q, grad_k, grad_scores, grad_products, grad_x, 
     k = _tile(x + keys * D, position, stride, feature, length, D)
     of_k += tl.dot(((of_products + tl.trans(of_products)) * of_key[None, :]).to(k.dtype), k, input_precision=PRECISION)
     length_only = tl.sum(k.to(WIDE) * of_k, 1) * of_key * of_key
-    _put(grad_x + keys * D, position, stride, feature, length, D, (of_k - k.to(WIDE) * length_only[:, None]) * of_key[:, None])
+    _put(
+        grad_x + keys * D,
+        position,
+        stride,
+        feature,
+        length,
+        D,
+        (of_k - k.to(WIDE) * length_only[:, None]) * of_key[:, None],
+    )
 
 
 class Gates(NamedTuple):
-    """What decides over reading and writing: beta_SBN and alpha_SBN as projected, a_log_N, dt_bias_N, and the documents' ids_BS or None."""
+    """What decides over reading and writing.
+
+    Beta_SBN and alpha_SBN as projected, a_log_N, dt_bias_N, and the documents' ids_BS or None.
+    """
 
     beta_SBN: Tensor
     alpha_SBN: Tensor
@@ -441,7 +654,7 @@ class Gates(NamedTuple):
 
 
 class _Launch:
-    """Sizes and grids of one sequence's kernels. x_SBC: behind the convolution, contiguous."""
+    """Sizes and grids of one sequence's kernels. x_SBC: after the convolution, contiguous."""
 
     def __init__(self, x_SBC: Tensor, heads: Heads):
         self.x, self.heads, (self.length, self.batch, _) = x_SBC, heads, x_SBC.shape
@@ -449,12 +662,20 @@ class _Launch:
         self.positions = self.chunks * CHUNK
         self.numbers = self.length, self.positions, self.batch, heads.keys, heads.values
         self.wide = torch.promote_types(x_SBC.dtype, torch.float32)
-        self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"  # of fp32; "ieee" would not use tensor cores
+        self.precision = (
+            "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+        )  # of fp32; "ieee" would not use tensor cores
         self.scale = heads.key_dim**-0.5
-        self.constants = {"PRECISION": self.precision, "WIDE": wide(x_SBC.dtype), "CHUNK": CHUNK, "D": heads.key_dim, "E": heads.value_dim}
-        self.block = {"BLOCK": block_of(max(heads.key_dim, heads.value_dim), BLOCK)}
-        self.features = {"FEATURES": block_of(heads.key_dim, 1 << 16)}
-        self.columns = {"COLUMNS": block_of(heads.value_dim, COLUMNS)}
+        self.constants = {
+            "PRECISION": self.precision,
+            "WIDE": wide(x_SBC.dtype),
+            "CHUNK": CHUNK,
+            "D": heads.key_dim,
+            "E": heads.value_dim,
+        }
+        self.block = {"BLOCK": block_size(max(heads.key_dim, heads.value_dim), BLOCK)}
+        self.features = {"FEATURES": block_size(heads.key_dim, 1 << 16)}
+        self.columns = {"COLUMNS": block_size(heads.value_dim, COLUMNS)}
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
@@ -462,33 +683,73 @@ class _Launch:
     def pipeline(self) -> dict:
         """Warps and stages of what goes from chunk to chunk: as much as a multiprocessor's shared memory holds."""
         width = self.features["FEATURES"] * self.x.itemsize
-        return {"num_warps": 4, "num_stages": 3} if width <= 256 else {"num_warps": 8, "num_stages": 2 if width <= 512 else 1}
+        return (
+            {"num_warps": 4, "num_stages": 3}
+            if width <= 256
+            else {"num_warps": 8, "num_stages": 2 if width <= 512 else 1}
+        )
 
     def walk(self) -> tuple[int, int]:
         """Grid of what goes from chunk to chunk."""
         return triton.cdiv(self.heads.value_dim, self.columns["COLUMNS"]), self.pairs
 
     def prepare(self, gates: Gates, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Factors, inverse (if it is to be kept), W and U."""
-        key_dim, value_dim, factors = self.heads.key_dim, self.heads.value_dim, self.empty(FACTORS, self.pairs, self.positions, dtype=self.wide)
+        """Factors, inverse (if it is to be saved), W and U."""
+        key_dim, value_dim, factors = (
+            self.heads.key_dim,
+            self.heads.value_dim,
+            self.empty(FACTORS, self.pairs, self.positions, dtype=self.wide),
+        )
         inverse = self.empty(self.pairs, self.chunks, CHUNK, CHUNK) if keep else factors
         w, u = self.empty(self.pairs, self.positions, key_dim), self.empty(self.pairs, self.positions, value_dim)
         prepare_kernel[(self.chunks, self.pairs)](
-            self.x, gates.beta_SBN, gates.alpha_SBN, gates.a_log_N, gates.dt_bias_N, self.x if gates.ids_BS is None else gates.ids_BS, factors,
-            inverse, w, u, *self.numbers, *gates.strides, SCALE=self.scale, EPS=LENGTH_EPS, DOCUMENTS=gates.ids_BS is not None, KEEP=keep,
-            SPLIT=self.x.itemsize == 2, **self.constants, **self.block, num_warps=8)
+            self.x,
+            gates.beta_SBN,
+            gates.alpha_SBN,
+            gates.a_log_N,
+            gates.dt_bias_N,
+            self.x if gates.ids_BS is None else gates.ids_BS,
+            factors,
+            inverse,
+            w,
+            u,
+            *self.numbers,
+            *gates.strides,
+            SCALE=self.scale,
+            EPS=LENGTH_EPS,
+            DOCUMENTS=gates.ids_BS is not None,
+            KEEP=keep,
+            SPLIT=self.x.itemsize == 2,
+            **self.constants,
+            **self.block,
+            num_warps=8,
+        )
         return factors, inverse, w, u
 
     def states(self, factors: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The state before each chunk, and the corrected values."""
-        states, corrected = self.empty(self.pairs, self.chunks, self.heads.key_dim, self.heads.value_dim), torch.empty_like(u)
-        states_kernel[self.walk()](self.x, factors, w, u, states, corrected, *self.numbers, **self.constants, **self.features, **self.columns,
-                                   **self.pipeline())
+        states, corrected = (
+            self.empty(self.pairs, self.chunks, self.heads.key_dim, self.heads.value_dim),
+            torch.empty_like(u),
+        )
+        states_kernel[self.walk()](
+            self.x,
+            factors,
+            w,
+            u,
+            states,
+            corrected,
+            *self.numbers,
+            **self.constants,
+            **self.features,
+            **self.columns,
+            **self.pipeline(),
+        )
         return states, corrected
 
 
 def forward(x_SBC: Tensor, gates: Gates, heads: Heads) -> Tensor:
-    """y_SBNE of the delta rule. x: queries, keys and values behind the convolution."""
+    """y_SBNE of the delta rule. x: queries, keys and values after the convolution."""
     launch, gates = _Launch(x_SBC.contiguous(), heads), gates.rows()
     y_SBNE = launch.empty(launch.length, launch.batch, heads.values, heads.value_dim)
     if not y_SBNE.numel():
@@ -496,7 +757,9 @@ def forward(x_SBC: Tensor, gates: Gates, heads: Heads) -> Tensor:
     factors, _, w, u = launch.prepare(gates, keep=False)
     states, corrected = launch.states(factors, w, u)
     grid = launch.chunks, launch.pairs, triton.cdiv(heads.value_dim, launch.block["BLOCK"])
-    outputs_kernel[grid](launch.x, factors, states, corrected, y_SBNE, *launch.numbers, **launch.constants, **launch.block)
+    outputs_kernel[grid](
+        launch.x, factors, states, corrected, y_SBNE, *launch.numbers, **launch.constants, **launch.block
+    )
     return y_SBNE
 
 
@@ -504,7 +767,9 @@ def backward(x_SBC: Tensor, gates: Gates, heads: Heads, grad_SBNE: Tensor) -> tu
     """Gradients of x, beta and alpha, and the parts [programs, 2, N] whose sums are those of a_log and dt_bias."""
     launch, gates, grad_SBNE = _Launch(x_SBC.contiguous(), heads), gates.rows(), grad_SBNE.contiguous()
     chunks, pairs, positions = launch.chunks, launch.pairs, launch.positions
-    grad_x, grad_beta, grad_alpha = (launch.empty(*each.shape, dtype=each.dtype) for each in (x_SBC, gates.beta_SBN, gates.alpha_SBN))
+    grad_x, grad_beta, grad_alpha = (
+        launch.empty(*each.shape, dtype=each.dtype) for each in (x_SBC, gates.beta_SBN, gates.alpha_SBN)
+    )
     partial = launch.empty(chunks * launch.batch, 2, heads.values, dtype=launch.wide)
     if not grad_SBNE.numel():
         return grad_x, grad_beta, grad_alpha, partial
@@ -513,16 +778,74 @@ def backward(x_SBC: Tensor, gates: Gates, heads: Heads, grad_SBNE: Tensor) -> tu
     grad_corrected, grad_states = torch.empty_like(u), torch.empty_like(states)
     grad_scores, grad_products = torch.empty_like(inverse), torch.empty_like(inverse)
     grad_total = launch.empty(pairs, positions, dtype=launch.wide)
-    scores_kernel[(chunks, pairs)](launch.x, factors, corrected, grad_SBNE, grad_corrected, grad_scores, grad_total, *launch.numbers,
-                                   **launch.constants, **launch.block)
-    grad_states_kernel[launch.walk()](launch.x, factors, w, grad_SBNE, grad_corrected, grad_states, *launch.numbers, **launch.constants,
-                                      **launch.features, **launch.columns, **launch.pipeline())
+    scores_kernel[(chunks, pairs)](
+        launch.x,
+        factors,
+        corrected,
+        grad_SBNE,
+        grad_corrected,
+        grad_scores,
+        grad_total,
+        *launch.numbers,
+        **launch.constants,
+        **launch.block,
+    )
+    grad_states_kernel[launch.walk()](
+        launch.x,
+        factors,
+        w,
+        grad_SBNE,
+        grad_corrected,
+        grad_states,
+        *launch.numbers,
+        **launch.constants,
+        **launch.features,
+        **launch.columns,
+        **launch.pipeline(),
+    )
     grad_q, grad_k = (launch.empty(pairs, positions, heads.key_dim, dtype=launch.wide) for _ in range(2))
     chunk_kernel[(chunks, pairs)](
-        launch.x, gates.beta_SBN, gates.alpha_SBN, gates.a_log_N, gates.dt_bias_N, factors, inverse, w, u, states, corrected, grad_SBNE,
-        grad_corrected, grad_states, grad_x, grad_beta, grad_alpha, partial, grad_q, grad_k, grad_total, grad_products, *launch.numbers,
-        *gates.strides, **launch.constants, **launch.block, PART=min(PART, launch.block["BLOCK"]), num_warps=8)
+        launch.x,
+        gates.beta_SBN,
+        gates.alpha_SBN,
+        gates.a_log_N,
+        gates.dt_bias_N,
+        factors,
+        inverse,
+        w,
+        u,
+        states,
+        corrected,
+        grad_SBNE,
+        grad_corrected,
+        grad_states,
+        grad_x,
+        grad_beta,
+        grad_alpha,
+        partial,
+        grad_q,
+        grad_k,
+        grad_total,
+        grad_products,
+        *launch.numbers,
+        *gates.strides,
+        **launch.constants,
+        **launch.block,
+        PART=min(PART, launch.block["BLOCK"]),
+        num_warps=8,
+    )
     keys_kernel[(chunks, launch.batch * heads.keys)](
-        launch.x, factors, grad_q, grad_k, grad_scores, grad_products, grad_x, *launch.numbers, SCALE=launch.scale, **launch.constants,
-        **launch.features, num_warps=8)
+        launch.x,
+        factors,
+        grad_q,
+        grad_k,
+        grad_scores,
+        grad_products,
+        grad_x,
+        *launch.numbers,
+        SCALE=launch.scale,
+        **launch.constants,
+        **launch.features,
+        num_warps=8,
+    )
     return grad_x, grad_beta, grad_alpha, partial

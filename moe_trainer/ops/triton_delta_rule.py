@@ -1,11 +1,9 @@
-"""The core of a gated DeltaNet layer with kernels: the short convolution and the delta rule by Triton kernels of our own (gated_delta), or the delta
-rule by those of flash-linear-attention (gated_delta_by).
+"""The core of a gated DeltaNet layer with kernels.
 
-The convolution saves its input alone, and computes what it needs of its result again in backward; the sums over positions that are the
-weight's gradient are written by each program for its own, and added by another kernel: no atomics. Our delta rule
-(triton_delta_chunks.py) keeps nothing else, either. With flash-linear-attention torch computes the gates.
-
-Packed documents take our kernels: flash-linear-attention wants to know on the host where they begin.
+`gated_delta` uses our Triton kernels for convolution and delta rule; `gated_delta_by` uses flash-linear-attention's
+delta rule, with gates in torch. The convolution saves only its input; weight gradients are partial sums added by a
+second kernel, without atomics. Packed documents always use our kernels, because flash-linear-attention needs the
+document boundaries on the host.
 
 Shapes: as in ops/gated_delta_rule.py.
 """
@@ -35,9 +33,24 @@ def _same(ids, one, other, length):
 
 
 @triton.jit
-def _before_silu(x, weight, ids, position, channel, length, channels, stride, first, WIDTH: tl.constexpr, DOCUMENTS: tl.constexpr,
-                 WIDE: tl.constexpr):
-    """The convolution at some positions and channels, [positions, channels]; weight: [C, W] in the rows of its channels; ids: of the sequence."""
+def _before_silu(
+    x,
+    weight,
+    ids,
+    position,
+    channel,
+    length,
+    channels,
+    stride,
+    first,
+    WIDTH: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The convolution at some positions and channels, [positions, channels]; weight.
+
+    [C, W] in the rows of its channels; ids: of the sequence.
+    """
     total = tl.zeros_like(position[:, None] + channel[None, :]).to(WIDE)
     for back in tl.static_range(WIDTH):
         at = position - back
@@ -46,26 +59,74 @@ def _before_silu(x, weight, ids, position, channel, length, channels, stride, fi
             seen = _same(ids, at, position, length)
         inside = seen[:, None] & (channel < channels)[None, :]
         factor = tl.load(weight + channel * WIDTH + WIDTH - 1 - back, mask=channel < channels, other=0.0).to(WIDE)
-        total += tl.load(x + first + at[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0).to(WIDE) * factor[None, :]
+        total += (
+            tl.load(x + first + at[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0).to(WIDE)
+            * factor[None, :]
+        )
     return total
 
 
 @triton.jit
-def convolve_kernel(x, weight, ids, y, length, batch, channels, stride_s, stride_b, WIDTH: tl.constexpr, DOCUMENTS: tl.constexpr,
-                    WIDE: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr):
+def convolve_kernel(
+    x,
+    weight,
+    ids,
+    y,
+    length,
+    batch,
+    channels,
+    stride_s,
+    stride_b,
+    WIDTH: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """y = SiLU of the convolution; y is contiguous."""
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     sequence = tl.program_id(2).to(tl.int64)
-    value = _before_silu(x, weight, ids + sequence * length, position, channel, length, channels, stride_s, sequence * stride_b, WIDTH, DOCUMENTS, WIDE)
+    value = _before_silu(
+        x,
+        weight,
+        ids + sequence * length,
+        position,
+        channel,
+        length,
+        channels,
+        stride_s,
+        sequence * stride_b,
+        WIDTH,
+        DOCUMENTS,
+        WIDE,
+    )
     value = value / (1.0 + tl.exp(-value))
     to = y + (position[:, None].to(tl.int64) * batch + sequence) * channels + channel[None, :]
     tl.store(to, value.to(y.dtype.element_ty), mask=(position < length)[:, None] & (channel < channels)[None, :])
 
 
 @triton.jit
-def gradient_kernel(x, weight, ids, grad, grad_x, partial, length, batch, channels, stride_s, stride_b, grad_stride_s, grad_stride_b,
-                    WIDTH: tl.constexpr, DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr):
+def gradient_kernel(
+    x,
+    weight,
+    ids,
+    grad,
+    grad_x,
+    partial,
+    length,
+    batch,
+    channels,
+    stride_s,
+    stride_b,
+    grad_stride_s,
+    grad_stride_b,
+    WIDTH: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """The gradient of x, and this program's share of the weight's: partial [programs, C, W]."""
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -76,10 +137,16 @@ def gradient_kernel(x, weight, ids, grad, grad_x, partial, length, batch, channe
     mine = partial + ((tl.program_id(0) * batch + sequence) * channels + channel) * WIDTH
     for ahead in tl.static_range(WIDTH):
         later = position + ahead
-        value = _before_silu(x, weight, ids, later, channel, length, channels, stride_s, sequence * stride_b, WIDTH, DOCUMENTS, WIDE)
+        value = _before_silu(
+            x, weight, ids, later, channel, length, channels, stride_s, sequence * stride_b, WIDTH, DOCUMENTS, WIDE
+        )
         share = 1.0 / (1.0 + tl.exp(-value))
         at = grad + later[:, None].to(tl.int64) * grad_stride_s + sequence * grad_stride_b + channel[None, :]
-        slope = tl.load(at, mask=(later < length)[:, None] & known[None, :], other=0.0).to(WIDE) * share * (1.0 + value * (1.0 - share))
+        slope = (
+            tl.load(at, mask=(later < length)[:, None] & known[None, :], other=0.0).to(WIDE)
+            * share
+            * (1.0 + value * (1.0 - share))
+        )
         if DOCUMENTS:
             slope = tl.where(_same(ids, position, later, length)[:, None], slope, 0.0)
         factor = tl.load(weight + channel * WIDTH + WIDTH - 1 - ahead, mask=known, other=0.0).to(WIDE)
@@ -96,12 +163,23 @@ def convolution_forward(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None)
     length, batch, channels = x_SBC.shape
     y_SBC = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
     if y_SBC.numel():
-        convolve_kernel[_grid(x_SBC)](x_SBC, weight_CW, x_SBC if ids_BS is None else ids_BS, y_SBC, length, batch, channels, *x_SBC.stride()[:2],
-                                      **_constants(x_SBC, weight_CW, ids_BS))
+        convolve_kernel[_grid(x_SBC)](
+            x_SBC,
+            weight_CW,
+            x_SBC if ids_BS is None else ids_BS,
+            y_SBC,
+            length,
+            batch,
+            channels,
+            *x_SBC.stride()[:2],
+            **_constants(x_SBC, weight_CW, ids_BS),
+        )
     return y_SBC
 
 
-def convolution_backward(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None, grad_SBC: Tensor) -> tuple[Tensor, Tensor]:
+def convolution_backward(
+    x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None, grad_SBC: Tensor
+) -> tuple[Tensor, Tensor]:
     """Of x and of the weight."""
     length, batch, channels = x_SBC.shape
     grad_SBC = grad_SBC if grad_SBC.stride(2) == 1 else grad_SBC.contiguous()
@@ -110,13 +188,31 @@ def convolution_backward(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None
     partial = torch.empty(programs, weight_CW.numel(), dtype=dtype, device=x_SBC.device)
     if x_SBC.numel():
         gradient_kernel[_grid(x_SBC)](
-            x_SBC, weight_CW, x_SBC if ids_BS is None else ids_BS, grad_SBC, grad_x, partial, length, batch, channels, *x_SBC.stride()[:2],
-            *grad_SBC.stride()[:2], **_constants(x_SBC, weight_CW, ids_BS), num_warps=8)
+            x_SBC,
+            weight_CW,
+            x_SBC if ids_BS is None else ids_BS,
+            grad_SBC,
+            grad_x,
+            partial,
+            length,
+            batch,
+            channels,
+            *x_SBC.stride()[:2],
+            *grad_SBC.stride()[:2],
+            **_constants(x_SBC, weight_CW, ids_BS),
+            num_warps=8,
+        )
     return grad_x, sum_partials(partial, torch.empty_like(weight_CW))
 
 
 def _constants(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> dict:
-    return {"WIDTH": weight_CW.shape[1], "DOCUMENTS": ids_BS is not None, "WIDE": wide(x_SBC.dtype), "POSITIONS": POSITIONS, "CHANNELS": CHANNELS}
+    return {
+        "WIDTH": weight_CW.shape[1],
+        "DOCUMENTS": ids_BS is not None,
+        "WIDE": wide(x_SBC.dtype),
+        "POSITIONS": POSITIONS,
+        "CHANNELS": CHANNELS,
+    }
 
 
 def _grid(x_SBC: Tensor) -> tuple[int, int, int]:
@@ -131,7 +227,11 @@ def _side_by_side(x_SBC: Tensor) -> Tensor:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, weight_CW, ids_BS):
-        x_SBC, weight_CW, ids_BS = _side_by_side(x_SBC), weight_CW.contiguous(), None if ids_BS is None else ids_BS.contiguous()
+        x_SBC, weight_CW, ids_BS = (
+            _side_by_side(x_SBC),
+            weight_CW.contiguous(),
+            None if ids_BS is None else ids_BS.contiguous(),
+        )
         ctx.save_for_backward(x_SBC, weight_CW)
         ctx.ids_BS = ids_BS
         return convolution_forward(x_SBC, weight_CW, ids_BS)
@@ -149,10 +249,16 @@ def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None =
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N, heads, ids_BS):
-        x_SBC, weight_CW, ids_BS = _side_by_side(x_SBC), weight_CW.contiguous(), None if ids_BS is None else ids_BS.contiguous()
+        x_SBC, weight_CW, ids_BS = (
+            _side_by_side(x_SBC),
+            weight_CW.contiguous(),
+            None if ids_BS is None else ids_BS.contiguous(),
+        )
         ctx.save_for_backward(x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N)
         ctx.rest = heads, ids_BS
-        return triton_delta_chunks.forward(convolution_forward(x_SBC, weight_CW, ids_BS), Gates(beta_SBN, alpha_SBN, a_log_N, dt_bias_N, ids_BS), heads)
+        return triton_delta_chunks.forward(
+            convolution_forward(x_SBC, weight_CW, ids_BS), Gates(beta_SBN, alpha_SBN, a_log_N, dt_bias_N, ids_BS), heads
+        )
 
     @staticmethod
     def backward(ctx, grad_SBNE):
@@ -161,17 +267,41 @@ class _GatedDelta(torch.autograd.Function):
         y_SBC = convolution_forward(x_SBC, weight_CW, ids_BS)
         grad_y, *grads, partial = triton_delta_chunks.backward(y_SBC, Gates(*gates, ids_BS), heads, grad_SBNE)
         of_rates = sum_partials(partial, torch.empty(partial.shape[1:], dtype=gates[2].dtype, device=partial.device))
-        return *convolution_backward(x_SBC, weight_CW, ids_BS, grad_y), *grads, of_rates[0], of_rates[1].to(gates[3].dtype), None, None
+        return (
+            *convolution_backward(x_SBC, weight_CW, ids_BS, grad_y),
+            *grads,
+            of_rates[0],
+            of_rates[1].to(gates[3].dtype),
+            None,
+            None,
+        )
 
 
-def gated_delta(x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, weight_CW: Tensor, a_log_N: Tensor, dt_bias_N: Tensor, heads: Heads,
-                ids_BS: Tensor | None = None) -> Tensor:
+def gated_delta(
+    x_SBC: Tensor,
+    beta_SBN: Tensor,
+    alpha_SBN: Tensor,
+    weight_CW: Tensor,
+    a_log_N: Tensor,
+    dt_bias_N: Tensor,
+    heads: Heads,
+    ids_BS: Tensor | None = None,
+) -> Tensor:
     """As ops/gated_delta_rule.py: gated_delta; what the convolution gives is rounded to the dtype of x."""
     return _GatedDelta.apply(x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N, heads, ids_BS)
 
 
-def gated_delta_by(rule: Callable[..., tuple[Tensor, Tensor | None]], x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, weight_CW: Tensor,
-                   a_log_N: Tensor, dt_bias_N: Tensor, heads: Heads, ids_BS: Tensor | None = None) -> Tensor:
+def gated_delta_by(
+    rule: Callable[..., tuple[Tensor, Tensor | None]],
+    x_SBC: Tensor,
+    beta_SBN: Tensor,
+    alpha_SBN: Tensor,
+    weight_CW: Tensor,
+    a_log_N: Tensor,
+    dt_bias_N: Tensor,
+    heads: Heads,
+    ids_BS: Tensor | None = None,
+) -> Tensor:
     """The same by chunk_gated_delta_rule of flash-linear-attention."""
     if ids_BS is not None:
         return gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS)
@@ -179,8 +309,14 @@ def gated_delta_by(rule: Callable[..., tuple[Tensor, Tensor | None]], x_SBC: Ten
     q, k = (each.unflatten(-1, (heads.keys, heads.key_dim)) for each in (q, k))
     fp32 = torch.promote_types(x_SBC.dtype, torch.float32)
     g_SBN = -a_log_N.to(fp32).exp() * F.softplus(alpha_SBN.to(fp32) + dt_bias_N.to(fp32))
-    y_BSNE, _ = rule(q, k, v.unflatten(-1, (heads.values, heads.value_dim)), g_SBN.transpose(0, 1), beta_SBN.to(fp32).sigmoid().transpose(0, 1),
-                     use_qk_l2norm_in_kernel=True)
+    y_BSNE, _ = rule(
+        q,
+        k,
+        v.unflatten(-1, (heads.values, heads.value_dim)),
+        g_SBN.transpose(0, 1),
+        beta_SBN.to(fp32).sigmoid().transpose(0, 1),
+        use_qk_l2norm_in_kernel=True,
+    )
     return y_BSNE.transpose(0, 1)
 
 

@@ -1,13 +1,12 @@
-"""Grouped matrix products with group sizes on the device: nothing waits for the host.
+"""Grouped GEMMs with group sizes on the device: nothing waits for the host.
 
-Rows of an expert need not be a multiple of anything, so tiles of rows do not line up with experts. The launch covers the most tiles
-that R rows of e experts can need, R / tile + e; a program counts the tiles of every expert (a cumulative sum over the device-side
-offsets) to find its own, and leaves if there is none. The input gradient is the forward with the weight's strides exchanged. In the
-weight gradient a program owns a tile of one expert's gradient and walks over that expert's rows: no atomics, and an expert without rows
-gets zeros. Sums are fp32.
+Tokens of an expert need not be a multiple of anything. The launch covers the most tiles R tokens of e experts can need,
+R / tile + e; a program finds its tile from a cumulative sum over the offsets, and exits if there is none. The input
+gradient is the forward with exchanged strides. In the weight gradient a program owns a tile of one expert's gradient
+and walks over its tokens: no atomics, and an expert without tokens gets zeros. Sums are fp32.
 
-Shapes: R rows sorted by expert, e experts, N output width, K input width; offsets_e int32, the row after the last of each expert.
-Rows from offsets_e[-1] on are not written.
+Shapes: R tokens sorted by expert, e experts, N output width, K input width; offsets_e int32, the end of each expert's
+tokens. Tokens from offsets_e[-1] on are not written.
 """
 
 import torch
@@ -33,9 +32,27 @@ def _my_rows(offsets, tile, num_experts, TILE_ROWS: tl.constexpr, EXPERTS: tl.co
 
 
 @triton.jit
-def rows_kernel(x, w, y, offsets, num_experts, columns, depth, num_row_tiles, stride_x, stride_we, stride_wk, stride_wn, stride_y,
-                PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXPERTS: tl.constexpr,
-                GROUP_ROWS: tl.constexpr):
+def rows_kernel(
+    x,
+    w,
+    y,
+    offsets,
+    num_experts,
+    columns,
+    depth,
+    num_row_tiles,
+    stride_x,
+    stride_we,
+    stride_wk,
+    stride_wn,
+    stride_y,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):
     """y[rows of e] = x[rows of e] @ w[e], for a w[e] of [depth, columns] with any strides: one tile of y."""
     num_column_tiles = tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // (GROUP_ROWS * num_column_tiles)
@@ -56,13 +73,28 @@ def rows_kernel(x, w, y, offsets, num_experts, columns, depth, num_row_tiles, st
             total = tl.dot(left, right, total, input_precision=PRECISION)
             x_at += DEPTH
             w_at += DEPTH * stride_wk
-        tl.store(y + row[:, None] * stride_y + column[None, :], total.to(y.dtype.element_ty),
-                 mask=(row < end)[:, None] & (column < columns)[None, :])
+        tl.store(
+            y + row[:, None] * stride_y + column[None, :],
+            total.to(y.dtype.element_ty),
+            mask=(row < end)[:, None] & (column < columns)[None, :],
+        )
 
 
 @triton.jit
-def weight_kernel(grad, x, grad_w, offsets, out_width, in_width, stride_g, stride_x, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-                  OUT: tl.constexpr, IN: tl.constexpr):
+def weight_kernel(
+    grad,
+    x,
+    grad_w,
+    offsets,
+    out_width,
+    in_width,
+    stride_g,
+    stride_x,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+):
     """grad_w[e] = grad[rows of e]^T @ x[rows of e]: one tile of one expert's."""
     expert = tl.program_id(1)
     in_tiles = tl.cdiv(in_width, IN)
@@ -73,20 +105,27 @@ def weight_kernel(grad, x, grad_w, offsets, out_width, in_width, stride_g, strid
     total = tl.zeros([OUT, IN], tl.float32)
     for first in range(start, end, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        left = tl.load(grad + row[None, :] * stride_g + n[:, None], mask=(row < end)[None, :] & (n < out_width)[:, None], other=0.0)
-        right = tl.load(x + row[:, None] * stride_x + k[None, :], mask=(row < end)[:, None] & (k < in_width)[None, :], other=0.0)
+        left = tl.load(
+            grad + row[None, :] * stride_g + n[:, None], mask=(row < end)[None, :] & (n < out_width)[:, None], other=0.0
+        )
+        right = tl.load(
+            x + row[:, None] * stride_x + k[None, :], mask=(row < end)[:, None] & (k < in_width)[None, :], other=0.0
+        )
         total = tl.dot(left, right, total, input_precision=PRECISION)
     at = grad_w + expert.to(tl.int64) * out_width * in_width + n[:, None].to(tl.int64) * in_width + k[None, :]
     tl.store(at, total.to(grad_w.dtype.element_ty), mask=(n < out_width)[:, None] & (k < in_width)[None, :])
 
 
 def _tiles(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile of the result, depth of a step, warps, stages. fp32 tiles are smaller: their operands take twice the room."""
+    """Tile of the result, depth of a step, warps, stages.
+
+    fp32 tiles are smaller: their operands take twice the room.
+    """
     return (64, 64, 32, 4, 2) if dtype == torch.float32 else (128, 128, 64, 8, 3)
 
 
 def _precision() -> str:
-    """fp32 products as torch's own are made: exact, or in TF32 where the program has allowed that."""
+    """fp32 GEMMs as torch's own are made: exact, or in TF32 where the program has allowed that."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -99,9 +138,26 @@ def _rows_times_weights(x: Tensor, w: Tensor, offsets_e: Tensor) -> Tensor:
         rows, cols, step, warps, stages = _tiles(x.dtype)
         num_row_tiles = num_rows // rows + num_experts
         rows_kernel[(num_row_tiles * triton.cdiv(columns, cols),)](
-            x, w, y, offsets_e, num_experts, columns, depth, num_row_tiles, x.stride(0), *w.stride(), y.stride(0),
-            PRECISION=_precision(), ROWS=rows, COLUMNS=cols, DEPTH=step, EXPERTS=triton.next_power_of_2(num_experts), GROUP_ROWS=GROUP,
-            num_warps=warps, num_stages=stages)
+            x,
+            w,
+            y,
+            offsets_e,
+            num_experts,
+            columns,
+            depth,
+            num_row_tiles,
+            x.stride(0),
+            *w.stride(),
+            y.stride(0),
+            PRECISION=_precision(),
+            ROWS=rows,
+            COLUMNS=cols,
+            DEPTH=step,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            GROUP_ROWS=GROUP,
+            num_warps=warps,
+            num_stages=stages,
+        )
     return y
 
 
@@ -123,6 +179,19 @@ def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Ten
     if grad_w.numel():
         out, inner, rows, warps, stages = _tiles(x_RK.dtype)
         weight_kernel[(triton.cdiv(out_width, out) * triton.cdiv(in_width, inner), num_experts)](
-            grad_RN, x_RK, grad_w, offsets_e, out_width, in_width, grad_RN.stride(0), x_RK.stride(0), PRECISION=_precision(), ROWS=rows,
-            OUT=out, IN=inner, num_warps=warps, num_stages=stages)
+            grad_RN,
+            x_RK,
+            grad_w,
+            offsets_e,
+            out_width,
+            in_width,
+            grad_RN.stride(0),
+            x_RK.stride(0),
+            PRECISION=_precision(),
+            ROWS=rows,
+            OUT=out,
+            IN=inner,
+            num_warps=warps,
+            num_stages=stages,
+        )
     return grad_w

@@ -1,8 +1,8 @@
 """RMSNorm, one Triton kernel each way.
 
-A program holds whole rows: short ones (heads of 64 to 128 features, for --qk-layernorm) several at a time. In backward a fixed number
-of programs walks over the rows, each summing the weight's gradient of its rows in registers; a second kernel adds their sums. No atomics: the
-same numbers every time on one device.
+A program holds full rows; short ones (heads of 64 to 128 features, --qk-layernorm) several at a time. In backward a
+fixed number of programs walks over the rows and sums the weight gradient in registers; a second kernel adds the sums.
+No atomics: results are reproducible on one device.
 
 Shapes: T rows, H features.
 """
@@ -12,16 +12,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, sum_partials, warps_of, wide
+from moe_trainer.ops.triton_blocks import block_size, num_warps_for, rows_contiguous, sum_partials, wide
 
 TILE = 4096  # elements of a tile that several short rows share
 LONGEST = 1 << 16  # features of a row, which one program holds
 
 
 @triton.jit
-def forward_kernel(x, weight, y, rstd, num_rows, size, x_stride, eps, HAS_WEIGHT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-                   WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows; keeps the reciprocal root mean square of each."""
+def forward_kernel(
+    x,
+    weight,
+    y,
+    rstd,
+    num_rows,
+    size,
+    x_stride,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS full rows; saves the reciprocal root mean square of each."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
@@ -38,8 +51,23 @@ def forward_kernel(x, weight, y, rstd, num_rows, size, x_stride, eps, HAS_WEIGHT
 
 
 @triton.jit
-def backward_kernel(grad, x, weight, rstd, grad_x, partial, num_rows, size, grad_stride, x_stride, HAS_WEIGHT: tl.constexpr,
-                    ZERO_CENTERED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    grad,
+    x,
+    weight,
+    rstd,
+    grad_x,
+    partial,
+    num_rows,
+    size,
+    grad_stride,
+    x_stride,
+    HAS_WEIGHT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Every num_programs-th group of ROWS rows; writes this program's share of the weight's gradient."""
     column = tl.arange(0, BLOCK)
     share = tl.zeros([BLOCK], WIDE)
@@ -67,9 +95,9 @@ def _tile(size: int) -> tuple[int, int, int]:
     """Rows of a program, columns of its tile, warps."""
     if size > LONGEST:
         raise ValueError(f"the Triton RMSNorm takes rows of up to {LONGEST} features, these have {size}")
-    block = block_of(size, LONGEST)
+    block = block_size(size, LONGEST)
     rows = max(1, TILE // block)
-    return rows, block, warps_of(rows * block)
+    return rows, block, num_warps_for(rows * block)
 
 
 def _programs(device: torch.device, groups: int) -> int:
@@ -89,8 +117,21 @@ class _RMSNorm(torch.autograd.Function):
         if num_rows:
             rows, block, warps = _tile(size)
             forward_kernel[(triton.cdiv(num_rows, rows),)](
-                x_TH, x_TH if weight is None else weight, y_TH, rstd_T, num_rows, size, x_TH.stride(0), eps, weight is not None,
-                zero_centered, wide(x.dtype), rows, block, num_warps=warps)
+                x_TH,
+                x_TH if weight is None else weight,
+                y_TH,
+                rstd_T,
+                num_rows,
+                size,
+                x_TH.stride(0),
+                eps,
+                weight is not None,
+                zero_centered,
+                wide(x.dtype),
+                rows,
+                block,
+                num_warps=warps,
+            )
         ctx.save_for_backward(x_TH, weight, rstd_T)
         ctx.zero_centered = zero_centered
         return y_TH.view(x.shape)
@@ -106,8 +147,23 @@ class _RMSNorm(torch.autograd.Function):
         partial = torch.empty(programs, size, dtype=rstd_T.dtype, device=x_TH.device)
         if num_rows:
             backward_kernel[(programs,)](
-                g_TH, x_TH, x_TH if weight is None else weight, rstd_T, grad_x, partial, num_rows, size, g_TH.stride(0),
-                x_TH.stride(0), weight is not None, ctx.zero_centered, wide(x_TH.dtype), rows, block, num_warps=warps)
+                g_TH,
+                x_TH,
+                x_TH if weight is None else weight,
+                rstd_T,
+                grad_x,
+                partial,
+                num_rows,
+                size,
+                g_TH.stride(0),
+                x_TH.stride(0),
+                weight is not None,
+                ctx.zero_centered,
+                wide(x_TH.dtype),
+                rows,
+                block,
+                num_warps=warps,
+            )
         grad_weight = None
         if weight is not None and ctx.needs_input_grad[1]:
             grad_weight = sum_partials(partial, torch.empty_like(weight))
@@ -117,6 +173,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """Scale each row to unit root mean square, then by the weight; as ops/pointwise.py: rms_norm.
 
-    Shapes: x [..., H]; weight [H] or None. Returns: like x, in the dtype of the weight. Raises: ValueError for H above 65,536.
+    Shapes: x [..., H]; weight [H] or None. Returns: like x, in the dtype of the weight. Raises: ValueError for H above
+    65,536.
     """
     return _RMSNorm.apply(x, weight, eps, zero_centered)

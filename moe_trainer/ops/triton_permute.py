@@ -1,15 +1,12 @@
-"""Local reordering of tokens in Triton kernels: the map from counts instead of sorts, rows and probabilities in one pass.
+"""Local token permutation in Triton kernels: a map from counts instead of sorts, tokens and probabilities in one pass.
 
-The torch version (ops/permute.py) finds the pairs with nonzero, which waits for the device, and sorts them. Here every block of
-tokens counts its pairs per expert, a second kernel says for each expert how many of its pairs stand in earlier blocks, and a third writes
-where every pair goes. Nothing waits for the device when the caller can bound the number of rows: top-k routing gives T * k of them.
+The torch version (ops/permute.py) uses nonzero, which waits for the device, and sorts. Here every block of tokens
+counts its pairs per expert, a second kernel counts the pairs in earlier blocks, and a third writes where every pair
+goes. If the caller bounds the number of pairs (T * k), nothing waits for the device. Entries after the last expert's,
+where `num_rows` is a bound, are zeros with probability 0. Order and sums as in ops/permute.py, in fp32, without
+atomics. The map is int32.
 
-Rows beyond the last expert's, where `num_rows` is only a bound, are zeros, have probability 0 and take part in no sum.
-
-Order and sums as in ops/permute.py: rows by expert, then by token; a token's rows are added in ascending expert order, in fp32. No
-atomics anywhere. The numbers of the map are int32.
-
-Shapes: T tokens, E experts, R rows, H hidden.
+Shapes: T tokens, E experts, R routed tokens, H hidden.
 """
 
 import torch
@@ -18,14 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.permute import Permutation, PermuteMap
-from moe_trainer.ops.triton_blocks import block_of, warps_of, wide
+from moe_trainer.ops.triton_blocks import block_size, num_warps_for, wide
 
 TILE = 8192  # cells of the routing map that a program counts
-CELLS = 1 << 31  # of the whole map, whose numbers are int32
+CELLS = 1 << 31  # of the full map, whose numbers are int32
 
 
 @triton.jit
-def count_kernel(routing, counts, num_tokens, num_experts, stride_t, stride_e, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+def count_kernel(
+    routing, counts, num_tokens, num_experts, stride_t, stride_e, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
+):
     """Pairs of a block of tokens, by expert."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -50,9 +49,25 @@ def earlier_kernel(counts, earlier, totals, num_blocks, num_experts, BLOCKS: tl.
 
 
 @triton.jit
-def place_kernel(routing, earlier, totals, offsets, token_of, cell_of, row_of, fits, num_tokens, num_experts, num_rows, stride_t,
-                 stride_e, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SPARE: tl.constexpr):
-    """Write where every pair of a block of tokens goes, and this program's share of the rows that nobody takes."""
+def place_kernel(
+    routing,
+    earlier,
+    totals,
+    offsets,
+    token_of,
+    cell_of,
+    row_of,
+    fits,
+    num_tokens,
+    num_experts,
+    num_rows,
+    stride_t,
+    stride_e,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SPARE: tl.constexpr,
+):
+    """Write where every pair of a block of tokens goes, and this program's share of the rows that nothing takes."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
@@ -80,7 +95,9 @@ def place_kernel(routing, earlier, totals, offsets, token_of, cell_of, row_of, f
 
 
 @triton.jit
-def gather_kernel(x, token_of, probs, cell_of, out, probs_out, width, stride, WITH_PROBS: tl.constexpr, BLOCK: tl.constexpr):
+def gather_kernel(
+    x, token_of, probs, cell_of, out, probs_out, width, stride, WITH_PROBS: tl.constexpr, BLOCK: tl.constexpr
+):
     """One row, one block of columns: the token's, or zeros; the first block brings the probability."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_of + row).to(tl.int64)
@@ -94,10 +111,26 @@ def gather_kernel(x, token_of, probs, cell_of, out, probs_out, width, stride, WI
 
 
 @triton.jit
-def sum_kernel(y, row_of, offsets, cell_of, grad, out, grad_out, width, stride, num_experts, WITH_PROBS: tl.constexpr, WIDE: tl.constexpr,
-               BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """One token, one block of columns: the sum of its rows, in ascending expert order; the first block brings the numbers of its rows back
-    into their cells of the [T, E] map."""
+def sum_kernel(
+    y,
+    row_of,
+    offsets,
+    cell_of,
+    grad,
+    out,
+    grad_out,
+    width,
+    stride,
+    num_experts,
+    WITH_PROBS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """One token, one block of columns: the sum of its rows, in ascending expert order.
+
+    The first block brings the numbers of its rows back into their cells of the [T, E] map.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
@@ -120,34 +153,75 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     """Build the map of a routing decision.
 
     Shapes: routing_TE bool [T, E], E up to 8,192.
-    num_rows: rows of the map, at least as many as there are pairs; None reads the number from the device, which waits for it.
-    A row too many has token and cell -1, and the torch functions of ops/permute.py do not know such rows.
-    On CUDA a num_rows that is too small stops the device (torch._assert_async). Raises: ValueError for more experts.
+    num_rows: rows of the map, at least as many as there are pairs; None reads the number from the device, which waits
+    for it. A row too many has token and cell -1, and the torch functions of ops/permute.py do not know such rows. On
+    CUDA a num_rows that is too small stops the device (torch._assert_async). Raises: ValueError for more experts.
     """
     num_tokens, num_experts = routing_TE.shape
     if num_experts > TILE or num_tokens * num_experts >= CELLS:
-        raise ValueError(f"the Triton permutation takes up to {TILE} experts and {CELLS} cells; here are {num_experts} experts, {num_tokens} tokens")
+        raise ValueError(
+            f"the Triton permutation takes up to {TILE} experts and {CELLS} cells; here are {num_experts} experts, {num_tokens} tokens"
+        )
     device = routing_TE.device
     routing_TE = routing_TE.view(torch.uint8) if routing_TE.dtype == torch.bool else routing_TE
-    experts = block_of(num_experts, TILE)
+    experts = block_size(num_experts, TILE)
     tokens = max(1, min(128, TILE // experts))
-    blocks, warps = max(1, triton.cdiv(num_tokens, tokens)), warps_of(tokens * experts)
+    blocks, warps = max(1, triton.cdiv(num_tokens, tokens)), num_warps_for(tokens * experts)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    counts, earlier, counts_E = empty(blocks, num_experts), empty(blocks, num_experts), empty(num_experts, dtype=torch.int64)
-    count_kernel[(blocks,)](routing_TE, counts, num_tokens, num_experts, *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts, num_warps=warps)
-    earlier_kernel[(triton.cdiv(num_experts, 16),)](counts, earlier, counts_E, blocks, num_experts, BLOCKS=64, EXPERTS=16)
+    counts, earlier, counts_E = (
+        empty(blocks, num_experts),
+        empty(blocks, num_experts),
+        empty(num_experts, dtype=torch.int64),
+    )
+    count_kernel[(blocks,)](
+        routing_TE,
+        counts,
+        num_tokens,
+        num_experts,
+        *routing_TE.stride(),
+        TOKENS=tokens,
+        EXPERTS=experts,
+        num_warps=warps,
+    )
+    earlier_kernel[(triton.cdiv(num_experts, 16),)](
+        counts, earlier, counts_E, blocks, num_experts, BLOCKS=64, EXPERTS=16
+    )
     known = num_rows is not None
     if not known:
         num_rows = int(counts_E.sum())
-    token_R, cell_R, row_R, offsets_T, fits = empty(num_rows), empty(num_rows), empty(num_rows), empty(num_tokens + 1), empty(1, dtype=torch.uint8)
-    place_kernel[(blocks,)](routing_TE, earlier, counts_E, offsets_T, token_R, cell_R, row_R, fits, num_tokens, num_experts, num_rows,
-                            *routing_TE.stride(), TOKENS=tokens, EXPERTS=experts, SPARE=1024, num_warps=warps)
+    token_R, cell_R, row_R, offsets_T, fits = (
+        empty(num_rows),
+        empty(num_rows),
+        empty(num_rows),
+        empty(num_tokens + 1),
+        empty(1, dtype=torch.uint8),
+    )
+    place_kernel[(blocks,)](
+        routing_TE,
+        earlier,
+        counts_E,
+        offsets_T,
+        token_R,
+        cell_R,
+        row_R,
+        fits,
+        num_tokens,
+        num_experts,
+        num_rows,
+        *routing_TE.stride(),
+        TOKENS=tokens,
+        EXPERTS=experts,
+        SPARE=1024,
+        num_warps=warps,
+    )
     if known:
         torch._assert_async(fits, "make_permute_map: more rows than num_rows")
-    return PermuteMap(token_R=token_R, cell_R=cell_R, row_R=row_R, offsets_T=offsets_T, counts_E=counts_E, num_tokens=num_tokens)
+    return PermuteMap(
+        token_R=token_R, cell_R=cell_R, row_R=row_R, offsets_T=offsets_T, counts_E=counts_E, num_tokens=num_tokens
+    )
 
 
 def _gather(x_TH: Tensor, routes: PermuteMap, probs_TE: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -156,11 +230,20 @@ def _gather(x_TH: Tensor, routes: PermuteMap, probs_TE: Tensor | None = None) ->
     out = x_TH.new_empty(num_rows, width)
     probs_R = None if probs_TE is None else probs_TE.new_empty(num_rows)
     if num_rows:
-        block = block_of(width, 2048)
+        block = block_size(width, 2048)
         probs = out if probs_TE is None else probs_TE.contiguous()
         gather_kernel[(num_rows, triton.cdiv(width, block))](
-            x_TH, routes.token_R, probs, routes.cell_R, out, out if probs_R is None else probs_R, width, x_TH.stride(0),
-            WITH_PROBS=probs_TE is not None, BLOCK=block)
+            x_TH,
+            routes.token_R,
+            probs,
+            routes.cell_R,
+            out,
+            out if probs_R is None else probs_R,
+            width,
+            x_TH.stride(0),
+            WITH_PROBS=probs_TE is not None,
+            BLOCK=block,
+        )
     return out, probs_R
 
 
@@ -171,11 +254,23 @@ def _gather_sum(y_RH: Tensor, routes: PermuteMap, grad_R: Tensor | None = None) 
     out = y_RH.new_empty(routes.num_tokens, width)
     grad_TE = None if grad_R is None else grad_R.new_empty(routes.num_tokens, num_experts)
     if routes.num_tokens:
-        block = block_of(width, 2048)
+        block = block_size(width, 2048)
         sum_kernel[(routes.num_tokens, triton.cdiv(width, block))](
-            y_RH, routes.row_R, routes.offsets_T, routes.cell_R, y_RH if grad_R is None else grad_R.contiguous(), out,
-            out if grad_TE is None else grad_TE, width, y_RH.stride(0), num_experts, WITH_PROBS=grad_R is not None, WIDE=wide(y_RH.dtype),
-            BLOCK=block, EXPERTS=block_of(num_experts, TILE))
+            y_RH,
+            routes.row_R,
+            routes.offsets_T,
+            routes.cell_R,
+            y_RH if grad_R is None else grad_R.contiguous(),
+            out,
+            out if grad_TE is None else grad_TE,
+            width,
+            y_RH.stride(0),
+            num_experts,
+            WITH_PROBS=grad_R is not None,
+            WIDE=wide(y_RH.dtype),
+            BLOCK=block,
+            EXPERTS=block_size(num_experts, TILE),
+        )
     return out, grad_TE
 
 
@@ -202,7 +297,10 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute_with_probs(x_TH: Tensor, probs_TE: Tensor, routes: PermuteMap) -> tuple[Tensor, Tensor]:
-    """Copy tokens and their probabilities into expert order. Returns: x_RH, probs_R in the dtype of probs_TE; both differentiable."""
+    """Copy tokens and their probabilities into expert order.
+
+    Returns: x_RH, probs_R in the dtype of probs_TE; both differentiable.
+    """
     return _PermuteWithProbs.apply(x_TH, probs_TE, routes)
 
 
@@ -216,8 +314,13 @@ class TritonPermutation(Permutation):
 
     takes_order = False
 
-    def permute(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor, PermuteMap]:
-        """As Permutation.permute. The number of rows reaches the host here if it is not given: the dispatchers want the counts there anyway."""
+    def permute(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, num_rows: int | None = None
+    ) -> tuple[Tensor, Tensor, PermuteMap]:
+        """As Permutation.permute.
+
+        The number of rows reaches the host here if it is not given: the dispatchers want the counts there anyway.
+        """
         routes = make_permute_map(routing_TE, num_rows=num_rows)
         return *permute_with_probs(x_TH, probs_TE, routes), routes
 

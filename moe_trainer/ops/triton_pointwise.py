@@ -1,11 +1,11 @@
-"""Activations of feed-forward networks times the rows' probabilities, one Triton kernel each way.
+"""Activations of MLPs times the tokens' probabilities, one Triton kernel each way.
 
-The torch version (ops/expert_mlp.py) makes a pass over memory per operation: six of [R, F] forward and ten backward for
-SwiGLU. Here h is read once and the result written once; the probability's gradient, a sum over a row, is taken in the same pass, by
-one program per row, so that it comes out the same every time. Intermediates are not rounded: in bf16 the results differ from the torch
-version's by its roundings.
+The torch version (ops/expert_mlp.py) needs six passes over [R, F] forward and ten backward for SwiGLU. Here h is read
+once and the result written once; one program per token also sums the probability's gradient, so results are
+reproducible. Intermediates are not rounded: bf16 results differ from the torch version's by its roundings.
 
-Shapes: R rows, F width of the result; h [R, 2F] = [gate; up] for SwiGLU, [R, F] for gelu and squared ReLU; p [R] or None.
+Shapes: R tokens, F width of the result; h [R, 2F] = [gate; up] for SwiGLU, [R, F] for gelu and squared ReLU; p [R] or
+None.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_of, rows_contiguous, warps_of, wide
+from moe_trainer.ops.triton_blocks import block_size, num_warps_for, rows_contiguous, wide
 
 
 @triton.jit
@@ -43,7 +43,9 @@ def _slope(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(h, p, a, h_stride, width, KIND: tl.constexpr, WEIGHED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(
+    h, p, a, h_stride, width, KIND: tl.constexpr, WEIGHED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
     """One row, one block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,8 +62,22 @@ def forward_kernel(h, p, a, h_stride, width, KIND: tl.constexpr, WEIGHED: tl.con
 
 
 @triton.jit
-def backward_kernel(h, p, grad_a, a, grad_h, grad_p, h_stride, grad_stride, width, KIND: tl.constexpr, WEIGHED: tl.constexpr,
-                    AGAIN: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    h,
+    p,
+    grad_a,
+    a,
+    grad_h,
+    grad_p,
+    h_stride,
+    grad_stride,
+    width,
+    KIND: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    AGAIN: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row, block by block. AGAIN: write the forward's result too."""
     row = tl.program_id(0).to(tl.int64)
     weight = 1.0
@@ -99,9 +115,18 @@ def _forward(kind: str, h: Tensor, p: Tensor | None) -> Tensor:
     h = rows_contiguous(h, h.shape[1])
     a = h.new_empty(h.shape[0], width)
     if a.numel():
-        block = block_of(width, 1024)
+        block = block_size(width, 1024)
         forward_kernel[(h.shape[0], triton.cdiv(width, block))](
-            h, h if p is None else p, a, h.stride(0), width, KIND=kind, WEIGHED=p is not None, WIDE=wide(h.dtype), BLOCK=block)
+            h,
+            h if p is None else p,
+            a,
+            h.stride(0),
+            width,
+            KIND=kind,
+            WEIGHED=p is not None,
+            WIDE=wide(h.dtype),
+            BLOCK=block,
+        )
     return a
 
 
@@ -112,11 +137,24 @@ def _backward(kind: str, h: Tensor, p: Tensor | None, grad_a: Tensor, again: boo
     grad_h = torch.empty_like(h, memory_format=torch.contiguous_format)
     grad_p = None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
     if h.shape[0]:
-        block = block_of(width, 2048)
+        block = block_size(width, 2048)
         backward_kernel[(h.shape[0],)](
-            h, h if p is None else p, grad_a, grad_h if a is None else a, grad_h, grad_h if grad_p is None else grad_p, h.stride(0),
-            grad_a.stride(0), width, KIND=kind, WEIGHED=p is not None, AGAIN=again, WIDE=wide(h.dtype), BLOCK=block,
-            num_warps=warps_of(4 * block))
+            h,
+            h if p is None else p,
+            grad_a,
+            grad_h if a is None else a,
+            grad_h,
+            grad_h if grad_p is None else grad_p,
+            h.stride(0),
+            grad_a.stride(0),
+            width,
+            KIND=kind,
+            WEIGHED=p is not None,
+            AGAIN=again,
+            WIDE=wide(h.dtype),
+            BLOCK=block,
+            num_warps=num_warps_for(4 * block),
+        )
     return a, grad_h, grad_p
 
 

@@ -1,7 +1,7 @@
 """Rotary position embedding as one Triton kernel: both layouts of the pairs, a part of the features, any strides.
 
-A program takes one position of one sequence and some of its heads: the tables' row is read once for all of them. Features outside the
-rotated part are copied by the same program. The backward is the rotation by the negative angle.
+A program takes one position of one sequence and some of its heads, so the tables are read once for all of them.
+Features outside the rotated part are copied. Backward is the rotation by the negative angle.
 
 Shapes: S positions, B sequences, N heads, D features, R = 2 * half rotated ones.
 """
@@ -12,14 +12,33 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.rope import Rotation
-from moe_trainer.ops.triton_blocks import block_of, wide
+from moe_trainer.ops.triton_blocks import block_size, wide
 
 TILE = 4096  # elements of a program's heads
 
 
 @triton.jit
-def rotate_kernel(x, cos, sin, y, batch, heads, width, half, offset, stride_s, stride_b, stride_n, sign, INTERLEAVED: tl.constexpr,
-                  PARTIAL: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr):
+def rotate_kernel(
+    x,
+    cos,
+    sin,
+    y,
+    batch,
+    heads,
+    width,
+    half,
+    offset,
+    stride_s,
+    stride_b,
+    stride_n,
+    sign,
+    INTERLEAVED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """One position of one sequence, HEADS heads."""
     place = tl.program_id(0).to(tl.int64)
     position = place // batch
@@ -54,12 +73,29 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
     half = cos.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        covered = block_of(width, 1 << 16)
-        per_program = block_of(heads, max(1, TILE // covered), 1)
+        covered = block_size(width, 1 << 16)
+        per_program = block_size(heads, max(1, TILE // covered), 1)
         rotate_kernel[(length * batch, triton.cdiv(heads, per_program))](
-            x, cos.contiguous(), sin.contiguous(), y, batch, heads, width, half, offset, x.stride(0), x.stride(1), x.stride(2), sign,
-            INTERLEAVED=interleaved, PARTIAL=2 * half < width, WIDE=wide(x.dtype), HEADS=per_program, HALF=block_of(half, 1 << 16, 1),
-            WIDTH=covered)
+            x,
+            cos.contiguous(),
+            sin.contiguous(),
+            y,
+            batch,
+            heads,
+            width,
+            half,
+            offset,
+            x.stride(0),
+            x.stride(1),
+            x.stride(2),
+            sign,
+            INTERLEAVED=interleaved,
+            PARTIAL=2 * half < width,
+            WIDE=wide(x.dtype),
+            HEADS=per_program,
+            HALF=block_size(half, 1 << 16, 1),
+            WIDTH=covered,
+        )
     return y
 
 

@@ -1,16 +1,11 @@
 """Top-k routing as one Triton kernel each way, and the balancing losses with their gradient as three.
 
-The torch version (moe/router.py: score_topk) is a dozen small operations over [T, E]: for 8 to 512 experts their launches cost
-more than their memory. Here a program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first
-among equal scores. Groups are scored the same way, group by group. Backward recomputes the scores from the logits and needs only the
-routing map besides.
-
-Rounding: scores, choice and weights are in fp32 (fp64 for fp64 logits), as in the torch version, so that both choose alike; weights are
-rounded once, at the end. On exactly equal scores torch.topk may choose another expert.
-
-The balancing losses (moe/balancing.py) are computed in two steps, between which counts may be summed over ranks: `count_choices` takes sums of
-scores, counts of chosen experts and the z-loss, `balancing_gradient` the losses and their gradient. A program stays inside one sequence and
-writes its own sums, which a second kernel adds: no atomics.
+The torch version (moe/topk.py: score_topk) is a dozen small operations whose launches cost more than their memory. A
+program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first among ties
+(torch.topk may differ on exact ties). Backward recomputes scores from the logits. Scores, choice and weights are fp32
+(fp64 for fp64); weights are rounded once. Balancing losses (moe/balancing.py) take two steps, between which counts may
+be reduced over ranks: `count_choices`, then `balancing_gradient`. A program stays inside one sequence and writes
+partial sums, which a second kernel adds: no atomics.
 
 Shapes: T tokens (= S * B, token s * B + b), B sequences, E experts, K top-k, G groups.
 """
@@ -23,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_of, sum_partials, wide
+from moe_trainer.ops.triton_blocks import block_size, sum_partials, wide
 
 TILE = 2048  # scores that a program holds
 
@@ -68,8 +63,16 @@ def _choose(keys, expert, K: tl.constexpr):
 
 
 @triton.jit
-def _in_best_groups(keys, expert, inside, NUM_GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
-                    SCORED: tl.constexpr, GROUP_TOPK: tl.constexpr):
+def _in_best_groups(
+    keys,
+    expert,
+    inside,
+    NUM_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    SCORED: tl.constexpr,
+    GROUP_TOPK: tl.constexpr,
+):
     """Experts in the GROUP_TOPK groups with the largest sums of their SCORED best keys."""
     group = tl.arange(0, PADDED_GROUPS)
     scores = tl.zeros_like(tl.sum(keys, 1))[:, None] + tl.where(group < NUM_GROUPS, 0.0, float("-inf"))[None, :]
@@ -87,10 +90,28 @@ def _in_best_groups(keys, expert, inside, NUM_GROUPS: tl.constexpr, PADDED_GROUP
 
 
 @triton.jit
-def choose_kernel(logits, bias, probs, routing, num_tokens, num_experts, stride, scaling, K: tl.constexpr, SCORE: tl.constexpr,
-                  PRE_SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NUM_GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
-                  PER_GROUP: tl.constexpr, SCORED: tl.constexpr, GROUP_TOPK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
-                  EXPERTS: tl.constexpr):
+def choose_kernel(
+    logits,
+    bias,
+    probs,
+    routing,
+    num_tokens,
+    num_experts,
+    stride,
+    scaling,
+    K: tl.constexpr,
+    SCORE: tl.constexpr,
+    PRE_SOFTMAX: tl.constexpr,
+    BIASED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    SCORED: tl.constexpr,
+    GROUP_TOPK: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     """Scores, choice and weights of TOKENS tokens."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -122,8 +143,23 @@ def choose_kernel(logits, bias, probs, routing, num_tokens, num_experts, stride,
 
 
 @triton.jit
-def backward_kernel(grad, logits, routing, grad_logits, num_tokens, num_experts, stride, grad_stride, scaling, K: tl.constexpr,
-                    SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+def backward_kernel(
+    grad,
+    logits,
+    routing,
+    grad_logits,
+    num_tokens,
+    num_experts,
+    stride,
+    grad_stride,
+    scaling,
+    K: tl.constexpr,
+    SCORE: tl.constexpr,
+    PRE_SOFTMAX: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     """Gradient of the logits of TOKENS tokens."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
@@ -152,7 +188,10 @@ def backward_kernel(grad, logits, routing, grad_logits, num_tokens, num_experts,
 
 @triton.jit
 def _tokens_of(sequence, length, num_sequences, num_experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Of this program's tokens of a sequence: places in the [T, E] map, and which of them, and of their columns, there are."""
+    """Of this program's tokens of a sequence.
+
+    Places in the [T, E] map, and which of them, and of their columns, there are.
+    """
     place = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     real = (place < length)[:, None] & (expert < num_experts)[None, :]
@@ -183,9 +222,21 @@ def _normalised(value, inside, SCORE: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(logits, partial, length, num_sequences, num_experts, K: tl.constexpr, SCORE: tl.constexpr, WIDE: tl.constexpr,
-                 TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Of TOKENS tokens of one sequence, per expert: sums of scores, counts of the plain top-k; and the sum of squared log-sums.
+def count_kernel(
+    logits,
+    partial,
+    length,
+    num_sequences,
+    num_experts,
+    K: tl.constexpr,
+    SCORE: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Of TOKENS tokens of one sequence, per expert: sums of scores, counts of the plain top-k.
+
+    And the sum of squared log-sums.
 
     partial: [programs, B, 2 * E + 1].
     """
@@ -203,13 +254,38 @@ def count_kernel(logits, partial, length, num_sequences, num_experts, K: tl.cons
 
 
 @triton.jit
-def gradient_kernel(logits, sums, counts, running, steps, grad, values, length, num_sequences, num_experts, count_stride, of_all, of_each,
-                    of_running, coeff_all, coeff_each, coeff_running, coeff_z, factor, SCORE: tl.constexpr, LOSSES: tl.constexpr, RUNNING: tl.constexpr,
-                    Z: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+def gradient_kernel(
+    logits,
+    sums,
+    counts,
+    running,
+    steps,
+    grad,
+    values,
+    length,
+    num_sequences,
+    num_experts,
+    count_stride,
+    of_all,
+    of_each,
+    of_running,
+    coeff_all,
+    coeff_each,
+    coeff_running,
+    coeff_z,
+    factor,
+    SCORE: tl.constexpr,
+    LOSSES: tl.constexpr,
+    RUNNING: tl.constexpr,
+    Z: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     """The losses' gradient for TOKENS tokens of one sequence; the first program writes the losses' values.
 
-    of_all, of_each, of_running: what counts are multiplied with in the three losses, 0 where a loss is not wanted; coeff_*: of the losses,
-    coeff_z with all that belongs to the gradient of the z-loss.
+    of_all, of_each, of_running: what counts are multiplied with in the three losses, 0 where a loss is not wanted;
+    coeff_*: of the losses, coeff_z with all that belongs to the gradient of the z-loss.
     """
     sequence = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
@@ -259,13 +335,16 @@ def attach_kernel(grad, more, scale, out, numel, factor, SCALED: tl.constexpr, W
     inside = place < numel
     if SCALED:
         factor = tl.load(scale).to(WIDE)
-    total = tl.load(grad + place, mask=inside, other=0.0).to(WIDE) + tl.load(more + place, mask=inside, other=0.0).to(WIDE) * factor
+    total = (
+        tl.load(grad + place, mask=inside, other=0.0).to(WIDE)
+        + tl.load(more + place, mask=inside, other=0.0).to(WIDE) * factor
+    )
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 def _tile(num_experts: int, num_tokens: int) -> tuple[int, int]:
-    experts = block_of(num_experts, 1 << 16, 2)
-    return block_of(num_tokens, max(1, TILE // experts), 1), experts
+    experts = block_size(num_experts, 1 << 16, 2)
+    return block_size(num_tokens, max(1, TILE // experts), 1), experts
 
 
 class _ScoreTopK(torch.autograd.Function):
@@ -279,11 +358,27 @@ class _ScoreTopK(torch.autograd.Function):
         if num_tokens:
             tokens, experts = _tile(num_experts, num_tokens)
             choose_kernel[(triton.cdiv(num_tokens, tokens),)](
-                logits_TE, logits_TE if bias_E is None else bias_E, probs_TE, routing_TE.view(torch.uint8), num_tokens, num_experts,
-                logits_TE.stride(0), scaling, K=topk, SCORE=score, PRE_SOFTMAX=pre_softmax, BIASED=bias_E is not None,
-                NUM_GROUPS=num_groups, PADDED_GROUPS=block_of(num_groups, 1 << 16, 2), PER_GROUP=num_experts // num_groups,
-                SCORED=topk // group_topk if group_topk else 1, GROUP_TOPK=group_topk, WIDE=wide(logits_TE.dtype), TOKENS=tokens,
-                EXPERTS=experts)
+                logits_TE,
+                logits_TE if bias_E is None else bias_E,
+                probs_TE,
+                routing_TE.view(torch.uint8),
+                num_tokens,
+                num_experts,
+                logits_TE.stride(0),
+                scaling,
+                K=topk,
+                SCORE=score,
+                PRE_SOFTMAX=pre_softmax,
+                BIASED=bias_E is not None,
+                NUM_GROUPS=num_groups,
+                PADDED_GROUPS=block_size(num_groups, 1 << 16, 2),
+                PER_GROUP=num_experts // num_groups,
+                SCORED=topk // group_topk if group_topk else 1,
+                GROUP_TOPK=group_topk,
+                WIDE=wide(logits_TE.dtype),
+                TOKENS=tokens,
+                EXPERTS=experts,
+            )
         ctx.save_for_backward(logits_TE, routing_TE)
         ctx.set_materialize_grads(False)
         ctx.plan = topk, score, pre_softmax, scaling
@@ -302,26 +397,58 @@ class _ScoreTopK(torch.autograd.Function):
         if num_tokens:
             tokens, experts = _tile(num_experts, num_tokens)
             backward_kernel[(triton.cdiv(num_tokens, tokens),)](
-                grad_TE, logits_TE, routing_TE.view(torch.uint8), grad_logits, num_tokens, num_experts, logits_TE.stride(0),
-                grad_TE.stride(0), scaling, K=topk, SCORE=score, PRE_SOFTMAX=pre_softmax, WIDE=wide(logits_TE.dtype), TOKENS=tokens,
-                EXPERTS=experts)
+                grad_TE,
+                logits_TE,
+                routing_TE.view(torch.uint8),
+                grad_logits,
+                num_tokens,
+                num_experts,
+                logits_TE.stride(0),
+                grad_TE.stride(0),
+                scaling,
+                K=topk,
+                SCORE=score,
+                PRE_SOFTMAX=pre_softmax,
+                WIDE=wide(logits_TE.dtype),
+                TOKENS=tokens,
+                EXPERTS=experts,
+            )
         return grad_logits, None, None, None, None, None, None
 
 
-def fused_topk(logits: Tensor, topk: int, use_pre_softmax: bool = False, num_groups: int | None = None, group_topk: int | None = None,
-               scaling_factor: float | None = None, score_function: str = "softmax",
-               expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose top-k experts per token and weigh them; as moe/router.py: score_topk, in the form of TopKRouter.fused_topk.
+def fused_topk(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose top-k experts per token and weigh them; as moe/topk.py.
 
-    The bias takes part in the choice only, and only of sigmoid and sqrtsoftplus scores. Returns: probs_TE, routing_TE bool.
+    Score_topk, in the form of TopKRouter.fused_topk.
+
+    The bias takes part in the choice only, and only of sigmoid and sqrtsoftplus scores. Returns: probs_TE, routing_TE
+    bool.
     """
     bias_E = None if score_function == "softmax" else expert_bias
-    return _ScoreTopK.apply(logits, topk, score_function, bool(use_pre_softmax), (num_groups, group_topk or 0),
-                            float(scaling_factor or 1.0), bias_E)
+    return _ScoreTopK.apply(
+        logits,
+        topk,
+        score_function,
+        bool(use_pre_softmax),
+        (num_groups, group_topk or 0),
+        float(scaling_factor or 1.0),
+        bias_E,
+    )
 
 
 class Counted(NamedTuple):
-    """Per sequence the sums of scores and the counts of the plain top-k, [B, E], and the sums of squared log-sums [B]: views of one tensor."""
+    """Per sequence the sums of scores and the counts of the plain top-k, [B, E], and the sums of squared log-sums [B]:
+    views of one tensor.
+    """
 
     sums_BE: Tensor
     counts_BE: Tensor
@@ -336,21 +463,46 @@ def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequenc
     length = num_tokens // num_sequences
     tokens, experts = _tile(num_experts, length)
     programs, size = triton.cdiv(length, tokens), num_sequences * (2 * num_experts + 1)
-    partial, found = (torch.empty(shape, dtype=dtype, device=logits_TE.device) for shape in ((programs, size), (num_sequences, 2 * num_experts + 1)))
+    partial, found = (
+        torch.empty(shape, dtype=dtype, device=logits_TE.device)
+        for shape in ((programs, size), (num_sequences, 2 * num_experts + 1))
+    )
     if num_tokens:
-        count_kernel[(programs, num_sequences)](logits_TE, partial, length, num_sequences, num_experts, K=topk, SCORE=score_function,
-                                                WIDE=wide(logits_TE.dtype), TOKENS=tokens, EXPERTS=experts)
+        count_kernel[(programs, num_sequences)](
+            logits_TE,
+            partial,
+            length,
+            num_sequences,
+            num_experts,
+            K=topk,
+            SCORE=score_function,
+            WIDE=wide(logits_TE.dtype),
+            TOKENS=tokens,
+            EXPERTS=experts,
+        )
     sum_partials(partial, found)
     return Counted(*found.split([num_experts, num_experts, 1], 1)[:2], found[:, -1])
 
 
-def balancing_gradient(logits_TE: Tensor, counted: Counted, counts_BE: Tensor, running: tuple[Tensor, Tensor] | None, scales: Sequence[float],
-                       coefficients: Sequence[float], score_function: str, z_coefficient: float | None, factor: float) -> tuple[Tensor, Tensor]:
+def balancing_gradient(
+    logits_TE: Tensor,
+    counted: Counted,
+    counts_BE: Tensor,
+    running: tuple[Tensor, Tensor] | None,
+    scales: Sequence[float],
+    coefficients: Sequence[float],
+    score_function: str,
+    z_coefficient: float | None,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
     """The losses, fp32 [4], and `factor` times the gradient of their weighted sum.
 
-    counts_BE: of all ranks whose tokens count, elements of a row side by side. running: counts [E] of many microbatches, and of how many.
-    scales: what the counts are multiplied with: over all sequences, of each, of the running mean; 0 where that loss is not wanted.
-    coefficients: of these three. z_coefficient: of the z-loss, which is a mean over this rank's tokens, with 2 / (their number); None: no such loss.
+    counts_BE: of all ranks whose tokens count, elements of a row side by side. running: counts [E] of many
+    microbatches, and of the number of.
+    scales: what the counts are multiplied with: over all sequences, of each, of the running mean; 0 where that loss is
+    not wanted.
+    coefficients: of these three. z_coefficient: of the z-loss, which is a mean over this rank's tokens, with 2 / (their
+    number); None: no such loss.
     """
     logits_TE = logits_TE.contiguous()
     (num_tokens, num_experts), num_sequences = logits_TE.shape, counted.sums_BE.shape[0]
@@ -359,9 +511,28 @@ def balancing_gradient(logits_TE: Tensor, counted: Counted, counts_BE: Tensor, r
     values = torch.empty(4, dtype=torch.float32, device=logits_TE.device)
     tokens, experts = _tile(num_experts, length)
     gradient_kernel[(max(1, triton.cdiv(length, tokens)), num_sequences)](
-        logits_TE, counted.sums_BE, counts_BE, *(running or (counts_BE, counts_BE)), grad_TE, values, length, num_sequences, num_experts,
-        counts_BE.stride(0), *scales, *coefficients, z_coefficient or 0.0, factor, SCORE=score_function, LOSSES=any(scales),
-        RUNNING=running is not None, Z=z_coefficient is not None, WIDE=wide(logits_TE.dtype), TOKENS=tokens, EXPERTS=experts)
+        logits_TE,
+        counted.sums_BE,
+        counts_BE,
+        *(running or (counts_BE, counts_BE)),
+        grad_TE,
+        values,
+        length,
+        num_sequences,
+        num_experts,
+        counts_BE.stride(0),
+        *scales,
+        *coefficients,
+        z_coefficient or 0.0,
+        factor,
+        SCORE=score_function,
+        LOSSES=any(scales),
+        RUNNING=running is not None,
+        Z=z_coefficient is not None,
+        WIDE=wide(logits_TE.dtype),
+        TOKENS=tokens,
+        EXPERTS=experts,
+    )
     return values, grad_TE
 
 
@@ -379,11 +550,22 @@ class _AttachGradient(torch.autograd.Function):
         out = torch.empty_like(grad_TE)
         if out.numel():
             attach_kernel[(triton.cdiv(out.numel(), 1024),)](
-                grad_TE, more_TE, scale if on_device else more_TE, out, out.numel(), 0.0 if on_device else scale, SCALED=on_device,
-                WIDE=wide(torch.promote_types(grad_TE.dtype, more_TE.dtype)), BLOCK=1024)
+                grad_TE,
+                more_TE,
+                scale if on_device else more_TE,
+                out,
+                out.numel(),
+                0.0 if on_device else scale,
+                SCALED=on_device,
+                WIDE=wide(torch.promote_types(grad_TE.dtype, more_TE.dtype)),
+                BLOCK=1024,
+            )
         return out, None, None
 
 
 def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tensor) -> Tensor:
-    """Return the logits; in backward add grad_TE * grad_scale to their gradient; as moe/balancing.py: attach_gradient."""
+    """Return the logits; in backward add grad_TE * grad_scale to their gradient; as moe/balancing.py.
+
+    Attach_gradient.
+    """
     return _AttachGradient.apply(logits_TE, grad_TE, grad_scale)

@@ -1,11 +1,10 @@
-"""After the data-parallel reduction: sums over ranks of one model replica.
+"""Gradient sums over the ranks of one model replica, after the data-parallel reduction.
 
-Two kinds of parameters have their gradient spread over the ranks of one replica: those that every tensor-parallel rank
-holds but applies to a part of the tokens or heads (`ParamInfo.partial`: norms, routers, biases under sequence parallelism), and
-those that several pipeline stages hold (`tied`: the embedding that is also the output head, or feeds multi-token
-prediction). Their sums commute with the data-parallel mean, so they are taken last, over what this rank owns: with the
-distributed optimizer a fraction of the data. The ranks of a group own the same elements: tensor-parallel ranks lay out equal
-buffers, and a tied parameter has a bucket of its own.
+Two kinds of parameters have partial gradients on several ranks of a replica: those that every tensor-parallel rank applies to a part of
+the tokens or heads (`ParamInfo.is_grad_partial`: norms, routers, biases under sequence parallelism), and those of several pipeline
+stages (`tied`: the embedding that is also the output head, or feeds multi-token prediction). Their sums commute with the data-parallel
+mean, so they come last, over what this rank owns: with the distributed optimizer a fraction of the data. The ranks of a group own the
+same elements: tensor-parallel ranks lay out equal buffers, and a tied parameter has a separate bucket.
 """
 
 import contextlib
@@ -14,40 +13,50 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_trainer.optim.flat import Slot
-from moe_trainer.optim.fully_sharded import ShardedGrads
+from moe_trainer.optim.buckets import Slot
+from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of
+from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 
-def finalize_grads(grads: DataParallelGrads | ShardedGrads, ps: ParallelState,
-                   timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()) -> None:
-    """Sum the gradients of partial parameters over tp (of experts over etp) and of tied ones over the stages, in place.
+def finalize_grads(
+    grads: DataParallelGrads | FsdpGrads,
+    ps: ParallelState,
+    timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+) -> None:
+    """Sum partial gradients over tp (of experts over etp) and tied ones over the stages, in place.
 
-    Call it after grads.finish() and before anything reads the gradients; a factor per token may be applied before or after.
-    timer: context manager per Megatron timer name.
+    Call it after grads.finish() and before the gradients are read; a factor per token may be applied before or after.
+
     Communication: one all-reduce per group and gradient dtype.
-    Raises: RuntimeError, after the first iteration, when the ranks of a group do not hold the same parameters.
+
+    Args:
+        timer: returns a context manager for a Megatron timer name.
+
+    Raises:
+        RuntimeError: the ranks of a group do not hold the same parameters (checked in the first iteration).
     """
     with timer("layernorm-grads-all-reduce"):
-        _sum(grads, ps.tp, lambda info: info.partial and info.kind == "dense")
-        _sum(grads, ps.etp, lambda info: info.partial and info.kind == "expert")
+        _sum_over(grads, ps.tp, lambda info: info.is_grad_partial and info.kind == "dense")
+        _sum_over(grads, ps.etp, lambda info: info.is_grad_partial and info.kind == "expert")
     with timer("embedding-grads-all-reduce"):
-        _sum(grads, ps.embedding, lambda info: info.tied)
+        _sum_over(grads, ps.embedding, lambda info: info.tied)
 
 
 @torch.no_grad()
-def _sum(grads: DataParallelGrads | ShardedGrads, group: Group, chosen: Callable[[ParamInfo], bool]) -> None:
+def _sum_over(grads: DataParallelGrads | FsdpGrads, group: Group, selects: Callable[[ParamInfo], bool]) -> None:
     if group.size == 1:
         return
-    # by name: the stages do not reach tied parameters in one order
-    found = sorted(((slot, view) for slot, view in grads.owned_views() if chosen(info_of(slot.param))),
-                   key=lambda entry: info_of(entry[0].param).names[0])
-    if grads.finished == 1:
-        _check_alike(found, group)
-    views = [view for _, view in found if view.numel()]
+    # by name: the order of tied parameters differs between stages
+    selected = sorted(
+        ((slot, view) for slot, view in grads.owned_views() if selects(get_param_info(slot.param))),
+        key=lambda entry: get_param_info(entry[0].param).names[0],
+    )
+    if grads.num_finished == 1:
+        _check_equal_layout(selected, group)
+    views = [view for _, view in selected if view.numel()]
     for dtype in dict.fromkeys(view.dtype for view in views):
         _all_reduce_together([view for view in views if view.dtype == dtype], group)
 
@@ -60,11 +69,16 @@ def _all_reduce_together(views: Sequence[Tensor], group: Group) -> None:
     torch._foreach_copy_(list(views), list(flat.split([view.numel() for view in views])))
 
 
-def _check_alike(found: Sequence[tuple[Slot, Tensor]], group: Group) -> None:
-    """Sums of different parameters, or of different parts of them, would be silent nonsense (or a hang)."""
-    mine = [(info_of(slot.param).names[0], tuple(slot.param.shape), view.numel(), str(view.dtype)) for slot, view in found]
-    for rank, theirs in zip(group.ranks, collectives.all_gather_object(mine, group)):
-        if theirs != mine:
-            here, there = next(((a, b) for a, b in zip(mine, theirs) if a != b), (mine[-1:], theirs[-1:]))
-            raise RuntimeError(f"gradients to be summed over {group.name} differ between ranks: {len(mine)} here, {len(theirs)} "
-                               f"on rank {rank}; first difference: {here} here, {there} there")
+def _check_equal_layout(views: Sequence[tuple[Slot, Tensor]], group: Group) -> None:
+    # sums of different parameters, or of different parts of them, would be wrong or hang
+    local = [
+        (get_param_info(slot.param).names[0], tuple(slot.param.shape), view.numel(), str(view.dtype))
+        for slot, view in views
+    ]
+    for rank, remote in zip(group.ranks, collectives.all_gather_object(local, group)):
+        if remote != local:
+            differing = next(((a, b) for a, b in zip(local, remote) if a != b), (local[-1:], remote[-1:]))
+            raise RuntimeError(
+                f"gradients to be summed over {group.name} differ between ranks: {len(local)} on this rank, "
+                f"{len(remote)} on rank {rank}; first mismatch: {differing[0]} on this rank, {differing[1]} on rank {rank}"
+            )

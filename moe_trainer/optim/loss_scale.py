@@ -1,4 +1,4 @@
-"""Loss scale: keeps fp16 gradients inside the format's range."""
+"""Loss scale, which keeps fp16 gradients inside the range of the format."""
 
 import math
 from dataclasses import dataclass
@@ -15,20 +15,21 @@ class LossScale:
     def update(self, found_inf: bool) -> None:
         """Note whether this iteration's gradients overflowed."""
 
-    def state(self) -> dict:
-        """What a checkpoint must keep."""
+    def state_dict(self) -> dict:
+        """Return the checkpoint content."""
         return {}
 
-    def load_state(self, state: dict) -> None:
-        """Restore `state()`."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore `state_dict()`."""
 
 
 @dataclass
 class DynamicLossScale(LossScale):
-    """Halves after `hysteresis` overflows, doubles after `window` iterations without one.
+    """A scale that halves after `hysteresis` overflows and doubles after `window` iterations without one.
 
-    The overflows need not be consecutive: only a doubling forgives them; once they are used up every further
-    overflow halves. Never below `minimum`.
+    The overflows need not be consecutive: only a doubling resets their count, and every overflow beyond it halves the scale, down to
+    `minimum`.
+
     Source: Megatron-LM dynamic gradient scaler.
     """
 
@@ -38,7 +39,7 @@ class DynamicLossScale(LossScale):
     clean_iterations: int = 0
     overflows_left: int = 0
     overflows_at_minimum: int = 0
-    """Consecutive overflows while the scale could not fall further; not part of a checkpoint."""
+    """Consecutive overflows at the minimum scale; not part of a checkpoint."""
 
     def __post_init__(self):
         self.overflows_left = self.hysteresis
@@ -58,27 +59,31 @@ class DynamicLossScale(LossScale):
             self.overflows_left = self.hysteresis
             self.scale *= 2.0
 
-    def state(self) -> dict:
-        """What a checkpoint must keep, under Megatron's names."""
+    def state_dict(self) -> dict:
+        """Return the checkpoint content, under Megatron's names."""
         return {"scale": self.scale, "growth_tracker": self.clean_iterations, "hysteresis_tracker": self.overflows_left}
 
-    def load_state(self, state: dict) -> None:
-        """Restore `state()`."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore `state_dict()`."""
         scale = float(state["scale"])
         if not 0 < scale < math.inf:
-            raise ValueError(f"the checkpoint holds the loss scale {scale}")
+            raise ValueError(f"the checkpoint contains the loss scale {scale}; needed a finite number above 0")
         self.scale = scale
         self.clean_iterations = int(state["growth_tracker"])
         self.overflows_left = int(state["hysteresis_tracker"])
 
 
 def build_loss_scale(precision: PrecisionArgs) -> LossScale:
-    """Choose: a constant where --loss-scale is given (fp16, bf16), dynamic for fp16, else 1."""
+    """Build a constant scale if --loss-scale is given (fp16, bf16), a dynamic one for fp16, else 1."""
     if not (precision.fp16 or precision.bf16):
         return LossScale()
     if precision.loss_scale is not None:
         return LossScale(float(precision.loss_scale))
     if not precision.fp16:
         return LossScale()
-    return DynamicLossScale(float(precision.initial_loss_scale), minimum=float(precision.min_loss_scale),
-                            window=int(precision.loss_scale_window), hysteresis=precision.hysteresis)
+    return DynamicLossScale(
+        float(precision.initial_loss_scale),
+        minimum=float(precision.min_loss_scale),
+        window=int(precision.loss_scale_window),
+        hysteresis=precision.hysteresis,
+    )

@@ -5,7 +5,7 @@ taken off the decayed weights: W <- (1 - lr wd) W - lr scale O. Which parameters
 others follow --muon-scalar-optimizer. Every expert is a matrix of its own, and so are the queries, keys, values and gates of a fused
 linear_qkv (of all query groups together), unless --muon-no-split-qkv is given.
 
-This rank has all of the matrices that it updates but for the cut over tensor-parallel ranks (flat.py deals out whole parameters), whose peers own the
+This rank has all of the matrices that it updates but for the cut over tensor-parallel ranks (buckets.py deals out whole parameters), whose peers own the
 same ones. What becomes of that cut says --muon-tp-mode:
 
 * duplicated: momenta are gathered, and every rank orthogonalises the whole and keeps its part. One all-gather.
@@ -32,11 +32,11 @@ from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.newton_schulz import orthogonalize
 from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths
+from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 from moe_trainer.parallel.state import Group, ParallelState
 
 
-def scale_of(mode: str, rows: int, columns: int) -> float:
+def compute_scale(mode: str, rows: int, columns: int) -> float:
     """--muon-scale-mode: what the orthogonal factor of a matrix is multiplied by."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
@@ -52,7 +52,9 @@ class Muon:
         self._dtype = torch.float32 if settings.muon_fp32_matmul_prec == "high" else torch.bfloat16
 
     @torch.no_grad()
-    def update(self, param: Parameter, main: Tensor, grad: Tensor, momentum: Tensor, lr: float, weight_decay: float) -> None:
+    def update(
+        self, param: Parameter, main: Tensor, grad: Tensor, momentum: Tensor, lr: float, weight_decay: float
+    ) -> None:
         """One step of a parameter whose flat fp32 main values and momentum are overwritten. Collective over the ranks it is cut over.
 
         Shapes: all but `param` are flat, of all its elements on this rank.
@@ -61,7 +63,7 @@ class Muon:
         momentum.lerp_(grad, 1.0 - settings.muon_momentum)
         direction = grad.lerp(momentum, settings.muon_momentum) if settings.muon_nesterov else momentum
         main.mul_(1.0 - lr * weight_decay)
-        main.sub_(self._orthogonal(info_of(param), direction.view(param.shape)).reshape(-1), alpha=lr)
+        main.sub_(self._orthogonal(get_param_info(param), direction.view(param.shape)).reshape(-1), alpha=lr)
 
     def _orthogonal(self, info: ParamInfo, x: Tensor) -> Tensor:
         """Orthogonalise and scale this rank's part of a matrix, or of every matrix of a stack."""
@@ -81,7 +83,10 @@ class Muon:
         first: number of the first row in the whole matrix. group: holds the other parts of these matrices; None where there are none.
         """
         ranks = 1 if group is None else group.size
-        whole = (stack.shape[1] * (ranks if info.sharded_dim == 0 else 1), stack.shape[2] * (ranks if info.sharded_dim == 1 else 1))
+        whole = (
+            stack.shape[1] * (ranks if info.sharded_dim == 0 else 1),
+            stack.shape[2] * (ranks if info.sharded_dim == 1 else 1),
+        )
         cut = None if group is None else info.sharded_dim
         if not info.row_blocks or not self._settings.muon_split_qkv:
             return self._scaled(stack, whole, cut, group)
@@ -103,8 +108,15 @@ class Muon:
         settings = self._settings
         total = None if group is None else lambda part: collectives.all_reduce(part.contiguous(), group)
         with _tf32_where_there_is_one(stack.is_cuda and self._dtype == torch.float32):
-            found = orthogonalize(stack, settings.muon_coefficient_type, settings.muon_num_ns_steps, dtype=self._dtype, cut=cut, total=total)
-        return found * (scale_of(settings.muon_scale_mode, *whole) * settings.muon_extra_scale_factor)
+            found = orthogonalize(
+                stack,
+                settings.muon_coefficient_type,
+                settings.muon_num_ns_steps,
+                dtype=self._dtype,
+                cut=cut,
+                total=total,
+            )
+        return found * (compute_scale(settings.muon_scale_mode, *whole) * settings.muon_extra_scale_factor)
 
 
 def gather_cut(stack: Tensor, info: ParamInfo, group: Group) -> Tensor:

@@ -1,16 +1,11 @@
 """The optimizer step on flat storage: unscale, check, clip, update, copy to the model.
 
-Main parameters, gradients and moments lie in the same flat order (flat.py), in the formats and places that state_plan.py says;
-kept_state.py cuts them into stretches, and update.py updates these in fp32, one after the other. fp32 models are their own main
-parameters; bf16 and fp16 models have main parameters besides, and get their copy of each stretch as it is done. With the
-distributed optimizer everything covers this rank's part of each bucket only; the arithmetic is the same.
+Main parameters, gradients and moments have one flat order (buckets.py) and the formats and placement of state_plan.py. optimizer_shard.py
+splits them into segments, which update.py updates in fp32. fp32 models are their own main parameters; bf16 and fp16 models have separate
+ones. With the distributed optimizer everything covers this rank's shard of each bucket; the arithmetic is the same.
 
-Numbers follow Megatron-LM: AdamW with bias correction and eps outside the root, SGD with momentum and coupled decay,
-norm before clipping, factor max/(norm + 1e-6) where below 1. The loss scale is taken out together with the clipping.
-
-Norms and zero counts are one sum over the whole world in which every element of the model is counted on exactly one rank
-(flat_state.Piece.counted). All ranks get the same bits, hence one clipping factor, one verdict on overflow and one loss scale.
-Sums over model-parallel groups, dense and expert ones apart, were rejected: they are where norms went wrong (M#5916).
+Numbers follow Megatron-LM: AdamW with bias correction and eps outside the root, SGD with momentum and coupled decay, norm before
+clipping, factor max/(norm + 1e-6) if below 1. The loss scale is divided out together with the clipping.
 """
 
 import contextlib
@@ -25,29 +20,34 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
+from moe_trainer.optim.buckets import Bucket, Slot
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import ParamGather
-from moe_trainer.optim.flat import Slot
-from moe_trainer.optim.flat_state import FlatState
-from moe_trainer.optim.kept_state import KeptState
+from moe_trainer.optim.flat_shard import FlatShard
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
+from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamState
 from moe_trainer.optim.param_groups import ParamGroup, adam_eps
-from moe_trainer.optim.state_plan import rule_of
-from moe_trainer.optim.stored_state import stored_states
+from moe_trainer.optim.state_plan import get_update_rule
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 MAX_OVERFLOWS_AT_MINIMUM = 10
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient is NaN or infinite, and no dynamic loss scale is there to skip the iteration or none that can fall further."""
+    """A gradient is NaN or infinite, and no dynamic loss scale can skip the iteration and shrink."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did. grad_norm: before clipping, None if not finite; num_zeros: None if not asked for."""
+    """Result of a step.
+
+    Args:
+        grad_norm: before clipping; None if not finite.
+        num_zeros: None unless requested.
+    """
 
     updated: bool
     grad_norm: float | None
@@ -55,54 +55,48 @@ class StepOutcome:
     found_inf: bool
 
 
-@dataclass(frozen=True)
-class ParamState:
-    """State of a parameter on this rank: elements [start, stop) of the flattened parameter.
-
-    tensor: live fp32 storage. Where the state is kept in another format it has only shape and type (device "meta"), and
-    `read(first, last)` gives the fp32 values of a range counted from `start`.
-    """
-
-    param: Parameter
-    state_name: str
-    tensor: Tensor
-    start: int
-    stop: int
-    read: Callable[[int, int], Tensor] | None = None
-
-    def values(self) -> Tensor:
-        """The fp32 values, to look at."""
-        return self.tensor if self.read is None else self.read(0, self.stop - self.start)
-
-
 class Gradients(Protocol):
-    """Where gradients are kept (grad_buffer.DataParallelGrads, fully_sharded.ShardedGrads); they are reduced before a step."""
+    """Interface of gradient storage (DataParallelGrads, FsdpGrads)."""
 
     def zero(self) -> None:
-        """Begin an iteration."""
+        """Start an iteration."""
 
     def finish(self) -> None:
         """Complete all reductions. Collective."""
 
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
-        """This rank's part of every gradient, flat, in one order on every rank."""
+        """Iterate over this rank's shard of every gradient, flat, in the same order on every rank."""
 
     def scale(self, factor: float) -> None:
-        """Multiply this rank's part of all gradients."""
+        """Multiply this rank's shard of all gradients."""
 
     def gather(self) -> None:
-        """Give every parameter its whole gradient as `main_grad`, after finish(). Collective."""
+        """Set `main_grad` of every parameter to its full gradient, after finish(). Collective."""
 
 
 class Optimizer:
-    """One step over all parameters; see build.build_optimizer."""
+    """Updates all parameters; built by build.build_optimizer."""
 
-    def __init__(self, grads: Gradients, states: Sequence[KeptState], updater: Updater, settings: OptimizerArgs, loss_scale: LossScale,
-                 gather: ParamGather | None, ps: ParallelState, device: torch.device, *, check_for_nan: bool = True, count_zeros: bool = False,
-                 timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext()):
+    def __init__(
+        self,
+        grads: Gradients,
+        shards: Sequence[OptimizerShard],
+        updater: Updater,
+        settings: OptimizerArgs,
+        loss_scale: LossScale,
+        gather: ParamGather | None,
+        ps: ParallelState,
+        device: torch.device,
+        *,
+        check_for_nan: bool = True,
+        count_zeros: bool = False,
+        timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+    ):
         self._grads = grads
-        self._states = tuple(states)
-        self._stored = stored_states(self._states)
+        self._shards = tuple(shards)
+        self._fp8_params = [
+            shard.fp8 for shard in self._shards if isinstance(shard, FlatShard) and shard.fp8 is not None
+        ]
         self._updater = updater
         self._settings = settings
         self._scaler = loss_scale
@@ -110,31 +104,45 @@ class Optimizer:
         self._check_for_nan = check_for_nan
         self._count_zeros = count_zeros
         self._timer = timer
-        self._device = device  # of the norms: a stage without parameters takes part in their sums
+        self._device = device  # of norms: a stage without parameters also takes part in their sums
         self._world = ps.world
-        found = {piece.group for state in self._states for piece in state.pieces}
-        # a stage without experts, or without a decoupled learning rate, still has the groups that the others have
-        self._groups = sorted(set().union(*collectives.all_gather_object(found, ps.world)),
-                              key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr, g.lr_mult))
+        local_groups = {part.group for shard in self._shards for part in shard.param_shards}
+        # a stage without experts or without a decoupled learning rate also reports the groups of the others
+        self._groups = sorted(
+            set().union(*collectives.all_gather_object(local_groups, ps.world)),
+            key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr, g.lr_mult),
+        )
         self.step_count = 0
-        self._early = 0
-        if self._stored:
-            self._release()
+        self._num_early_buckets = 0
+        if self._fp8_params:
+            self._start_param_gather()
             self.wait_params()
 
     def gather_early(self, params: Collection[Parameter]) -> int:
-        """Gather these parameters while the others are still being updated. Returns: how many buckets that concerns.
+        """Gather these parameters while the others are still being updated (--overlap-param-gather-with-optimizer-step).
 
-        They must be the first in order of use. What the host updates, and parameters that are kept in 8 bits, come at the end as ever.
+        They must be the first in order of use, in separate buckets. Parameters that the host updates and fp8 parameters are excluded.
+
+        Returns:
+            The number of buckets.
         """
-        found = {id(param) for param in params}
-        late = {id(stretch.state.bucket_at(stretch.start)) for state in self._states if isinstance(state, FlatState)
-                for stretch in state.stretches if stretch.store.by_host}
-        buckets = [] if self._stored else self._gather.leading(
-            lambda bucket: id(bucket) not in late and all(id(slot.param) in found for slot in bucket.slots))
+        assert self._gather is not None
+        param_ids = {id(param) for param in params}
+        updated_on_host = {
+            id(shard.bucket_at(segment.start))
+            for shard in self._shards
+            if isinstance(shard, FlatShard)
+            for segment in shard.update_segments
+            if segment.state.is_updated_on_host
+        }
+
+        def is_early(bucket: Bucket) -> bool:
+            return id(bucket) not in updated_on_host and all(id(slot.param) in param_ids for slot in bucket.slots)
+
+        buckets = [] if self._fp8_params else self._gather.leading(is_early)
         self._updater.put_first(buckets)
-        self._early = len(buckets)
-        return self._early
+        self._num_early_buckets = len(buckets)
+        return self._num_early_buckets
 
     @property
     def loss_scale(self) -> float:
@@ -142,27 +150,45 @@ class Optimizer:
         return self._scaler.scale
 
     @torch.no_grad()
-    def grad_norm(self, alarm: bool = False) -> float:
-        """Norm of the reduced main gradients, unscaled, before clipping; may be anything but finite. Collective; the same bits on every rank.
+    def grad_norm(self, signal_nonfinite: bool = False) -> float:
+        """Compute the norm of the reduced main gradients, unscaled, before clipping. Collective; the same bits on every rank.
 
-        alarm: make it NaN on all ranks: a rank's way to tell the others that it has seen something.
+        One sum over the world counts every element of the model on exactly one rank (`ParamShard.is_counted`), so all ranks get the
+        same clipping factor, overflow decision and loss scale. Separate sums over dense and expert groups are error-prone (M#5916).
+
+        Args:
+            signal_nonfinite: make the norm NaN on all ranks, to report a problem of this rank.
         """
-        self.wait_params()  # nothing to wait for, unless some module did not run since the last step
+        self.wait_params()  # no-op unless some module did not run since the last step
         with self._timer("optimizer-unscale-and-check-inf"):
-            views = (state.grad_at(run.start, run.stop) for state in self._states for run in state.runs if run.counted)
-            return self._norm(views, alarm) * (1.0 / self.loss_scale)
+            views = (
+                segment.grad for shard in self._shards for segment in shard.contiguous_segments if segment.is_counted
+            )
+            return self._norm(views, signal_nonfinite) * (1.0 / self.loss_scale)
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None, norm: float | None = None,
-             rows: Mapping[Parameter, Tensor] = MappingProxyType({}), scaled_lr: float | None = None) -> StepOutcome:
-        """Update the parameters from the reduced main gradients. norm: of grad_norm(), if that was asked before. scaled_lr: see ParamGroup.rates.
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        norm: float | None = None,
+        row_factors: Mapping[Parameter, Tensor] = MappingProxyType({}),
+        scaled_lr: float | None = None,
+    ) -> StepOutcome:
+        """Update the parameters from the reduced main gradients.
 
-        rows: parameters, as far as this rank has them without the data-parallel cut, and what every row of theirs is multiplied by after the
-        update; the same on all ranks that hold a parameter.
+        Overflowing gradients skip the update and shrink a dynamic loss scale.
 
-        Overflowing gradients skip the update (and let a dynamic loss scale shrink).
-        Raises: NonFiniteGradientError for such gradients when no loss scale can help and the NaN check is on: at once without a dynamic one,
-            after MAX_OVERFLOWS_AT_MINIMUM consecutive iterations with one at its minimum.
+        Args:
+            norm: result of grad_norm(), if already computed.
+            row_factors: by parameter (before data-parallel sharding), factors of its rows to apply after the update; the same on all
+                ranks that hold the parameter.
+            scaled_lr: see ParamGroup.rates.
+
+        Raises:
+            NonFiniteGradientError: the gradients overflow and no loss scale can help: immediately without a dynamic one if the NaN
+                check is on, after MAX_OVERFLOWS_AT_MINIMUM consecutive iterations with one at its minimum.
         """
         norm = self.grad_norm() if norm is None else norm
         inverse, found_inf = 1.0 / self.loss_scale, not math.isfinite(norm)
@@ -170,144 +196,171 @@ class Optimizer:
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
-            if isinstance(self._scaler, DynamicLossScale) and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
+            if (
+                isinstance(self._scaler, DynamicLossScale)
+                and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM
+            ):
                 raise NonFiniteGradientError(
-                    f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations made no update: gradients overflow fp16 although the loss scale is at its "
-                    f"minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or --min-loss-scale, or train with --bf16")
-            if any(state.follows_scales for state in self._stored):
-                self._release()
+                    f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations were skipped: gradients overflow fp16 although the loss scale "
+                    f"is at its minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or --min-loss-scale, or train with --bf16"
+                )
+            if any(params.has_external_scales for params in self._fp8_params):
+                self._start_param_gather()
             return StepOutcome(False, None, None, True)
         with self._timer("optimizer-clip-main-grad"):
-            factor = inverse * clip_factor(norm, self._settings.clip_grad)  # applied on the way into the update
+            factor = inverse * clip_factor(norm, self._settings.clip_grad)  # applied by the update
         num_zeros = None
         if self._count_zeros:
             with self._timer("optimizer-count-zeros"):
                 num_zeros = self._num_zeros()
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
-            early = self._early if not rows else 0  # rows are scaled between the update and the gather
-            self._updater.step(lambda group: group.rates(lr, weight_decay, decoupled_lr, scaled_lr), factor, self.step_count,
-                               first_done=lambda: self._gather.start(early) if early else None)
-            for state in self._states if rows else ():
-                state.scale_rows(rows)
-        self._release()
+            num_early = self._num_early_buckets if not row_factors else 0  # rows are scaled between update and gather
+            self._updater.step(
+                lambda group: group.rates(lr, weight_decay, decoupled_lr, scaled_lr),
+                factor,
+                self.step_count,
+                first_done=lambda: self._gather.start(num_early) if num_early else None,
+            )
+            for shard in self._shards if row_factors else ():
+                shard.scale_rows(row_factors)
+        self._start_param_gather()
         return StepOutcome(True, norm, num_zeros, False)
 
-    def _release(self) -> None:
-        """Let all ranks have the new parameters. Collective with the distributed optimizer, which may still be gathering afterwards."""
-        for state in self._stored:
+    def _start_param_gather(self) -> None:
+        """Quantize fp8 parameters and start the parameter all-gather of the distributed optimizer. Collective with either."""
+        for params in self._fp8_params:
             with self._timer("optimizer-copy-main-to-model-params"):
-                state.publish()
+                params.quantize_to_model()
         if self._gather is not None:
             with self._timer("params-all-gather"):
                 self._gather.start()
 
     def zero_grad(self) -> None:
-        """Begin an iteration."""
+        """Start an iteration."""
         self._grads.zero()
 
     def wait_params(self) -> None:
-        """Wait until every model parameter is gathered: before anything but a forward reads them."""
+        """Wait until every model parameter is gathered. Everything but a forward needs this before reading parameters."""
         if self._gather is not None:
             self._gather.wait_all()
 
     def tensors(self) -> Iterator[ParamState]:
-        """All state of this rank, parameter by parameter in model order; after begin_load() all of it can be overwritten in place.
+        """Iterate over all state of this rank by parameter, in model order; after begin_load() it can be overwritten in place.
 
         Names: exp_avg, exp_avg_sq (adam), exp_avg (lion), momentum_buffer (sgd, muon), fp32_param (bf16 and fp16 models).
         """
-        self._settle()
-        found = ((piece.slot.position, piece, state) for state in self._states for piece in state.pieces)
-        for _, piece, state in sorted(found, key=lambda entry: entry[0]):
-            base = piece.start - piece.offset
-            for name, start, stop, live, read in state.kept_of(piece):
-                tensor = torch.empty(stop - start, dtype=torch.float32, device="meta") if live is None else live
-                yield ParamState(piece.slot.param, name, tensor, base + start, base + stop, read)
+        self._wait_host_copies()
+        parts = ((part, shard) for shard in self._shards for part in shard.param_shards)
+        for part, shard in sorted(parts, key=lambda entry: entry[0].slot.position):
+            yield from shard.param_states(part)
 
     def begin_load(self) -> None:
-        """Let tensors() be live fp32 storage, whatever the formats, until after_load(). Costs an fp32 copy, on the host, of what is not."""
-        self._settle()
-        for state in self._states:
-            state.stage()
+        """Make tensors() live fp32 storage until after_load(). State in other formats gets an fp32 copy on the host."""
+        self._wait_host_copies()
+        for shard in self._shards:
+            shard.stage()
 
     def scalars(self) -> dict:
-        """What a checkpoint must keep besides tensors(); plain values."""
-        return {"step": self.step_count, "optimizer": self._settings.optimizer, "grad_scaler": self._scaler.state(),
-                "param_groups": [self._describe_group(group) for group in self._groups]}
+        """Return the checkpoint content besides tensors(), as plain values."""
+        return {
+            "step": self.step_count,
+            "optimizer": self._settings.optimizer,
+            "grad_scaler": self._scaler.state_dict(),
+            "param_groups": [self._describe_group(group) for group in self._groups],
+        }
 
     def load_scalars(self, scalars: dict) -> None:
-        """Restore scalars(). A loss scale is taken over only where both runs have a dynamic one.
+        """Restore scalars(). The loss scale is restored only if both runs have a dynamic one.
 
-        Raises: ValueError when the state is that of another optimizer.
+        Raises:
+            ValueError: the state belongs to another optimizer.
         """
         kind = scalars.get("optimizer", self._settings.optimizer)
         if kind != self._settings.optimizer:
-            raise ValueError(f"the checkpoint holds the state of --optimizer {kind}, this run has --optimizer "
-                             f"{self._settings.optimizer}; use --no-load-optim to start with a fresh state")
+            raise ValueError(
+                f"the checkpoint contains the state of --optimizer {kind}, this run uses --optimizer "
+                f"{self._settings.optimizer}; use --no-load-optim to start with a fresh state"
+            )
         self.step_count = int(scalars["step"])
         if scalars.get("grad_scaler") and isinstance(self._scaler, DynamicLossScale):
-            self._scaler.load_state(scalars["grad_scaler"])
+            self._scaler.load_state_dict(scalars["grad_scaler"])
 
     def after_load(self, params_changed: bool, state_loaded: bool) -> None:
-        """Make main and model parameters agree again.
+        """Make main and model parameters consistent. Collective with the distributed optimizer.
 
-        state_loaded: fp32_param was loaded into tensors(), and is the truth. Else, where the model's parameters changed
-        (weights loaded alone), the main parameters are taken from them. Collective with the distributed optimizer.
+        Args:
+            params_changed: only the model's weights were loaded; set the main parameters from them.
+            state_loaded: fp32_param was loaded into tensors(); set the model from it.
         """
-        for state in self._states:
-            state.commit()
+        for shard in self._shards:
+            shard.unstage()
         if state_loaded:
-            for state in self._states:
-                state.copy_main_to_model()
-            self._release()
+            for shard in self._shards:
+                shard.copy_main_to_model()
+            self._start_param_gather()
             self.wait_params()
         elif params_changed:
             self.wait_params()
-            for state in self._states:
-                state.copy_model_to_main()
-            if self._stored:
-                self._release()
+            for shard in self._shards:
+                shard.copy_model_to_main()
+            if self._fp8_params:
+                self._start_param_gather()
                 self.wait_params()
-        for state in self._stored:
-            state.loaded()
+        for params in self._fp8_params:
+            params.finish_load()
 
     def params_norm(self) -> float:
-        """Norm of all (main) parameters. Collective."""
-        self._settle()
-        return self._norm(stretch.main_params() for state in self._states for stretch in state.stretches if stretch.counted)
+        """Compute the norm of all (main) parameters. Collective."""
+        self._wait_host_copies()
+        return self._norm(
+            segment.main_params() for shard in self._shards for segment in shard.update_segments if segment.is_counted
+        )
 
-    def _settle(self) -> None:
-        """Wait for state that is still on its way to the host."""
-        if self._device.type == "cuda" and any(store.devices.storage.type == "cpu" for state in self._states for store in state.stores):
+    def _wait_host_copies(self) -> None:
+        """Wait for state that is still being copied to the host."""
+        if self._device.type == "cuda" and any(
+            block.placement.storage.type == "cpu" for shard in self._shards for block in shard.blocks
+        ):
             torch.cuda.synchronize(self._device)
 
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
-        own = {
-            "adam": {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": adam_eps(settings, group), "bias_correction": True},
+        rule_settings = {
+            "adam": {
+                "betas": (settings.adam_beta1, settings.adam_beta2),
+                "eps": adam_eps(settings, group),
+                "bias_correction": True,
+            },
             "lion": {"betas": (settings.lion_beta1, settings.lion_beta2)},
             "sgd": {"momentum": settings.sgd_momentum},
-        }[rule_of(settings)]
+        }[get_update_rule(settings)]
         if settings.optimizer == "muon":
-            own["momentum"] = settings.muon_momentum
-        return {**asdict(group), "step": self.step_count, **own}
+            rule_settings["momentum"] = settings.muon_momentum
+        return {**asdict(group), "step": self.step_count, **rule_settings}
 
-    def _norm(self, views: Iterable[Tensor], alarm: bool = False) -> float:
-        """Norm over all ranks of what is counted here; the same number on every rank, with an alarm on any of them NaN. Collective."""
+    def _norm(self, views: Iterable[Tensor], signal_nonfinite: bool = False) -> float:
+        """Compute the norm of views over all ranks; NaN on all ranks if any signals it. Collective."""
         squares = square_sum(views)
-        if alarm:
+        if signal_nonfinite:
             squares = torch.full((), math.nan, dtype=torch.float64, device=self._device)
         return sum_over_ranks(squares, self._world, self._device) ** 0.5
 
     def _num_zeros(self) -> int:
-        """Zero gradients over all ranks, piece by piece: the gaps between parameters do not count. Collective."""
-        views = [state.grad_of(piece) for state in self._states for piece in state.pieces if piece.counted]
+        """Count zero gradients over all ranks, without the gaps between parameters. Collective."""
+        views = [shard.get_grad(part) for shard in self._shards for part in shard.param_shards if part.is_counted]
         return int(sum_over_ranks(zero_count(views), self._world, self._device))
 
     def _describe_non_finite(self) -> str:
-        names = [piece.slot.param.info.names[0] for state in self._states for piece in state.pieces
-                 if not torch.isfinite(state.grad_of(piece)).all()]
+        names = [
+            get_param_info(part.slot.param).names[0]
+            for shard in self._shards
+            for part in shard.param_shards
+            if not torch.isfinite(shard.get_grad(part)).all()
+        ]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         where = f"on this rank: {shown}" if names else "on another rank"
-        return (f"gradients are not finite in step {self.step_count + 1} ({where}); lower --lr, look at the data, or use "
-                "--no-check-for-nan-in-loss-and-grad to skip such iterations")
+        return (
+            f"gradients are not finite in step {self.step_count + 1} ({where}); lower --lr, check the data, or use "
+            "--no-check-for-nan-in-loss-and-grad to skip such iterations"
+        )

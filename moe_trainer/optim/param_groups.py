@@ -1,27 +1,37 @@
-"""Which parameters are decayed, which follow their own learning rate, and which are matrices: Megatron's parameter groups."""
+"""Megatron's parameter groups: weight decay, learning-rate range, and the matrices that Muon updates."""
 
 from dataclasses import dataclass
 
 from torch.nn import Parameter
 
+from arguments.mup import DECOUPLED_LR_WEIGHTS, EMBEDDING_WEIGHTS, is_lr_scaled, mup_lr_mult
 from arguments.optimizer import OptimizerArgs
-from moe_trainer.parallel.params import info_of, logical_ndim
-from moe_trainer.shape.mup import DECOUPLED, EMBEDDINGS, is_scaled, rate_mult
+from moe_trainer.parallel.params import get_param_info, logical_ndim
 
 _QK_NORMS = (".q_layernorm.", ".k_layernorm.")
 
 
 @dataclass(frozen=True, order=True)
 class ParamGroup:
-    """What a parameter's update multiplies, and whose learning rate it follows. lr_mult: of the learning rate's range, and of Adam's epsilon."""
+    """Multipliers of a group of parameters.
+
+    Args:
+        lr_mult: multiplies the learning-rate range, and Adam's epsilon.
+    """
 
     wd_mult: float
     lr_mult: float
     is_decoupled_lr: bool
     is_expert_parallel: bool
 
-    def rates(self, lr: float, weight_decay: float, decoupled_lr: float | None, scaled_lr: float | None = None) -> tuple[float, float]:
-        """(learning rate, weight decay) of this group in an iteration. scaled_lr: of groups with an lr_mult; None: lr times that."""
+    def rates(
+        self, lr: float, weight_decay: float, decoupled_lr: float | None, scaled_lr: float | None = None
+    ) -> tuple[float, float]:
+        """Return (learning rate, weight decay) of this group in an iteration.
+
+        Args:
+            scaled_lr: learning rate of groups with an lr_mult; None for lr * lr_mult.
+        """
         if self.lr_mult != 1.0:
             base = lr * self.lr_mult if scaled_lr is None else scaled_lr
         else:
@@ -30,27 +40,34 @@ class ParamGroup:
 
 
 def adam_eps(optimizer: OptimizerArgs, group: ParamGroup) -> float:
-    """Adam's epsilon follows its learning rate, but not where Adam only accompanies Muon."""
+    """Return Adam's epsilon, which scales with the learning rate unless Adam is the scalar optimizer of Muon."""
     return optimizer.adam_eps * group.lr_mult if optimizer.optimizer == "adam" else optimizer.adam_eps
 
 
 def is_matrix(param: Parameter, optimizer: OptimizerArgs) -> bool:
-    """Whether Muon updates a parameter: matrices do, and stacks of them, but embeddings and the output layer do not."""
-    name = info_of(param).names[0]
-    return optimizer.optimizer == "muon" and logical_ndim(param) == 2 and not name.endswith(EMBEDDINGS)
+    """Return whether Muon updates a parameter: matrices and stacks of them, except embeddings and the output layer."""
+    name = get_param_info(param).names[0]
+    return optimizer.optimizer == "muon" and logical_ndim(param) == 2 and not name.endswith(EMBEDDING_WEIGHTS)
 
 
-def group_of(param: Parameter, optimizer: OptimizerArgs, expert_parallel: bool) -> ParamGroup:
-    """Vectors and biases are not decayed (query and key norms are with --apply-wd-to-qk-layernorm); everything else is.
+def get_param_group(param: Parameter, optimizer: OptimizerArgs, expert_parallel: bool) -> ParamGroup:
+    """Return the group of a parameter.
 
-    expert_parallel: whether experts are spread over ranks, which makes their parameters a group of their own.
+    Vectors and biases are not decayed, except query and key norms with --apply-wd-to-qk-layernorm.
+
+    Args:
+        expert_parallel: experts are sharded over ranks, so their parameters are separate groups.
     """
-    info = info_of(param)
+    info = get_param_info(param)
     name = info.names[0]
-    decayed = logical_ndim(param) > 1 and not name.endswith(".bias")
+    is_decayed = logical_ndim(param) > 1 and not name.endswith(".bias")
     if "apply_wd_to_qk_layernorm" == optimizer.no_weight_decay_cond_type or optimizer.apply_wd_to_qk_layernorm:
-        decayed = decayed or any(norm in name for norm in _QK_NORMS)
-    decoupled = optimizer.decoupled_lr is not None and name.endswith(DECOUPLED)
-    scaled = is_scaled(name, logical_ndim(param), optimizer.optimizer, optimizer.decoupled_lr is not None)
-    return ParamGroup(1.0 if decayed else 0.0, rate_mult(optimizer.optimizer, optimizer.mup_width_mult) if scaled else 1.0, decoupled,
-                      expert_parallel and info.kind == "expert")
+        is_decayed = is_decayed or any(norm in name for norm in _QK_NORMS)
+    is_decoupled = optimizer.decoupled_lr is not None and name.endswith(DECOUPLED_LR_WEIGHTS)
+    has_scaled_lr = is_lr_scaled(name, logical_ndim(param), optimizer.optimizer, optimizer.decoupled_lr is not None)
+    return ParamGroup(
+        1.0 if is_decayed else 0.0,
+        mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult) if has_scaled_lr else 1.0,
+        is_decoupled,
+        expert_parallel and info.kind == "expert",
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from arguments.optimizer import OptimizerArgs
 from arguments.training import TrainingArgs
-from moe_trainer.shape.batch_sizes import batch_stages
+from moe_trainer.pipeline.batch_sizes import batch_stages
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,15 @@ class LrSchedule:
         if self.init_lr > self.max_lr:
             raise ValueError(f"--lr-warmup-init {self.init_lr} must not exceed --lr {self.max_lr}")
         if self.decay_samples <= 0:
-            raise ValueError(f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else --train-iters or --train-"
-                             f"samples) must be longer than 0 samples, got {self.decay_samples}")
+            raise ValueError(
+                f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else --train-iters or --train-"
+                f"samples) must be longer than 0 samples, got {self.decay_samples}"
+            )
         if not 0 <= self.warmup_samples < self.decay_samples:
-            raise ValueError(f"the warmup ({self.warmup_samples} samples; --lr-warmup-iters, --lr-warmup-samples, "
-                             f"--lr-warmup-fraction) must be shorter than the decay ({self.decay_samples} samples)")
+            raise ValueError(
+                f"the warmup ({self.warmup_samples} samples; --lr-warmup-iters, --lr-warmup-samples, "
+                f"--lr-warmup-fraction) must be shorter than the decay ({self.decay_samples} samples)"
+            )
         if self.style == "WSD" and not self.wsd_samples:
             raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
 
@@ -132,8 +136,10 @@ class BatchSizeSchedule:
         if self.round_down:
             small = [batch for _, batch in self.stages if batch < unit]
             if small:
-                raise ValueError(f"global batch size {small[0]} is smaller than micro-batch size * data-parallel size = "
-                                 f"{self.micro_batch_size} * {self.dp_size}; --decrease-batch-size-if-needed cannot help")
+                raise ValueError(
+                    f"global batch size {small[0]} is smaller than micro-batch size * data-parallel size = "
+                    f"{self.micro_batch_size} * {self.dp_size}; --decrease-batch-size-if-needed cannot help"
+                )
 
     def global_batch_size(self, consumed: int) -> int:
         """Samples of the iteration that begins after `consumed` samples.
@@ -144,9 +150,11 @@ class BatchSizeSchedule:
         unit = self.micro_batch_size * self.dp_size
         batch = self._stage(consumed)
         if batch % unit:
-            raise ValueError(f"global batch size {batch} (at {consumed} consumed samples) is not divisible by micro-batch "
-                             f"size * data-parallel size = {self.micro_batch_size} * {self.dp_size} = {unit}; change "
-                             "--global-batch-size (or its schedule), or use --decrease-batch-size-if-needed")
+            raise ValueError(
+                f"global batch size {batch} (at {consumed} consumed samples) is not divisible by micro-batch "
+                f"size * data-parallel size = {self.micro_batch_size} * {self.dp_size} = {unit}; change "
+                "--global-batch-size (or its schedule), or use --decrease-batch-size-if-needed"
+            )
         return batch
 
     def num_microbatches(self, consumed: int) -> int:
@@ -206,14 +214,22 @@ def build_lr_schedule(optimizer: OptimizerArgs, training: TrainingArgs, final_ba
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     return LrSchedule(
-        style=optimizer.lr_decay_style, max_lr=optimizer.lr, min_lr=optimizer.min_lr, decay_samples=decay,
-        warmup_samples=warmup, init_lr=optimizer.lr_warmup_init,
-        wsd_style=optimizer.lr_wsd_decay_style, wsd_samples=wsd,
-        decoupled_max_lr=optimizer.decoupled_lr, decoupled_min_lr=optimizer.decoupled_min_lr)
+        style=optimizer.lr_decay_style,
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        decay_samples=decay,
+        warmup_samples=warmup,
+        init_lr=optimizer.lr_warmup_init,
+        wsd_style=optimizer.lr_wsd_decay_style,
+        wsd_samples=wsd,
+        decoupled_max_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.decoupled_min_lr,
+    )
 
 
-def build_weight_decay_schedule(optimizer: OptimizerArgs, training: TrainingArgs,
-                                final_batch_size: int) -> WeightDecaySchedule:
+def build_weight_decay_schedule(
+    optimizer: OptimizerArgs, training: TrainingArgs, final_batch_size: int
+) -> WeightDecaySchedule:
     """The weight-decay schedule of the flags, over the whole training.
 
     Raises: ValueError when a growing weight decay lacks its ends.
@@ -224,6 +240,8 @@ def build_weight_decay_schedule(optimizer: OptimizerArgs, training: TrainingArgs
         return WeightDecaySchedule(optimizer.weight_decay, optimizer.weight_decay, samples)
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if start is None or end is None or not 0.0 <= start <= end:
-        raise ValueError(f"--weight-decay-incr-style {style} needs 0 <= --start-weight-decay <= --end-weight-decay, "
-                         f"got {start} and {end}")
+        raise ValueError(
+            f"--weight-decay-incr-style {style} needs 0 <= --start-weight-decay <= --end-weight-decay, "
+            f"got {start} and {end}"
+        )
     return WeightDecaySchedule(start, end, samples, style)

@@ -1,4 +1,4 @@
-"""What a rank's optimizer state consists of, in which formats and where: decided once, from the flags."""
+"""Contents, formats and placement of the optimizer state, decided once from the flags."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,64 +7,91 @@ from types import MappingProxyType
 import torch
 
 from arguments.optimizer import OptimizerArgs
-from moe_trainer.optim.formats import FORMATS
-from moe_trainer.optim.kept import Devices
+from moe_trainer.optim.state_formats import FORMATS
+from moe_trainer.optim.state_storage import StatePlacement
 
-# moments that each update rule keeps, under their checkpoint names
-MOMENTS = MappingProxyType({
-    "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",), "muon": ("momentum_buffer",)})
+# moments of each update rule, under their checkpoint names
+MOMENTS = MappingProxyType(
+    {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
+)
 MAIN = "fp32_param"
 SQUARES = "exp_avg_sq"
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Formats (names of formats.FORMATS) and places.
+    """Formats (names of state_formats.FORMATS) and placement of the state.
 
-    remainders: fp32 main parameters of a bf16 model share its half of the bits. host_share: of the elements whose state lives on
-    the host; host_update: the host updates them, too (otherwise their state visits the device for the update). pinned: host memory that a
-    device can reach itself; overlap: copies between the two beside the update. longest: elements updated at once; None: as it suits the
-    device.
+    Args:
+        moments: format by moment.
+        main: format of the main parameters.
+        uses_remainders: fp32 main parameters of a bf16 model store only the bits that the model does not have.
+        host_share: fraction of the elements whose state is on the host.
+        updates_on_host: the host updates those elements; otherwise their state is copied to the device for the update.
+        pins_state: allocate host state in pinned memory.
+        pins_grads: use pinned buffers for gradients.
+        overlaps_copies: copy between host and device during the update.
+        max_segment_numel: elements that are updated at once; None for the device's default.
     """
 
     moments: Mapping[str, str]
     main: str = "fp32"
-    remainders: bool = False
+    uses_remainders: bool = False
     host_share: float = 0.0
-    host_update: bool = False
-    pinned: bool = True
-    pinned_grads: bool = True
-    overlap: bool = False
-    longest: int | None = None
+    updates_on_host: bool = False
+    pins_state: bool = True
+    pins_grads: bool = True
+    overlaps_copies: bool = False
+    max_segment_numel: int | None = None
 
     @property
-    def needs_pieces(self) -> bool:
-        """Whether a scale belongs to elements of one parameter, so that the update goes parameter by parameter."""
-        return any(FORMATS[name].scaled for name in (*self.moments.values(), self.main))
+    def splits_at_params(self) -> bool:
+        """Whether a scale belongs to elements of one parameter, so update segments must not span two."""
+        return any(FORMATS[name].is_scaled for name in (*self.moments.values(), self.main))
 
-    def devices(self, device: torch.device, on_host: bool) -> Devices:
-        """Where a part of the state lies."""
-        if not on_host:
-            return Devices(device, device)
+    def placement(self, device: torch.device, is_on_host: bool) -> StatePlacement:
+        """Return the placement of a part of the state."""
+        if not is_on_host:
+            return StatePlacement(device, device)
         host = torch.device("cpu")
-        return Devices(host, host if self.host_update else device, not self.host_update, self.pinned and device.type == "cuda")
+        return StatePlacement(
+            host,
+            host if self.updates_on_host else device,
+            always_copies=not self.updates_on_host,
+            is_pinned=self.pins_state and device.type == "cuda",
+        )
 
 
-def rule_of(settings: OptimizerArgs, matrices: bool = False) -> str:
-    """The update rule, of MOMENTS, of matrices or of all other parameters; they differ with --optimizer muon."""
-    return settings.muon_scalar_optimizer if settings.optimizer == "muon" and not matrices else settings.optimizer
+def get_update_rule(settings: OptimizerArgs, of_matrices: bool = False) -> str:
+    """Return the update rule (a key of MOMENTS) of matrices or of all other parameters; they differ with --optimizer muon."""
+    return settings.muon_scalar_optimizer if settings.optimizer == "muon" and not of_matrices else settings.optimizer
 
 
-def plan_state(settings: OptimizerArgs, matrices: bool = False) -> StatePlan:
-    """The plan of a command line, for matrices or all other parameters."""
-    names, aware = MOMENTS[rule_of(settings, matrices)], settings.use_precision_aware_optimizer
-    formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) if aware else ("fp32",) * len(names)
-    plan = StatePlan(dict(zip(names, formats)), settings.main_params_dtype if aware else "fp32",
-                     aware and settings.main_params_dtype == "fp32", pinned=settings.pin_cpu_params)
+def plan_state(settings: OptimizerArgs, of_matrices: bool = False) -> StatePlan:
+    """Return the plan for matrices or for all other parameters."""
+    names = MOMENTS[get_update_rule(settings, of_matrices)]
+    is_precision_aware = settings.use_precision_aware_optimizer
+    formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) if is_precision_aware else ("fp32",) * len(names)
+    plan = StatePlan(
+        dict(zip(names, formats)),
+        settings.main_params_dtype if is_precision_aware else "fp32",
+        is_precision_aware and settings.main_params_dtype == "fp32",
+        pins_state=settings.pin_cpu_params,
+    )
     if settings.optimizer_cpu_offload:
-        return replace(plan, host_share=settings.optimizer_offload_fraction, host_update=True, pinned_grads=settings.pin_cpu_grads,
-                       overlap=settings.overlap_cpu_optimizer_d2h_h2d)
+        return replace(
+            plan,
+            host_share=settings.optimizer_offload_fraction,
+            updates_on_host=True,
+            pins_grads=settings.pin_cpu_grads,
+            overlaps_copies=settings.overlap_cpu_optimizer_d2h_h2d,
+        )
     if settings.chunked_optimizer_state_offload:
-        chunk = settings.optimizer_state_offload_chunk_size_mb * 2**20 // (4 * (len(names) + 1))  # opened, everything is fp32
-        return replace(plan, host_share=settings.optimizer_state_offload_fraction, longest=max(chunk // 64 * 64, 64) if chunk else None)
+        # a loaded segment is fp32: main parameters and all moments
+        chunk = settings.optimizer_state_offload_chunk_size_mb * 2**20 // (4 * (len(names) + 1))
+        return replace(
+            plan,
+            host_share=settings.optimizer_state_offload_fraction,
+            max_segment_numel=max(chunk // 64 * 64, 64) if chunk else None,
+        )
     return plan

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_trainer.parallel.state import Group
-from moe_trainer.parallel.trace import Pending, communicate
+from moe_trainer.parallel.trace import TracedWork, communicate
 
 _OPS = MappingProxyType(
     {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
@@ -33,15 +33,24 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _run(group: Group, operation: str, x: Tensor | None, launch: Callable[..., Any], *args: Any, async_op: bool = False,
-         **kwargs: Any) -> Pending | None:
+def _run(
+    group: Group,
+    operation: str,
+    x: Tensor | None,
+    launch: Callable[..., Any],
+    *args: Any,
+    async_op: bool = False,
+    **kwargs: Any,
+) -> TracedWork | None:
     """Run a collective of torch.distributed as a call of the group's trace; see trace.communicate. Those of tensors can be async."""
     if x is not None:
         kwargs["async_op"] = async_op
-    return communicate(group.trace, group.name, group.ranks, operation, x, async_op, launch, *args, group=group.handle, **kwargs)
+    return communicate(
+        group.trace, group.name, group.ranks, operation, x, async_op, launch, *args, group=group.handle, **kwargs
+    )
 
 
-class Done:
+class CompletedWork:
     """The work object of a collective that had nothing to do."""
 
     def wait(self) -> bool:
@@ -54,7 +63,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     Returns: x; with async_op the work object.
     """
     if group.size == 1:
-        return Done() if async_op else x
+        return CompletedWork() if async_op else x
     work = _run(group, "all_reduce", x, dist.all_reduce, x, op=_OPS[op], async_op=async_op)
     return work if async_op else x
 
@@ -69,7 +78,7 @@ def all_gather_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     if group.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return Done() if async_op else out
+        return CompletedWork() if async_op else out
     work = _run(group, "all_gather", x, _all_gather_flat, out, x, async_op=async_op)
     return work if async_op else out
 
@@ -80,11 +89,13 @@ def reduce_scatter_flat(out: Tensor, x: Tensor, group: Group, op: str = "sum", a
     Shapes: x [n * group.size], out [n]; out may be this rank's slice of x.
     Returns: out; with async_op the work object.
     """
-    assert x.numel() == out.numel() * group.size, f"reduce_scatter: x {x.numel()}, out {out.numel()}, {group.size} ranks"
+    assert x.numel() == out.numel() * group.size, (
+        f"reduce_scatter: x {x.numel()}, out {out.numel()}, {group.size} ranks"
+    )
     if group.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return Done() if async_op else out
+        return CompletedWork() if async_op else out
     work = _run(group, "reduce_scatter", x, _reduce_scatter_flat, out, x, op=_OPS[op], async_op=async_op)
     return work if async_op else out
 
@@ -97,7 +108,7 @@ def all_to_all_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     assert out.numel() == x.numel() and x.numel() % group.size == 0, f"all_to_all: {x.numel()} over {group.size} ranks"
     if group.size == 1:
         out.copy_(x)
-        return Done() if async_op else out
+        return CompletedWork() if async_op else out
     work = _run(group, "all_to_all", x, dist.all_to_all_single, out, x, async_op=async_op)
     return work if async_op else out
 
@@ -105,7 +116,7 @@ def all_to_all_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x` with that of the group's member number `src`."""
     if group.size == 1:
-        return Done() if async_op else x
+        return CompletedWork() if async_op else x
     work = _run(group, "broadcast", x, dist.broadcast, x, src=group.ranks[src], async_op=async_op)
     return work if async_op else x
 
@@ -154,14 +165,16 @@ class _AllToAll(torch.autograd.Function):
         return None, None, None, *_exchange_rows(grads, ctx.receive, ctx.send, ctx.group)
 
 
-class InFlight:
+class PendingAllToAll:
     """Rows on their way between start_all_to_all and finish_all_to_all; in backward their gradients, the other way."""
 
     def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group):
         self.sent = [x.contiguous() for x in tensors]  # kept until they have arrived
         self.outs = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
-        self.works = [_run(group, "all_to_all", x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
-                      for out, x in zip(self.outs, self.sent)]
+        self.works = [
+            _run(group, "all_to_all", x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
+            for out, x in zip(self.outs, self.sent)
+        ]
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
@@ -170,8 +183,10 @@ class InFlight:
         return self.outs
 
 
-def _exchange_rows(tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> tuple[Tensor, ...]:
-    return InFlight(tensors, send, receive, group).wait()
+def _exchange_rows(
+    tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group
+) -> tuple[Tensor, ...]:
+    return PendingAllToAll(tensors, send, receive, group).wait()
 
 
 def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -186,19 +201,19 @@ def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tenso
     return _AllToAll.apply(group, tuple(send), tuple(receive), *tensors)
 
 
-class Journey:
+class AllToAllHandle:
     """One exchange that is started and finished by two calls: split sizes, and what is under way at the moment."""
 
     def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int]):
         self.group, self.send, self.receive = group, tuple(send), tuple(receive)
-        self.flight: InFlight | None = None
+        self.flight: PendingAllToAll | None = None
 
 
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, journey, *tensors):
         ctx.journey = journey
-        journey.flight = InFlight(tensors, journey.send, journey.receive, journey.group)
+        journey.flight = PendingAllToAll(tensors, journey.send, journey.receive, journey.group)
         return journey.flight.outs
 
     @staticmethod
@@ -218,21 +233,23 @@ class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         journey = ctx.journey
-        journey.flight = InFlight(grads, journey.receive, journey.send, journey.group)
+        journey.flight = PendingAllToAll(grads, journey.receive, journey.send, journey.group)
         return None, *grads
 
 
-def start_all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor) -> tuple[Journey, tuple[Tensor, ...]]:
+def start_all_to_all(
+    group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor
+) -> tuple[AllToAllHandle, tuple[Tensor, ...]]:
     """Begin what all_to_all does, and return at once. Give all that is returned to finish_all_to_all, and nothing else; what is
     computed between the two calls runs beside the exchange, and so does its backward. Differentiable.
     """
-    journey = Journey(group, send, receive)
+    journey = AllToAllHandle(group, send, receive)
     if group.size == 1:
         return journey, tensors
     return journey, _StartAllToAll.apply(journey, *tensors)
 
 
-def finish_all_to_all(journey: Journey, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def finish_all_to_all(journey: AllToAllHandle, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Wait for the rows. Returns: as all_to_all."""
     if journey.group.size == 1:
         return tuple(tensors)
@@ -266,7 +283,7 @@ def _gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     mine = x.contiguous()
     if x.shape[0] < longest:
         mine = x.new_zeros(longest, *x.shape[1:])
-        mine[:x.shape[0]] = x
+        mine[: x.shape[0]] = x
     out = x.new_empty(longest * group.size, *x.shape[1:])
     if out.numel():
         _run(group, "all_gather", mine, _all_gather_flat, out, mine)
@@ -282,11 +299,11 @@ def _scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     else:
         padded = x.new_zeros(longest * group.size, *x.shape[1:])
         for place, part in zip(padded.split(longest), x.split(list(sizes))):
-            place[:part.shape[0]] = part
+            place[: part.shape[0]] = part
     out = x.new_empty(longest, *x.shape[1:])
     if out.numel():
         _run(group, "reduce_scatter", padded, _reduce_scatter_flat, out, padded)
-    return out[:sizes[group.rank]]
+    return out[: sizes[group.rank]]
 
 
 def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:

@@ -7,7 +7,7 @@ the main parameter itself; param_dtype is the format in which units are gathered
 groups) every instance holds all of the model, and the reduced shards are summed over them behind the reduction.
 
 All reductions are plain sums, since gloo knows no average: the mean is taken over shards, by whoever keeps the gradients
-(optim/fully_sharded.py). All communication of a step goes through collectives.py, so that a hang is told like any other; whole
+(optim/fsdp_shard.py). All communication of a step goes through collectives.py, so that a hang is told like any other; whole
 tensors for export and proofs are torch's `full_tensor` (shards.py).
 
 Shards are cuts of the first dimension, or of the second for a stack of experts whose number edp does not divide.
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 
@@ -40,13 +40,23 @@ class FullSharding:
     and backward.
     """
 
-    def __init__(self, ps: ParallelState, device: torch.device, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype,
-                 keep_gathered: bool = False):
+    def __init__(
+        self,
+        ps: ParallelState,
+        device: torch.device,
+        *,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        keep_gathered: bool = False,
+    ):
         self._groups = {"dense": (ps.dp_cp_inner, ps.dp_cp_outer), "expert": (ps.edp_inner, ps.edp_outer)}
         self._meshes = _meshes({kind: inner for kind, (inner, _) in self._groups.items()}, ps.world.rank, device)
         self._keep = keep_gathered
-        self._policy = MixedPrecisionPolicy(param_dtype=None if param_dtype == torch.float32 else param_dtype,
-                                            reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=None if param_dtype == torch.float32 else param_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=False,
+        )
 
     def shard(self, chunk: nn.Module, units: Sequence[nn.Module]) -> None:
         """Cut the parameters of a chunk, in place: they become fp32 DTensors. `units`: modules inside it, called by forward.
@@ -54,7 +64,7 @@ class FullSharding:
         From here on `chunk.parameters()` are other objects, with the ParamInfo of the old ones.
         Raises: ValueError when a parameter carries no ParamInfo.
         """
-        infos = {name: info_of(param) for name, param in chunk.named_parameters()}
+        infos = {name: get_param_info(param) for name, param in chunk.named_parameters()}
         for unit in units:
             for experts in expert_modules(unit):
                 self._shard(experts, "expert")
@@ -69,11 +79,18 @@ class FullSharding:
         for param in module.parameters():
             if not isinstance(param, DTensor):
                 param.data = param.data.float()
-        fully_shard(module, mesh=self._meshes[kind], reshard_after_forward=not self._keep, mp_policy=self._policy,
-                    shard_placement_fn=functools.partial(_placement, inner.size))
+        fully_shard(
+            module,
+            mesh=self._meshes[kind],
+            reshard_after_forward=not self._keep,
+            mp_policy=self._policy,
+            shard_placement_fn=functools.partial(_placement, inner.size),
+        )
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13; every rank's experts take part in every backward anyway
+        if hasattr(
+            module, "set_reduce_scatter_unused_params"
+        ):  # torch 2.13; every rank's experts take part in every backward anyway
             module.set_reduce_scatter_unused_params(True)
         module.set_custom_all_gather(_AllGather(inner))
         module.set_custom_reduce_scatter(_ReduceScatter(inner))
@@ -84,7 +101,7 @@ class FullSharding:
 def expert_modules(unit: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules of a unit whose parameters are all experts'."""
     for child in unit.children():
-        kinds = {info_of(param).kind for param in child.parameters()}
+        kinds = {get_param_info(param).kind for param in child.parameters()}
         if kinds == {"expert"}:
             yield child
         elif "expert" in kinds:
@@ -105,7 +122,7 @@ def _meshes(groups: dict[str, Group], rank: int, device: torch.device) -> dict[s
 
 def _placement(ranks: int, param: Parameter) -> Shard:
     """The first dimension; the second for a stack of experts that would leave ranks without any, or with one more than others."""
-    stacked = param.dim() > 1 and info_of(param).stacked
+    stacked = param.dim() > 1 and get_param_info(param).stacked
     return Shard(1) if stacked and param.shape[0] % ranks and param.shape[1] % ranks == 0 else Shard(0)
 
 
@@ -126,7 +143,9 @@ class _AllGather:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         _only_sync(async_op)
         collectives.all_gather_flat(output_tensor, input_tensor, self._group)
 
@@ -134,7 +153,9 @@ class _AllGather:
 class _ReduceScatter(_AllGather):
     """torch's ReduceScatter protocol on a Group; always a sum."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
         assert op == dist.ReduceOp.SUM, f"reduction {op}"
         _only_sync(async_op)
         collectives.reduce_scatter_flat(output_tensor, input_tensor, self._group)

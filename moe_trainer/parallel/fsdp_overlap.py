@@ -20,7 +20,7 @@ _OF_GROUPS = ("_training_state", "reshard", "post_backward", "finalize_backward"
 
 
 class FSDPPassState:
-    """What fully_shard keeps of a pass, for two passes that take turns (baton.PassState): forward of one microbatch, backward of another.
+    """What fully_shard keeps of a pass, for two passes that take turns (overlap_executor.PassState): forward of one microbatch, backward of another.
 
     torch's units are in one state each (forward, backward, idle), and a unit is sharded again when a pass leaves it. Here every pass has
     states of its own, and a unit stays gathered while the other pass is inside it. Both passes run in one order on all ranks, so the
@@ -42,8 +42,11 @@ class FSDPPassState:
 
     def switch(self) -> None:
         """Save the states of the pass that stops, and put those of the other one in their place."""
-        saved = _Saved([state._training_state for state in self._states], [group._training_state for group in self._groups],
-                       [state._state_ctx.iter_forward_root for state in self._states])
+        saved = _Saved(
+            [state._training_state for state in self._states],
+            [group._training_state for group in self._groups],
+            [state._state_ctx.iter_forward_root for state in self._states],
+        )
         for state, training_state, root in zip(self._states, self._waiting.states, self._waiting.roots, strict=True):
             state._training_state, state._state_ctx.iter_forward_root = training_state, root
         for group, training_state in zip(self._groups, self._waiting.groups, strict=True):
@@ -55,7 +58,10 @@ class FSDPPassState:
         self._waiting = None
 
     def _reshard(self, index: int, reshard: Callable[[], None]) -> None:
-        if self._waiting is None or self._waiting.groups[index] not in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
+        if self._waiting is None or self._waiting.groups[index] not in (
+            TrainingState.FORWARD,
+            TrainingState.PRE_BACKWARD,
+        ):
             reshard()
 
 
@@ -101,7 +107,11 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group per module
     groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else list(groups)
     groups = [group for group in groups if group is not None]
-    if any(not hasattr(state, name) for name in _OF_STATES) or any(not hasattr(group, name) for group in groups for name in _OF_GROUPS):
-        raise ValueError(f"full sharding beside --overlap-moe-expert-parallel-comm or delayed weight gradients knows torch 2.11 to 2.13 from inside, and torch "
-                         f"{torch.__version__} is different: leave those flags out")
+    if any(not hasattr(state, name) for name in _OF_STATES) or any(
+        not hasattr(group, name) for group in groups for name in _OF_GROUPS
+    ):
+        raise ValueError(
+            f"full sharding beside --overlap-moe-expert-parallel-comm or delayed weight gradients knows torch 2.11 to 2.13 from inside, and torch "
+            f"{torch.__version__} is different: leave those flags out"
+        )
     return groups

@@ -92,18 +92,22 @@ class Layout:
         groups = self.groups(*(("dp", "cp") if which == "dp_cp" else ("edp",)))
         ranks = len(groups[0])
         if ranks % count:
-            raise ValueError(f"{count} instances of the distributed optimizer do not divide the {ranks} ranks of {which}")
+            raise ValueError(
+                f"{count} instances of the distributed optimizer do not divide the {ranks} ranks of {which}"
+            )
         return cut_groups(groups, ranks // count)
 
 
-def cut_groups(groups: Sequence[tuple[int, ...]], length: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+def cut_groups(
+    groups: Sequence[tuple[int, ...]], length: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Cut every group, whose size `length` divides, into runs of consecutive members.
 
     Returns: (the runs, the ranks that stand at the same place of all runs of one group).
     """
     inner, outer = [], []
     for ranks in groups:
-        inner += [ranks[start:start + length] for start in range(0, len(ranks), length)]
+        inner += [ranks[start : start + length] for start in range(0, len(ranks), length)]
         outer += [ranks[place::length] for place in range(length)]
     return tuple(sorted(inner)), tuple(sorted(outer))
 
@@ -114,8 +118,9 @@ def _locate(layout: Layout, axis: str) -> tuple[Grid, str]:
     return layout.dense, axis
 
 
-def make_layout(world_size: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1,
-                order: str = DEFAULT_ORDER) -> Layout:
+def make_layout(
+    world_size: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, order: str = DEFAULT_ORDER
+) -> Layout:
     """Fold the dense grid tp x cp x dp x pp and the expert grid etp x ep x edp x pp over `world_size` ranks.
 
     Raises: ValueError when a size does not divide the world, or when the two grids disagree about the pipeline.
@@ -128,9 +133,13 @@ def make_layout(world_size: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int 
     if world_size % (etp * ep * pp):
         raise ValueError(f"world size {world_size} is not divisible by etp*ep*pp = {etp}*{ep}*{pp} = {etp * ep * pp}")
     dp, edp = world_size // (tp * cp * pp), world_size // (etp * ep * pp)
-    layout = Layout(make_grid(order, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}),
-                    make_grid(order, {"tp": etp, "ep": ep, "dp": edp, "pp": pp}))
+    layout = Layout(
+        make_grid(order, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}),
+        make_grid(order, {"tp": etp, "ep": ep, "dp": edp, "pp": pp}),
+    )
     if layout.dense.groups("pp") != layout.expert.groups("pp"):
-        raise ValueError(f"rank order {order!r}: dense (dp {dp}) and expert (edp {edp}) pipelines would differ; "
-                         "with this order the two data-parallel sizes must be equal")
+        raise ValueError(
+            f"rank order {order!r}: dense (dp {dp}) and expert (edp {edp}) pipelines would differ; "
+            "with this order the two data-parallel sizes must be equal"
+        )
     return layout

@@ -20,9 +20,20 @@ _GROUPS = (
 )
 
 
-def plan_groups(world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, order: str = DEFAULT_ORDER,
-                optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
-                cp_levels: Sequence[int] | None = None, second_pipeline: bool = False) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
+def plan_groups(
+    world_size: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    order: str = DEFAULT_ORDER,
+    optimizer_instances: int = 1,
+    embedding_stages: Collection[int] | None = None,
+    cp_levels: Sequence[int] | None = None,
+    second_pipeline: bool = False,
+) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
     """All groups of a layout, without making any: name -> (the groups that the ranks fall into, lane). Arguments: as for create."""
     layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
     plans = {name: (layout.groups(*axes), lane) for name, axes, lane in _GROUPS}

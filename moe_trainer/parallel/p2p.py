@@ -54,7 +54,15 @@ def isend(x: Tensor, group: Group, to: int) -> Any:
 def irecv(out: Tensor, group: Group, source: int) -> Any:
     """Start receiving from the group's member number `source` into `out`; returns the work object."""
     assert source != group.rank, f"{group.name}: member {source} receives from itself"
-    return _run(group, f"receive from rank {group.ranks[source]}", out, dist.irecv, out, src=group.ranks[source], group=group.handle)
+    return _run(
+        group,
+        f"receive from rank {group.ranks[source]}",
+        out,
+        dist.irecv,
+        out,
+        src=group.ranks[source],
+        group=group.handle,
+    )
 
 
 def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
@@ -64,10 +72,16 @@ def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
     """
     if not ops:
         return Works(())
-    batch = [dist.P2POp(dist.isend, op.x, group.ranks[op.to], group.handle) if isinstance(op, Send)
-             else dist.P2POp(dist.irecv, op.out, group.ranks[op.source], group.handle) for op in ops]
-    told = " and ".join(f"send to rank {group.ranks[op.to]}" if isinstance(op, Send) else
-                        f"receive from rank {group.ranks[op.source]}" for op in ops)
+    batch = [
+        dist.P2POp(dist.isend, op.x, group.ranks[op.to], group.handle)
+        if isinstance(op, Send)
+        else dist.P2POp(dist.irecv, op.out, group.ranks[op.source], group.handle)
+        for op in ops
+    ]
+    told = " and ".join(
+        f"send to rank {group.ranks[op.to]}" if isinstance(op, Send) else f"receive from rank {group.ranks[op.source]}"
+        for op in ops
+    )
     first = ops[0].x if isinstance(ops[0], Send) else ops[0].out
     return _run(group, told, first, lambda: Works(dist.batch_isend_irecv(batch)))
 

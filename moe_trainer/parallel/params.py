@@ -24,9 +24,9 @@ class ParamInfo:
     gated DeltaNet).
     row_blocks: the rows are made of equal runs, and each of these of so many rows of one projection, so many of the next (a fused
     linear_qkv: those of a query group). Whoever treats a matrix as a whole (optim/muon.py) takes every projection by itself.
-    partial: its gradient is partial over the tensor-parallel group (tp; etp for experts) and must be summed there.
+    is_grad_partial: its gradient is partial over the tensor-parallel group (tp; etp for experts) and must be summed there.
     tied: several pipeline stages hold it; its gradient must be summed over ps.embedding.
-    copy: an earlier stage owns it: not counted in norms, not written to checkpoints.
+    is_replica: an earlier stage owns it: not counted in norms, not written to checkpoints.
     stacked: the leading dimension enumerates `names` (local experts).
     init, init_std: initial distribution; init_std is read by "normal" and "uniform" only. log_uniform: the logarithm of a number
     between 1 and 16 (the decay of a gated DeltaNet head).
@@ -41,9 +41,9 @@ class ParamInfo:
     part_sizes: tuple[int, ...] = ()
     part_names: tuple[str, ...] = ()
     row_blocks: tuple[int, ...] = ()
-    partial: bool = False
+    is_grad_partial: bool = False
     tied: bool = False
-    copy: bool = False
+    is_replica: bool = False
     stacked: bool = False
     init: str = "normal"
     init_std: float = 0.0
@@ -55,8 +55,10 @@ class ParamInfo:
         assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
         assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
         assert self.parts == 1 or self.sharded_dim is not None, f"{self.names[0]}: parts of an uncut tensor"
-        assert all(len(each) in (0, self.parts) for each in (self.part_sizes, self.part_names)), f"{self.names[0]}: {self.parts} parts"
-        assert not self.copy or self.tied, f"{self.names[0]}: a copy is tied to its owner"
+        assert all(len(each) in (0, self.parts) for each in (self.part_sizes, self.part_names)), (
+            f"{self.names[0]}: {self.parts} parts"
+        )
+        assert not self.is_replica or self.tied, f"{self.names[0]}: a copy is tied to its owner"
 
 
 def part_lengths(info: ParamInfo, length: int) -> list[int]:
@@ -66,45 +68,47 @@ def part_lengths(info: ParamInfo, length: int) -> list[int]:
     return [size * length // sum(sizes) for size in sizes]
 
 
-def info_of(param: Parameter) -> ParamInfo:
+def get_param_info(param: Parameter) -> ParamInfo:
     """Return `param.info`.
 
     Raises: ValueError when the parameter was built without one.
     """
     info = getattr(param, "info", None)
     if info is None:
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} carries no ParamInfo; set `param.info` where it is created")
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} carries no ParamInfo; set `param.info` where it is created"
+        )
     if info.stacked and len(info.names) != param.shape[0]:
         raise ValueError(f"{info.names[0]}: {len(info.names)} names for a stack of {param.shape[0]}")
     return info
 
 
-def is_stored(param: Parameter) -> bool:
-    """Whether the model keeps a parameter in 8 bits (`param.stored`, ops/stored_weight.py), so that the parameter itself has no values."""
-    return getattr(param, "stored", None) is not None
+def is_fp8_param(param: Parameter) -> bool:
+    """Whether the model keeps a parameter in 8 bits (`param.fp8_weight`, quantization/fp8_weight.py), so that the parameter itself has no values."""
+    return getattr(param, "fp8_weight", None) is not None
 
 
-def replicas(kind: str, ps: ParallelState) -> Group:
+def replica_group(kind: str, ps: ParallelState) -> Group:
     """The group in which a parameter of this kind has its replicas, and which reduces its gradient."""
     return ps.edp if kind == "expert" else ps.dp_cp
 
 
-def is_counted(info: ParamInfo, ps: ParallelState) -> bool:
+def is_unique_replica(info: ParamInfo, ps: ParallelState) -> bool:
     """Whether, of the ranks of one model replica that hold the same values, this is the one that counts for them: the first of its
     tensor-parallel group where the tensor is not cut, the owner where several stages hold it.
     """
     cut = ps.etp if info.kind == "expert" else ps.tp
-    return not info.copy and (info.shard_count > 1 or cut.rank == 0)
+    return not info.is_replica and (info.shard_count > 1 or cut.rank == 0)
 
 
-def speaks_for(info: ParamInfo, ps: ParallelState) -> bool:
+def is_global_owner(info: ParamInfo, ps: ParallelState) -> bool:
     """Whether this rank is the one of the whole world that counts for its piece of a tensor."""
-    return is_counted(info, ps) and replicas(info.kind, ps).rank == 0
+    return is_unique_replica(info, ps) and replica_group(info.kind, ps).rank == 0
 
 
 def logical_ndim(param: Parameter) -> int:
     """Number of dimensions of one named tensor: a stack of matrices counts as a matrix."""
-    return param.dim() - int(info_of(param).stacked)
+    return param.dim() - int(get_param_info(param).stacked)
 
 
 def unique_params(params: Iterable[Parameter]) -> list[Parameter]:

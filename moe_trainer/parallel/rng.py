@@ -4,8 +4,8 @@ Each named tensor is drawn on its full shape by a CPU generator in blocks of row
 (seed, name, block) stream, and only then cut. So any cut over ranks, any order of construction, any device and the
 meta device give the same weights, and a rank draws only the row blocks it holds.
 
-Dropout is another matter: it draws from streams that move (`ShardStream`). Noise of stochastic rounding belongs to a layer, an iteration
-and a draw in it (`RoundingNoise`), so nothing of it has to be saved.
+Dropout is another matter: it draws from streams that move (`ShardRNG`). Noise of stochastic rounding belongs to a layer, an iteration
+and a draw in it (`StochasticRoundingRNG`), so nothing of it has to be saved.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_trainer.parallel.params import ParamInfo, info_of, part_lengths
+from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 
 BLOCK_NUMEL = 1 << 16
 LOG_RANGE = (1.0, 16.0)
@@ -40,7 +40,7 @@ def init_parameter(param: Parameter, seed: int) -> None:
 
     Values are drawn in fp32 and rounded to the parameter's dtype. A meta parameter is left alone.
     """
-    info = info_of(param)
+    info = get_param_info(param)
     if param.is_meta:
         return
     tensors = param.data.unbind(0) if info.stacked else (param.data,)
@@ -81,10 +81,10 @@ def _draw_piece(piece: Tensor, full: list[int], first: list[int], name: str, inf
         values = torch.empty([rows, *row_shape], dtype=torch.float32)
         _fill(values, full, info, named_generator(seed, name, block))
         low, high = max(start, first[0]), min(start + rows, stop)
-        values = values[low - start:high - start]
+        values = values[low - start : high - start]
         for dim in range(1, len(full)):
             values = values.narrow(dim, first[dim], piece.shape[dim])
-        piece[low - first[0]:high - first[0]].copy_(values)
+        piece[low - first[0] : high - first[0]].copy_(values)
 
 
 def _fill(values: Tensor, full: list[int], info: ParamInfo, generator: torch.Generator) -> None:
@@ -101,11 +101,11 @@ def _fill(values: Tensor, full: list[int], info: ParamInfo, generator: torch.Gen
         values.uniform_(-bound, bound, generator=generator)
 
 
-class ShardStream:
+class ShardRNG:
     """Random numbers for tensors that are cut over the tensor-parallel group: each of its ranks has its own.
 
     Replicated tensors use torch's global generator, which is equal on all ranks of the group. Operators that take no generator
-    (attention's dropout) read the global one, so inside `drawing` it stands where this stream stands.
+    (attention's dropout) read the global one, so inside `fork_rng` it stands where this stream stands.
     """
 
     def __init__(self, seed: int, *parts: str | int):
@@ -120,7 +120,7 @@ class ShardStream:
         return self._generators[device]
 
     @contextlib.contextmanager
-    def drawing(self, device: torch.device) -> Iterator[None]:
+    def fork_rng(self, device: torch.device) -> Iterator[None]:
         """Inside, torch's global generator of the device continues this stream; afterwards it is what it was before."""
         mine, shared = self.generator(device), _default_generator(device)
         before = shared.get_state()
@@ -138,7 +138,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-class RoundingNoise:
+class StochasticRoundingRNG:
     """Noise of one layer's stochastic rounding: a function of seed, place, iteration, role and how often that role drew since.
 
     A resumed run draws what the uninterrupted one would have drawn. Roles count apart, so a weight's gradient may be computed later than
@@ -160,4 +160,6 @@ class RoundingNoise:
         """A generator for the next tensor of this role."""
         number = self._drawn.get(role, 0)
         self._drawn[role] = number + 1
-        return torch.Generator(device).manual_seed(name_seed(self._seed, "rounding", *self._place, self._iteration, role, number))
+        return torch.Generator(device).manual_seed(
+            name_seed(self._seed, "rounding", *self._place, self._iteration, role, number)
+        )

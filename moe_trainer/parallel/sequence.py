@@ -15,7 +15,7 @@ from moe_trainer.parallel.mappings import gather_rows
 from moe_trainer.parallel.state import Group
 
 
-def chunks_of(rank: int, size: int) -> tuple[int, int]:
+def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
     """Numbers of the two chunks (of 2 * size) that member `rank` holds, in order."""
     return rank, 2 * size - 1 - rank
 
@@ -28,12 +28,14 @@ class SequenceShard:
 
     def chunks(self) -> tuple[int, int]:
         """Numbers of the two chunks (of 2 * cp) that this rank holds, in order."""
-        return chunks_of(self.cp.rank, self.cp.size)
+        return zigzag_chunks(self.cp.rank, self.cp.size)
 
     def _chunk(self, length: int) -> int:
         if length % (2 * self.cp.size):
-            raise ValueError(f"a sequence of {length} positions cannot be cut over {self.cp.size} context-parallel ranks: "
-                             f"it must be a multiple of {2 * self.cp.size}")
+            raise ValueError(
+                f"a sequence of {length} positions cannot be cut over {self.cp.size} context-parallel ranks: "
+                f"it must be a multiple of {2 * self.cp.size}"
+            )
         return length // (2 * self.cp.size)
 
     def local(self, x: Tensor, dim: int) -> Tensor:
@@ -58,20 +60,22 @@ class SequenceShard:
         if self.cp.size == 1:
             return x
         parts, _ = gather_rows(x.detach().movedim(dim, 0), self.cp)
-        return natural_order(parts, self.cp.size).movedim(0, dim)
+        return zigzag_to_sequential(parts, self.cp.size).movedim(0, dim)
 
 
-def natural_order(x: Tensor, size: int) -> Tensor:
+def zigzag_to_sequential(x: Tensor, size: int) -> Tensor:
     """Rows of all ranks' parts, in rank order -> rows in the order of the sequence. Differentiable. [S, ...] -> [S, ...]."""
     if size == 1:
         return x
     chunks = x.chunk(2 * size)
-    return torch.cat([chunks[2 * rank] for rank in range(size)] + [chunks[2 * rank + 1] for rank in reversed(range(size))])
+    return torch.cat(
+        [chunks[2 * rank] for rank in range(size)] + [chunks[2 * rank + 1] for rank in reversed(range(size))]
+    )
 
 
-def rank_order(x: Tensor, size: int) -> Tensor:
-    """The inverse of natural_order: rank 0's two chunks, rank 1's, and so on. Differentiable."""
+def sequential_to_zigzag(x: Tensor, size: int) -> Tensor:
+    """The inverse of zigzag_to_sequential: rank 0's two chunks, rank 1's, and so on. Differentiable."""
     if size == 1:
         return x
     chunks = x.chunk(2 * size)
-    return torch.cat([chunks[number] for rank in range(size) for number in chunks_of(rank, size)])
+    return torch.cat([chunks[number] for rank in range(size) for number in zigzag_chunks(rank, size)])

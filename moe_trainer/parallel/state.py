@@ -47,7 +47,7 @@ class ParallelState:
     over it; dp_cp_outer, edp_outer: the ranks of all instances that hold the same shard. One instance: inner is everything.
     cp_a2a, cp_p2p: the two levels of cp (neighbours; across them) when hierarchical context parallelism gives their sizes;
     otherwise one rank and all of cp.
-    pp_second: the ranks of pp, by a communicator of its own where messages of interleaved stages overlap (pipeline/plan.py: channel).
+    pp_second: the ranks of pp, by a communicator of its own where messages of interleaved stages overlap (pipeline/p2p_program.py: channel).
     embedding: the pipeline stages that hold the word embeddings; any other stage has a group of its own.
     """
 
@@ -88,7 +88,9 @@ class ParallelState:
         """
         set_timeout = getattr(distributed_c10d, "_set_pg_timeout", None)  # torch has no public name for it
         if set_timeout is None:
-            raise RuntimeError("this version of torch cannot change timeouts: run without --distributed-timeout-seconds-after-init")
+            raise RuntimeError(
+                "this version of torch cannot change timeouts: run without --distributed-timeout-seconds-after-init"
+            )
         groups = [getattr(self, field.name) for field in fields(self)]
         for handle in dict.fromkeys(group.handle for group in groups if group.handle is not None):
             set_timeout(timeout, handle)
@@ -99,10 +101,23 @@ class ParallelState:
         return ParallelState(**{field.name: Group.single(field.name) for field in fields(ParallelState)})
 
     @staticmethod
-    def create(world_size: int, rank: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1,
-               order: str = DEFAULT_ORDER, *, optimizer_instances: int = 1, embedding_stages: Collection[int] | None = None,
-               cp_levels: Sequence[int] | None = None, second_pipeline: bool = False, backend: str | None = None,
-               timeout: timedelta | None = None) -> "ParallelState":
+    def create(
+        world_size: int,
+        rank: int,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int = 1,
+        order: str = DEFAULT_ORDER,
+        *,
+        optimizer_instances: int = 1,
+        embedding_stages: Collection[int] | None = None,
+        cp_levels: Sequence[int] | None = None,
+        second_pipeline: bool = False,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> "ParallelState":
         """Create every communicator. Collective: all ranks call it with the same arguments.
 
         optimizer_instances: parts of dp_cp, and of edp, that each hold all of the sharded optimizer state.
@@ -114,11 +129,28 @@ class ParallelState:
         timeout None: torch's default (NOTE: not that of the default group).
         Raises: ValueError when the sizes do not fit (see grid.make_layout).
         """
-        partitions = plan_groups(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, optimizer_instances=optimizer_instances,
-                                 embedding_stages=embedding_stages, cp_levels=cp_levels, second_pipeline=second_pipeline)
+        partitions = plan_groups(
+            world_size,
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            ep=ep,
+            etp=etp,
+            order=order,
+            optimizer_instances=optimizer_instances,
+            embedding_stages=embedding_stages,
+            cp_levels=cp_levels,
+            second_pipeline=second_pipeline,
+        )
         factory = _Factory(rank, backend, timeout)
-        world = Group("world", tuple(range(world_size)), rank, world_size, dist.group.WORLD if world_size > 1 else None,
-                      factory.trace)
+        world = Group(
+            "world",
+            tuple(range(world_size)),
+            rank,
+            world_size,
+            dist.group.WORLD if world_size > 1 else None,
+            factory.trace,
+        )
         return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in partitions.items()})
 
 
@@ -137,7 +169,9 @@ class _Factory:
             if len(ranks) > 1 and (lane, ranks) not in self.handles:
                 self.handles[lane, ranks] = dist.new_group(list(ranks), group_desc=f"{lane}: {name}", **self.options)
             if self.rank in ranks:
-                mine = Group(name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)), self.trace)
+                mine = Group(
+                    name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)), self.trace
+                )
         assert mine is not None, f"rank {self.rank} is in no {name} group"
         return mine
 
@@ -145,7 +179,7 @@ class _Factory:
 def communicator_timeout(seconds: float, device: torch.device) -> timedelta:
     """The timeout to give the communicators themselves, for collectives that may take so many seconds.
 
-    On the CPU the same. NCCL's own is longer: it kills the process with a message of its own, and guard/watchdog.py, which
+    On the CPU the same. NCCL's own is longer: it kills the process with a message of its own, and resilience/watchdog.py, which
     can say where in the program and what the others are doing, should be first.
     """
     return timedelta(seconds=seconds if device.type == "cpu" else seconds + 120.0)
@@ -158,5 +192,7 @@ def close_groups(ps: ParallelState) -> None:
     """
     if ps.world.size > 1:
         world = ps.world
-        communicate(world.trace, world.name, world.ranks, "barrier at the end", None, False, dist.barrier, group=world.handle)
+        communicate(
+            world.trace, world.name, world.ranks, "barrier at the end", None, False, dist.barrier, group=world.handle
+        )
         dist.destroy_process_group()

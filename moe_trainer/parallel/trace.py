@@ -2,11 +2,11 @@
 
 All groups of a rank share one `Trace`. Every collective and message opens a `Call` in it and closes it when it is done; a
 call that fails becomes a `CommunicationError`, which names the operation, the group, the place and how long it waited.
-guard/watchdog.py reads the trace from a thread of its own: it tells the other ranks where this one stands, and ends a
+resilience/watchdog.py reads the trace from a thread of its own: it tells the other ranks where this one stands, and ends a
 process whose call on the GPU never comes back.
 
 Where in the program is known from three sides, none of which costs a collective anything: the loop says iteration and phase
-(`Timers` passes its names on), hooks at the layers say which layer and direction (guard/layer_names.py), and the line of code is the
+(`Timers` passes its names on), hooks at the layers say which layer and direction (resilience/layer_trace.py), and the line of code is the
 innermost frame outside parallel/ and torch, remembered as a code object and resolved only when somebody asks.
 
 Cost: about 2 microseconds a call (a collective takes 50 and more on gloo, 20 on NCCL; measured in tests/parallel/
@@ -26,7 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 _MACHINERY = ("moe_trainer.parallel.", "torch.")  # whose frames say nothing about the place
-_GLOO = ("gloo/transport/", "gloo/rendezvous/", "Application timeout caused pair closure")  # in errors that gloo raises, as plain ones
+_GLOO = (
+    "gloo/transport/",
+    "gloo/rendezvous/",
+    "Application timeout caused pair closure",
+)  # in errors that gloo raises, as plain ones
 _MOST_RANKS = 8  # of a group that a message lists
 _PRUNE = 512  # open calls from which on finished ones are looked for
 
@@ -34,14 +38,14 @@ _PRUNE = 512  # open calls from which on finished ones are looked for
 class CommunicationError(RuntimeError):
     """Another rank ended, is stuck or does something else: a collective of this rank failed or waited in vain.
 
-    The first line says which, where and how long. `peers`, filled in by guard/watchdog.py, says what the others were doing; it then
-    prints all of it (`told`).
+    The first line says which, where and how long. `peers`, filled in by resilience/watchdog.py, says what the others were doing; it then
+    prints all of it (`was_reported`).
     """
 
     def __init__(self, message: str):
         super().__init__(message)
         self.peers = ""
-        self.told = False
+        self.was_reported = False
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n{self.peers}" if self.peers else self.args[0]
@@ -72,7 +76,7 @@ class Call:
             return
         self.trace.close(self)
 
-    def waited(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since it began, or since the host began to wait for it.
 
         A GPU may be far behind the host that queues its work: there it is at most the time since any call was last done.
@@ -85,9 +89,9 @@ class Call:
             self.trace.close(self)
             return error  # `raise error from error` shows it once
         self.trace.failed = self
-        return CommunicationError(f"{self.site()}: failed after {self.waited():.1f} s ({backend_reason(error)})")
+        return CommunicationError(f"{self.describe()}: failed after {self.elapsed_s():.1f} s ({backend_reason(error)})")
 
-    def site(self) -> str:
+    def describe(self) -> str:
         """Operation, group and place: "all_to_all number 3 of group ep (ranks 0 1) in dispatch (moe/...py:88), layer 3, ..."."""
         layer, phase, microbatch, iteration = self.place
         parts = [f"in {self.code.co_name} ({_location(self.code, self.instruction)})"] if self.code is not None else []
@@ -95,11 +99,14 @@ class Call:
         parts += [phase] if phase else []
         parts += [f"microbatch {microbatch}"] if microbatch is not None else []
         parts += [f"iteration {iteration}"] if iteration is not None else []
-        return f"{self.operation} number {self.number} of group {self.group} (ranks {shown_ranks(self.ranks)}) " + ", ".join(parts)
+        return (
+            f"{self.operation} number {self.number} of group {self.group} (ranks {format_ranks(self.ranks)}) "
+            + ", ".join(parts)
+        )
 
 
-class Meter(Protocol):
-    """Somebody who measures what a rank does, and what it waits for (guard/straggler.py)."""
+class PhaseObserver(Protocol):
+    """Somebody who measures what a rank does, and what it waits for (resilience/straggler.py)."""
 
     def enter(self, phase: str) -> None:
         """A phase of the loop begins, or the one around it goes on."""
@@ -107,7 +114,7 @@ class Meter(Protocol):
     def wait(self) -> None:
         """From here on the rank, or its stream, waits for others."""
 
-    def proceed(self) -> None:
+    def end_wait(self) -> None:
         """It has waited."""
 
 
@@ -122,7 +129,7 @@ class Trace:
         self.failed: Call | None = None
         self.progress = 0  # calls begun so far
         self.completed = 0.0  # when the GPU was last seen to have done a call, by time.monotonic()
-        self.meter: Meter | None = None  # is told of phases and waits, where somebody measures them
+        self.observer: PhaseObserver | None = None  # is told of phases and waits, where somebody measures them
         self._phase = ""
         self._here = threading.local()  # two passes may run in two threads, and backward on a GPU has one of its own
         self._counts: dict[str, int] = {}  # calls by group
@@ -135,8 +142,8 @@ class Trace:
     @phase.setter
     def phase(self, name: str) -> None:
         self._phase, self.layer = name, ""
-        if self.meter is not None:
-            self.meter.enter(name)
+        if self.observer is not None:
+            self.observer.enter(name)
 
     @property
     def layer(self) -> str:
@@ -170,7 +177,7 @@ class Trace:
         """The call is done, or goes on by itself."""
         self.open.pop(id(call), None)
 
-    def reopen(self, call: Call) -> None:
+    def mark_waiting(self, call: Call) -> None:
         """From now on the rank waits for it."""
         call.began = time.monotonic()
         self.open[id(call)] = call
@@ -199,14 +206,14 @@ def backend_reason(error: BaseException) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is")[0]
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as text, the middle of a long list left out."""
     shown = " ".join(str(rank) for rank in ranks[:_MOST_RANKS])
     return shown + (f" ... {ranks[-1]}" if len(ranks) > _MOST_RANKS else "")
 
 
 def program_frames(frame: FrameType | None) -> list[str]:
-    """The frames of this program in a stack, innermost first: "train_step (train.py:230)"."""
+    """The frames of this program in a stack, innermost first: "train_step (training/pretrain.py:230)"."""
     found = []
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("moe_trainer."):
@@ -223,11 +230,13 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 def _location(code: CodeType, instruction: int) -> str:
     """File and line of an instruction, the file below the package."""
-    line = next((line for start, stop, line in code.co_lines() if start <= instruction < stop and line), code.co_firstlineno)
+    line = next(
+        (line for start, stop, line in code.co_lines() if start <= instruction < stop and line), code.co_firstlineno
+    )
     return f"{code.co_filename.rpartition('moe_trainer/')[2]}:{line}"
 
 
-class Pending:
+class TracedWork:
     """The work object of an open call."""
 
     def __init__(self, call: Call, work: Any, x: Tensor | None):
@@ -239,23 +248,33 @@ class Pending:
         call, self._call = self._call, None
         if call is None:
             return True
-        call.trace.reopen(call)
-        meter = call.trace.meter
-        if meter is not None:
-            meter.wait()
+        call.trace.mark_waiting(call)
+        observer = call.trace.observer
+        if observer is not None:
+            observer.wait()
         try:
             self._work.wait()
         except RuntimeError as error:
             raise call.failure(error) from error
-        if meter is not None:
-            meter.proceed()
+        if observer is not None:
+            observer.end_wait()
         call.end(self._x)
         self._work = self._x = None
         return True
 
 
-def communicate(trace: Trace, group: str, ranks: tuple[int, ...], operation: str, x: Tensor | None, async_op: bool,
-                launch: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pending | None:
+def communicate(
+    trace: Trace,
+    group: str,
+    ranks: tuple[int, ...],
+    operation: str,
+    x: Tensor | None,
+    async_op: bool,
+    launch: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> TracedWork | None:
     """Run `launch(*args, **kwargs)`, a function of torch.distributed, as a call of the trace.
 
     x: a tensor of the call, which tells the device. async_op: what launch returns is a work object, to be waited for.
@@ -263,16 +282,16 @@ def communicate(trace: Trace, group: str, ranks: tuple[int, ...], operation: str
     Raises: CommunicationError when other ranks are the cause, and whatever else launch raises.
     """
     call = trace.begin(operation, group, ranks)
-    meter = None if async_op else trace.meter
-    if meter is not None:
-        meter.wait()
+    observer = None if async_op else trace.observer
+    if observer is not None:
+        observer.wait()
     try:
         work = launch(*args, **kwargs)
     except RuntimeError as error:
         raise call.failure(error) from error
     if async_op:
-        return Pending(call, work, x)
-    if meter is not None:
-        meter.proceed()
+        return TracedWork(call, work, x)
+    if observer is not None:
+        observer.end_wait()
     call.end(x)
     return None

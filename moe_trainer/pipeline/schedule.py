@@ -1,22 +1,13 @@
-"""Running the microbatches of an iteration through this rank's chunks of the model.
+"""Executes a pipeline schedule: runs the microbatches of an iteration through this rank's chunks of the model.
 
-A `Schedule` is built once (`choose`) and runs every iteration and every evaluation: `run` works off the rank's program (plan.py:
-actions and messages in order) and knows tensors and a callable, nothing of models. The caller supplies
+A `Schedule` is built once (`make_schedule`). `run` executes the rank's program (p2p_program.py) with a callable of the caller:
 
     forward_step(chunk, microbatch, x) -> (output, result)
 
-with the local number of the chunk, and x what the chunk before it put out, or None on the first one of the model. On the last one
-of the model output is the scalar loss, and result whatever the caller wants back; elsewhere result is ignored. Microbatches may be
-asked for in any order across chunks; within a chunk they come in ascending order. Shapes are known in advance (`Spec` per chunk
-of what it receives), so no message is spent on them.
+chunk is a local index, x the output of the previous chunk or None on the first chunk of the model. On the last chunk output is the scalar
+loss, and result is returned to the caller; elsewhere result is ignored. Shapes are known in advance (`Spec`), so no messages carry them.
 
-What a rank holds between forward and backward of a microbatch is the graph, not the output: once that is on its way only its
-place in the graph is kept (Megatron-LM's deallocation of pipeline outputs, by way of torch's gradient edges). Received tensors are
-leaves; their `.grad` goes back. Sends are not waited for until two more have followed, so a neighbour that is late by less holds nobody up.
-
-With virtual stages messages are started one action ahead of their use, one by one and over two communicators (plan.py: channel); without,
-or with --no-overlap-p2p-communication, right before it and as one batch. All backwards but a chunk's last run inside `accumulate`, so
-gradients are reduced once and behind the last one.
+docs/design/pipeline.md describes memory and messages.
 """
 
 from __future__ import annotations
@@ -31,21 +22,21 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moe_trainer.parallel import collectives, p2p
-from moe_trainer.parallel.baton import Baton
+from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
-from moe_trainer.pipeline.overlap import Pairs
-from moe_trainer.pipeline.plan import Launch, Message, channel, program
-from moe_trainer.shape.orders import orders as orders_of
-from moe_trainer.shape.timetable import (
+from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.overlap import FwdBwdPairRunner
+from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
+from moe_trainer.pipeline.simulate import (
     BACKWARD,
     FORWARD,
     Action,
-    Costs,
     Order,
     Pair,
-    actions_of,
+    UniformCosts,
     source,
+    step_actions,
     target,
 )
 
@@ -54,17 +45,18 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of what a chunk receives."""
 ForwardStep = Callable[[int, int, Tensor | None], tuple[Tensor, Result]]
 Timer = Callable[[str], contextlib.AbstractContextManager]
-MOST_SENDS = 2  # that are under way at a time
+MAX_INFLIGHT_SENDS = 2
 
 
 @dataclass(frozen=True)
-class Work(Generic[Result]):
-    """What one call of `run` is about.
+class ScheduleInputs(Generic[Result]):
+    """Inputs of one run of a schedule.
 
-    specs: by local chunk, what it receives (ignored on the first chunk of the model).
-    grad_scale: factor of each loss in the gradient (loss_scale / num_microbatches, or loss_scale per token).
-    accumulate: context under which backward must not reduce.
-    forward_only: no backward; forward_step should not build graphs.
+    Args:
+        specs: by local chunk, shape and dtype of its input (ignored on the first chunk of the model).
+        grad_scale: factor of each loss in the gradient (loss_scale / num_microbatches, or loss_scale per token).
+        accumulate: context of backwards that must not reduce gradients.
+        forward_only: run no backward; forward_step should not build graphs.
     """
 
     forward_step: ForwardStep
@@ -77,39 +69,57 @@ class Work(Generic[Result]):
 
 
 class Schedule:
-    """The way one rank works; see the module's head.
+    """Schedule of one rank.
 
-    orders: (number of microbatches) -> by rank, what it does.
-    second: the ranks of pp by another communicator, for half of the messages that overlap.
-    queues: by local chunk, where its layers leave weight gradients in backward; W actions compute them (apart), or the end of the
-    backward that left them. costs: to plan with. pairs: runs the pairs of the orders.
+    Args:
+        orders: returns the orders of all ranks for a number of microbatches.
+        second: the ranks of pp on another communicator, for half of the overlapped messages.
+        queues: by local chunk, the queue of deferred weight gradients.
+        has_wgrad_actions: W actions compute the deferred weight gradients; otherwise the end of the backward does.
+        costs: for the simulation that orders messages.
+        pairs: runs the pairs of the orders.
     """
 
-    def __init__(self, orders: Callable[[int], list[Order]], pp: Group, num_chunks: int, device: torch.device, *,
-                 second: Group | None = None, overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None,
-                 apart: bool = False, costs: Costs | None = None, pairs: Pairs | None = None):
+    def __init__(
+        self,
+        orders: Callable[[int], list[Order]],
+        pp: Group,
+        num_chunks: int,
+        device: torch.device,
+        *,
+        second: Group | None = None,
+        overlap: bool = False,
+        queues: Sequence[WeightGradQueue | None] | None = None,
+        has_wgrad_actions: bool = False,
+        costs: UniformCosts | None = None,
+        pairs: FwdBwdPairRunner | None = None,
+    ):
         self.orders = orders
         self.pp = pp
         self.channels = (pp, second or pp)
         self.num_chunks = num_chunks
         self.device = device
         self.overlap = overlap
-        self.queues, self.apart, self.costs = queues, apart, costs
+        self.queues, self.has_wgrad_actions, self.costs = queues, has_wgrad_actions, costs
         self.pairs = pairs
-        self._programs: dict[tuple[int, bool], list[Action | Pair | Launch]] = {}
-        self._met = False
+        self._programs: dict[tuple[int, bool], list[Action | Pair | P2PBatch]] = {}
+        self._is_connected = False
 
-    def run(self, work: Work[Result]) -> list[Result]:
-        """Work off all microbatches. Returns: the results of the last chunk of the model in microbatch order; [] on other ranks.
+    def run(self, work: ScheduleInputs[Result]) -> list[Result]:
+        """Run all microbatches.
 
-        Raises: ValueError when the schedule cannot run this number of microbatches.
+        Returns:
+            The results of the last chunk of the model by microbatch; [] on other ranks.
+
+        Raises:
+            ValueError: the schedule cannot run this number of microbatches.
         """
-        if not self._met:
+        if not self._is_connected:
             collectives.barrier(self.pp)  # NCCL: the first communication of a group must involve all its members
-            self._met = True
+            self._is_connected = True
         execution = _Execution(self, work)
         for step in self.program(work.num_microbatches, work.forward_only):
-            if isinstance(step, Launch):
+            if isinstance(step, P2PBatch):
                 execution.launch(step)
             elif isinstance(step, Pair):
                 execution.pair(step)
@@ -121,15 +131,18 @@ class Schedule:
                 execution.weight_grads(step)
         return execution.finish()
 
-    def program(self, num_microbatches: int, forward_only: bool) -> list[Action | Pair | Launch]:
-        """This rank's actions and messages, in order."""
+    def program(self, num_microbatches: int, forward_only: bool) -> list[Action | Pair | P2PBatch]:
+        """Return this rank's actions and messages in order."""
         assert num_microbatches >= 1, f"num_microbatches {num_microbatches}"
         key = (num_microbatches, forward_only)
         if key not in self._programs:
             orders = self.orders(num_microbatches)
             if forward_only:
-                orders = [tuple(action for step in order for action in actions_of(step) if action.kind == FORWARD) for order in orders]
-            # a batch-size schedule walks through many numbers; only the last two (training, evaluation) are kept
+                orders = [
+                    tuple(action for step in order for action in step_actions(step) if action.kind == FORWARD)
+                    for order in orders
+                ]
+            # a batch-size schedule uses many numbers; only the last two programs (training, evaluation) are cached
             self._programs = dict([*self._programs.items()][-1:])
             self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), self.costs)
         return self._programs[key]
@@ -143,42 +156,50 @@ class _Arrival:
 
 @dataclass
 class _Execution(Generic[Result]):
-    """One run: what has arrived, what waits for its backward, what is under way."""
+    """State of one run: received inputs, graphs that wait for their backward, messages in flight."""
 
     schedule: Schedule
-    work: Work[Result]
+    work: ScheduleInputs[Result]
     arrivals: dict[Action, _Arrival] = field(default_factory=dict)
     leaves: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     edges: dict[tuple[int, int], tuple[GradientEdge, Spec]] = field(default_factory=dict)
     outgoing: dict[Action, Tensor] = field(default_factory=dict)
-    under_way: list[tuple[Any, Tensor]] = field(default_factory=list)
+    in_flight: list[tuple[Any, Tensor]] = field(default_factory=list)
     pending: dict[tuple[int, int], PendingGrads] = field(default_factory=dict)
     results: dict[int, Result] = field(default_factory=dict)
 
-    def launch(self, step: Launch) -> None:
+    def launch(self, step: P2PBatch) -> None:
         """Start messages."""
         pp, ops = self.schedule.pp, [self._op(message) for message in step.messages]
         if self.schedule.overlap:
             groups = [self.schedule.channels[channel(pp.rank, message, pp.size)] for message in step.messages]
-            works = [p2p.isend(op.x, group, op.to) if isinstance(op, p2p.Send) else p2p.irecv(op.out, group, op.source)
-                     for op, group in zip(ops, groups, strict=True)]
+            works = [
+                p2p.isend(op.x, group, op.to) if isinstance(op, p2p.Send) else p2p.irecv(op.out, group, op.source)
+                for op, group in zip(ops, groups, strict=True)
+            ]
         else:
             works = [p2p.exchange(ops, pp)] * len(ops)
-        for (action, is_send), op, work in zip(step.messages, ops, works):
-            if is_send:
-                self.under_way.append((work, op.x))
+        for (action, _), op, work in zip(step.messages, ops, works):
+            if isinstance(op, p2p.Send):
+                self.in_flight.append((work, op.x))
             else:
                 self.arrivals[action] = _Arrival(op.out, work)
-        while len(self.under_way) > MOST_SENDS:
-            self.under_way.pop(0)[0].wait()
+        while len(self.in_flight) > MAX_INFLIGHT_SENDS:
+            self.in_flight.pop(0)[0].wait()
 
     def _op(self, message: Message) -> p2p.Send | p2p.Receive:
         action, pp, chunks = message.action, self.schedule.pp, self.schedule.num_chunks
         if message.is_send:
-            return p2p.Send(self.outgoing.pop(action), target(pp.rank, action, pp.size, chunks)[0])
-        shape, dtype = self.work.specs[action.chunk] if action.kind == FORWARD else self.edges[action.chunk, action.microbatch][1]
+            consumer = target(pp.rank, action, pp.size, chunks)
+            assert consumer is not None
+            return p2p.Send(self.outgoing.pop(action), consumer[0])
+        shape, dtype = (
+            self.work.specs[action.chunk] if action.kind == FORWARD else self.edges[action.chunk, action.microbatch][1]
+        )
         buffer = torch.empty(shape, dtype=dtype, device=self.schedule.device)
-        return p2p.Receive(buffer, source(pp.rank, action, pp.size, chunks)[0])
+        producer = source(pp.rank, action, pp.size, chunks)
+        assert producer is not None
+        return p2p.Receive(buffer, producer[0])
 
     def _arrived(self, action: Action) -> Tensor | None:
         arrival = self.arrivals.pop(action, None)
@@ -195,15 +216,16 @@ class _Execution(Generic[Result]):
             self._forward(action, x)
 
     def backward(self, action: Action) -> None:
-        """Run a chunk backward; with queues and apart, all but the weight gradients."""
+        """Run a chunk backward, without the weight gradients if W actions compute them."""
         grad = self._arrived(action)
         with self.work.timer("backward-compute"):
             self._backward(action, grad)
 
     def pair(self, step: Pair) -> None:
-        """Run one chunk forward and one backward, taking turns."""
+        """Run one chunk forward and one backward, alternating."""
         x, grad = self._arrived(step.forward), self._arrived(step.backward)
         with self.work.timer("forward-backward-compute"):
+            assert self.schedule.pairs is not None
             self.schedule.pairs.run(lambda: self._forward(step.forward, x), lambda: self._backward(step.backward, grad))
 
     def _forward(self, action: Action, x: Tensor | None) -> None:
@@ -216,7 +238,7 @@ class _Execution(Generic[Result]):
         else:
             self.results[action.microbatch] = result
         if not work.forward_only:
-            if not output.requires_grad:  # all of this chunk is frozen
+            if not output.requires_grad:  # the complete chunk is frozen
                 output = output.detach().requires_grad_()
             self.edges[key] = get_gradient_edge(output), (tuple(output.shape), output.dtype)
 
@@ -225,26 +247,31 @@ class _Execution(Generic[Result]):
         edge, (shape, dtype) = self.edges.pop(key)
         if grad is None:
             scale = work.grad_scale
-            grad = (scale.to(dtype) if isinstance(scale, Tensor) else torch.full((), scale, dtype=dtype, device=self.schedule.device)).expand(shape)
+            grad = (
+                scale.to(dtype)
+                if isinstance(scale, Tensor)
+                else torch.full((), scale, dtype=dtype, device=self.schedule.device)
+            ).expand(shape)
         queue = None if self.schedule.queues is None else self.schedule.queues[action.chunk]
         with self._reduction(action):
             with _active(queue):
                 torch.autograd.backward((edge,), (grad,))
-            if queue is not None and self.schedule.apart:
+            if queue is not None and self.schedule.has_wgrad_actions:
                 self.pending[key] = queue.take()
             elif queue is not None:
                 queue.run()
         leaf = self.leaves.pop(key, None)
         if leaf is not None:
+            assert leaf.grad is not None
             self.outgoing[action] = leaf.grad.contiguous()
 
     def weight_grads(self, action: Action) -> None:
-        """Compute the weight gradients that a backward left."""
+        """Compute the weight gradients that a backward deferred."""
         with self._reduction(action), self.work.timer("backward-compute"):
             self.pending.pop((action.chunk, action.microbatch)).run()
 
     def _reduction(self, action: Action) -> contextlib.AbstractContextManager:
-        """Gradients of a chunk are reduced with its last microbatch."""
+        """Return the context of a backward: gradients of a chunk are reduced with its last microbatch."""
         last = action.microbatch == self.work.num_microbatches - 1
         return contextlib.nullcontext() if last else self.work.accumulate()
 
@@ -253,16 +280,18 @@ class _Execution(Generic[Result]):
         return target(pp.rank, action, pp.size, self.schedule.num_chunks) is not None
 
     def finish(self) -> list[Result]:
-        """Wait for the last sends; returns the results."""
-        for work, _ in self.under_way:
+        """Wait for the last sends and return the results."""
+        for work, _ in self.in_flight:
             work.wait()
-        assert not (self.arrivals or self.outgoing or self.edges or self.leaves or self.pending), "the program ended too early"
+        assert not (self.arrivals or self.outgoing or self.edges or self.leaves or self.pending), (
+            "the program ended too early"
+        )
         return [self.results[index] for index in sorted(self.results)]
 
 
 @contextlib.contextmanager
 def _active(queue: WeightGradQueue | None):
-    """Inside, layers leave their weight gradients in the queue."""
+    """Defer the weight gradients of layers to the queue inside the context."""
     if queue is not None:
         queue.active = True
     try:
@@ -272,23 +301,57 @@ def _active(queue: WeightGradQueue | None):
             queue.active = False
 
 
-def choose(kind: str | None, pp: Group, num_chunks: int, device: torch.device, *, second: Group | None = None, group_size: int | None = None,
-           overlap: bool = False, queues: Sequence[WeightGradQueue | None] | None = None, head_lag: int | None = None,
-           baton: Baton | None = None) -> Schedule:
-    """Build a schedule: "1f1b", "interleaved" or "zero-bubble"; None: by the number of chunks per rank.
+def make_schedule(
+    kind: str | None,
+    pp: Group,
+    num_chunks: int,
+    device: torch.device,
+    *,
+    second: Group | None = None,
+    group_size: int | None = None,
+    overlap: bool = False,
+    queues: Sequence[WeightGradQueue | None] | None = None,
+    head_lag: int | None = None,
+    overlap_executor: AlternatingExecutor | None = None,
+) -> Schedule:
+    """Build a schedule.
 
-    group_size: microbatches that a virtual stage runs in a row; None: the pipeline size. queues: needed by "zero-bubble".
-    head_lag: the last chunk's queue holds the output layer's gradients only, of so many microbatches at most (0: of all).
-    baton: that the model's layers pass; forwards and backwards run in pairs.
+    Args:
+        kind: "1f1b", "interleaved" or "zero-bubble"; None to choose by the number of chunks per rank.
+        group_size: consecutive microbatches per virtual stage; None for the pipeline size.
+        queues: required by "zero-bubble" and head_lag.
+        head_lag: the last chunk's queue holds only the output layer's gradients, of at most this many microbatches (0: of all).
+        overlap_executor: shared with the model's layers; forwards and backwards run in pairs.
     """
     kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
-    assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), f"{kind} with {num_chunks} chunks on a rank"
+    assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), (
+        f"{kind} with {num_chunks} chunks on a rank"
+    )
 
     def orders(num_microbatches: int) -> list[Order]:
-        return orders_of(kind, pp.size, num_chunks, num_microbatches, group_size=group_size, pairs=baton is not None, head_lag=head_lag)
+        return make_orders(
+            kind,
+            pp.size,
+            num_chunks,
+            num_microbatches,
+            group_size=group_size,
+            pairs=overlap_executor is not None,
+            head_lag=head_lag,
+        )
 
-    apart = kind == "zero-bubble" or head_lag is not None
-    assert not apart or queues is not None, f"{kind}, head_lag {head_lag}: without queues"
-    costs = Costs(backward=1.0) if kind == "zero-bubble" else Costs(weight=0.1)
-    pairs = None if baton is None else Pairs(baton, device)
-    return Schedule(orders, pp, num_chunks, device, second=second, overlap=overlap, queues=queues, apart=apart, costs=costs, pairs=pairs)
+    has_wgrad_actions = kind == "zero-bubble" or head_lag is not None
+    assert not has_wgrad_actions or queues is not None, f"{kind}, head_lag {head_lag}: needs queues"
+    costs = UniformCosts(backward=1.0) if kind == "zero-bubble" else UniformCosts(weight=0.1)
+    pairs = None if overlap_executor is None else FwdBwdPairRunner(overlap_executor, device)
+    return Schedule(
+        orders,
+        pp,
+        num_chunks,
+        device,
+        second=second,
+        overlap=overlap,
+        queues=queues,
+        has_wgrad_actions=has_wgrad_actions,
+        costs=costs,
+        pairs=pairs,
+    )

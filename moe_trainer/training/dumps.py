@@ -1,7 +1,7 @@
-"""What is recorded of an iteration and dumped: --dump-step, the --save-...-interval dumps, the trace of routing.
+"""Tensors recorded in one iteration: --dump-step, the --save-...-interval dumps, the routing trace.
 
-`StepDumps` stands beside one iteration: it hangs itself on routers, experts and modules before the first microbatch, and writes when the
-gradients are reduced (`write`) and when the weights are updated (`write_params`). Where nothing is due it does nothing.
+`StepDumps` attaches to routers, experts and modules before the first microbatch, and writes when the gradients are
+reduced (`write`) and when the weights are updated (`write_params`). If nothing is due, it does nothing.
 """
 
 from __future__ import annotations
@@ -12,163 +12,206 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moe_trainer.debug.module_tracer import ModuleTracer
+from moe_trainer.debug.routing_trace import TracedRouter, layer_of
+from moe_trainer.debug.tensor_dump import TRACE, dump_gradients, dump_routing
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights, gather_named, gradient_of
+from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.parallel.params import info_of
-from moe_trainer.report.dump import TRACE, dump_gradients, dump_routing
-from moe_trainer.report.routing_trace import TracedRouter, layer_of
-from moe_trainer.report.tensor_recorder import TensorRecorder
-from moe_trainer.run import Run
-from moe_trainer.training.agreement import sent_by_all, written_by_all
+from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
+from moe_trainer.parallel.params import get_param_info
+from moe_trainer.training.context import TrainContext
 from moe_trainer.training.export import write_weights
 
 _RECORDED = frozenset({"activations", "dgrads", "tokens_per_expert", TRACE})
 
 
-class OnHost(list):
-    """A router's records, brought to the host as they come: a traced iteration must not fill the device."""
+class CpuRecordList(list):
+    """List of router records, copied to the CPU on append so that a traced iteration does not fill the device."""
 
     def append(self, record: dict[str, Tensor]) -> None:
         super().append({name: tensor.detach().to("cpu", copy=True) for name, tensor in record.items()})
 
 
 class StepDumps:
-    """Records one iteration of a run, which begins when this is made. records: is there anything that a graph could not give?"""
+    """Recorder of one iteration, which starts when this is constructed. `records`: intermediate results are read."""
 
-    def __init__(self, run: Run, iteration: int):
-        output = run.args.output
-        self._run, self._iteration, self._due = run, iteration, run.dumps.due(iteration)
+    def __init__(self, ctx: TrainContext, iteration: int):
+        output = ctx.args.output
+        self._ctx, self._iteration, self._due = ctx, iteration, ctx.dumps.due(iteration)
         self._step = output.dump_step is not None and int(output.dump_step[0]) == iteration
         self.records = self._step or bool(self._due & _RECORDED)
-        self._routers: list[tuple[TopKRouter, OnHost]] = []
+        self._routers: list[tuple[TopKRouter, CpuRecordList]] = []
         self._hooks: list[Any] = []
         self._counts: dict[str, list[list[int]]] = {}
-        self._tensors: TensorRecorder | None = None
+        self._tensors: ModuleTracer | None = None
         if self._step or TRACE in self._due:
-            self._watch_routers()
+            self._trace_routers()
         if "tokens_per_expert" in self._due:
-            self._watch_experts()
+            self._count_expert_tokens()
         if self._due & {"activations", "dgrads"}:
-            self._tensors = TensorRecorder(named_modules(run.chunks), activations="activations" in self._due, input_grads="dgrads" in self._due)
+            self._tensors = ModuleTracer(
+                named_modules(ctx.chunks), activations="activations" in self._due, input_grads="dgrads" in self._due
+            )
 
-    def _watch_routers(self) -> None:
-        hidden = TRACE in self._due and self._run.dumps.trace.hidden
-        self._routers = [(layer.router, OnHost()) for chunk in self._run.chunks for layer in chunk.moe_layers()]
+    def _trace_routers(self) -> None:
+        hidden = TRACE in self._due and self._ctx.dumps.trace.hidden
+        self._routers = [(layer.router, CpuRecordList()) for chunk in self._ctx.chunks for layer in chunk.moe_layers()]
         for router, records in self._routers:
             router.recorder = records
             if hidden:
                 self._hooks.append(router.register_forward_hook(partial(_keep_hidden, records)))
 
-    def _watch_experts(self) -> None:
-        for name, module in named_modules(self._run.chunks):
+    def _count_expert_tokens(self) -> None:
+        for name, module in named_modules(self._ctx.chunks):
             if isinstance(module, Experts):
                 self._counts[name] = []
                 self._hooks.append(module.register_forward_pre_hook(partial(_count, self._counts[name])))
 
-    def again(self) -> None:
-        """The iteration is evaluated once more: forget what was recorded of it."""
+    def on_retry(self) -> None:
+        """Discard the records; the iteration is evaluated again."""
         for records in (*(records for _, records in self._routers), *self._counts.values()):
             records.clear()
 
     def write(self, tokens: float) -> None:
-        """Stop recording and write what is known when the gradients are reduced. tokens: of the global batch, which gradients of a sum of
-        losses are divided by. Collective over the world."""
+        """Stop recording and write everything known when the gradients are reduced. Collective over the world.
+
+        `tokens` of the global batch divide the gradients of a summed loss.
+        """
         for router, _ in self._routers:
             router.recorder = None
         for hook in self._hooks:
             hook.remove()
         if self._step:
-            write_step(self._run, self._iteration, {router.name: records for router, records in self._routers})
+            write_step(self._ctx, self._iteration, {router.name: records for router, records in self._routers})
         if "wgrads" in self._due:
-            run, scale = self._run, 1.0 / self._run.optimizer.loss_scale
-            run.grads.gather()
-            gradients = gather_named(run.chunks, run.ps, gradient_of)
-            self._write_whole("wgrads", ((name, tensor.float() * scale) for name, tensor in gradients))
+            ctx, scale = self._ctx, 1.0 / self._ctx.optimizer.loss_scale
+            ctx.grads.gather()
+            gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
+            self._write_full_tensors("wgrads", ((name, tensor.float() * scale) for name, tensor in gradients))
         if TRACE in self._due:
             self._trace()
         if self._counts:
-            with self._run.dumps.going_on("--save-tokens-per-expert-interval"):
-                self._run.dumps.write_counts(self._iteration, self._counts)
+            with self._ctx.dumps.warn_once_on_error("--save-tokens-per-expert-interval"):
+                self._ctx.dumps.write_counts(self._iteration, self._counts)
         if self._tensors is not None:
             self._tensors.stop()
             self._write_tensors(tokens)
 
     def write_params(self) -> None:
-        """Write the weights, when they are updated. Collective over the world."""
+        """Write the updated weights. Collective over the world."""
         if "params" in self._due:
-            self._run.optimizer.wait_params()
-            self._write_whole("params", export_named_weights(self._run.chunks, self._run.ps))
+            self._ctx.optimizer.wait_params()
+            self._write_full_tensors("params", export_named_weights(self._ctx.chunks, self._ctx.ps))
 
-    def _write_whole(self, what: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        dumps = self._run.dumps
-        with sent_by_all(tensors):
-            if self._run.ps.world.rank == 0:
-                with dumps.going_on(f"--save-{what}-interval"):
-                    write_weights(tensors, str(dumps.whole_file(what, self._iteration)))
+    def _write_full_tensors(self, what: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        dumps = self._ctx.dumps
+        with drain_on_exit(tensors):
+            if self._ctx.ps.world.rank == 0:
+                with dumps.warn_once_on_error(f"--save-{what}-interval"):
+                    write_weights(tensors, str(dumps.shared_file(what, self._iteration)))
 
     def _write_tensors(self, tokens: float) -> None:
-        run, dumps, ps = self._run, self._run.dumps, self._run.ps
+        ctx, dumps, ps = self._ctx, self._ctx.dumps, self._ctx.ps
         if ps.edp.rank != 0:
             return
-        told = {"iteration": self._iteration, **{name: f"{group.rank} of {group.size}" for name, group in (
-            ("tp", ps.tp), ("cp", ps.cp), ("pp", ps.pp), ("dp", ps.dp), ("ep", ps.ep), ("etp", ps.etp))}}
-        scale = 1.0 / run.optimizer.loss_scale / (max(tokens, 1.0) if run.per_token else 1.0)
-        for what, tensors, factor in (("activations", self._tensors.activations, None), ("dgrads", self._tensors.input_grads, scale)):
+        metadata = {
+            "iteration": self._iteration,
+            **{
+                name: f"{group.rank} of {group.size}"
+                for name, group in (
+                    ("tp", ps.tp),
+                    ("cp", ps.cp),
+                    ("pp", ps.pp),
+                    ("dp", ps.dp),
+                    ("ep", ps.ep),
+                    ("etp", ps.etp),
+                )
+            },
+        }
+        scale = 1.0 / ctx.optimizer.loss_scale / (max(tokens, 1.0) if ctx.per_token else 1.0)
+        for what, tensors, factor in (
+            ("activations", self._tensors.activations, None),
+            ("dgrads", self._tensors.input_grads, scale),
+        ):
             if what in self._due:
-                with dumps.going_on(f"--save-{what}-interval"):
-                    dumps.write_own(what, self._iteration, {name: tensor if factor is None else tensor * factor for name, tensor in tensors.items()},
-                                    told)
+                with dumps.warn_once_on_error(f"--save-{what}-interval"):
+                    dumps.write_rank_tensors(
+                        what,
+                        self._iteration,
+                        {name: tensor if factor is None else tensor * factor for name, tensor in tensors.items()},
+                        metadata,
+                    )
 
     def _trace(self) -> None:
-        score = self._run.args.moe.moe_router_score_function
-        with self._run.dumps.going_on("--moe-routing-trace-path"):
-            self._run.dumps.trace.write(self._iteration, [
-                TracedRouter(router.name, records, {
-                    "weight": router.weight, "expert_bias": router.expert_bias, "score_function": score, "topk": router.topk})
-                for router, records in self._routers])
+        score = self._ctx.args.moe.moe_router_score_function
+        with self._ctx.dumps.warn_once_on_error("--moe-routing-trace-path"):
+            self._ctx.dumps.trace.write(
+                self._iteration,
+                [
+                    TracedRouter(
+                        router.name,
+                        records,
+                        {
+                            "weight": router.weight,
+                            "expert_bias": router.expert_bias,
+                            "score_function": score,
+                            "topk": router.topk,
+                        },
+                    )
+                    for router, records in self._routers
+                ],
+            )
 
 
 def named_modules(chunks: Iterable[Transformer]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that has parameters of its own, under its Megatron-Core name; the experts of a layer as one."""
+    """Yield every module with its own parameters by its Megatron-Core name; the experts of a layer as one module."""
     for chunk in chunks:
         for module in chunk.modules():
             own = next(module.parameters(recurse=False), None)
             if isinstance(module, Experts):
-                yield info_of(module.linear_fc1.weight).names[0].partition(".local_experts.")[0], module
-            elif own is not None and not info_of(own).stacked:
-                yield info_of(own).names[0].rpartition(".")[0], module
+                yield get_param_info(module.linear_fc1.weight).names[0].partition(".local_experts.")[0], module
+            elif own is not None and not get_param_info(own).stacked:
+                yield get_param_info(own).names[0].rpartition(".")[0], module
 
 
-def _keep_hidden(records: OnHost, router: TopKRouter, inputs: tuple, output: Any) -> None:
-    if not router.activations.replaying:
+def _keep_hidden(records: CpuRecordList, router: TopKRouter, inputs: tuple, output: Any) -> None:
+    if not router.activations.is_recomputing:
         x_SBH = inputs[0]
         records[-1]["hidden"] = x_SBH.detach().reshape(-1, x_SBH.shape[-1]).to("cpu", copy=True)
 
 
 def _count(counts: list[list[int]], experts: Experts, inputs: tuple) -> None:
-    if not experts.activations.replaying:
-        counts.append([int(rows) for rows in inputs[2][:experts.linear_fc1.weight.shape[0]]])
+    if not experts.activations.is_recomputing:
+        counts.append([int(rows) for rows in inputs[2][: experts.linear_fc1.weight.shape[0]]])
 
 
-def write_step(run: Run, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
-    """Write an iteration's gradients and routing (--dump-step). records: by the router's name. Collective over the world.
+def write_step(ctx: TrainContext, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
+    """Write gradients and routing of an iteration (--dump-step). Collective over the world.
 
-    Raises: InputError on every rank when a file cannot be written.
+    `records` are keyed by the router's name.
+
+    Raises:
+        UserError: on every rank, if a file cannot be written.
     """
-    directory = run.args.output.dump_step[1]
-    with written_by_all(run, "--dump-step"):
+    directory = ctx.args.output.dump_step[1]
+    with raise_on_all_ranks(ctx.ps.world, "--dump-step"):
         if records:
-            dump_routing(directory, iteration, run.runtime.place.rank, {_label(name): record for name, record in records.items()})
-    run.grads.gather()
-    gradients = gather_named(run.chunks, run.ps, gradient_of)
-    with written_by_all(run, "--dump-step"), sent_by_all(gradients):
-        if run.runtime.place.rank == 0:
-            dump_gradients(directory, iteration, gradients, 1.0 / run.optimizer.loss_scale)
+            dump_routing(
+                directory,
+                iteration,
+                ctx.runtime.launch_env.rank,
+                {_label(name): record for name, record in records.items()},
+            )
+    ctx.grads.gather()
+    gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
+    with raise_on_all_ranks(ctx.ps.world, "--dump-step"), drain_on_exit(gradients):
+        if ctx.runtime.launch_env.rank == 0:
+            dump_gradients(directory, iteration, gradients, 1.0 / ctx.optimizer.loss_scale)
 
 
 def _label(name: str) -> str:
-    """"layer4" of "decoder.layers.3.mlp.router", "mtp1" of "mtp.layers.0...."."""
+    """Return "layer4" for "decoder.layers.3.mlp.router", "mtp1" for "mtp.layers.0...."."""
     block, number = layer_of(name)
     return f"{'layer' if block == 'decoder' else block}{number + 1}"

@@ -1,79 +1,69 @@
-"""--export-weights: the whole model as one safetensors file, written tensor by tensor.
+"""--export-weights: stream the full model into one safetensors file.
 
-Rank 0 receives one tensor at a time (model/weights.py), so it must not keep them: a large model does not fit into one host's
-memory. A safetensors file begins with a table of all its tensors, which is only known at the end; therefore the elements go to a
-file beside the target first. The target appears complete or not at all.
+Rank 0 receives one tensor at a time and must not keep them, since a large model does not fit into the memory of a
+host. The header of a safetensors file lists all tensors, so it is known only at the end; the data is first written to
+a second file.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from moe_trainer.checkpoint.hf.files import safetensors_header, tensor_bytes
+from moe_trainer.io import atomic_write
 from moe_trainer.model.weights import export_named_weights
-from moe_trainer.run import Run
-from moe_trainer.training.agreement import sent_by_all, written_by_all
+from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
+from moe_trainer.training.context import TrainContext
 
 logger = logging.getLogger(__name__)
 
-_NAMES = MappingProxyType({torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"})
-_ALIGNMENT = 8  # bytes, of the elements' beginning
-_CHUNK = 2**24  # bytes to copy at a time
+_COPY_BYTES = 2**24
 
 
-def export_weights(run: Run, path: str) -> None:
+def export_weights(ctx: TrainContext, path: str) -> None:
     """Write all weights and checkpointed buffers to `path`. Collective over the world.
 
-    Raises: InputError on every rank when the file cannot be written.
+    Raises:
+        UserError: on every rank, if the file cannot be written.
     """
-    run.wait_params()
-    weights = export_named_weights(run.chunks, run.ps)
-    with written_by_all(run, f"--export-weights {path}"):
-        with sent_by_all(weights):
-            if run.ps.world.rank == 0:
+    ctx.wait_params()
+    weights = export_named_weights(ctx.chunks, ctx.ps)
+    with raise_on_all_ranks(ctx.ps.world, f"--export-weights {path}"):
+        with drain_on_exit(weights):
+            if ctx.ps.world.rank == 0:
                 logger.info("%d tensors written to %s", write_weights(weights, path), path)
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], path: str) -> int:
-    """Write a safetensors file, holding one tensor at a time; it needs twice its size on the disk meanwhile.
+    """Write a safetensors file while holding one tensor at a time; needs twice its size on disk meanwhile.
 
-    Returns: the number of tensors. Raises: OSError.
+    Returns:
+        The number of tensors.
     """
-    elements, complete = f"{path}.elements.tmp", f"{path}.tmp"
+    elements = f"{path}.elements.tmp"
     try:
-        table = _write_elements(weights, elements)
-        _write_file(table, elements, complete)
-        os.replace(complete, path)
+        entries = _write_elements(weights, elements)
+        with open(elements, "rb") as source, atomic_write(path, "wb") as file:
+            file.write(safetensors_header(entries))
+            shutil.copyfileobj(source, file, _COPY_BYTES)
     finally:
-        for leftover in (elements, complete):
-            with suppress(FileNotFoundError):
-                os.remove(leftover)
-    return len(table)
+        with suppress(FileNotFoundError):
+            os.remove(elements)
+    return len(entries)
 
 
-def _write_elements(weights: Iterable[tuple[str, Tensor]], path: str) -> dict[str, dict]:
-    """All elements one after the other. Returns: the table of a safetensors file."""
-    table, end = {}, 0
+def _write_elements(weights: Iterable[tuple[str, Tensor]], path: str) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Write the data of all tensors and return the name, dtype and shape of each."""
+    entries = []
     with open(path, "wb") as file:
         for name, tensor in weights:
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            begin, end = end, end + data.numel()
-            table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-            file.write(memoryview(data.numpy()))
-    return table
-
-
-def _write_file(table: dict[str, dict], elements: str, path: str) -> None:
-    header = json.dumps({"__metadata__": {"format": "pt"}, **table}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _ALIGNMENT)
-    with open(elements, "rb") as source, open(path, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        shutil.copyfileobj(source, file, _CHUNK)
+            file.write(tensor_bytes(tensor))
+            entries.append((name, tensor.dtype, tuple(tensor.shape)))
+    return entries

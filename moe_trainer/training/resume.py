@@ -1,10 +1,9 @@
-"""From the flags to the checkpoint that a run goes on from, and into it.
+"""Find and load the checkpoint from which a run continues.
 
-`--auto-resume`: the same command line starts a run and, after whatever ended it, goes on with it.
-
-Found before anything is built, since the padding of the vocabulary follows the checkpoint too. What is found is put where
---load and its companions stand, so that there is one way to load. Without a checkpoint of its own the run starts as its
-flags say, --load BASE --finetune included; with one, those have had their effect in the first start and are left out.
+With --auto-resume the same command line starts and continues a run. The checkpoint is resolved before anything is
+built, since the padded vocabulary follows it, and becomes the value of --load and its companion flags. Without a
+checkpoint under
+--save the run starts as its flags describe, including --load BASE --finetune; with one, those flags are dropped.
 """
 
 import logging
@@ -13,143 +12,189 @@ from pathlib import Path
 from types import MappingProxyType
 
 from arguments import Arguments
-from moe_trainer.checkpoint.checkpoint import check_writable, latest_iteration, load
 from moe_trainer.checkpoint.errors import DamagedError
-from moe_trainer.checkpoint.find import newest_whole
+from moe_trainer.checkpoint.manager import check_writable, latest_iteration, load
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions
+from moe_trainer.checkpoint.resolve import latest_valid
 from moe_trainer.data.tokenizer import Tokenizer
-from moe_trainer.errors import InputError, user_input
-from moe_trainer.guard.rejection import History
-from moe_trainer.optim.schedule_record import resume_schedules
+from moe_trainer.errors import UserError, as_user_error
+from moe_trainer.optim.scheduler_state import resume_schedules
+from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.run import Run, TrainState, as_rank_0_sees_it
+from moe_trainer.resilience.rejection import LossHistory
+from moe_trainer.training.context import TrainContext, TrainState
 
 logger = logging.getLogger(__name__)
 
 
-def find_own_checkpoint(args: Arguments, ps: ParallelState) -> Arguments:
-    """The flags of a start, or of going on from the newest whole checkpoint under --save. Collective with --auto-resume.
+def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
+    """Return the arguments of a start, or of continuing from the newest complete checkpoint under --save.
 
-    Raises: InputError when --save cannot be looked at.
+    Raises:
+        UserError: if --save cannot be read.
+
+    Collective with --auto-resume.
     """
     output = args.output
     if not output.auto_resume:
         return args
-    with user_input(f"--auto-resume: --save {output.save}"):
-        newest = as_rank_0_sees_it(lambda: newest_whole(Path(output.save), output.verify_integrity), ps)
+    with as_user_error(f"--auto-resume: --save {output.save}"):
+        newest = run_on_rank0(lambda: latest_valid(Path(output.save), output.verify_integrity), ps.world)
     if newest is None:
         logger.info("--auto-resume: no complete checkpoint in %s; the run starts as its other flags say", output.save)
         return args
     logger.info("--auto-resume: going on from iteration %d in %s", newest, output.save)
-    moe = replace(args.moe, moe_use_upcycling=False)  # what goes on is a MoE model
+    moe = replace(args.moe, moe_use_upcycling=False)  # the checkpoint under --save is a MoE model
     resumed = replace(
-        output, load=output.save, ckpt_step=newest, finetune=False, pretrained_checkpoint=None, load_main_params_from_ckpt=False,
+        output,
+        load=output.save,
+        ckpt_step=newest,
+        finetune=False,
+        pretrained_checkpoint=None,
+        load_main_params_from_ckpt=False,
         override_ckpt_iteration=None,
-        # all that this run has saved, whatever was taken of what it started from
-        no_load_optim=output.no_save_optim, no_load_rng=output.no_save_rng,
+        # everything this run saved, independent of what was loaded at its start
+        no_load_optim=output.no_save_optim,
+        no_load_rng=output.no_save_rng,
     )
     source = {**args.source, **dict.fromkeys(("load", "ckpt_step"), "derived")}
     return replace(args, output=resumed, moe=moe, source=MappingProxyType(source))
 
 
-def resume(run: Run, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
-    """Load the checkpoint that `--load` names, if there is one; returns where the run goes on, and with which schedules."""
-    output = run.args.output
+def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, TrainState]:
+    """Load the checkpoint of `--load`, if any.
+
+    Returns:
+        The context with the checkpoint's schedules, and the state from which the run continues.
+    """
+    output = ctx.args.output
     state = TrainState()
-    if run.saves:
-        with user_input("--save"):
-            options = replace(run.save_options, file_system=check_writable(output.save, run.ps))
-        run = replace(run, save_options=options)
-    with user_input(f"--load {output.load}"):
-        weights_only = output.pretrained_checkpoint is not None and (output.load is None or not holds_checkpoint(output.load, run.ps))
+    if ctx.should_save:
+        with as_user_error("--save"):
+            options = replace(ctx.save_options, filesystem_id=check_writable(output.save, ctx.ps))
+        ctx = replace(ctx, save_options=options)
+    with as_user_error(f"--load {output.load}"):
+        weights_only = output.pretrained_checkpoint is not None and (
+            output.load is None or not holds_checkpoint(output.load, ctx.ps)
+        )
     folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
     if folder is None:
-        return run, state
-    options = LoadOptions.from_args(output, run.args.as_dict(), tokenizer.vocab_size)
-    if run.args.evaluates_only:  # nothing is drawn in an evaluation
+        return ctx, state
+    options = LoadOptions.from_args(output, ctx.args.as_dict(), tokenizer.vocab_size)
+    if ctx.args.is_eval_only:  # an evaluation draws no random numbers
         options = replace(options, load_optim=False, load_rng=False)
-    upcycle = run.args.moe.moe_use_upcycling
+    upcycle = ctx.args.moe.moe_use_upcycling
     if upcycle:
-        with user_input(f"--save {output.save}"):
-            if holds_checkpoint(output.save, run.ps):
-                raise InputError(f"--moe-use-upcycling: --save {output.save} has a checkpoint already; to go on from it, --load it without this flag (or "
-                                 "give --auto-resume too), else name another folder")
-        # what of the dense model has no place in the new one is an error, unless another strictness is asked for
+        with as_user_error(f"--save {output.save}"):
+            if holds_checkpoint(output.save, ctx.ps):
+                raise UserError(
+                    f"--moe-use-upcycling: --save {output.save} has a checkpoint already; to go on from it, --load it "
+                    "without this flag (or "
+                    "give --auto-resume too), else name another folder"
+                )
+        # dense parameters without a counterpart in the MoE model are an error unless the flags choose another
+        # strictness
         strictness = "raise_unexpected" if options.strictness == "assume_ok_unexpected" else options.strictness
         finetune, options = True, replace(options, upcycle=True, exit_on_missing=True, strictness=strictness)
-    with run.timers("load-checkpoint"), user_input(f"--pretrained-checkpoint {folder}" if weights_only else f"--load {folder}"):
-        loaded = _load(folder, run, replace(options, finetune=finetune))
-        if loaded is None and weights_only:  # to start from random weights is not what was asked for
-            raise InputError(f"--pretrained-checkpoint {folder}: there is no checkpoint in this folder")
-        if loaded is None and run.args.evaluates_only:
-            raise InputError(f"--load {folder}: there is no checkpoint in this folder, so there is nothing to evaluate (--skip-train)")
+    with (
+        ctx.timers("load-checkpoint"),
+        as_user_error(f"--pretrained-checkpoint {folder}" if weights_only else f"--load {folder}"),
+    ):
+        loaded = _load(folder, ctx, replace(options, finetune=finetune))
+        if loaded is None and weights_only:  # starting from random weights would be wrong
+            raise UserError(f"--pretrained-checkpoint {folder}: there is no checkpoint in this folder")
+        if loaded is None and ctx.args.is_eval_only:
+            raise UserError(
+                f"--load {folder}: there is no checkpoint in this folder, so there is nothing to evaluate "
+                "(--skip-train)"
+            )
     if loaded is None or finetune or loaded.weights_only:
-        return run, state if loaded is None or finetune else _at_iteration(state, run)
+        return ctx, state if loaded is None or finetune else _at_iteration(state, ctx)
     saved = loaded.state
-    run, scheduled_samples = _resume_schedules(run, saved)
-    with user_input(f"--load {output.load}"):
-        history = History.of(saved.extra.get("history"))
-    return run, _at_iteration(TrainState(
-        iteration=loaded.iteration,
-        consumed_train_samples=saved.consumed_train_samples,
-        consumed_valid_samples=saved.consumed_valid_samples,
-        skipped_train_samples=saved.skipped_train_samples,
-        scheduled_samples=scheduled_samples,
-        total_flops=saved.num_floating_point_operations_so_far,
-        history=history,
-        fingerprint=saved.extra.get("fingerprint") or {},
-    ), run)
+    ctx, scheduled_samples = _resume_schedules(ctx, saved)
+    with as_user_error(f"--load {output.load}"):
+        history = LossHistory.from_dict(saved.extra.get("history"))
+    return ctx, _at_iteration(
+        TrainState(
+            iteration=loaded.iteration,
+            consumed_train_samples=saved.consumed_train_samples,
+            consumed_valid_samples=saved.consumed_valid_samples,
+            skipped_train_samples=saved.skipped_train_samples,
+            scheduled_samples=scheduled_samples,
+            total_flops=saved.num_floating_point_operations_so_far,
+            history=history,
+            fingerprint=saved.extra.get("fingerprint") or {},
+        ),
+        ctx,
+    )
 
 
-def _at_iteration(state: TrainState, run: Run) -> TrainState:
-    """With --override-ckpt-iteration the run goes on at that iteration, and the data where so many full batches end, as in Megatron-LM."""
-    iteration = run.args.output.override_ckpt_iteration
+def _at_iteration(state: TrainState, ctx: TrainContext) -> TrainState:
+    """Apply --override-ckpt-iteration: the data continues after that many full batches, as in Megatron-LM."""
+    iteration = ctx.args.output.override_ckpt_iteration
     if iteration is None:
         return state
-    return replace(state, iteration=iteration, consumed_train_samples=iteration * run.args.training.global_batch_size, skipped_train_samples=0)
+    return replace(
+        state,
+        iteration=iteration,
+        consumed_train_samples=iteration * ctx.args.training.global_batch_size,
+        skipped_train_samples=0,
+    )
 
 
-def _resume_schedules(run: Run, saved: CheckpointState) -> tuple[Run, int]:
-    """The schedules of learning rate and weight decay, and the samples after which they go on.
+def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainContext, int]:
+    """Return the context with resumed schedules, and the samples after which they continue.
 
-    As in Megatron-LM (main, d98e8a64): --no-load-optim leaves the scheduler out too, so the learning rate starts its schedule again while
-    the iteration and the data go on; --override-opt_param-scheduler counts the schedule by the samples consumed.
-    Raises: InputError when the flags' schedules are not the checkpoint's.
+    As in Megatron-LM (main, d98e8a64), --no-load-optim does not load the scheduler either: the learning rate restarts
+    its schedule while the iteration and the data continue; --override-opt_param-scheduler counts the consumed samples.
+
+    Raises:
+        UserError: if the schedules of the flags differ from those of the checkpoint.
     """
-    output, optimizer = run.args.output, run.args.optimizer
-    if run.args.evaluates_only:
-        return run, 0
-    goes_on_by_itself = output.auto_resume and output.load == output.save  # then the flag means that there is no state to load
-    if output.no_load_optim and not goes_on_by_itself and output.ckpt_convert_format is None:
-        if run.runtime.place.rank == 0:
-            logger.info("--no-load-optim: the schedules of learning rate and weight decay start at their beginning, as in Megatron-LM")
-        return run, 0
-    with user_input(f"--load {output.load}"):
+    output, optimizer = ctx.args.output, ctx.args.optimizer
+    if ctx.args.is_eval_only:
+        return ctx, 0
+    resumes_own_run = output.auto_resume and output.load == output.save  # then the flag means that no state was saved
+    if output.no_load_optim and not resumes_own_run and output.ckpt_convert_format is None:
+        if ctx.runtime.launch_env.rank == 0:
+            logger.info(
+                "--no-load-optim: the schedules of learning rate and weight decay start at their beginning, as in "
+                "Megatron-LM"
+            )
+        return ctx, 0
+    with as_user_error(f"--load {output.load}"):
         learning_rate, weight_decay = resume_schedules(
-            run.learning_rate, run.weight_decay, saved.scheduler,
-            override=optimizer.override_opt_param_scheduler, use_saved=optimizer.use_checkpoint_opt_param_scheduler,
+            ctx.learning_rate,
+            ctx.weight_decay,
+            saved.scheduler,
+            override=optimizer.override_opt_param_scheduler,
+            use_saved=optimizer.use_checkpoint_opt_param_scheduler,
         )
     override = optimizer.override_opt_param_scheduler
-    samples = saved.consumed_train_samples if override else saved.scheduler.get("num_steps", saved.consumed_train_samples)
-    return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), samples
+    samples = (
+        saved.consumed_train_samples if override else saved.scheduler.get("num_steps", saved.consumed_train_samples)
+    )
+    return replace(ctx, learning_rate=learning_rate, weight_decay=weight_decay), samples
 
 
-def _load(folder: str, run: Run, options: LoadOptions) -> LoadedState | None:
-    """Load; with --auto-resume a checkpoint whose bytes turn out damaged is passed over for the one before it. Collective."""
-    own = run.args.output.auto_resume and folder == run.args.output.save and options.ckpt_step is not None
+def _load(folder: str, ctx: TrainContext, options: LoadOptions) -> LoadedState | None:
+    """Load; with --auto-resume skip a damaged checkpoint and use the one before it. Collective."""
+    own = ctx.args.output.auto_resume and folder == ctx.args.output.save and options.ckpt_step is not None
     while True:
         try:
-            return load(folder, run.chunks, run.optimizer, run.ps, options)
+            return load(folder, ctx.chunks, ctx.optimizer, ctx.ps, options)
         except DamagedError as error:
             if not own:
                 raise
-            if run.runtime.place.rank == 0:
+            if ctx.runtime.launch_env.rank == 0:
                 logger.warning("WARNING: the checkpoint of iteration %d is passed over: %s", options.ckpt_step, error)
-            newest = as_rank_0_sees_it(lambda: newest_whole(Path(folder), options.verify_integrity, before=options.ckpt_step), run.ps)
+            newest = run_on_rank0(
+                lambda: latest_valid(Path(folder), options.verify_integrity, before=options.ckpt_step), ctx.ps.world
+            )
             logger.info("--auto-resume: going on from iteration %d instead", newest)
             options = replace(options, ckpt_step=newest)
 
 
 def holds_checkpoint(folder: str, ps: ParallelState) -> bool:
-    """Is there a checkpoint in the folder? Collective."""
-    return as_rank_0_sees_it(lambda: latest_iteration(folder) is not None, ps)
+    """Return whether the folder holds a checkpoint. Collective."""
+    return run_on_rank0(lambda: latest_iteration(folder) is not None, ps.world)

@@ -14,16 +14,27 @@ LIMITS = (
     ("--enable-cuda-graph", "", "--moe-pad-expert-input-to-capacity"),
     ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", "", "--moe-pad-expert-input-to-capacity"),
     (f"{PREPROCESS} --moe-expert-capacity-factor 1.0", "", "--moe-expert-capacity-factor"),
-    (f"{PREPROCESS} --fp8-format hybrid --moe-router-padding-for-quantization", "", "--moe-router-padding-for-quantization"),
-    (f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type",
-     "--moe-token-dispatcher-type"),
+    (
+        f"{PREPROCESS} --fp8-format hybrid --moe-router-padding-for-quantization",
+        "",
+        "--moe-router-padding-for-quantization",
+    ),
+    (
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        "--moe-token-dispatcher-type",
+        "--moe-token-dispatcher-type",
+    ),
     (f"{EXPERTS} --moe-expert-rank-capacity-factor 1.5", "", "--moe-expert-rank-capacity-factor"),
     (f"{ROUTER} --moe-router-load-balancing-type sinkhorn", "", "--moe-router-load-balancing-type"),
     (f"{ROUTER} --moe-router-force-biased 1.0", "", "--moe-router-force-biased"),
     (f"{ROUTER} --moe-input-jitter-eps 0.1 {SP2}", "", "--moe-input-jitter-eps"),
     (f"{ATTN} --attention-dropout 0.1 {SP2}", "", "--attention-dropout"),
     (f"{ATTN} --hidden-dropout 0.1 {SP2}", "", "--hidden-dropout"),
-    (f"{ATTN} --hidden-dropout 0.1 --recompute-granularity selective --recompute-modules core_attn", "", "--hidden-dropout"),
+    (
+        f"{ATTN} --hidden-dropout 0.1 --recompute-granularity selective --recompute-modules core_attn",
+        "",
+        "--hidden-dropout",
+    ),
     (f"{ATTN} --attention-dropout 0.1 --context-parallel-size 2", "", "--attention-dropout"),
     (f"{ATTN} --fp4-format e2m1", "", "--fp4-format"),
     (f"{ATTN} --reset-attention-mask", "", "--reset-attention-mask"),
@@ -38,24 +49,41 @@ LIMITS = (
     (f"{WHOLE} --overlap-grad-reduce", "", "--overlap-grad-reduce"),
 )
 POSSIBLE = (
-    ATTN, ROUTER, PREPROCESS, EXPERTS, WHOLE, f"--cuda-graph-impl local {PADDED}", f"{ATTN} --hidden-dropout 0.1",
-    f"{ATTN} --attention-dropout 0 --tensor-model-parallel-size 2", f"{ATTN} {CALM} --context-parallel-size 2",
+    ATTN,
+    ROUTER,
+    PREPROCESS,
+    EXPERTS,
+    WHOLE,
+    f"--cuda-graph-impl local {PADDED}",
+    f"{ATTN} --hidden-dropout 0.1",
+    f"{ATTN} --attention-dropout 0 --tensor-model-parallel-size 2",
+    f"{ATTN} {CALM} --context-parallel-size 2",
     f"{ROUTER} --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
-    f"{PREPROCESS} --pipeline-model-parallel-size 2", f"{PREPROCESS} --fp8-format hybrid",
+    f"{PREPROCESS} --pipeline-model-parallel-size 2",
+    f"{PREPROCESS} --fp8-format hybrid",
     f"{PREPROCESS} {CALM} --recompute-granularity selective --recompute-modules core_attn layernorm",
     f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}",
     # the headline recipes of the public zoo
-    *(f"{PREPROCESS} --fp8-format hybrid --fp8-recipe {recipe} --fp8-param-gather --use-distributed-optimizer"
-      for recipe in ("mxfp8", "blockwise", "tensorwise", "delayed")),
-    f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP} --fp8-format e4m3 --fp8-recipe mxfp8 --moe-router-padding-for-quantization",
-    f"{PREPROCESS} {CALM} --moe-router-force-load-balancing {SP2} --recompute-granularity selective --recompute-modules layernorm moe_act",
+    *(
+        f"{PREPROCESS} --fp8-format hybrid --fp8-recipe {recipe} --fp8-param-gather --use-distributed-optimizer"
+        for recipe in ("mxfp8", "blockwise", "tensorwise", "delayed")
+    ),
+    f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP} --fp8-format e4m3 --fp8-recipe mxfp8 "
+    "--moe-router-padding-for-quantization",
+    f"{PREPROCESS} {CALM} --moe-router-force-load-balancing {SP2} --recompute-granularity selective "
+    "--recompute-modules layernorm moe_act",
     f"{EXPERTS} {CALM} --moe-router-force-load-balancing --recompute-granularity selective --recompute-modules moe",
-    f"{WHOLE} {CALM} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    f"{WHOLE} {CALM} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
     f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2",
 )
 OUTSIDE = (
     (f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}", "hybridep"),
-    (f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", "deepep"),
+    (
+        f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend "
+        "deepep",
+        "deepep",
+    ),
     (f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type allgather", "allgather"),
     (f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2", "--moe-clone-hot-experts"),
     (f"{PREPROCESS} {HYBRIDEP} --fp8-format hybrid --moe-router-padding-for-quantization", "routing"),

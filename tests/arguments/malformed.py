@@ -9,26 +9,48 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from arguments import products, retired
 from arguments.container import OPTIONS
+from arguments.flag_status import is_known_spelling
 from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, limits
 from arguments.schema import Option
 from arguments.tokens import FIELDS
-from tests.arguments.broken_lines import BROKEN
+from tests.arguments.invalid_command_lines import BROKEN
 from tests.arguments.rule_lines import base_line, without
-from tests.train.tiny import MOCK, TINY
+from tests.training.tiny import MOCK, TINY
 
 BASE = (*TINY, *MOCK, "--train-iters", "1")
-NO_INTEGERS = ("abc", "12.5", "1e30", "nan", "inf", "0x10", "1,000", "ten", "--", "2**3", "true", "\uff18.5", "1" * 5000)
+NO_INTEGERS = (
+    "abc",
+    "12.5",
+    "1e30",
+    "nan",
+    "inf",
+    "0x10",
+    "1,000",
+    "ten",
+    "--",
+    "2**3",
+    "true",
+    "\uff18.5",
+    "1" * 5000,
+)
 NO_NUMBERS = ("abc", "1,5", "1e", "--", "1.2.3", "0x1p", "ten", "1/3", "1e-3.5", "true")
 NO_NAMES = ("foo", "NONE", "0", "yes", "adamm", "*", "\u03b1", "None ")
 NOT_FINITE = ("nan", "inf", "-inf", "1e999")
 LETTERS = "abcdefghijklmnopqrstuvwxyz-"
 
-ANY_NUMBER = frozenset({
-    "glu_linear_offset", "moe_router_force_biased", "moe_expert_capacity_factor", "null_tokenizer_eod_id", "null_tokenizer_pad_id",
-    "async_ckpt_cpu_priority", "async_ckpt_io_priority", "window_size",
-})
+ANY_NUMBER = frozenset(
+    {
+        "glu_linear_offset",
+        "moe_router_force_biased",
+        "moe_expert_capacity_factor",
+        "null_tokenizer_eod_id",
+        "null_tokenizer_pad_id",
+        "async_ckpt_cpu_priority",
+        "async_ckpt_io_priority",
+        "window_size",
+    }
+)
 """Number flags to which a negative value means something."""
 
 
@@ -106,17 +128,22 @@ def typed_wrong(rng: random.Random) -> Malformed:
     meant = rng.choice([spelling for spelling, option in FIELDS.items() if not option.hidden and len(spelling) > 5])
     while True:
         typo = _slip(rng, _slip(rng, meant) if len(meant) > 14 and rng.random() < 0.5 else meant)
-        if typo not in FIELDS and typo not in retired.BY_SPELLING and typo not in products.BY_SPELLING and typo[2] != "-":
+        if typo not in FIELDS and not is_known_spelling(typo) and typo[2] != "-":
             return _with("typo", typo, "1", names=(typo, meant))
 
 
 def _slip(rng: random.Random, name: str) -> str:
     at = rng.randrange(2, len(name) - 1)
     letter = rng.choice(LETTERS)
-    return rng.choice([
-        name[:at] + letter + name[at:], name[:at] + name[at + 1:], name[:at] + letter + name[at + 1:],
-        name[:at] + name[at + 1] + name[at] + name[at + 2:], name.replace("-", "_").replace("__", "--", 1),
-    ])
+    return rng.choice(
+        [
+            name[:at] + letter + name[at:],
+            name[:at] + name[at + 1 :],
+            name[:at] + letter + name[at + 1 :],
+            name[:at] + name[at + 1] + name[at] + name[at + 2 :],
+            name.replace("-", "_").replace("__", "--", 1),
+        ]
+    )
 
 
 def missing_value(rng: random.Random) -> Malformed:
@@ -154,14 +181,24 @@ def switch_with_value(rng: random.Random) -> Malformed:
 
 def broken_rule(rng: random.Random) -> Malformed:
     added, removed, name = rng.choice(BROKEN)
-    return Malformed("broken rule", (*without(base_line(), removed.split()), *added.split()), (name,), {
-        "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+    return Malformed(
+        "broken rule",
+        (*without(base_line(), removed.split()), *added.split()),
+        (name,),
+        {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+    )
 
 
 LITTLE_LANGUAGES = (
     ("--split", ("1,2,3,4", "a", "0,0,0", "-1,1,1", "nan", "0,1,0", "1;2")),
-    ("--moe-layer-freq", ("[", "[1]*3", "[0,2]", "([1]", "1+", "[1]*99999999", "__import__('os')", "0", "-1", "[[1]]*2")),
-    ("--pipeline-model-parallel-layout", ("E", "Et|t", "Ettt|x", "L", "|", "Ett||", "(Et", "Et*|tL", "Et*9999999|tL", "EttL|", "ttEL")),
+    (
+        "--moe-layer-freq",
+        ("[", "[1]*3", "[0,2]", "([1]", "1+", "[1]*99999999", "__import__('os')", "0", "-1", "[[1]]*2"),
+    ),
+    (
+        "--pipeline-model-parallel-layout",
+        ("E", "Et|t", "Ettt|x", "L", "|", "Ett||", "(Et", "Et*|tL", "Et*9999999|tL", "EttL|", "ttEL"),
+    ),
     ("--rampup-batch-size", ("1 2 x", "0 2 100", "2 0 100", "2 2 -1", "3 2 100", "8 2 100")),
     ("--step-batch-size-schedule", ("0", "1:4", "0:4 0:8", "0:4 x:8", "0:-4", "0:0", "0:4,100", "0.5:4", "4")),
     ("--data-path", ("0.3 a 0.7", "a 0.3 b 0.7", "-1 a 2 b", "nan a 1 b", "0 a 0 b", "inf a")),
@@ -189,19 +226,38 @@ def little_language(rng: random.Random) -> Malformed:
 
 
 CONTRADICTIONS = (
-    "--bf16 --fp16", "--num-experts 8 --expert-model-parallel-size 3", "--num-experts 8 --moe-router-topk 9", "--fp8-format e4m3 --fp4-format e2m1",
-    "--lr-warmup-iters 5 --lr-decay-iters 3", "--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--train-samples 10 --train-iters 5",
-    "--min-lr 1 --lr 0.1", "--hidden-size 30 --num-attention-heads 4", "--num-query-groups 3 --group-query-attention",
-    "--pipeline-model-parallel-size 2 --num-layers 3", "--tensor-model-parallel-size 2 --num-attention-heads 3", "--squared-relu --swiglu",
-    "--seq-length 64 --max-position-embeddings 32", "--mock-data --data-path a", "--train-data-path a --data-path b",
-    "--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1 --moe-token-dispatcher-type flex",
-    "--save x", "--save-interval 0 --save x", "--padded-vocab-size 7 --vocab-size 120", "--auto-resume", "--seq-length 33 --max-position-embeddings 32",
-    "--context-parallel-size 2 --seq-length 30", "--recompute-granularity full", "--recompute-method uniform --recompute-granularity selective",
-    "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 0", "--optimizer sgd --optimizer-cpu-offload", "--untie-embeddings-and-output-weights=maybe",
-    "--overlap-param-gather --bf16", "--moe-router-enable-expert-bias --reset-position-ids",
+    "--bf16 --fp16",
+    "--num-experts 8 --expert-model-parallel-size 3",
+    "--num-experts 8 --moe-router-topk 9",
+    "--fp8-format e4m3 --fp4-format e2m1",
+    "--lr-warmup-iters 5 --lr-decay-iters 3",
+    "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
+    "--train-samples 10 --train-iters 5",
+    "--min-lr 1 --lr 0.1",
+    "--hidden-size 30 --num-attention-heads 4",
+    "--num-query-groups 3 --group-query-attention",
+    "--pipeline-model-parallel-size 2 --num-layers 3",
+    "--tensor-model-parallel-size 2 --num-attention-heads 3",
+    "--squared-relu --swiglu",
+    "--seq-length 64 --max-position-embeddings 32",
+    "--mock-data --data-path a",
+    "--train-data-path a --data-path b",
+    "--moe-router-num-groups 3 --moe-router-group-topk 1",
+    "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1 --moe-token-dispatcher-type flex",
+    "--save x",
+    "--save-interval 0 --save x",
+    "--padded-vocab-size 7 --vocab-size 120",
+    "--auto-resume",
+    "--seq-length 33 --max-position-embeddings 32",
+    "--context-parallel-size 2 --seq-length 30",
+    "--recompute-granularity full",
+    "--recompute-method uniform --recompute-granularity selective",
+    "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 0",
+    "--optimizer sgd --optimizer-cpu-offload",
+    "--untie-embeddings-and-output-weights=maybe",
+    "--overlap-param-gather --bf16",
+    "--moe-router-enable-expert-bias --reset-position-ids",
 )
-
-
 
 
 def contradiction(rng: random.Random) -> Malformed:
@@ -210,12 +266,30 @@ def contradiction(rng: random.Random) -> Malformed:
 
 
 PRESETS = (
-    b"MODEL_ARGS: [", b"", b"- a\n- b\n", b"MODEL_ARGS:\n  --num-layers: two\n", b"MODEL_ARGS:\n  --num-layer: 2\n", b"\xff\xfe\x00",
-    b"MODEL_ARGS: 7\n", b"MODEL_ARGS:\n  --num-layers: ${NOT_SET_ANYWHERE}\n", b"a: b\n", b"MODEL_ARGS:\n  --num-layers: {a: b}\n",
-    b"MODEL_ARGS:\n  ? [a, b]\n  : 2\n", b"MODEL_ARGS:\n  num-layers: 2\n", b"ENV_VARS: 3\nMODEL_ARGS:\n", b"%bad", b"MODEL_ARGS:\n\t--num-layers: 2\n",
-    b'MODEL_ARGS:\n  --load: "a\\0b"\n', b"MODEL_ARGS:\n  --lr: [1, 2]\n", b"MODEL_ARGS: &a\n  --load: *b\n", b"MODEL_ARGS:\n  2: 3\n",
-    b"ENV_VARS:\n  OMP_NUM_THREADS: {a: 1}\nMODEL_ARGS: {}\n", b"ENV_VARS:\n  [a]: 1\nMODEL_ARGS: {}\n", b"ENV_VARS:\n  A=B: 1\nMODEL_ARGS: {}\n",
-    b"MODEL_ARGS:\n  --lr: " + b"[" * 20_000 + b"]" * 20_000 + b"\n", b"MODEL_ARGS:\n" + b"  --lr: 1\n" * 500_000,
+    b"MODEL_ARGS: [",
+    b"",
+    b"- a\n- b\n",
+    b"MODEL_ARGS:\n  --num-layers: two\n",
+    b"MODEL_ARGS:\n  --num-layer: 2\n",
+    b"\xff\xfe\x00",
+    b"MODEL_ARGS: 7\n",
+    b"MODEL_ARGS:\n  --num-layers: ${NOT_SET_ANYWHERE}\n",
+    b"a: b\n",
+    b"MODEL_ARGS:\n  --num-layers: {a: b}\n",
+    b"MODEL_ARGS:\n  ? [a, b]\n  : 2\n",
+    b"MODEL_ARGS:\n  num-layers: 2\n",
+    b"ENV_VARS: 3\nMODEL_ARGS:\n",
+    b"%bad",
+    b"MODEL_ARGS:\n\t--num-layers: 2\n",
+    b'MODEL_ARGS:\n  --load: "a\\0b"\n',
+    b"MODEL_ARGS:\n  --lr: [1, 2]\n",
+    b"MODEL_ARGS: &a\n  --load: *b\n",
+    b"MODEL_ARGS:\n  2: 3\n",
+    b"ENV_VARS:\n  OMP_NUM_THREADS: {a: 1}\nMODEL_ARGS: {}\n",
+    b"ENV_VARS:\n  [a]: 1\nMODEL_ARGS: {}\n",
+    b"ENV_VARS:\n  A=B: 1\nMODEL_ARGS: {}\n",
+    b"MODEL_ARGS:\n  --lr: " + b"[" * 20_000 + b"]" * 20_000 + b"\n",
+    b"MODEL_ARGS:\n" + b"  --lr: 1\n" * 500_000,
 )
 
 
@@ -230,8 +304,13 @@ def bad_preset(rng: random.Random) -> Malformed:
 
 
 PLACES = {
-    "RANK": ("x", "", "0.5", "-1", "5"), "WORLD_SIZE": ("two", "", "1e9", "0", "-2"), "LOCAL_RANK": ("a", "", "-1"),
-    "MASTER_PORT": ("http", "", "0", "99999", "-1"), "MASTER_ADDR": ("",), "SLURM_PROCID": ("x", "4", "-1"), "SLURM_NTASKS": ("2.5", "0"),
+    "RANK": ("x", "", "0.5", "-1", "5"),
+    "WORLD_SIZE": ("two", "", "1e9", "0", "-2"),
+    "LOCAL_RANK": ("a", "", "-1"),
+    "MASTER_PORT": ("http", "", "0", "99999", "-1"),
+    "MASTER_ADDR": ("",),
+    "SLURM_PROCID": ("x", "4", "-1"),
+    "SLURM_NTASKS": ("2.5", "0"),
 }
 
 
@@ -253,14 +332,25 @@ def beyond_reach(rng: random.Random) -> Malformed:
     """A size, a time, a number of threads or a factor that no machine has."""
     dests, most = rng.choice(BEYOND_REACH)
     option = OPTIONS[rng.choice(dests)]
-    value = int(most) * rng.randrange(2, 1000) if option.type_name == "int" else f"{most * rng.uniform(1.1, 9.0) if most < 1e300 else 1e39:e}"
+    value = (
+        int(most) * rng.randrange(2, 1000)
+        if option.type_name == "int"
+        else f"{most * rng.uniform(1.1, 9.0) if most < 1e300 else 1e39:e}"
+    )
     return _with("beyond reach", option.spellings[0], *_words(option, str(value)))
 
 
 ODD_CHANNELS = (
-    "--kv-channels 7", "--kv-channels 1", "--kv-channels 15", "--kv-channels 8 --rotary-percent 0.001",
-    "--kv-channels 16 --rotary-percent 0.05", "--hidden-size 28 --num-attention-heads 4 --ffn-hidden-size 32",
-    *(f"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim {dim}" for dim in (1, 7, 63)),
+    "--kv-channels 7",
+    "--kv-channels 1",
+    "--kv-channels 15",
+    "--kv-channels 8 --rotary-percent 0.001",
+    "--kv-channels 16 --rotary-percent 0.05",
+    "--hidden-size 28 --num-attention-heads 4 --ffn-hidden-size 32",
+    *(
+        f"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim {dim}"
+        for dim in (1, 7, 63)
+    ),
 )
 
 
@@ -268,16 +358,38 @@ def odd_channels(rng: random.Random) -> Malformed:
     """Heads whose channels cannot be rotated in pairs."""
     line = rng.choice(ODD_CHANNELS).split()
     named = "--qk-pos-emb-head-dim" if "--multi-latent-attention" in line else "--kv-channels"
-    return Malformed("odd channels", (*without(BASE, ["--group-query-attention", "--num-query-groups"]), *line), (named,))
+    return Malformed(
+        "odd channels", (*without(BASE, ["--group-query-attention", "--num-query-groups"]), *line), (named,)
+    )
 
 
 KINDS = (
-    wrong_type, unknown_choice, not_finite, impossible_number, negative, overflow, typed_wrong, missing_value, wrong_count, positional, empty,
-    no_text, switch_with_value, broken_rule, little_language, contradiction, bad_preset, bad_environment, beyond_reach, odd_channels,
+    wrong_type,
+    unknown_choice,
+    not_finite,
+    impossible_number,
+    negative,
+    overflow,
+    typed_wrong,
+    missing_value,
+    wrong_count,
+    positional,
+    empty,
+    no_text,
+    switch_with_value,
+    broken_rule,
+    little_language,
+    contradiction,
+    bad_preset,
+    bad_environment,
+    beyond_reach,
+    odd_channels,
 )
 
 
-def malformed(seed: int, count: int, kinds: Sequence[Callable[[random.Random], Malformed]] = KINDS) -> Iterator[Malformed]:
+def malformed(
+    seed: int, count: int, kinds: Sequence[Callable[[random.Random], Malformed]] = KINDS
+) -> Iterator[Malformed]:
     """`count` lines, the kinds in turn, the same for the same seed."""
     rng = random.Random(seed)
     for number in range(count):
@@ -286,15 +398,27 @@ def malformed(seed: int, count: int, kinds: Sequence[Callable[[random.Random], M
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "120")
 _FILES = {
-    "file": b"x", "broken.json": b"{", "five.json": b'{"train": 5}', "words.txt": b"0.3 a 0.7 b", "odd.txt": b"nan a", "bytes": bytes(range(256)),
-    "short.idx": b"abc", "short.bin": b"123", "broken.yaml": b"a: [", "word/latest_checkpointed_iteration.txt": b"abc",
+    "file": b"x",
+    "broken.json": b"{",
+    "five.json": b'{"train": 5}',
+    "words.txt": b"0.3 a 0.7 b",
+    "odd.txt": b"nan a",
+    "bytes": bytes(range(256)),
+    "short.idx": b"abc",
+    "short.bin": b"123",
+    "broken.yaml": b"a: [",
+    "word/latest_checkpointed_iteration.txt": b"abc",
     "gone/latest_checkpointed_iteration.txt": b"5",
-    "tracked/latest_checkpointed_iteration.txt/file": b"", "digits/latest_checkpointed_iteration.txt": b"9" * 5000, "tokenizer/tokenizer.json": b"[]",
+    "tracked/latest_checkpointed_iteration.txt/file": b"",
+    "digits/latest_checkpointed_iteration.txt": b"9" * 5000,
+    "tokenizer/tokenizer.json": b"[]",
 }
 
 
 def _start(line: str, *names: str, mock: bool = True) -> Malformed:
-    return Malformed("start", (*TINY, *(MOCK if mock else ()), "--train-iters", "1", *line.split()), names, files=_FILES)
+    return Malformed(
+        "start", (*TINY, *(MOCK if mock else ()), "--train-iters", "1", *line.split()), names, files=_FILES
+    )
 
 
 def _data(line: str, *names: str) -> Malformed:
@@ -336,16 +460,19 @@ FOUND_AT_START = (
     _start("--init-method-std 1e7", "--init-method-std"),
     _start("--preset /dev/zero", "--preset", "/dev/zero"),
     _start("--null-tokenizer-eod-id 500", "--null-tokenizer-eod-id"),
-    *(_start(f"--mock-data --tokenizer-type {line}", *names, mock=False) for line, *names in (
-        ("GPT2BPETokenizer", "--vocab-file"),
-        ("GPT2BPETokenizer --vocab-file nowhere --merge-file nowhere", "--vocab-file", "nowhere"),
-        ("GPT2BPETokenizer --vocab-file bytes --merge-file bytes", "--vocab-file", "bytes"),
-        ("HuggingFaceTokenizer", "--tokenizer-model"),
-        ("HuggingFaceTokenizer --tokenizer-model nowhere", "--tokenizer-model", "nowhere"),
-        ("HuggingFaceTokenizer --tokenizer-model tokenizer", "--tokenizer-model", "tokenizer"),
-        ("SentencePieceTokenizer --tokenizer-model nowhere", "--tokenizer-model", "nowhere"),
-        ("Llama2Tokenizer --tokenizer-model bytes", "--tokenizer-model", "bytes"),
-        ("TikTokenizer --tokenizer-model broken.json", "--tokenizer-model", "broken.json"),
-    )),
+    *(
+        _start(f"--mock-data --tokenizer-type {line}", *names, mock=False)
+        for line, *names in (
+            ("GPT2BPETokenizer", "--vocab-file"),
+            ("GPT2BPETokenizer --vocab-file nowhere --merge-file nowhere", "--vocab-file", "nowhere"),
+            ("GPT2BPETokenizer --vocab-file bytes --merge-file bytes", "--vocab-file", "bytes"),
+            ("HuggingFaceTokenizer", "--tokenizer-model"),
+            ("HuggingFaceTokenizer --tokenizer-model nowhere", "--tokenizer-model", "nowhere"),
+            ("HuggingFaceTokenizer --tokenizer-model tokenizer", "--tokenizer-model", "tokenizer"),
+            ("SentencePieceTokenizer --tokenizer-model nowhere", "--tokenizer-model", "nowhere"),
+            ("Llama2Tokenizer --tokenizer-model bytes", "--tokenizer-model", "bytes"),
+            ("TikTokenizer --tokenizer-model broken.json", "--tokenizer-model", "broken.json"),
+        )
+    ),
 )
 """Mistakes that only a start meets."""

@@ -15,59 +15,166 @@ BLOCKWISE = f"{GATHERED} fp8_recipe=blockwise {NARROW}"
 EXCHANGE = "overlap_moe_expert_parallel_comm delay_wgrad_compute"
 RECOMPUTE = "recompute_granularity=selective recompute_modules="
 GRAPHS = "cuda_graph_impl=transformer_engine te_rng_tracker cuda_graph_scope="
-WHOLE = ("cuda_graph_impl=local cuda_graph_scope=full_iteration no_check_for_nan_in_loss_and_grad use_transformer_engine_op_fuser "
-         "moe_paged_stash moe_pad_experts_for_cuda_graph_inference moe_mlp_glu_interleave_size=32")
+WHOLE = (
+    "cuda_graph_impl=local cuda_graph_scope=full_iteration no_check_for_nan_in_loss_and_grad "
+    "use_transformer_engine_op_fuser "
+    "moe_paged_stash moe_pad_experts_for_cuda_graph_inference moe_mlp_glu_interleave_size=32"
+)
 SPLIT = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
-V4 = ("experimental_attention_variant=dsv4_hybrid csa_window_size=128 csa_compress_rotary_base=40000 moe_n_hash_layers=3 enable_hyper_connections "
-      "mhc_sinkhorn_iterations=20 use_fused_mhc o_lora_rank=1024 original_max_position_embeddings=65536")
+V4 = (
+    "experimental_attention_variant=dsv4_hybrid csa_window_size=128 csa_compress_rotary_base=40000 "
+    "moe_n_hash_layers=3 enable_hyper_connections "
+    "mhc_sinkhorn_iterations=20 use_fused_mhc o_lora_rank=1024 original_max_position_embeddings=65536"
+)
 FIVE_PP4 = "pipeline_model_parallel_layout=Et*4|(tttt|)*14tmL"
 
 RECIPES = (
-    ("deepseek_v3/b200 MXFP8", "deepseek_v3", 256, f"{DEEPEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=8 expert_model_parallel_size=32 {FIVE_PP4} "
-     f"moe_deepep_num_sms=24 {RECOMPUTE}mla_up_proj,mlp global_batch_size=2048"),
-    ("deepseek_v3/gb200 MXFP8", "deepseek_v3", 256, f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} "
-     f"moe_hybridep_num_sms=32 {RECOMPUTE}mla_up_proj, {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=1 chunked_optimizer_state_offload "
-     "optimizer_state_offload_chunk_size_mb=256 fine_grained_activation_offloading offload_modules=expert_fc1, delay_offload_until_cuda_graph"),
-    ("deepseek_v3/gb300 MXFP8", "deepseek_v3", 256, f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} "
-     f"moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=1"),
-    ("deepseek_v3/h100 BF16", "deepseek_v3", 1024, f"{SHARED} moe_enable_deepep {OVERLAPPED} use_distributed_optimizer pipeline_model_parallel_size=16 "
-     "expert_model_parallel_size=64"),
-    ("deepseek_v3/h100 FP8", "deepseek_v3", 1024, f"{DEEPEP} {BLOCKWISE} {EXCHANGE} moe_router_padding_for_fp8 tensor_model_parallel_size=2 "
-     f"pipeline_model_parallel_size=8 expert_model_parallel_size=64 pipeline_model_parallel_layout=Et*3|(tt|)*29m|L {RECOMPUTE}mla_up_proj,mlp"),
-    ("deepseek_v4_flash/gb200 MXFP8", "deepseek_v3", 128, f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([0,0,4]+[128,4]*20+[0]) o_groups=8 "
-     f"expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj, global_batch_size=2048"),
-    ("deepseek_v4_pro/gb300 MXFP8", "deepseek_v3", 256, f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([128,128,4]+[128,4]*29+[0]) o_groups=16 "
-     f"pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj,mhc "
-     "fine_grained_activation_offloading offload_modules=core_attn, fine_grained_offloading_max_inflight_offloads=2 global_batch_size=4096"),
-    ("qwen3_235b/b200 MXFP8", "qwen3_235b_a22b", 128, f"{DEEPEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=4 "
-     "num_layers_per_virtual_pipeline_stage=2 expert_model_parallel_size=16 moe_deepep_num_sms=20 overlap_p2p_comm micro_batch_size=3 global_batch_size=3072"),
-    ("qwen3_235b/b300 MXFP8", "qwen3_235b_a22b", 128, f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 expert_model_parallel_size=16 "
-     f"moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router cuda_graph_warmup_steps=2 micro_batch_size=3 global_batch_size=9216"),
-    ("qwen3_235b/gb200 MXFP8, whole iteration", "qwen3_235b_a22b", 128, f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} "
-     "moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 moe_paged_stash_buffer_size_factor_cpu=0.8 global_batch_size=8192"),
-    ("qwen3_235b/gb200 MXFP8", "qwen3_235b_a22b", 128, f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 moe_hybridep_num_sms=32 "
-     f"{GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=2 global_batch_size=8192"),
-    ("qwen3_235b/gb300 MXFP8, whole iteration", "qwen3_235b_a22b", 128, f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} "
-     "moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 global_batch_size=8192"),
-    ("qwen3_235b/h100 BF16", "qwen3_235b_a22b", 256, f"{HYBRIDEP} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 "
-     f"num_layers_per_virtual_pipeline_stage=3 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm {GRAPHS}moe_router,moe_preprocess "
-     "global_batch_size=2048"),
-    ("qwen3_30b/gb200 BF16", "qwen3_30b_a3b", 16, f"{HYBRIDEP} expert_model_parallel_size=16 micro_batch_size=4 global_batch_size=512"),
-    ("qwen3_30b/gb200 MXFP8, whole iteration", "qwen3_30b_a3b", 16, f"{HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 {WHOLE} "
-     "moe_expert_rank_capacity_factor=1.5 moe_paged_stash_buffer_size_factor_cuda=1.1 micro_batch_size=4 global_batch_size=512"),
-    ("qwen3_30b/gb200 MXFP8", "qwen3_30b_a3b", 16, f"{HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 external_cuda_graph "
-     "te_rng_tracker cuda_graph_scope=attn,moe_router,moe_preprocess micro_batch_size=4 global_batch_size=512"),
-    ("qwen3_30b/h100 BF16", "qwen3_30b_a3b", 32, f"{HYBRIDEP} {OVERLAPPED} use_distributed_optimizer expert_model_parallel_size=8 global_batch_size=256"),
-    ("qwen3_30b/h100 FP8", "qwen3_30b_a3b", 32, f"{HYBRIDEP} {BLOCKWISE} {OVERLAPPED} expert_model_parallel_size=8 {GRAPHS}attn,moe_router,moe_preprocess "
-     "global_batch_size=256"),
+    (
+        "deepseek_v3/b200 MXFP8",
+        "deepseek_v3",
+        256,
+        f"{DEEPEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=8 expert_model_parallel_size=32 {FIVE_PP4} "
+        f"moe_deepep_num_sms=24 {RECOMPUTE}mla_up_proj,mlp global_batch_size=2048",
+    ),
+    (
+        "deepseek_v3/gb200 MXFP8",
+        "deepseek_v3",
+        256,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} "
+        f"moe_hybridep_num_sms=32 {RECOMPUTE}mla_up_proj, {GRAPHS}attn,moe_router,moe_preprocess "
+        "cuda_graph_warmup_steps=1 chunked_optimizer_state_offload "
+        "optimizer_state_offload_chunk_size_mb=256 fine_grained_activation_offloading offload_modules=expert_fc1, "
+        "delay_offload_until_cuda_graph",
+    ),
+    (
+        "deepseek_v3/gb300 MXFP8",
+        "deepseek_v3",
+        256,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} "
+        f"moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=1",
+    ),
+    (
+        "deepseek_v3/h100 BF16",
+        "deepseek_v3",
+        1024,
+        f"{SHARED} moe_enable_deepep {OVERLAPPED} use_distributed_optimizer pipeline_model_parallel_size=16 "
+        "expert_model_parallel_size=64",
+    ),
+    (
+        "deepseek_v3/h100 FP8",
+        "deepseek_v3",
+        1024,
+        f"{DEEPEP} {BLOCKWISE} {EXCHANGE} moe_router_padding_for_fp8 tensor_model_parallel_size=2 "
+        "pipeline_model_parallel_size=8 expert_model_parallel_size=64 "
+        f"pipeline_model_parallel_layout=Et*3|(tt|)*29m|L {RECOMPUTE}mla_up_proj,mlp",
+    ),
+    (
+        "deepseek_v4_flash/gb200 MXFP8",
+        "deepseek_v3",
+        128,
+        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([0,0,4]+[128,4]*20+[0]) o_groups=8 "
+        f"expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj, "
+        "global_batch_size=2048",
+    ),
+    (
+        "deepseek_v4_pro/gb300 MXFP8",
+        "deepseek_v3",
+        256,
+        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([128,128,4]+[128,4]*29+[0]) o_groups=16 "
+        f"pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {WHOLE} "
+        f"moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj,mhc "
+        "fine_grained_activation_offloading offload_modules=core_attn, "
+        "fine_grained_offloading_max_inflight_offloads=2 global_batch_size=4096",
+    ),
+    (
+        "qwen3_235b/b200 MXFP8",
+        "qwen3_235b_a22b",
+        128,
+        f"{DEEPEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=4 "
+        "num_layers_per_virtual_pipeline_stage=2 expert_model_parallel_size=16 moe_deepep_num_sms=20 overlap_p2p_comm "
+        "micro_batch_size=3 global_batch_size=3072",
+    ),
+    (
+        "qwen3_235b/b300 MXFP8",
+        "qwen3_235b_a22b",
+        128,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 expert_model_parallel_size=16 "
+        f"moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router cuda_graph_warmup_steps=2 micro_batch_size=3 "
+        "global_batch_size=9216",
+    ),
+    (
+        "qwen3_235b/gb200 MXFP8, full iteration",
+        "qwen3_235b_a22b",
+        128,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} "
+        "moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 "
+        "moe_paged_stash_buffer_size_factor_cpu=0.8 global_batch_size=8192",
+    ),
+    (
+        "qwen3_235b/gb200 MXFP8",
+        "qwen3_235b_a22b",
+        128,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 moe_hybridep_num_sms=32 "
+        f"{GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=2 global_batch_size=8192",
+    ),
+    (
+        "qwen3_235b/gb300 MXFP8, full iteration",
+        "qwen3_235b_a22b",
+        128,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} "
+        "moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 global_batch_size=8192",
+    ),
+    (
+        "qwen3_235b/h100 BF16",
+        "qwen3_235b_a22b",
+        256,
+        f"{HYBRIDEP} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 "
+        f"num_layers_per_virtual_pipeline_stage=3 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm "
+        f"{GRAPHS}moe_router,moe_preprocess "
+        "global_batch_size=2048",
+    ),
+    (
+        "qwen3_30b/gb200 BF16",
+        "qwen3_30b_a3b",
+        16,
+        f"{HYBRIDEP} expert_model_parallel_size=16 micro_batch_size=4 global_batch_size=512",
+    ),
+    (
+        "qwen3_30b/gb200 MXFP8, full iteration",
+        "qwen3_30b_a3b",
+        16,
+        f"{HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 {WHOLE} "
+        "moe_expert_rank_capacity_factor=1.5 moe_paged_stash_buffer_size_factor_cuda=1.1 micro_batch_size=4 "
+        "global_batch_size=512",
+    ),
+    (
+        "qwen3_30b/gb200 MXFP8",
+        "qwen3_30b_a3b",
+        16,
+        f"{HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 external_cuda_graph "
+        "te_rng_tracker cuda_graph_scope=attn,moe_router,moe_preprocess micro_batch_size=4 global_batch_size=512",
+    ),
+    (
+        "qwen3_30b/h100 BF16",
+        "qwen3_30b_a3b",
+        32,
+        f"{HYBRIDEP} {OVERLAPPED} use_distributed_optimizer expert_model_parallel_size=8 global_batch_size=256",
+    ),
+    (
+        "qwen3_30b/h100 FP8",
+        "qwen3_30b_a3b",
+        32,
+        f"{HYBRIDEP} {BLOCKWISE} {OVERLAPPED} expert_model_parallel_size=8 {GRAPHS}attn,moe_router,moe_preprocess "
+        "global_batch_size=256",
+    ),
 )
 REFUSED = {
     "deepseek_v3/h100 BF16": "--num-layers 61 must be a multiple of --pipeline-model-parallel-size 16",  # upstream, too
     "deepseek_v4_flash/gb200 MXFP8": "the layers of DeepSeek-V4",
     "deepseek_v4_pro/gb300 MXFP8": "the layers of DeepSeek-V4",
-    "qwen3_235b/gb200 MXFP8, whole iteration": "the whole iteration of a dropless MoE model",
-    "qwen3_235b/gb300 MXFP8, whole iteration": "the whole iteration of a dropless MoE model",
-    "qwen3_30b/gb200 MXFP8, whole iteration": "the whole iteration of a dropless MoE model",
+    "qwen3_235b/gb200 MXFP8, full iteration": "the full iteration of a dropless MoE model",
+    "qwen3_235b/gb300 MXFP8, full iteration": "the full iteration of a dropless MoE model",
+    "qwen3_30b/gb200 MXFP8, full iteration": "the full iteration of a dropless MoE model",
 }
 """Those that are refused -> the one reason."""
 
@@ -76,9 +183,23 @@ def as_file(preset_text: str, settings: str) -> str:
     """A recipe in Megatron-LM's shape: the architecture of a preset's file, and settings of RECIPES on top."""
     import yaml
 
-    table = {key.lstrip("-").replace("-", "_"): value for key, value in yaml.safe_load(preset_text)["MODEL_ARGS"].items()}
+    table = {
+        key.lstrip("-").replace("-", "_"): value for key, value in yaml.safe_load(preset_text)["MODEL_ARGS"].items()
+    }
     for word in settings.split():
         name, equals, value = word.partition("=")
         # ratios of layers hold commas of their own
-        table[name] = True if not equals else [each for each in value.split(",") if each] if "," in value and "[" not in value else value
-    return yaml.safe_dump({"DEPENDENCIES": {"dockerfile": "FROM scratch\n"}, "ENV_VARS": {"NVTE_FUSED_ATTN": "1"}, "ARGS": table | {"mock_data": True}})
+        table[name] = (
+            True
+            if not equals
+            else [each for each in value.split(",") if each]
+            if "," in value and "[" not in value
+            else value
+        )
+    return yaml.safe_dump(
+        {
+            "DEPENDENCIES": {"dockerfile": "FROM scratch\n"},
+            "ENV_VARS": {"NVTE_FUSED_ATTN": "1"},
+            "ARGS": table | {"mock_data": True},
+        }
+    )

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from arguments.machine import check_machine
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 from arguments.settings import Settings, Violation
 
 DATA = Path(__file__).parents[1] / "data"
@@ -42,7 +42,7 @@ def findings(
     argv: list[str], world_size: int | None, env: dict[str, str] | None = None, arch: int | None = None
 ) -> tuple[Settings, list[Violation]]:
     """Resolve a line, and everything that is wrong with it here and on that machine."""
-    settings, violations = understand(argv, world_size)
+    settings, violations = resolve_command_line(argv, world_size)
     violations += check_machine(settings, {} if env is None else env, arch)
     return settings, [violation for violation in violations if violation.kind not in ACCEPTED]
 

@@ -3,8 +3,8 @@
 import pytest
 
 import pretrain_moe
-from arguments import ArgumentError, checkpoint_wanted, parse_args
-from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER, Wanted
+from arguments import ArgumentError, find_checkpoint_args_source, parse_args
+from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER, CheckpointArgsSource
 from arguments.container import OPTIONS
 from tests.arguments.test_tokens import TOY
 
@@ -12,23 +12,29 @@ LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
 
 
 def test_the_folder_is_known_before_any_rule():
-    assert checkpoint_wanted(LINE) == Wanted("runs/a", None, False)
-    assert checkpoint_wanted(["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]) == Wanted("b", None, False)
-    assert checkpoint_wanted(["--pretrained-checkpoint", "c", "--use-checkpoint-args", "--ckpt-step", "5"]) == Wanted("c", 5, False)
-    assert checkpoint_wanted(TOY + ["--load", "b"]) is None
+    assert find_checkpoint_args_source(LINE) == CheckpointArgsSource("runs/a", None, False)
+    assert find_checkpoint_args_source(
+        ["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]
+    ) == CheckpointArgsSource("b", None, False)
+    assert find_checkpoint_args_source(
+        ["--pretrained-checkpoint", "c", "--use-checkpoint-args", "--ckpt-step", "5"]
+    ) == CheckpointArgsSource("c", 5, False)
+    assert find_checkpoint_args_source(TOY + ["--load", "b"]) is None
 
 
 def test_the_newest_checkpoint_of_the_run_itself_comes_first():
     resumed = ["--use-checkpoint-args", "--auto-resume", "--save", "own"]
-    assert checkpoint_wanted(resumed) == Wanted(None, None, True, "own")
-    assert checkpoint_wanted([*resumed, "--load", "base", "--ckpt-step", "5"]) == Wanted("base", 5, False, "own")
-    assert checkpoint_wanted(resumed[1:]) is None
+    assert find_checkpoint_args_source(resumed) == CheckpointArgsSource(None, None, True, "own")
+    assert find_checkpoint_args_source([*resumed, "--load", "base", "--ckpt-step", "5"]) == CheckpointArgsSource(
+        "base", 5, False, "own"
+    )
+    assert find_checkpoint_args_source(resumed[1:]) is None
 
 
 def test_only_a_checkpoint_that_the_run_writes_itself_may_be_missing():
-    assert checkpoint_wanted([*LINE, "--save", "runs/../runs/a"]).may_come
-    assert not checkpoint_wanted([*LINE, "--save", "runs/b"]).may_come
-    assert not checkpoint_wanted([*LINE, "--save", "runs/a", "--ckpt-step", "5"]).may_come
+    assert find_checkpoint_args_source([*LINE, "--save", "runs/../runs/a"]).may_come
+    assert not find_checkpoint_args_source([*LINE, "--save", "runs/b"]).may_come
+    assert not find_checkpoint_args_source([*LINE, "--save", "runs/a", "--ckpt-step", "5"]).may_come
 
 
 def test_lists_name_flags():
@@ -40,7 +46,7 @@ def test_the_checkpoint_wins_and_it_is_said():
     args = parse_args([*LINE, "--disable-bias-linear"], 1, checkpoint=recorded)
     assert args.model.num_layers == 4 and args.moe.num_experts == 2 and args.model.ffn_hidden_size == 300
     assert args.optimizer.lr == 1e-3 and args.source["num_layers"] == "derived"
-    assert any("--num-layers 2 gives way to the checkpoint's 4" in line for line in args.notes)
+    assert any("--num-layers 2: overridden by the checkpoint's value 4" in line for line in args.notes)
     assert not any("--hidden-size" in line for line in args.notes)
 
 
@@ -78,16 +84,31 @@ def test_what_the_checkpoint_knows_need_not_be_typed():
 
 
 def test_the_mapping_comes_along_if_asked_for():
-    recorded = {"num_layers": 4, "num_experts": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2,
-                "num_layers_per_virtual_pipeline_stage": 1, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
-                "context_parallel_size": 8}
-    line = [*LINE, "--expert-model-parallel-size", "4", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall",
-            "--global-batch-size", "16"]
+    recorded = {
+        "num_layers": 4,
+        "num_experts": 4,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "context_parallel_size": 8,
+    }
+    line = [
+        *LINE,
+        "--expert-model-parallel-size",
+        "4",
+        "--disable-bias-linear",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+        "--global-batch-size",
+        "16",
+    ]
     args = parse_args([*line, "--use-mp-args-from-checkpoint-args"], 4, checkpoint=recorded)
     parallel = args.parallel
     assert (parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage) == (2, 1)
     assert parallel.expert_model_parallel_size == 2 and parallel.context_parallel_size == 1
-    assert any("--expert-model-parallel-size 4 gives way to the checkpoint's 2" in text for text in args.notes)
+    assert any("--expert-model-parallel-size 4: overridden by the checkpoint's value 2" in text for text in args.notes)
     assert parse_args(line, 4, checkpoint=recorded).parallel.pipeline_model_parallel_size == 1
 
 
@@ -98,8 +119,16 @@ def test_the_mapping_of_a_checkpoint_is_judged_like_a_typed_one():
 
 
 def test_a_conversion_needs_nothing_of_training():
-    recorded = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64, "seq_length": 32, "bf16": True,
-                "optimizer": "sgd", "lr": 1.0}
+    recorded = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "seq_length": 32,
+        "bf16": True,
+        "optimizer": "sgd",
+        "lr": 1.0,
+    }
     line = "--load x --use-checkpoint-args --ckpt-convert-format torch_dist --ckpt-convert-save y --lr-warmup-iters 5"
     args = parse_args(line.split(), 1, checkpoint=recorded)
     assert args.training.skip_train and args.optimizer.use_checkpoint_opt_param_scheduler
@@ -113,10 +142,22 @@ def test_a_conversion_needs_nothing_of_training():
 def test_a_missing_checkpoint_hides_no_other_problem(mode, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    line = ["--load", str(tmp_path / "none"), "--use-checkpoint-args", "--no-such-flag", "--micro-batch-size", "2", "--lr", "1e-3", "--mock-data"]
+    line = [
+        "--load",
+        str(tmp_path / "none"),
+        "--use-checkpoint-args",
+        "--no-such-flag",
+        "--micro-batch-size",
+        "2",
+        "--lr",
+        "1e-3",
+        "--mock-data",
+    ]
     assert pretrain_moe.main([*line, *mode]) == 2
     error = capsys.readouterr().err
     assert "no checkpoint in" in error and "--no-such-flag" in error and "--train-iters" in error
-    assert "--num-layers" not in error and "--seq-length" not in error, "what the checkpoint would supply is not missing"
+    assert "--num-layers" not in error and "--seq-length" not in error, (
+        "what the checkpoint would supply is not missing"
+    )
     assert pretrain_moe.main([*line[:3], *line[4:], "--train-iters", "2", "--eval-iters", "0", *mode]) == 2
     assert "problems" not in capsys.readouterr().err

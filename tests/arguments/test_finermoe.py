@@ -3,15 +3,15 @@
 import pytest
 
 from arguments import parse_args
-from arguments.fine_grid import FineGrid
-from tests.arguments.broken_lines import FINE, FREE
+from arguments.moe import ExpertGrid
+from tests.arguments.invalid_command_lines import FINE, FREE
 from tests.arguments.rule_lines import changed, findings
 
 
 def test_sizes_are_derived():
     moe = parse_args(changed(f"{FINE} --ffn-hidden-size 1024", FREE), 8).moe
     assert (moe.num_experts, moe.moe_router_topk, moe.moe_ffn_hidden_size) == (16, 2, 256)
-    assert moe.finermoe == FineGrid(slices=2, candidates=2, group_size=4)
+    assert moe.finermoe == ExpertGrid(slices=2, candidates=2, group_size=4)
     assert moe.expert_widths(512) == (512, 256)
 
 
@@ -21,8 +21,10 @@ def test_0_is_as_many_as_the_granularity():
 
 
 def test_long_spellings_are_the_same():
-    long = ("--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 --finermoe-intermediate-expansion 1 "
-            "--finermoe-output-expansion 2")
+    long = (
+        "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 --finermoe-intermediate-expansion 1 "
+        "--finermoe-output-expansion 2"
+    )
     assert parse_args(changed(long, FREE), 8).moe == parse_args(changed(FINE, FREE), 8).moe
 
 

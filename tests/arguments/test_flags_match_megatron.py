@@ -2,10 +2,11 @@
 
 import pytest
 
-from arguments import parse_args, products, retired
+from arguments import parse_args
 from arguments.container import OPTIONS
+from arguments.flag_status import OLD_SPELLINGS, PRODUCTS, find_out_of_scope, is_known_spelling
 from arguments.settings import Settings
-from arguments.tokens import FIELDS, read
+from arguments.tokens import FIELDS, parse_tokens
 from tests.arguments.recorded import load, megatron_flags, megatron_parser
 
 FLAGS = megatron_flags()
@@ -22,7 +23,7 @@ OWN = {
 }  # fmt: skip
 
 
-def test_the_record_is_whole():
+def test_record_is_complete():
     assert len(FLAGS) == 862
     assert sum(record["moe_relevant"] for record in FLAGS) == 579
 
@@ -32,18 +33,17 @@ def test_every_spelling_is_known():
         spelling
         for record in FLAGS
         for spelling in record["flags"]
-        if spelling not in FIELDS and spelling not in products.BY_SPELLING and spelling not in retired.BY_SPELLING
+        if spelling not in FIELDS and not is_known_spelling(spelling)
     ]
     assert unknown == []
 
 
-def test_retired_and_dev_branch_spellings_are_known():
+def test_old_and_dev_branch_spellings_are_known():
     record = load("retired_flags")
     names = [flag.rstrip(":") for flag, *_ in record["retired"]] + [
         name for names, *_ in record["dev_only"] for name in names
     ]
-    known = {*FIELDS, *products.BY_SPELLING, *retired.BY_SPELLING}
-    assert [name for name in names if name not in known] == []
+    assert [name for name in names if name not in FIELDS and not is_known_spelling(name)] == []
 
 
 def test_fields_are_exactly_the_relevant_flags():
@@ -51,12 +51,24 @@ def test_fields_are_exactly_the_relevant_flags():
 
 
 def test_no_spelling_is_in_two_tables():
-    assert not set(FIELDS) & set(products.BY_SPELLING)
-    assert not set(FIELDS) & set(retired.BY_SPELLING)
-    assert not set(products.BY_SPELLING) & set(retired.BY_SPELLING)
+    assert [spelling for spelling in FIELDS if is_known_spelling(spelling)] == []
+    words = [word.partition("=")[0] for product in PRODUCTS for word in product.flags.split()]
+    assert len(words) == len(set(words)) and not set(words) & set(OLD_SPELLINGS)
 
 
-RELEVANT = [record for record in FLAGS if record["moe_relevant"] or record["dest"].startswith(("fim_", "mup_", "use_mup"))]
+def test_prefixes_match_flags_of_their_product_only():
+    """Every prefix matches a recorded flag, and no flag that another table names."""
+    recorded = {spelling for record in FLAGS for spelling in record["flags"]}
+    for product in PRODUCTS:
+        for prefix in product.prefixes.split():
+            assert any(spelling.startswith(prefix) for spelling in recorded), prefix
+        for word in product.flags.split():
+            assert find_out_of_scope(word.partition("=")[0])[0] is product
+
+
+RELEVANT = [
+    record for record in FLAGS if record["moe_relevant"] or record["dest"].startswith(("fim_", "mup_", "use_mup"))
+]
 
 
 @pytest.mark.parametrize("record", RELEVANT, ids=[record["flags"][0] for record in RELEVANT])
@@ -79,15 +91,15 @@ def test_flag(record):
         assert option.type_name == record["type"]
 
 
-def values_of_megatron(argv):
+def parse_with_megatron(argv):
     values, unknown = megatron_parser().parse_known_args(argv)
     assert unknown == []
     return vars(values)
 
 
-def values_of_ours(argv):
+def parse_with_ours(argv):
     settings = Settings(OPTIONS)
-    reading = read(argv)
+    reading = parse_tokens(argv)
     assert [v.message for v in reading.violations if v.kind != "product"] == []
     reading.apply(settings, "command line")
     return settings.values
@@ -116,21 +128,21 @@ PARSED = {  # (destination: how Megatron turns the text into a value, which the 
         "--wandb-exp-name=a=b --tensorboard-dir - ",
     ],
 )
-def test_tokens_are_read_as_argparse_reads_them(line):
-    megatron, ours = values_of_megatron(line.split()), values_of_ours(line.split())
+def test_tokens_are_parsed_as_argparse_does(line):
+    megatron, ours = parse_with_megatron(line.split()), parse_with_ours(line.split())
     assert {dest: megatron[dest] for dest in ours if dest in megatron and dest not in PARSED} == {
         dest: ours[dest] for dest in ours if dest in megatron and dest not in PARSED
     }
 
 
-def test_recipes_are_read_as_argparse_reads_them(shared):
+def test_recipes_are_parsed_as_argparse_does(shared):
     import json
 
     for recipe in json.loads((shared / "reference" / "recipes.json").read_text()):
         argv = [token for token in recipe["argv"] if not token.endswith(":")]
         if len(argv) != len(recipe["argv"]):
             continue
-        megatron, ours = values_of_megatron(argv), values_of_ours(argv)
+        megatron, ours = parse_with_megatron(argv), parse_with_ours(argv)
         differ = {dest for dest in ours if dest in megatron and dest not in PARSED and megatron[dest] != ours[dest]}
         assert differ <= {"dist_ckpt_format_deprecated"}, f"{recipe['name']}: {differ}"
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 from tests.arguments.graph_lines import ATTN, HYBRIDEP, LIMITS, OUTSIDE, PADDED, POSSIBLE, PREPROCESS, ROUTER
 from tests.arguments.rule_lines import changed
 
 
 def later(added, removed=""):
-    return [violation for violation in understand(changed(added, removed), 8)[1] if violation.kind == "later"]
+    return [violation for violation in resolve_command_line(changed(added, removed), 8)[1] if violation.kind == "later"]
 
 
 @pytest.mark.parametrize("line", LIMITS, ids=lambda line: line[0])
@@ -27,19 +27,23 @@ def test_what_is_captured_is_accepted(added):
 
 @pytest.mark.parametrize(("added", "reason"), OUTSIDE)
 def test_what_is_asked_for_and_not_captured_is_said_once(added, reason):
-    settings, violations = understand(changed(added), 8)
+    settings, violations = resolve_command_line(changed(added), 8)
     said = [line for line in settings.notes if "moe_preprocess is not captured" in line]
     assert len(said) == 1 and reason in said[0] and not violations
 
 
 @pytest.mark.parametrize("added", [PREPROCESS, f"{PREPROCESS} --expert-model-parallel-size 2", ROUTER])
 def test_nothing_is_said_where_everything_is_captured(added):
-    assert not [line for line in understand(changed(added), 8)[0].notes if "not captured" in line]
+    assert not [line for line in resolve_command_line(changed(added), 8)[0].notes if "not captured" in line]
 
 
 def test_the_whole_iteration_of_dropless_experts_has_one_reason():
-    flags = ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --overlap-grad-reduce --pipeline-model-parallel-size 2 "
-             f"--expert-model-parallel-size 4 {HYBRIDEP} --moe-paged-stash --moe-expert-rank-capacity-factor 1.2 --moe-router-force-load-balancing")
+    flags = (
+        "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --overlap-grad-reduce "
+        "--pipeline-model-parallel-size 2 "
+        f"--expert-model-parallel-size 4 {HYBRIDEP} --moe-paged-stash --moe-expert-rank-capacity-factor 1.2 "
+        "--moe-router-force-load-balancing"
+    )
     found = later(flags)
     assert len(found) == 1 and "dropless" in found[0].message and "--moe-paged-stash" in found[0].message
     assert len(later(f"{flags} {PADDED}")) > 1  # padded: what else stands in the way
@@ -51,5 +55,5 @@ def test_everything_that_stands_in_the_way_is_told_at_once():
 
 
 def test_modules_without_graphs_say_that_they_do_nothing():
-    settings, _ = understand(changed("--cuda-graph-modules attn"), 8)
-    assert any("--cuda-graph-modules" in flag for flag, _ in settings.idle)
+    settings, _ = resolve_command_line(changed("--cuda-graph-modules attn"), 8)
+    assert any("--cuda-graph-modules" in flag for flag, _ in settings.no_effect)

@@ -8,7 +8,7 @@ import pytest
 
 from arguments.container import OPTIONS
 from arguments.help import help_lines, run_help
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,14 +52,24 @@ def test_help_of_a_topic_or_a_flag(capsys):
     assert "--moe-aux-loss-coeff" in capsys.readouterr().out
     assert run_help(["--help", "--moe-routr-topk"]) == 2
     told = capsys.readouterr()
-    assert told.out == "" and "--help --moe-routr-topk: there is no such flag or topic; did you mean --moe-router-topk" in told.err
+    assert (
+        told.out == ""
+        and "--help --moe-routr-topk: there is no such flag or topic; did you mean --moe-router-topk" in told.err
+    )
 
 
-@pytest.mark.parametrize(("topic", "shown"), [
-    ("--moe_router_topk", "--moe-router-topk N"), ("--moe-router-topk=8", "--moe-router-topk N"), ("--moe_router_topk=8", "--moe-router-topk N"),
-    ("--override-opt_param-scheduler", "--override-opt_param-scheduler"), ("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-    ("router_topk", "--moe-router-topk N"), ("linear_and_sparse", "--linear-num-key-heads"),
-])
+@pytest.mark.parametrize(
+    ("topic", "shown"),
+    [
+        ("--moe_router_topk", "--moe-router-topk N"),
+        ("--moe-router-topk=8", "--moe-router-topk N"),
+        ("--moe_router_topk=8", "--moe-router-topk N"),
+        ("--override-opt_param-scheduler", "--override-opt_param-scheduler"),
+        ("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
+        ("router_topk", "--moe-router-topk N"),
+        ("linear_and_sparse", "--linear-num-key-heads"),
+    ],
+)
 def test_help_takes_other_spellings(topic, shown, capsys):
     assert run_help(["--help", topic]) == 0
     assert shown in capsys.readouterr().out
@@ -71,7 +81,9 @@ def test_without_flags_there_are_examples_that_hold(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert pretrain_moe.main([]) == 2
     told = capsys.readouterr()
-    lines = [line.split("  ")[1].split()[2:] for line in told.err.splitlines() if line.startswith("  python pretrain_moe.py")]
+    lines = [
+        line.split("  ")[1].split()[2:] for line in told.err.splitlines() if line.startswith("  python pretrain_moe.py")
+    ]
     assert told.out == "" and len(lines) == 3 and "Traceback" not in told.err
     for argv in lines[:2]:  # the third needs a checkpoint
-        assert not understand(argv, 1)[1], argv
+        assert not resolve_command_line(argv, 1)[1], argv

@@ -6,9 +6,9 @@ import pytest
 
 import model_zoo
 from arguments import ArgumentError, parse_args, tokens
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 from arguments.report import run_validate_only
-from moe_trainer.shape.batch_sizes import sizes_that_wait
+from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 
 FILE = """
 ENV_VARS:
@@ -116,14 +116,23 @@ def test_mistakes_inside_a_recipe_name_the_file(recipe):
         ("just text", "no MODEL_ARGS"),
         ("MODEL_ARGS:\n  --a: [1", "not YAML"),
         ("", "no MODEL_ARGS"),
-        (FILE + "ARGS:\n  num_layers: 4\n", "both hold flags"),
+        (FILE + "ARGS:\n  num_layers: 4\n", "both contain flags"),
         ("ARGS:\n  num_layers:\n    deep: 4\n", "ARGS must be a table"),
-        (FILE + "MODEL_ARGS:\n  --num-layers: 2\n", "MODEL_ARGS stands in line 5 and in line 29"),
-        ("ENV_VARS:\n  A: 1\nENV_VARS:\n  B: 2\nARGS:\n  num_layers: 4\n", "ENV_VARS stands in line 1 and in line 3"),
-        ("ARGS:\n  num_layers: 4\n  hidden_size: 8\n  --num-layers: 2\n", "ARGS: --num-layers stands in line 2 and in line 4"),
-        ("ENV_VARS:\n  A: 1\n  A: 2\nARGS:\n  num_layers: 4\n", "ENV_VARS: A stands in line 2 and in line 3"),
-        ("ARGS:\n  num_layers: 4\n  preset: mixtral_tiny\n", "ARGS: preset, line 3: this flag acts on the command line only"),
-        ("MODEL_ARGS:\n  --validate-only: true\n", "MODEL_ARGS: --validate-only, line 2: this flag acts on the command line only"),
+        (FILE + "MODEL_ARGS:\n  --num-layers: 2\n", "MODEL_ARGS is in line 5 and in line 29"),
+        ("ENV_VARS:\n  A: 1\nENV_VARS:\n  B: 2\nARGS:\n  num_layers: 4\n", "ENV_VARS is in line 1 and in line 3"),
+        (
+            "ARGS:\n  num_layers: 4\n  hidden_size: 8\n  --num-layers: 2\n",
+            "ARGS: --num-layers is in line 2 and in line 4",
+        ),
+        ("ENV_VARS:\n  A: 1\n  A: 2\nARGS:\n  num_layers: 4\n", "ENV_VARS: A is in line 2 and in line 3"),
+        (
+            "ARGS:\n  num_layers: 4\n  preset: mixtral_tiny\n",
+            "ARGS: preset, line 3: this flag acts on the command line only",
+        ),
+        (
+            "MODEL_ARGS:\n  --validate-only: true\n",
+            "MODEL_ARGS: --validate-only, line 2: this flag acts on the command line only",
+        ),
     ],
 )
 def test_what_is_no_recipe_is_refused(recipe, text, reason):
@@ -132,25 +141,31 @@ def test_what_is_no_recipe_is_refused(recipe, text, reason):
     assert len(caught.value.violations) == 1
 
 
-@pytest.mark.parametrize("environ, node", [({}, "0"), ({"GROUP_RANK": "2"}, "2"), ({"SLURM_NODEID": "5", "GROUP_RANK": "2"}, "5")])
+@pytest.mark.parametrize(
+    "environ, node", [({}, "0"), ({"GROUP_RANK": "2"}, "2"), ({"SLURM_NODEID": "5", "GROUP_RANK": "2"}, "5")]
+)
 def test_the_node_of_a_recipe_is_known_where_it_runs(recipe, monkeypatch, environ, node):
     for name in ("SLURM_NODEID", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
-    path = recipe("ENV_VARS:\n  TRITON_CACHE_DIR: /tmp/cache_$SLURM_NODEID\n" + FILE.partition("ENV_VARS")[0] + FILE[FILE.index("MODEL_ARGS") :])
+    path = recipe(
+        "ENV_VARS:\n  TRITON_CACHE_DIR: /tmp/cache_$SLURM_NODEID\n"
+        + FILE.partition("ENV_VARS")[0]
+        + FILE[FILE.index("MODEL_ARGS") :]
+    )
     assert parse_args(["--preset", path], world_size=1).recipe_env["TRITON_CACHE_DIR"] == f"/tmp/cache_{node}"
 
 
-def test_close_spellings_are_looked_up_for_the_first_unknown_flags_only(recipe, monkeypatch):
+def test_suggestion_searches_are_limited(recipe, monkeypatch):
     """Every search reads all flags, and a file may hold a hundred thousand unknown ones."""
-    searches, search = [], tokens._close
-    monkeypatch.setattr(tokens, "_close", lambda *given: searches.append(given) or search(*given))
+    searches, search = [], tokens._close_matches
+    monkeypatch.setattr(tokens, "_close_matches", lambda *given: searches.append(given) or search(*given))
     path = recipe("MODEL_ARGS:\n" + "".join(f"  --num-layerz{number}: 1\n" for number in range(200)))
     with pytest.raises(ArgumentError) as caught:
         parse_args(["--preset", path], world_size=1)
     found = [violation.message for violation in caught.value.violations if "is unknown" in violation.message]
-    assert len(found) == 200 and len(searches) == tokens.MAX_SEARCHES
+    assert len(found) == 200 and len(searches) == tokens.MAX_SUGGESTION_SEARCHES
     assert "did you mean --num-layers" in found[0] and "did you mean" not in found[-1]
 
 
@@ -173,7 +188,7 @@ def test_preset_names_are_forgiving(spelling):
 
 @pytest.mark.parametrize("name", model_zoo.names())
 def test_every_preset_parses_and_sets_its_vocabulary(name):
-    settings, violations = understand(["--preset", name], world_size=None)
+    settings, violations = resolve_command_line(["--preset", name], world_size=None)
     assert violations == []
     assert settings.vocab_size is not None or settings.padded_vocab_size is not None
 
@@ -234,20 +249,33 @@ def test_megatrons_own_recipes_are_read(recipe):
     args = parse_args(["--preset", recipe(NAMES)], world_size=1)
     assert args.model.num_layers == 4 and args.model.max_position_embeddings == 64 and args.optimizer.lr == 3.9e-06
     assert args.moe.moe_layer_freq == [0, 1, 1, 1]
-    assert args.training.cuda_graph_modules == ["attn", "moe_router"] and args.training.recompute_modules == ["moe_act", "layernorm"]
+    assert args.training.cuda_graph_modules == ["attn", "moe_router"] and args.training.recompute_modules == [
+        "moe_act",
+        "layernorm",
+    ]
     assert args.output.finetune is False and args.training.check_for_nan_in_loss_and_grad is False
     assert args.source["num_layers"] == "recipe" and args.recipe_env == {"NVTE_FUSED_ATTN": "1", "USE_MNNVL": "1"}
-    assert parse_args(["--preset", recipe(NAMES), "--num-layers", "4", "--hidden-size", "32"], world_size=1).model.hidden_size == 32
+    assert (
+        parse_args(
+            ["--preset", recipe(NAMES), "--num-layers", "4", "--hidden-size", "32"], world_size=1
+        ).model.hidden_size
+        == 32
+    )
 
 
 def test_both_spellings_name_the_same_flags(recipe):
     """`override_opt_param_scheduler` is the flag --override-opt_param-scheduler."""
     named = parse_args(["--preset", recipe(NAMES)], world_size=1)
-    dashed = re.sub(r"(?m)^  ([a-z]\w+):(?=.*$)", lambda found: f"  --{found.group(1).replace('_', '-')}:", NAMES.partition("ARGS:")[2])
+    dashed = re.sub(
+        r"(?m)^  ([a-z]\w+):(?=.*$)",
+        lambda found: f"  --{found.group(1).replace('_', '-')}:",
+        NAMES.partition("ARGS:")[2],
+    )
     dashed = dashed.replace("--override-opt-param-scheduler", "--override-opt_param-scheduler")
     for table in ("ARGS", "MODEL_ARGS"):
-        assert parse_args(["--preset", recipe(f"{table}:{dashed}", "dashed.yaml")], world_size=1).as_dict() == named.as_dict() | {
-            "preset": str(recipe(f"{table}:{dashed}", "dashed.yaml"))}
+        assert parse_args(
+            ["--preset", recipe(f"{table}:{dashed}", "dashed.yaml")], world_size=1
+        ).as_dict() == named.as_dict() | {"preset": str(recipe(f"{table}:{dashed}", "dashed.yaml"))}
 
 
 def test_names_without_dashes_that_are_no_flags_are_named(recipe):
@@ -255,12 +283,14 @@ def test_names_without_dashes_that_are_no_flags_are_named(recipe):
     with pytest.raises(ArgumentError) as caught:
         parse_args(["--preset", path], world_size=1)
     found = [violation.message for violation in caught.value.violations]
-    assert len(found) == 1 and path in found[0] and "--swigglu: this flag is unknown; did you mean --swiglu " in found[0]
+    assert (
+        len(found) == 1 and path in found[0] and "--swigglu: this flag is unknown; did you mean --swiglu " in found[0]
+    )
 
 
 @pytest.mark.parametrize("table", ["MODEL_ARGS", "ARGS"])
 def test_a_recipe_that_says_too_little_is_refused_without_a_traceback(recipe, table, capsys):
     argv = ["--preset", recipe(f"{table}:\n  num_layers: 4\n"), "--validate-only", "--world-size", "8"]
-    assert run_validate_only(argv, lambda args: {}, judge_batches=sizes_that_wait) == 2
+    assert run_validate_only(argv, lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2
     assert "--hidden-size is missing" in capsys.readouterr().err
-    assert run_validate_only([recipe(), *argv[2:]], lambda args: {}, judge_batches=sizes_that_wait) == 2
+    assert run_validate_only([recipe(), *argv[2:]], lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2

@@ -6,7 +6,7 @@ import pytest
 
 import model_zoo
 from arguments.machine import check_machine
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 from arguments.rules import derived
 from tests.arguments.moe_recipes import RECIPES, REFUSED, as_file
 from tests.arguments.rule_lines import ACCEPTED, base_line, findings, recorded
@@ -40,7 +40,7 @@ def test_all_recipes(shared):
         fragment = recipe["world_size"] is None  # a few flags of a guide, to be added to a line
         argv, world_size = (base_line() + recipe["argv"], 8) if fragment else (recipe["argv"], recipe["world_size"])
         judge(recipe, argv, world_size)
-        flags = {flag for violation in understand(argv, world_size)[1] for flag in violation.flags}
+        flags = {flag for violation in resolve_command_line(argv, world_size)[1] for flag in violation.flags}
         if flags:
             refused[recipe["name"]] = flags
     assert refused == {}
@@ -60,6 +60,8 @@ def test_megatrons_own_moe_recipes_pass_or_have_one_reason(recipe, tmp_path):
     name, preset, world_size, settings = recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(as_file(model_zoo.find(preset).read_text(), settings))
-    found = understand(["--preset", str(path)], world_size)[1]
+    found = resolve_command_line(["--preset", str(path)], world_size)[1]
     reasons = [REFUSED[name]] if name in REFUSED else []
-    assert len(found) == len(reasons) and all(reason in violation.message for reason, violation in zip(reasons, found)), found
+    assert len(found) == len(reasons) and all(
+        reason in violation.message for reason, violation in zip(reasons, found)
+    ), found

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments import refused
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 from tests.arguments.rule_lines import changed
 
 
@@ -12,4 +12,6 @@ def test_combinations_of_the_page_are_refused(flags):
     """Each by a violation that names two of its flags; graphs without further flags stand alone."""
     spelled = {word for word in flags.split() if word.startswith("--")}
     alone = spelled <= {"--cuda-graph-impl", "--no-check-for-nan-in-loss-and-grad"}
-    assert any(len(spelled & set(violation.flags)) >= 2 - alone for violation in understand(changed(flags), 8)[1]), flags
+    assert any(
+        len(spelled & set(violation.flags)) >= 2 - alone for violation in resolve_command_line(changed(flags), 8)[1]
+    ), flags

@@ -96,8 +96,12 @@ def test_refusals_name_only_what_was_given(tmp_path, capsys):
     assert "--pipeline-model-parallel-size" not in told.err and "did you mean --num-experts" in told.err
 
 
-@pytest.mark.parametrize(("flags", "asked"), [([], 1), (["--freeze-all-layers"], 0), (["--skip-train", "--eval-iters", "1"], 0)])
+@pytest.mark.parametrize(
+    ("flags", "asked"), [([], 1), (["--freeze-all-layers"], 0), (["--skip-train", "--eval-iters", "1"], 0)]
+)
 def test_state_is_described_for_runs_that_have_an_optimizer(flags, asked):
     calls = []
-    code = run_validate_only([*TOY, *flags], lambda args: COUNTS, describe_state=lambda args, world_size: calls.append(args) or [])
+    code = run_validate_only(
+        [*TOY, *flags], lambda args: COUNTS, describe_state=lambda args, world_size: calls.append(args) or []
+    )
     assert code == 0 and len(calls) == asked

@@ -1,15 +1,15 @@
 """Every rule: a line that breaks it, and lines near by that do not. No rule may stay silent in all of them."""
 
 import pytest
-from train.tiny import MOCK, TINY
+from training.tiny import MOCK, TINY
 
 from arguments import rules
 from arguments.container import OPTIONS
 from arguments.machine import check_machine
-from arguments.parse import understand
-from arguments.rules.facts import gather
-from tests.arguments.broken_lines import BROKEN, DENSE, SELECTIVE, SOUND
+from arguments.parse import resolve_command_line
+from arguments.rules.derived_sizes import derive_sizes
 from tests.arguments.graph_lines import LIMITS
+from tests.arguments.invalid_command_lines import BROKEN, DENSE, SELECTIVE, SOUND
 from tests.arguments.rule_lines import base_line, changed, findings, flags_of
 
 
@@ -33,17 +33,22 @@ def test_sound_lines_pass(line):
 
 
 def test_a_number_out_of_range_is_told_once():
-    for dest, value in (("qk_clip_threshold", "-1"), ("qk_clip_alpha", "2"), ("qk_clip_alpha", "-1"), ("qk_clip_alpha", "0")):
+    for dest, value in (
+        ("qk_clip_threshold", "-1"),
+        ("qk_clip_alpha", "2"),
+        ("qk_clip_alpha", "-1"),
+        ("qk_clip_alpha", "0"),
+    ):
         _, violations = findings(changed(f"--qk-clip {OPTIONS[dest].on[0]} {value}", ""), 8)
         assert len(violations) == 1, "; ".join(map(str, violations))
 
 
-def test_every_rule_speaks_somewhere():
+def test_every_rule_has_an_invalid_command_line():
     """A rule that no broken line breaks is dead, or untested."""
     silent = {rule for area in rules.AREAS for rule in area.CHECKS}
     for added, removed, _ in (*BROKEN, *LIMITS):
-        settings, _ = understand(changed(added, removed), 8)
-        facts = gather(settings, 8)
+        settings, _ = resolve_command_line(changed(added, removed), 8)
+        facts = derive_sizes(settings, 8)
         silent -= {rule for rule in silent if list(rule(settings, facts))}
     assert not silent, sorted(rule.__name__ for rule in silent)
 
@@ -78,7 +83,10 @@ def test_all_violations_at_once():
 
 
 def test_unknown_ranks_leave_their_rules_out():
-    line = changed("--tensor-model-parallel-size 3 --num-attention-heads 6 --kv-channels 64 --seq-length 1023", "--num-attention-heads --seq-length")
+    line = changed(
+        "--tensor-model-parallel-size 3 --num-attention-heads 6 --kv-channels 64 --seq-length 1023",
+        "--num-attention-heads --seq-length",
+    )
     settings, violations = findings(line, None)
     assert not violations
     assert sum("--world-size" in note for note in settings.notes) == 1
@@ -104,14 +112,16 @@ def test_no_value_makes_the_rules_fail():
     for option in OPTIONS.values():
         count = option.takes if isinstance(option.takes, int) else 1
         for value in _values(option):
-            settings, _ = understand([*base, option.spellings[-1], *[value] * count], None if value == "7" else 8)
+            settings, _ = resolve_command_line(
+                [*base, option.spellings[-1], *[value] * count], None if value == "7" else 8
+            )
             check_machine(settings, {}, 9)
             rules.derived(settings, 8)
 
 
 def test_resolving_twice_changes_nothing():
     for added, removed in SOUND:
-        settings, _ = understand(changed(added, removed), 8)
+        settings, _ = resolve_command_line(changed(added, removed), 8)
         before = dict(settings.values)
         rules.resolve(settings, 8)
         assert settings.values == before, added
@@ -120,18 +130,29 @@ def test_resolving_twice_changes_nothing():
 OFFLOAD = "--fine-grained-activation-offloading --transformer-impl transformer_engine --offload-modules"
 
 
-@pytest.mark.parametrize(("added", "removed", "told"), [
-    (f"{SELECTIVE} moe shared_experts core_attn", DENSE, ["--recompute-modules moe: ", "--recompute-modules shared_experts: "]),
-    (f"{OFFLOAD} expert_fc1 moe_act attn_norm", DENSE, ["--offload-modules expert_fc1: ", "--offload-modules moe_act: "]),
-    (f"{SELECTIVE} shared_experts moe", "", ["--recompute-modules shared_experts: "]),
-    (f"{SELECTIVE} shared_experts --moe-shared-expert-intermediate-size 64", "", []),
-    (f"{SELECTIVE} mlp", "", ["--recompute-modules mlp: "]),
-    (f"{SELECTIVE} mlp --moe-layer-freq 2", "", []),
-    (f"{SELECTIVE} mlp", DENSE, []),
-    (f"{OFFLOAD} expert_fc1 moe_act", "", []),
-])
+@pytest.mark.parametrize(
+    ("added", "removed", "told"),
+    [
+        (
+            f"{SELECTIVE} moe shared_experts core_attn",
+            DENSE,
+            ["--recompute-modules moe: ", "--recompute-modules shared_experts: "],
+        ),
+        (
+            f"{OFFLOAD} expert_fc1 moe_act attn_norm",
+            DENSE,
+            ["--offload-modules expert_fc1: ", "--offload-modules moe_act: "],
+        ),
+        (f"{SELECTIVE} shared_experts moe", "", ["--recompute-modules shared_experts: "]),
+        (f"{SELECTIVE} shared_experts --moe-shared-expert-intermediate-size 64", "", []),
+        (f"{SELECTIVE} mlp", "", ["--recompute-modules mlp: "]),
+        (f"{SELECTIVE} mlp --moe-layer-freq 2", "", []),
+        (f"{SELECTIVE} mlp", DENSE, []),
+        (f"{OFFLOAD} expert_fc1 moe_act", "", []),
+    ],
+)
 def test_parts_that_no_layer_has(added, removed, told):
-    settings, _ = understand(changed(added, removed), 8)
+    settings, _ = resolve_command_line(changed(added, removed), 8)
     notes = [note for note in settings.notes if "no layer of this model has" in note]
     assert [note.split(": ")[0] + ": " for note in notes] == told
 
@@ -139,31 +160,46 @@ def test_parts_that_no_layer_has(added, removed, told):
 TRITON = "--triton-kernels"
 
 
-@pytest.mark.parametrize(("added", "removed", "told"), [
-    (f"{TRITON} permute router grouped-gemm rope", DENSE, {"permute", "router", "grouped-gemm"}),
-    (f"{TRITON} all", DENSE, set()),
-    (f"{TRITON} permute router grouped-gemm activation --moe-grouped-gemm", "", set()),
-    (f"{TRITON} grouped-gemm", "--moe-grouped-gemm", {"grouped-gemm"}),
-    (f"{TRITON} grouped-gemm quantize --moe-grouped-gemm --fp8-format e4m3", "", {"grouped-gemm"}),
-    (f"{TRITON} grouped-gemm --moe-grouped-gemm --fp8-format e4m3 --first-last-layers-bf16", "", set()),
-    (f"{TRITON} quantize", "", {"quantize"}),
-    (f"{TRITON} quantize --fp4-format e2m1", "", set()),
-    (f"{TRITON} router --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", {"router"}),
-    (f"{TRITON} router --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-z-loss-coeff 1e-3", "", set()),
-    (f"{TRITON} permute --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --expert-model-parallel-size 2",
-     "--moe-token-dispatcher-type", {"permute"}),
-    (f"{TRITON} permute --moe-token-dispatcher-type flex --expert-model-parallel-size 2", "--moe-token-dispatcher-type", set()),
-    (f"{TRITON} sparse-attention", "", {"sparse-attention"}),
-    (f"{TRITON} norm --normalization LayerNorm", "--normalization", {"norm"}),
-    (f"{TRITON} norm --normalization RMSNorm", "--normalization", set()),
-    (f"{TRITON} norm --normalization LayerNorm --qk-l2-norm", "--normalization", set()),
-])
+@pytest.mark.parametrize(
+    ("added", "removed", "told"),
+    [
+        (f"{TRITON} permute router grouped-gemm rope", DENSE, {"permute", "router", "grouped-gemm"}),
+        (f"{TRITON} all", DENSE, set()),
+        (f"{TRITON} permute router grouped-gemm activation --moe-grouped-gemm", "", set()),
+        (f"{TRITON} grouped-gemm", "--moe-grouped-gemm", {"grouped-gemm"}),
+        (f"{TRITON} grouped-gemm quantize --moe-grouped-gemm --fp8-format e4m3", "", {"grouped-gemm"}),
+        (f"{TRITON} grouped-gemm --moe-grouped-gemm --fp8-format e4m3 --first-last-layers-bf16", "", set()),
+        (f"{TRITON} quantize", "", {"quantize"}),
+        (f"{TRITON} quantize --fp4-format e2m1", "", set()),
+        (f"{TRITON} router --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", {"router"}),
+        (
+            f"{TRITON} router --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-z-loss-coeff 1e-3",
+            "",
+            set(),
+        ),
+        (
+            f"{TRITON} permute --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+            "--expert-model-parallel-size 2",
+            "--moe-token-dispatcher-type",
+            {"permute"},
+        ),
+        (
+            f"{TRITON} permute --moe-token-dispatcher-type flex --expert-model-parallel-size 2",
+            "--moe-token-dispatcher-type",
+            set(),
+        ),
+        (f"{TRITON} sparse-attention", "", {"sparse-attention"}),
+        (f"{TRITON} norm --normalization LayerNorm", "--normalization", {"norm"}),
+        (f"{TRITON} norm --normalization RMSNorm", "--normalization", set()),
+        (f"{TRITON} norm --normalization LayerNorm --qk-l2-norm", "--normalization", set()),
+    ],
+)
 def test_kernels_that_nothing_runs_on(added, removed, told):
-    settings, _ = understand(changed(added, removed), 8)
-    assert {flag for flag, _ in settings.idle if flag.startswith(TRITON)} == {f"{TRITON} {name}" for name in told}
+    settings, _ = resolve_command_line(changed(added, removed), 8)
+    assert {flag for flag, _ in settings.no_effect if flag.startswith(TRITON)} == {f"{TRITON} {name}" for name in told}
 
 
-def test_notes_tell_kinder_outcomes():
+def test_notes_report_more_permissive_outcomes():
     for added, removed, word in (
         ("--tp-comm-overlap", "", "--tp-comm-overlap"),
         ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "", "--cross-entropy-fusion-impl"),
@@ -171,21 +207,44 @@ def test_notes_tell_kinder_outcomes():
         ("--batch-size 2", "--micro-batch-size", "--micro-batch-size 2"),
         ("--sequence-parallel", "", "--sequence-parallel"),
         ("--data-path /d", "--mock-data", "969, 30, 1"),
-        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-shared-expert-overlap "
-         "--moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 2", "--moe-token-dispatcher-type", "one call of HybridEP"),
-        ("--overlap-dispatch-backward-with-experts-wgrad --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
-         "--moe-token-dispatcher-type", "gathers in one call"),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-shared-expert-overlap "
+            "--moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 2",
+            "--moe-token-dispatcher-type",
+            "one call of HybridEP",
+        ),
+        (
+            "--overlap-dispatch-backward-with-experts-wgrad --moe-token-dispatcher-type allgather "
+            "--expert-model-parallel-size 2",
+            "--moe-token-dispatcher-type",
+            "gathers in one call",
+        ),
         ("--overlap-dispatch-backward-with-experts-wgrad --expert-model-parallel-size 1", "", "there is no exchange"),
-        ("--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 1", "",
-         "there is no exchange to compute beside"),
-        ("--moe-token-dispatcher-type flex --moe-router-padding-for-quantization --fp8-format e4m3 --expert-model-parallel-size 2",
-         "--moe-token-dispatcher-type", "no further tokens fill"),
-        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-permute-fusion --expert-model-parallel-size 2",
-         "--moe-token-dispatcher-type", "HybridEP sorts tokens itself"),
-        (f"{SELECTIVE} moe_act --moe-grouped-gemm", "", "this program's own experts never keep"),
-        ("--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 4 --num-layers-at-end-in-bf16 4", "", "quantises none of them"),
+        (
+            "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 1",
+            "",
+            "there is no exchange to overlap with",
+        ),
+        (
+            "--moe-token-dispatcher-type flex --moe-router-padding-for-quantization --fp8-format e4m3 "
+            "--expert-model-parallel-size 2",
+            "--moe-token-dispatcher-type",
+            "not padded with further tokens",
+        ),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-permute-fusion "
+            "--expert-model-parallel-size 2",
+            "--moe-token-dispatcher-type",
+            "HybridEP sorts tokens itself",
+        ),
+        (f"{SELECTIVE} moe_act --moe-grouped-gemm", "", "the local experts never save"),
+        (
+            "--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 4 --num-layers-at-end-in-bf16 4",
+            "",
+            "quantizes none of them",
+        ),
     ):
-        settings, _ = understand(changed(added, removed), 8)
+        settings, _ = resolve_command_line(changed(added, removed), 8)
         assert sum(word in note for note in settings.notes) == 1, (added, settings.notes)
 
 
@@ -193,20 +252,22 @@ def test_notes_tell_kinder_outcomes():
     ("--skip-train --load l --eval-iters 1 --exit-interval 5 --async-save --iterations-to-skip 2",
      "--async-save, --exit-interval, --iterations-to-skip with --skip-train: no effect"),
     ("--skip-train --load l --eval-iters 0", "--eval-iters 0 with --skip-train: nothing is evaluated"),
-    ("--skip-train --eval-iters 1", "--skip-train without --load: the weights that are evaluated are initial ones"),
+    ("--skip-train --eval-iters 1", "--skip-train without --load: the initial weights are evaluated"),
 ])  # fmt: skip
 def test_flags_of_what_a_run_does_not_do_are_noted(words, told):
     given = words.split()
     base = [word for word in TINY if word not in ("--eval-iters", "0")] if "--eval-iters" in given else TINY
     data = [] if "--data-path" in given else MOCK
-    settings, _ = understand([*base, *data, "--train-iters", "10", *given], 1)
-    ordinary, _ = understand([*TINY, *MOCK, "--train-iters", "10"], 1)
+    settings, _ = resolve_command_line([*base, *data, "--train-iters", "10", *given], 1)
+    ordinary, _ = resolve_command_line([*TINY, *MOCK, "--train-iters", "10"], 1)
     assert any(told in " ".join(note.split()) for note in settings.notes), settings.notes
     assert not any("no effect" in note or "--skip-train" in note for note in ordinary.notes)
 
 
 def test_a_flag_of_fim_without_fim_data_is_noted_once():
-    settings, _ = understand([*TINY, *MOCK, "--train-iters", "10", "--fim-rate", "0.3", "--fim-fragment-rate", "0.3"], 1)
+    settings, _ = resolve_command_line(
+        [*TINY, *MOCK, "--train-iters", "10", "--fim-rate", "0.3", "--fim-fragment-rate", "0.3"], 1
+    )
     for flag, needed in (("--fim-rate", "--fim-data"), ("--fim-fragment-rate", "--fim-split-sample")):
-        line, = (line for line in settings.lines() if flag in line)
+        (line,) = (line for line in settings.lines() if flag in line)
         assert f"no effect without {needed}" in line

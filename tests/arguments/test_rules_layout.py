@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arguments.rules.batch_schedule import read_batch_schedule
-from arguments.rules.data import read_split
+from arguments.data import split_weights
 from arguments.rules.layout_grammar import problems, read_layout
+from arguments.training import parse_batch_schedule
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_repeats_equal_written_out_layouts(counts):
         ("Ett|tt", 2, 4, 0, "L (loss)"),
         ("Ett|ttL|", 3, 4, 0, "L (loss)"),
         ("Ett|ttmL", 2, 4, 2, "MTP layers"),
-        ("Ett|tmtL", 2, 4, 1, "behind"),
+        ("Ett|tmtL", 2, 4, 1, "after an MTP"),
         ("Ett|t|tm|mL", 4, 4, 2, "several stages"),
         ("Ett|tt|m|L", 2, 4, 1, "pipeline rank 0"),
         ("Ettt|tm|L|", 2, 4, 1, "chunk"),
@@ -68,16 +68,17 @@ def test_standalone_prediction_heads():
 
 
 def test_batch_schedule():
-    assert read_batch_schedule("0:384 200B:768, 1.5T:1152") == ((0, 384), (200 * 10**9, 768), (1500 * 10**9, 1152))
-    for text in ("", "1:8", "0:8 5:0", "0:8 9:16 9:32", "0:8 x:16", "0:8 0.5:16"):
+    assert parse_batch_schedule("0:384 200B:768, 1.5T:1152") == ((0, 384), (200 * 10**9, 768), (1500 * 10**9, 1152))
+    assert parse_batch_schedule("0:8 4.1B:16")[1] == (4_100_000_000, 16)
+    for text in ("", "1:8", "0:8 5:0", "0:8 9:16 9:32", "0:8 x:16", "0:8 0.5:16", "0:8 1e9:16", "0:8 9:16 5:4"):
         with pytest.raises(ValueError):
-            read_batch_schedule(text)
+            parse_batch_schedule(text)
 
 
 def test_split():
-    assert read_split("969, 30, 1") == (0.969, 0.03, 0.001)
-    assert read_split("99,1") == (0.99, 0.01, 0.0)
-    assert read_split("1") == (1.0, 0.0, 0.0)
+    assert split_weights("969, 30, 1") == (0.969, 0.03, 0.001)
+    assert split_weights("99,1") == (0.99, 0.01, 0.0)
+    assert split_weights("1") == (1.0, 0.0, 0.0)
     for text in ("", "0,0,0", "1,2,3,4", "-1,2", "a,b", "nan,1"):
         with pytest.raises(ValueError):
-            read_split(text)
+            split_weights(text)

@@ -15,7 +15,7 @@ from arguments.machine import (
     check_packages,
     environment_defaults,
 )
-from arguments.parse import understand
+from arguments.parse import resolve_command_line
 from tests.arguments.rule_lines import changed
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -64,7 +64,7 @@ def environment(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} | {case[1]} | {case[2]}")
 def test_machine_rules(case):
     added, env, arch, flag = case
-    settings, _ = understand(changed(added), 8)
+    settings, _ = resolve_command_line(changed(added), 8)
     found = [v for v in check_machine(settings, environment(env), arch) if v.kind != "note"]
     assert [v.flags[0] for v in found] == ([] if flag is None else [flag]), found
 
@@ -78,18 +78,18 @@ def test_frozen_arguments_give_the_same_findings():
 
 def test_defaults_satisfy_the_rules():
     for backend, values in ATTENTION:
-        settings, _ = understand(changed(f"--deterministic-mode --attention-backend {backend}"), 8)
+        settings, _ = resolve_command_line(changed(f"--deterministic-mode --attention-backend {backend}"), 8)
         wanted = environment_defaults(settings, {}, 9)
         assert tuple(wanted[name] for name in ATTENTION_SWITCHES) == values
         assert check_machine(settings, wanted, 9) == []
         assert environment_defaults(settings, wanted, 9) == {}
         assert environment_defaults(settings, {}, None) == {}
-    settings, _ = understand(changed("--deterministic-mode"), 8)
+    settings, _ = resolve_command_line(changed("--deterministic-mode"), 8)
     assert "NCCL_ALGO" not in environment_defaults(settings, {"NCCL_ALGO": "^NVLS"}, 9)
 
 
 def test_package_versions():
-    settings, _ = understand(changed("--moe-permute-fusion --moe-router-fusion"), 8)
+    settings, _ = resolve_command_line(changed("--moe-permute-fusion --moe-router-fusion"), 8)
     assert check_packages(settings, {}) == []
     assert check_packages(settings, {"transformer_engine": "2.10.0+abc", "torch": "2.13.0"}) == []
     old = check_packages(settings, {"transformer_engine": "2.3.0"})
@@ -98,7 +98,7 @@ def test_package_versions():
 
 def test_segments_of_memory_that_grow_are_asked_for_before_torch_is_there(monkeypatch):
     def wanted(flags, env=""):
-        return allocator_environment(understand(changed(flags), 8)[0], environment(env))
+        return allocator_environment(resolve_command_line(changed(flags), 8)[0], environment(env))
 
     asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert wanted("") == asked and wanted("", "NCCL_GRAPH_REGISTER=1") == asked
@@ -107,20 +107,29 @@ def test_segments_of_memory_that_grow_are_asked_for_before_torch_is_there(monkey
     for name in ALLOCATOR:
         assert wanted("", f"{name}=max_split_size_mb:64") == {}
     for flags in ("", GRAPHS):
-        assert check_machine(understand(changed(flags), 8)[0], wanted(flags), 9) == []
+        assert check_machine(resolve_command_line(changed(flags), 8)[0], wanted(flags), 9) == []
     seen = {}
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")  # taken back at the end, whatever main sets
         monkeypatch.delenv(name)
-    monkeypatch.setattr(pretrain_moe, "need_packages", lambda *names: seen.update(os.environ))
+    monkeypatch.setattr(pretrain_moe, "require_packages", lambda *names: seen.update(os.environ))
     monkeypatch.setattr(pretrain_moe, "_train", lambda *given: 0)
-    assert pretrain_moe.main("--preset mixtral_tiny --mock-data --train-iters 1 --lr 1e-3 --min-lr 0 --micro-batch-size 1 --global-batch-size 1".split()) == 0
+    assert (
+        pretrain_moe.main(
+            "--preset mixtral_tiny --mock-data --train-iters 1 --lr 1e-3 --min-lr 0 --micro-batch-size 1 "
+            "--global-batch-size 1".split()
+        )
+        == 0
+    )
     assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
 def test_another_choice_of_the_allocator_is_kept_and_told(name):
-    settings, _ = understand(changed(""), 8)
+    settings, _ = resolve_command_line(changed(""), 8)
     (note,) = check_machine(settings, {name: "max_split_size_mb:64"}, 9)
-    assert note.kind == "note" and f"{name}=max_split_size_mb:64 is kept: without expandable_segments:True memory fragments" in note.message
+    assert (
+        note.kind == "note"
+        and f"{name}=max_split_size_mb:64 is kept: without expandable_segments:True memory fragments" in note.message
+    )
     assert check_machine(settings, {name: "expandable_segments:True"}, 9) == []

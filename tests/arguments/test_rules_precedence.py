@@ -21,7 +21,7 @@ def test_training_length():
     rules.resolve(s, 1)
     assert (s.train_samples, s.lr_decay_samples, s.lr_warmup_samples) == (None, None, 0)
     assert (s.train_iters, s.lr_decay_iters) == (10, 10)
-    assert sum("falls away" in note for note in s.notes) == 3
+    assert sum("is ignored" in note for note in s.notes) == 3
     assert not [v for v in rules.check(s, 1) if "--train-iters" in v.flags]
 
 

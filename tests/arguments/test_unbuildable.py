@@ -5,9 +5,12 @@ import pytest
 import arguments
 from arguments.report import run_validate_only
 
-LINE = ("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --moe-layer-freq [0]+[1]*2 --seq-length 32 "
-        "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 10 --mock-data "
-        "--tokenizer-type NullTokenizer --vocab-size 100").split()
+LINE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --moe-layer-freq [0]+[1]*2 --seq-length "
+    "32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 10 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 100"
+).split()
 
 
 def test_the_parser_passes_it_on():
@@ -28,8 +31,14 @@ def test_validate_only_refuses(capsys):
     assert "--moe-layer-freq" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("more", "flag"), [("", "--load"), ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 36", "--moe-ffn-hidden-size"),
-                                            ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 32", "--num-experts")])
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ("", "--load"),
+        ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 36", "--moe-ffn-hidden-size"),
+        ("--load dense --ffn-hidden-size 96 --moe-ffn-hidden-size 32", "--num-experts"),
+    ],
+)
 def test_upcycling_is_parsed_with_a_folder_to_save_to(more, flag):
     """Megatron-LM looks for the dense model, and how it is cut, only after start-up."""
     line = [*LINE[:8], *LINE[10:], *"--moe-use-upcycling --save out --save-interval 5".split(), *more.split()]

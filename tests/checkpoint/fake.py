@@ -7,30 +7,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.model.weights import own_shard
+from moe_trainer.model.weights import take_local_shard
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
 # the flags that the keys follow from
-RECORD = {"num_layers": 2, "num_experts": 8, "moe_layer_freq": 1, "swiglu": True, "quick_geglu": False,
-          "multi_latent_attention": False, "hidden_size": 64, "num_attention_heads": 4,
-          "position_embedding_type": "rope", "num_query_groups": 2}
+RECORD = {
+    "num_layers": 2,
+    "num_experts": 8,
+    "moe_layer_freq": 1,
+    "swiglu": True,
+    "quick_geglu": False,
+    "multi_latent_attention": False,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+}
 
 
-def layer_shapes(hidden: int = 64, ffn: int = 32, qkv: int = 128, qk_norm: int = 0, experts: int = 8) -> dict[str, list[int]]:
+def layer_shapes(
+    hidden: int = 64, ffn: int = 32, qkv: int = 128, qk_norm: int = 0, experts: int = 8
+) -> dict[str, list[int]]:
     """Shapes of one MoE layer; those of experts are stacked."""
-    shapes = {"input_layernorm.weight": [hidden], "self_attention.linear_proj.weight": [hidden, qkv // 2],
-              "self_attention.linear_qkv.weight": [qkv, hidden], "pre_mlp_layernorm.weight": [hidden],
-              "mlp.router.weight": [experts, hidden], "mlp.experts.linear_fc1.weight": [experts, 2 * ffn, hidden],
-              "mlp.experts.linear_fc2.weight": [experts, hidden, ffn]}
+    shapes = {
+        "input_layernorm.weight": [hidden],
+        "self_attention.linear_proj.weight": [hidden, qkv // 2],
+        "self_attention.linear_qkv.weight": [qkv, hidden],
+        "pre_mlp_layernorm.weight": [hidden],
+        "mlp.router.weight": [experts, hidden],
+        "mlp.experts.linear_fc1.weight": [experts, 2 * ffn, hidden],
+        "mlp.experts.linear_fc2.weight": [experts, hidden, ffn],
+    }
     if qk_norm:
         shapes |= {"self_attention.q_layernorm.weight": [qk_norm], "self_attention.k_layernorm.weight": [qk_norm]}
     return shapes
 
 
 # how tensor parallelism cuts a tensor, by the end of its name: (dimension, parts)
-CUTS = {"linear_qkv.weight": (0, 1), "linear_proj.weight": (1, 1), "linear_fc1.weight": (0, 2), "linear_fc2.weight": (1, 1),
-        "word_embeddings.weight": (0, 1), "output_layer.weight": (0, 1)}
+CUTS = {
+    "linear_qkv.weight": (0, 1),
+    "linear_proj.weight": (1, 1),
+    "linear_fc1.weight": (0, 2),
+    "linear_fc2.weight": (1, 1),
+    "word_embeddings.weight": (0, 1),
+    "output_layer.weight": (0, 1),
+}
 
 
 class FakeModel(nn.Module):
@@ -40,9 +62,19 @@ class FakeModel(nn.Module):
     tied: no output layer; the last stage has a copy of the embedding. wide: parameters with this in their names are fp32, whatever the dtype.
     """
 
-    def __init__(self, layers: list[dict[str, list[int]]] | None = None, vocab: int = 512, hidden: int = 64, seed: int = 0,
-                 dtype: torch.dtype = torch.float32, expert_bias: bool = False, ps: ParallelState | None = None,
-                 stage: tuple[int, int] | None = None, tied: bool = False, wide: str = ""):
+    def __init__(
+        self,
+        layers: list[dict[str, list[int]]] | None = None,
+        vocab: int = 512,
+        hidden: int = 64,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        expert_bias: bool = False,
+        ps: ParallelState | None = None,
+        stage: tuple[int, int] | None = None,
+        tied: bool = False,
+        wide: str = "",
+    ):
         super().__init__()
         self.ps, self.dtype, self.wide = ps or ParallelState.single(), dtype, wide
         self.table: dict[str, nn.Parameter] = {}
@@ -55,7 +87,7 @@ class FakeModel(nn.Module):
         # the whole model is drawn, so that any part of it holds the same values
         embedding = self._draw([vocab, hidden])
         if first or (tied and last):
-            self._add("embedding.word_embeddings.weight", embedding, tied=tied, copy=not first)
+            self._add("embedding.word_embeddings.weight", embedding, tied=tied, is_replica=not first)
         for layer, shapes in enumerate(layers):
             mine = layer * count // len(layers) == number
             for rest, shape in shapes.items():
@@ -85,7 +117,7 @@ class FakeModel(nn.Module):
             each, kind = len(value) // self.ps.ep.size, "expert"
             mine = range(self.ps.ep.rank * each, (self.ps.ep.rank + 1) * each)
             names = tuple(f"{head}.mlp.experts.local_experts.{e}.{tail}" for e in mine)
-            value = value[mine.start:mine.stop]
+            value = value[mine.start : mine.stop]
         info = ParamInfo(names, kind=kind, stacked=bool(expert), sharded_dim=dim, parts=parts, **shard, **more)
         param = nn.Parameter(cut(value, info).to(torch.float32 if self.wide and self.wide in path else self.dtype))
         param.info = info
@@ -110,7 +142,11 @@ def cut(value: Tensor, info: ParamInfo) -> Tensor:
     """This rank's piece of a tensor or of a stack of tensors."""
     if info.shard_count == 1:
         return value.clone()
-    return torch.stack([own_shard(one, info) for one in value]) if info.stacked else own_shard(value, info).clone()
+    return (
+        torch.stack([take_local_shard(one, info) for one in value])
+        if info.stacked
+        else take_local_shard(value, info).clone()
+    )
 
 
 def fake_chunks(ps: ParallelState, vpp: int = 1, **how) -> list[FakeModel]:
@@ -136,8 +172,15 @@ class FakeOptimizer:
     Values depend on the names of parameters only.
     """
 
-    def __init__(self, model: FakeModel | list[FakeModel], ps: ParallelState, distributed: bool = False,
-                 main_params: bool = False, seed: int = 0, sgd: bool = False):
+    def __init__(
+        self,
+        model: FakeModel | list[FakeModel],
+        ps: ParallelState,
+        distributed: bool = False,
+        main_params: bool = False,
+        seed: int = 0,
+        sgd: bool = False,
+    ):
         self.held: list[Held] = []
         self.step = 0
         self.notes: list[tuple[bool, bool]] = []
@@ -151,7 +194,9 @@ class FakeOptimizer:
             for param in mine:
                 first, last = max(low - position, 0), min(high - position, param.numel())
                 position += param.numel()
-                main = main_params and not (param.dtype == torch.float32 and any(other.dtype != torch.float32 for other in params))
+                main = main_params and not (
+                    param.dtype == torch.float32 and any(other.dtype != torch.float32 for other in params)
+                )
                 moments = ("momentum_buffer",) if sgd else ("exp_avg", "exp_avg_sq")
                 for number, name in enumerate((*moments, *(["fp32_param"] if main else []))):
                     if first < last:
@@ -168,7 +213,10 @@ class FakeOptimizer:
         yield from self.held
 
     def scalars(self) -> dict:
-        return {"step": self.step, "param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}]}
+        return {
+            "step": self.step,
+            "param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}],
+        }
 
     def load_scalars(self, scalars: dict) -> None:
         self.step = scalars["step"]
@@ -187,5 +235,8 @@ def moment(param: nn.Parameter, seed: int) -> Tensor:
     shape = list(param.shape[1:] if info.stacked else param.shape)
     if info.sharded_dim is not None:
         shape[info.sharded_dim] *= info.shard_count
-    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))) for name in info.names]
+    drawn = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed + zlib.crc32(name.encode())))
+        for name in info.names
+    ]
     return cut(torch.stack(drawn) if info.stacked else drawn[0], info)

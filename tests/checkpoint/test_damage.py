@@ -16,7 +16,8 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import run_ranks
 
 from moe_trainer.checkpoint import directory
-from moe_trainer.checkpoint.checkpoint import (
+from moe_trainer.checkpoint.index import check
+from moe_trainer.checkpoint.manager import (
     AsyncSaver,
     CheckpointError,
     CheckpointState,
@@ -27,7 +28,6 @@ from moe_trainer.checkpoint.checkpoint import (
     load,
     save,
 )
-from moe_trainer.checkpoint.index import check
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -38,8 +38,14 @@ OPTIONS = LoadOptions(RECORD)
 def saved(tmp_path) -> Path:
     """A directory with complete checkpoints of iterations 3 and 6."""
     for iteration in (3, 6):
-        save(tmp_path, CheckpointState(iteration, RECORD), [FakeModel(seed=iteration)], None, SINGLE,
-             SaveOptions(verify_integrity=True))
+        save(
+            tmp_path,
+            CheckpointState(iteration, RECORD),
+            [FakeModel(seed=iteration)],
+            None,
+            SINGLE,
+            SaveOptions(verify_integrity=True),
+        )
     return tmp_path
 
 
@@ -78,7 +84,7 @@ def test_changed_bytes_are_found_while_reading(saved, place, count):
     path = saved / "iter_0000006/__0_0.distcp"
     content = bytearray(path.read_bytes())
     start = int(len(content) * place)
-    content[start:start + count] = bytes(byte ^ 0xFF for byte in content[start:start + count])
+    content[start : start + count] = bytes(byte ^ 0xFF for byte in content[start : start + count])
     path.write_bytes(content)
     text = refusal(saved)
     assert "iter_0000006/__0_0.distcp is damaged" in text and "--ckpt-step 3" in text
@@ -127,7 +133,9 @@ def test_the_folder_of_one_iteration_is_not_the_directory(saved):
 
 
 def test_other_formats_are_refused_by_name(saved, shared):
-    (saved / "iter_0000006/metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    (saved / "iter_0000006/metadata.json").write_text(
+        json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
+    )
     assert "the zarr format" in refusal(saved)
     (saved / "iter_0000006/metadata.json").write_text(json.dumps({"sharded_backend": "fsdp_dtensor"}))
     assert "Megatron-FSDP" in refusal(saved)
@@ -155,8 +163,12 @@ def small_disk(tmp_path):
     """A file system of 1.5 MiB with a small checkpoint of iteration 1 in it."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder], check=False,
-                                           capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder], check=False, capture_output=True
+        ).returncode
+    ):
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -188,6 +200,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_debris(small_disk, ranks)
 
 def test_a_full_disk_without_a_small_disk(saved, monkeypatch):
     """The same by a failing fsync, for those who are not root."""
+
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -204,7 +217,7 @@ def test_an_unforeseen_crash_in_the_background_surfaces(tmp_path, monkeypatch):
     saver.start(tmp_path, CheckpointState(3, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
     with pytest.raises(CheckpointError, match="KeyError.*gone"):
         saver.finish()
-    assert not saver.under_way and list(tmp_path.iterdir()) == []
+    assert not saver.in_progress and list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_of_dead_runs_are_cleaned_and_live_ones_are_left(saved):
@@ -268,10 +281,19 @@ def test_kill_at_twenty_random_moments(tmp_path):
     model = FakeModel()
     for iteration in range(3):
         began = time.monotonic()
-        save(tmp_path / "timed", CheckpointState(iteration, RECORD), [model], FakeOptimizer(model, SINGLE), SINGLE, SaveOptions())
+        save(
+            tmp_path / "timed",
+            CheckpointState(iteration, RECORD),
+            [model],
+            FakeOptimizer(model, SINGLE),
+            SINGLE,
+            SaveOptions(),
+        )
     delays = torch.rand(20, generator=torch.Generator().manual_seed(3)).mul(10 * (time.monotonic() - began)).tolist()
     seen, delay = [], 0.0
-    while delays or len(set(seen)) < 3:  # more of them, and longer, where the machine has slowed down since it was timed
+    while (
+        delays or len(set(seen)) < 3
+    ):  # more of them, and longer, where the machine has slowed down since it was timed
         delay = delays.pop(0) if delays else (delay or 0.1) * 1.5
         assert delay < 60, seen
         ready = context.Event()

@@ -18,21 +18,34 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_trainer.checkpoint.checkpoint import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.common_state import dump_object, read
-from moe_trainer.checkpoint.flat_states import StateIndex
+from moe_trainer.checkpoint.flat_states import FlatStateMetadata
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import logical_tensors, read_logical
+from moe_trainer.checkpoint.manager import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
-FLAGS = RECORD | {"hidden_size": 16, "num_experts": 2, "use_distributed_optimizer": True, "swiglu": True, "transformer_impl": "local",
-                  "untie_embeddings_and_output_weights": True}
+FLAGS = RECORD | {
+    "hidden_size": 16,
+    "num_experts": 2,
+    "use_distributed_optimizer": True,
+    "swiglu": True,
+    "transformer_impl": "local",
+    "untie_embeddings_and_output_weights": True,
+}
 STATES = ("exp_avg", "exp_avg_sq")
 BUCKETS = "optimizer.distributed.dp_group_idx_0"
 # the order of a buffer, last module first; of a layer: projection, linear_qkv with its norm, router, experts one by one
-LAYER = ["mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.router.weight",
-         "pre_mlp_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "input_layernorm.weight"]
+LAYER = [
+    "mlp.experts.local_experts.{e}.linear_fc2.weight",
+    "mlp.experts.local_experts.{e}.linear_fc1.weight",
+    "mlp.router.weight",
+    "pre_mlp_layernorm.weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+    "input_layernorm.weight",
+]
 
 
 def small(seed=0, tied=False):
@@ -77,6 +90,7 @@ class Writer:
 
     def object(self, key, value):
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
         self.index.state_dict_metadata[key] = BytesStorageMetadata()
         self.add(MetadataIndex(key), dump_object(value))
 
@@ -84,7 +98,9 @@ class Writer:
         """chunks: {offsets: values}."""
         listed = [ChunkStorageMetadata(torch.Size(at), value.shape) for at, value in chunks.items()]
         dtype = next(iter(chunks.values())).dtype
-        self.index.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), listed)
+        self.index.state_dict_metadata[key] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype), torch.Size(size), listed
+        )
         for at, value in chunks.items():
             stream = io.BytesIO()
             torch.save(value.clone(), stream)
@@ -105,7 +121,9 @@ def foreign(source, folder, optimizer, etp=1):
     """
     writer, index = Writer(folder), read_index(source)
     common = {key: value for key, value in read(source, index).items() if key != "moe_trainer"}
-    writer.object("common_state/shard_0_1", common | {"optimizer": optimizer, "args": argparse.Namespace(**vars(common["args"]))})
+    writer.object(
+        "common_state/shard_0_1", common | {"optimizer": optimizer, "args": argparse.Namespace(**vars(common["args"]))}
+    )
     for key, entry in index.state_dict_metadata.items():
         if hasattr(entry, "chunks") and not key.startswith("optimizer."):
             whole = torch.zeros(entry.size)
@@ -113,7 +131,9 @@ def foreign(source, folder, optimizer, etp=1):
                 if tensor.key == key:
                     whole[tensor.at] = read_logical(source, index, tensor)
             # gate and up are boxes of their own
-            dim, pieces = (-2, 2 * etp) if "linear_fc1.weight" in key else (-1, etp if "linear_fc2.weight" in key else 1)
+            dim, pieces = (
+                (-2, 2 * etp) if "linear_fc1.weight" in key else (-1, etp if "linear_fc2.weight" in key else 1)
+            )
             chunks, size = {}, entry.size[dim] // pieces
             for number, piece in enumerate(whole.chunk(pieces, dim)):
                 first = [0] * len(entry.size)
@@ -127,7 +147,11 @@ def values(source, state):
     """{name: values} of an optimizer state of the source."""
     index = read_index(source)
     prefix = f"optimizer.state.{state}."
-    return {tensor.name.removeprefix(prefix): read_logical(source, index, tensor) for tensor in logical_tensors(index) if tensor.state == state}
+    return {
+        tensor.name.removeprefix(prefix): read_logical(source, index, tensor)
+        for tensor in logical_tensors(index)
+        if tensor.state == state
+    }
 
 
 def cut(name, value, rank, etp):
@@ -151,12 +175,17 @@ def write_buckets(source, folder, buffers=None, etp=1, ranks=2):
             for number, names in enumerate(buckets):
                 flat = torch.zeros(0)
                 for name in names:
-                    flat = torch.cat([flat, torch.full((-len(flat) % 64,), 7.0), cut(name, named[name], rank, etp).flatten()])
+                    flat = torch.cat(
+                        [flat, torch.full((-len(flat) % 64,), 7.0), cut(name, named[name], rank, etp).flatten()]
+                    )
                 if number + 1 < len(buckets):  # closed when the next parameter has been given its beginning
                     flat = torch.cat([flat, torch.full((-len(flat) % 64,), 7.0)])
                 half = -(-len(flat) // 128) * 128 // ranks
-                writer.tensor(f"{prefix}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_{number}.{state}", [len(flat)],
-                              {(first,): flat[first:first + half] for first in range(0, len(flat), half)})
+                writer.tensor(
+                    f"{prefix}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_{number}.{state}",
+                    [len(flat)],
+                    {(first,): flat[first : first + half] for first in range(0, len(flat), half)},
+                )
     writer.object(f"{BUCKETS}.optimizer/shard_0_1", {"param_groups": [{"step": 5.0}]})
     writer.close()
 
@@ -164,7 +193,9 @@ def write_buckets(source, folder, buffers=None, etp=1, ranks=2):
 def check_loads(folder, model, optimizer, tied=False):
     other = small(seed=1, tied=tied)
     fresh = FakeOptimizer(other, SINGLE, seed=1)
-    found = load(folder.parent, [other], fresh, SINGLE, LoadOptions(FLAGS | {"untie_embeddings_and_output_weights": not tied}))
+    found = load(
+        folder.parent, [other], fresh, SINGLE, LoadOptions(FLAGS | {"untie_embeddings_and_output_weights": not tied})
+    )
     assert found.optim_loaded and found.from_megatron and fresh.step == 5
     assert all(torch.equal(a, b) for a, b in zip(fresh.values(), optimizer.values(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
@@ -183,12 +214,25 @@ def test_buckets_that_do_not_fit_the_flags_are_refused(source, tmp_path, monkeyp
     key = next(key for key in index.state_dict_metadata if key.endswith("bucket_idx_0.exp_avg"))
     entry = index.state_dict_metadata[key]
     entry.size = torch.Size([entry.size[0] + 64])
-    assert "and the parameters in the order of the modules need" in StateIndex(tmp_path / "buckets/iter_0000005", index).state_problem
+    assert (
+        "and the parameters in the order of the modules need"
+        in FlatStateMetadata(tmp_path / "buckets/iter_0000005", index).state_problem
+    )
     for flag in ({"use_tp_pp_dp_mapping": True}, {"pipeline_model_parallel_layout": ["E", "t"]}):
         other = tmp_path / "-".join(flag)
-        save(other / "source", CheckpointState(5, FLAGS | flag), [model], FakeOptimizer(model, SINGLE), SINGLE, SaveOptions())
+        save(
+            other / "source",
+            CheckpointState(5, FLAGS | flag),
+            [model],
+            FakeOptimizer(model, SINGLE),
+            SINGLE,
+            SaveOptions(),
+        )
         write_buckets(other / "source/iter_0000005", other / "buckets/iter_0000005")
-        with pytest.raises(CheckpointError, match="cannot resume this run: its optimizer state is in buckets of .*dist-ckpt-optim-fully-reshardable"):
+        with pytest.raises(
+            CheckpointError,
+            match="cannot resume this run: its optimizer state is in buckets of .*dist-ckpt-optim-fully-reshardable",
+        ):
             load(other / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
 
 
@@ -200,7 +244,10 @@ def stages(tied):
     names = list(order())
     border = names.index(next(name for name in names if ".layers.0." in name))
     last, first = names[:border], names[border:]
-    return {f"{STAGE}0": (0, [first[:-1], first[-1:]] if tied else [first]), f"{STAGE}1": (0, [last[:1], last[1:]] if tied else [last])}
+    return {
+        f"{STAGE}0": (0, [first[:-1], first[-1:]] if tied else [first]),
+        f"{STAGE}1": (0, [last[:1], last[1:]] if tied else [last]),
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -215,26 +262,46 @@ def test_buckets_of_two_stages(tmp_path, tied):
 def test_buckets_of_one_stage_alone_are_refused(tmp_path):
     """Those that are there fit; the other stage's layers have no state."""
     folder, model, _ = save_source(tmp_path, {"pipeline_model_parallel_size": 2, "world_size": 4})
-    write_buckets(folder, tmp_path / "buckets/iter_0000005", {key: value for key, value in stages(tied=False).items() if key.endswith("0")})
-    with pytest.raises(CheckpointError, match=r"optimizer\.state\..*: the buckets of its optimizer state do not cover the parameter once"):
+    write_buckets(
+        folder,
+        tmp_path / "buckets/iter_0000005",
+        {key: value for key, value in stages(tied=False).items() if key.endswith("0")},
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"optimizer\.state\..*: the buckets of its optimizer state do not cover the parameter once",
+    ):
         load(tmp_path / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
 
 
 def test_buckets_of_experts_cut_among_tensor_parallel_ranks(tmp_path):
     """Places of experts are counted along expert-tensor ranks first, then along expert-parallel ones."""
-    flags = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2, "world_size": 4}
+    flags = {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "world_size": 4,
+    }
     folder, model, optimizer = save_source(tmp_path, flags)
     experts = [[name for name in order() if f".local_experts.{expert}." in name] for expert in (0, 1)]
     dense = [name for name in order() if ".local_experts." not in name]
-    write_buckets(folder, tmp_path / "buckets/iter_0000005", {f"chained_0.{STAGE}{tp}": (tp, [dense]) for tp in (0, 1)}
-                  | {f"chained_1.{STAGE}{tp + 2 * ep}": (tp, [experts[ep]]) for ep in (0, 1) for tp in (0, 1)}, etp=2)
+    write_buckets(
+        folder,
+        tmp_path / "buckets/iter_0000005",
+        {f"chained_0.{STAGE}{tp}": (tp, [dense]) for tp in (0, 1)}
+        | {f"chained_1.{STAGE}{tp + 2 * ep}": (tp, [experts[ep]]) for ep in (0, 1) for tp in (0, 1)},
+        etp=2,
+    )
     check_loads(tmp_path / "buckets/iter_0000005", model, optimizer)
 
 
 def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
     """As core_v0.13 writes them: pieces of two tensor-parallel ranks in a grid, each flat and cut over data-parallel ranks."""
     folder, model, optimizer = source
-    writer, index = foreign(folder, tmp_path / "grid/iter_0000005", {0: {"optimizer": {"param_groups": [{"step": 5}]}}}), read_index(folder)
+    writer, index = (
+        foreign(folder, tmp_path / "grid/iter_0000005", {0: {"optimizer": {"param_groups": [{"step": 5}]}}}),
+        read_index(folder),
+    )
     for key, entry in index.state_dict_metadata.items():
         if not key.startswith("optimizer.state.") or not hasattr(entry, "chunks"):
             continue
@@ -243,14 +310,23 @@ def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
             if tensor.key == key:
                 whole[tensor.at] = read_logical(folder, index, tensor)
         leading = ("decoder.layers." in key) + ("experts." in key)
-        parts = [*entry.size[:leading], *(2 if dim == 0 and len(entry.size) - leading == 2 else 1 for dim in range(len(entry.size) - leading))]
+        parts = [
+            *entry.size[:leading],
+            *(2 if dim == 0 and len(entry.size) - leading == 2 else 1 for dim in range(len(entry.size) - leading)),
+        ]
         sizes = [full // part for full, part in zip(entry.size, parts)]
         chunks = {}
         for at in torch.cartesian_prod(*map(torch.arange, parts)).reshape(-1, len(parts)).tolist():
-            piece = whole[tuple(slice(number * size, (number + 1) * size) for number, size in zip(at, sizes))].reshape(-1)
+            piece = whole[tuple(slice(number * size, (number + 1) * size) for number, size in zip(at, sizes))].reshape(
+                -1
+            )
             for first, end in ((0, 5), (5, len(piece))):
                 chunks[(*at, first)] = piece[first:end].view(*(1 for _ in at), -1)
-        writer.tensor(f"chained_{int('experts.' in key)}.{key.replace('.state.param.', '.state.fp32_param.')}", [*parts, len(piece)], chunks)
+        writer.tensor(
+            f"chained_{int('experts.' in key)}.{key.replace('.state.param.', '.state.fp32_param.')}",
+            [*parts, len(piece)],
+            chunks,
+        )
     writer.close()
     check_loads(tmp_path / "grid/iter_0000005", model, optimizer)
 

@@ -23,13 +23,57 @@ def folder(tmp_path_factory):
     """The folder of a short quickstart: text, tokenizer, tokens, and a checkpoint of preset mixtral_tiny."""
     base = tmp_path_factory.mktemp("quickstart")
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(base / "tokenizer.model")]
-    for words in (["quickstart_text.py", str(base), "--megabytes", "0.6", "--vocab-size", str(VOCAB)],
-                  ["preprocess_data.py", "--input", str(base / "text.jsonl"), "--output-prefix", str(base / "text"), *tokenizer, "--workers", "1", "--append-eod"]):
-        done = subprocess.run([sys.executable, str(REPOSITORY / "scripts" / words[0]), *words[1:]], env=environment(), capture_output=True, text=True, check=False)
+    for words in (
+        ["quickstart_text.py", str(base), "--megabytes", "0.6", "--vocab-size", str(VOCAB)],
+        [
+            "preprocess_data.py",
+            "--input",
+            str(base / "text.jsonl"),
+            "--output-prefix",
+            str(base / "text"),
+            *tokenizer,
+            "--workers",
+            "1",
+            "--append-eod",
+        ],
+    ):
+        done = subprocess.run(
+            [sys.executable, str(REPOSITORY / "scripts" / words[0]), *words[1:]],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
-    done = run(["--preset", "mixtral_tiny", "--data-path", str(base / "text_text_document"), "--split", "90,5,5", *tokenizer, "--micro-batch-size", "2",
-                "--global-batch-size", "4", "--seq-length", str(SEQ), "--train-iters", "16", "--log-interval", "1", "--eval-iters", "0",
-                "--save", str(base / "checkpoints"), "--save-interval", "16"], base, world_size=2)
+    done = run(
+        [
+            "--preset",
+            "mixtral_tiny",
+            "--data-path",
+            str(base / "text_text_document"),
+            "--split",
+            "90,5,5",
+            *tokenizer,
+            "--micro-batch-size",
+            "2",
+            "--global-batch-size",
+            "4",
+            "--seq-length",
+            str(SEQ),
+            "--train-iters",
+            "16",
+            "--log-interval",
+            "1",
+            "--eval-iters",
+            "0",
+            "--save",
+            str(base / "checkpoints"),
+            "--save-interval",
+            "16",
+        ],
+        base,
+        world_size=2,
+    )
     assert done.returncode == 0, done.stderr
     assert convert.main([str(base / "checkpoints"), str(base / "hf"), "--to", "hf"]) == 0
     return base
@@ -40,7 +84,9 @@ def test_a_model_of_the_quickstart_generates_text(folder):
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.3  # a model that has learned something
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
-    ours = SentencePieceTokenizer(str(folder / "tokenizer.model"), special_tokens=[], legacy=False, ignore_extra_whitespaces=False)
+    ours = SentencePieceTokenizer(
+        str(folder / "tokenizer.model"), special_tokens=[], legacy=False, ignore_extra_whitespaces=False
+    )
     text = json.loads((folder / "text.jsonl").read_text().splitlines()[0])["text"][:2000]
     for each in (PROMPT, text):
         assert tokenizer(each).input_ids == ours.tokenize(each)

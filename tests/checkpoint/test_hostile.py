@@ -18,12 +18,12 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from moe_trainer.checkpoint.archive import check_sums, load_bytes, load_mapped
-from moe_trainer.checkpoint.checkpoint import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.checkpoint.archive import load_bytes, load_mapped, verify_checksums
 from moe_trainer.checkpoint.common_state import KEY, dump_object
 from moe_trainer.checkpoint.index import check, detect_format, read_index
 from moe_trainer.checkpoint.inspect import main as inspect
-from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, Foreign, load_pickle, plain
+from moe_trainer.checkpoint.manager import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, UnknownObject, load_pickle, to_builtin
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -97,9 +97,20 @@ def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     for name in ("torch_dist", "torch"):
         model = FakeModel(seed=1)
-        record = RECORD | {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1, "params_dtype": "float32"}
-        save(folder / name, CheckpointState(3, record), [model], FakeOptimizer(model, SINGLE, seed=1), SINGLE,
-             SaveOptions(ckpt_format=name))
+        record = RECORD | {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "world_size": 1,
+            "params_dtype": "float32",
+        }
+        save(
+            folder / name,
+            CheckpointState(3, record),
+            [model],
+            FakeOptimizer(model, SINGLE, seed=1),
+            SINGLE,
+            SaveOptions(ckpt_format=name),
+        )
     return folder
 
 
@@ -136,7 +147,9 @@ def in_place(whole: Path, tmp_path: Path, where: str, content: bytes) -> Path:
     return tmp_path / kind
 
 
-@pytest.mark.parametrize("where", ["legacy", "common.pt", "common_state", "rng_state", "decoder.final_layernorm.weight", "optimizer.state"])
+@pytest.mark.parametrize(
+    "where", ["legacy", "common.pt", "common_state", "rng_state", "decoder.final_layernorm.weight", "optimizer.state"]
+)
 def test_no_program_in_the_place_of_a_file_runs(whole, program, tmp_path, where, capsys):
     """TorchScript, however it is dressed up: --load, inspect ls and inspect verify refuse it and never run it."""
     content, target = program
@@ -164,27 +177,53 @@ def test_no_package_or_exported_program_is_opened(tmp_path):
 
 def test_what_torch_save_writes_is_read_as_torch_reads_it(tmp_path):
     base = torch.arange(24, dtype=torch.float32)
-    value = {"a": base.view(4, 6), "part": base[3:9], "turned": base.view(4, 6).t(), "none": torch.zeros(0, 3), "one": torch.tensor(2.5),
-             "spread": torch.ones(1).expand(3, 4), "eight": torch.ones(3).to(torch.float8_e4m3fn), "parameter": torch.nn.Parameter(torch.ones(2)),
-             **{str(dtype): torch.ones(5, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64)},
-             "numpy": numpy.random.RandomState(3).get_state(), "scalar": numpy.float64(1.5), "columns": numpy.asfortranarray(numpy.ones((2, 3))),
-             "big": numpy.arange(3, dtype=">i4"), "bytes": b"\xff\x00", "namespace": argparse.Namespace(x=1, dtype=torch.float16), "path": Path("a/b")}
+    value = {
+        "a": base.view(4, 6),
+        "part": base[3:9],
+        "turned": base.view(4, 6).t(),
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(2.5),
+        "spread": torch.ones(1).expand(3, 4),
+        "eight": torch.ones(3).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        **{
+            str(dtype): torch.ones(5, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64)
+        },
+        "numpy": numpy.random.RandomState(3).get_state(),
+        "scalar": numpy.float64(1.5),
+        "columns": numpy.asfortranarray(numpy.ones((2, 3))),
+        "big": numpy.arange(3, dtype=">i4"),
+        "bytes": b"\xff\x00",
+        "namespace": argparse.Namespace(x=1, dtype=torch.float16),
+        "path": Path("a/b"),
+    }
     for old in (False, True):
         torch.save(value, tmp_path / "file", pickle_protocol=2 if not old else 4)
         for found in (load_mapped(tmp_path / "file"), load_bytes((tmp_path / "file").read_bytes())):
             assert found.keys() == value.keys()
             for name, one in value.items():
                 if isinstance(one, torch.Tensor):
-                    assert found[name].dtype == one.dtype and found[name].shape == one.shape and found[name].stride() == one.stride()
-                    assert torch.equal(found[name].contiguous().view(torch.uint8) if one.numel() > 1 else found[name],
-                                       one.contiguous().view(torch.uint8) if one.numel() > 1 else one), name
+                    assert (
+                        found[name].dtype == one.dtype
+                        and found[name].shape == one.shape
+                        and found[name].stride() == one.stride()
+                    )
+                    assert torch.equal(
+                        found[name].contiguous().view(torch.uint8) if one.numel() > 1 else found[name],
+                        one.contiguous().view(torch.uint8) if one.numel() > 1 else one,
+                    ), name
                 elif isinstance(one, numpy.ndarray):
                     assert numpy.array_equal(found[name], one), name
             assert found["part"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
-            assert numpy.array_equal(found["numpy"][1], value["numpy"][1]) and found["scalar"] == 1.5 and found["bytes"] == b"\xff\x00"
+            assert (
+                numpy.array_equal(found["numpy"][1], value["numpy"][1])
+                and found["scalar"] == 1.5
+                and found["bytes"] == b"\xff\x00"
+            )
             numpy.random.RandomState().set_state(found["numpy"])
             assert found["namespace"].x == 1 and str(found["path"]) == "a/b"
-    check_sums(tmp_path / "file")
+    verify_checksums(tmp_path / "file")
 
 
 class Call:
@@ -197,12 +236,25 @@ class Call:
         return self.call
 
 
-@pytest.mark.parametrize(("function", "args"), [
-    (os.system, ("touch ran",)), (exec, ("raise SystemExit(7)",)), (eval, ("1/0",)), (open, ("ran", "w")), (__import__, ("antigravity",)),
-    (getattr, (os, "system")), (torch.load, ("x",)), (torch.jit.load, ("x",)), (numpy.load, ("x",)),
-    (numpy.memmap, ("ran", "uint8", "w+", 0, 4)), (shutil.rmtree, ("x",)), (pickle.loads, (b"N.",)), (torch.hub.load, ("x", "y")),
-    (torch.classes.load_library, ("x",)),
-])
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (os.system, ("touch ran",)),
+        (exec, ("raise SystemExit(7)",)),
+        (eval, ("1/0",)),
+        (open, ("ran", "w")),
+        (__import__, ("antigravity",)),
+        (getattr, (os, "system")),
+        (torch.load, ("x",)),
+        (torch.jit.load, ("x",)),
+        (numpy.load, ("x",)),
+        (numpy.memmap, ("ran", "uint8", "w+", 0, 4)),
+        (shutil.rmtree, ("x",)),
+        (pickle.loads, (b"N.",)),
+        (torch.hub.load, ("x", "y")),
+        (torch.classes.load_library, ("x",)),
+    ],
+)
 def test_no_call_is_made(function, args, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = io.BytesIO()
@@ -211,7 +263,9 @@ def test_no_call_is_made(function, args, tmp_path, monkeypatch):
         plain_pickle = pickle.dumps(Call(function, *args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         pytest.skip(f"it cannot be pickled: {error}")
-    assert isinstance(load_bytes(file.getvalue())["x"], Foreign) and isinstance(load_pickle(plain_pickle), Foreign)
+    assert isinstance(load_bytes(file.getvalue())["x"], UnknownObject) and isinstance(
+        load_pickle(plain_pickle), UnknownObject
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -226,9 +280,22 @@ def name(module: str, attribute: str) -> bytes:
 SETS = b"N(X\x08\x00\x00\x00__init__X\x01\x00\x00\x00xd\x86b"  # BUILD with the slots {"__init__": "x"}
 
 
-@pytest.mark.parametrize("kind", ["argparse Namespace", "torch.distributed.checkpoint.metadata Metadata", "numpy ndarray", "numpy dtype",
-                                  "torch.distributed.checkpoint.metadata MetadataIndex", "torch FloatStorage", "collections OrderedDict",
-                                  "torch.distributed.checkpoint.filesystem _StorageInfo", "pathlib PosixPath", "signal Signals", "torch float32"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "argparse Namespace",
+        "torch.distributed.checkpoint.metadata Metadata",
+        "numpy ndarray",
+        "numpy dtype",
+        "torch.distributed.checkpoint.metadata MetadataIndex",
+        "torch FloatStorage",
+        "collections OrderedDict",
+        "torch.distributed.checkpoint.filesystem _StorageInfo",
+        "pathlib PosixPath",
+        "signal Signals",
+        "torch float32",
+    ],
+)
 def test_a_pickle_cannot_change_a_class(kind):
     module, _, attribute = kind.partition(" ")
     before = {one: dict(vars(one)) for one in (argparse.Namespace, Metadata, MetadataIndex, torch.FloatStorage, Path)}
@@ -246,12 +313,17 @@ def deep(count: int = 100_000) -> bytes:
 
 def doubled(count: int = 60) -> bytes:
     """Lists that each hold the one before twice: 2^60 values in 400 bytes."""
-    return assemble(b"]q\x00", *(b"](h" + bytes([number]) + b"h" + bytes([number]) + b"eq" + bytes([number + 1]) for number in range(count)))
+    return assemble(
+        b"]q\x00",
+        *(b"](h" + bytes([number]) + b"h" + bytes([number]) + b"eq" + bytes([number + 1]) for number in range(count)),
+    )
 
 
 def tuples(*after: bytes) -> bytes:
     """Tuples that each hold the one before twice, and `after`, which uses the last of them (number 60)."""
-    return assemble(b"()q\x00", *(b"h%ch%c\x86q%c" % (number, number, number + 1) for number in range(60)), b"1", *after)
+    return assemble(
+        b"()q\x00", *(b"h%ch%c\x86q%c" % (number, number, number + 1) for number in range(60)), b"1", *after
+    )
 
 
 WITHOUT_END = {
@@ -265,26 +337,45 @@ WITHOUT_END = {
 
 def test_what_would_be_hashed_or_told_without_end_is_refused():
     """In a process of its own: the hash of a tuple cannot be interrupted."""
-    read = ("import pickle, sys\nfrom moe_trainer.checkpoint.unpickle import load_pickle, plain\n"
-            "for name, content in pickle.load(sys.stdin.buffer).items():\n"
-            "    try:\n        plain(load_pickle(content))\n"
-            "    except (ValueError, pickle.UnpicklingError) as error:\n        print(name, error, sep=': ', flush=True)\n")
-    ended = subprocess.run([sys.executable, "-c", read], input=pickle.dumps(WITHOUT_END), capture_output=True, timeout=300, cwd=Path(__file__).parents[2])
+    read = (
+        "import pickle, sys\nfrom moe_trainer.checkpoint.unpickle import load_pickle, to_builtin\n"
+        "for name, content in pickle.load(sys.stdin.buffer).items():\n"
+        "    try:\n        to_builtin(load_pickle(content))\n"
+        "    except (ValueError, pickle.UnpicklingError) as error:\n        print(name, error, sep=': ', flush=True)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", read],
+        input=pickle.dumps(WITHOUT_END),
+        capture_output=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+    )
     told = "its values are nested more than 100 deep, or are more than 262144"
     assert ended.stdout.decode().splitlines() == [f"{name}: {told}" for name in WITHOUT_END], ended.stderr.decode()
 
 
 def test_tuples_as_they_are_written_are_read():
-    state = {"random": random.getstate(), "shape": [(1, (2, 3))] * 1000, ("a", 1): torch.Size((2, 3)), "set": frozenset([(1, 2)])}
+    state = {
+        "random": random.getstate(),
+        "shape": [(1, (2, 3))] * 1000,
+        ("a", 1): torch.Size((2, 3)),
+        "set": frozenset([(1, 2)]),
+    }
     found = load_pickle(pickle.dumps(state, 4))
     assert found == state
 
 
-@pytest.mark.parametrize("content", [deep(), doubled(), assemble(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"])
+@pytest.mark.parametrize(
+    "content", [deep(), doubled(), assemble(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"]
+)
 def test_values_without_end_are_refused(content, whole, tmp_path):
     with pytest.raises(DECODE_ERRORS):
-        plain(load_pickle(content))
-    archive = rewritten(dump_object(0), drop=["data.pkl"], add=[("archive/data.pkl", assemble(b"}X\x04\x00\x00\x00args", content[2:-1], b"s"))])
+        to_builtin(load_pickle(content))
+    archive = rewritten(
+        dump_object(0),
+        drop=["data.pkl"],
+        add=[("archive/data.pkl", assemble(b"}X\x04\x00\x00\x00args", content[2:-1], b"s"))],
+    )
     folder = in_place(whole, tmp_path, "legacy", archive)
     assert "model_optim_rng.pt" in refused(folder)
 
@@ -311,10 +402,22 @@ def tensor(sizes: tuple, strides: tuple, offset: int = 0, key: str = "0") -> byt
     return out.getvalue()
 
 
-@pytest.mark.parametrize(("sizes", "strides", "offset", "key"), [
-    ((17,), (1,), 0, "0"), ((4,), (5,), 1, "0"), ((10**12,), (1,), 0, "0"), ((2,), (-1,), 1, "0"), ((-1,), (1,), 0, "0"), ((4,), (1,), -1, "0"),
-    ((4,), (1, 1), 0, "0"), ((2,), (2**62,), 0, "0"), ((4,), (1,), 0, "1"), ((4,), (1,), 0, "../data.pkl"), ((1.5,), (1,), 0, "0"),
-])
+@pytest.mark.parametrize(
+    ("sizes", "strides", "offset", "key"),
+    [
+        ((17,), (1,), 0, "0"),
+        ((4,), (5,), 1, "0"),
+        ((10**12,), (1,), 0, "0"),
+        ((2,), (-1,), 1, "0"),
+        ((-1,), (1,), 0, "0"),
+        ((4,), (1,), -1, "0"),
+        ((4,), (1, 1), 0, "0"),
+        ((2,), (2**62,), 0, "0"),
+        ((4,), (1,), 0, "1"),
+        ((4,), (1,), 0, "../data.pkl"),
+        ((1.5,), (1,), 0, "0"),
+    ],
+)
 def test_a_tensor_over_other_bytes_is_refused(sizes, strides, offset, key):
     assert load_bytes(forged(tensor((4, 4), (4, 1)))).shape == (4, 4)
     with pytest.raises(DECODE_ERRORS):
@@ -329,13 +432,18 @@ def test_a_packed_or_overlapping_archive_is_refused(tmp_path):
     end = content.rindex(b"PK\x05\x06")
     table = content.index(b"PK\x01\x02")
     entries, many = bytes(content[table:end]), 40
-    last = entries[entries.rindex(b"PK\x01\x02"):]
+    last = entries[entries.rindex(b"PK\x01\x02") :]
     more = b"".join(last.replace(b"archive/data/0", b"archive/data/" + bytes([65 + number])) for number in range(many))
     table_bytes = entries + more
-    over = bytes(content[:table]) + table_bytes + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, 2 + many, 2 + many, len(table_bytes), table, 0)
+    over = (
+        bytes(content[:table])
+        + table_bytes
+        + b"PK\x05\x06"
+        + struct.pack("<HHHHIIH", 0, 0, 2 + many, 2 + many, len(table_bytes), table, 0)
+    )
     for path, file, said in (("bomb", bomb, "compressed"), ("over", over, "longer than the file")):
         (tmp_path / path).write_bytes(file)
-        for read in (load_mapped, lambda path: load_bytes(path.read_bytes()), check_sums):
+        for read in (load_mapped, lambda path: load_bytes(path.read_bytes()), verify_checksums):
             with pytest.raises(ValueError, match=said):
                 read(tmp_path / path)
 
@@ -350,17 +458,34 @@ def test_an_array_of_addresses_is_refused():
 
     with pytest.raises(DECODE_ERRORS):
         load_bytes(dump_object(Forged()))
-    assert not isinstance(load_pickle(pickle.dumps(numpy.zeros(2), 2)), Foreign)
+    assert not isinstance(load_pickle(pickle.dumps(numpy.zeros(2), 2)), UnknownObject)
 
 
 RANDOM = "rng_state"
 
 
-@pytest.mark.parametrize("value", [
-    Call(os.system, "touch ran"), None, {}, [], "text", [None], ["text"], [{}], [{"random_rng_state": None}],
-    [{"random_rng_state": (3, (1,), None), "np_rng_state": "x", "torch_rng_state": torch.zeros(5)}],
-    [{"random_rng_state": Call(os.system, "x"), "np_rng_state": Call(os.system, "x"), "torch_rng_state": Call(os.system, "x")}],
-])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Call(os.system, "touch ran"),
+        None,
+        {},
+        [],
+        "text",
+        [None],
+        ["text"],
+        [{}],
+        [{"random_rng_state": None}],
+        [{"random_rng_state": (3, (1,), None), "np_rng_state": "x", "torch_rng_state": torch.zeros(5)}],
+        [
+            {
+                "random_rng_state": Call(os.system, "x"),
+                "np_rng_state": Call(os.system, "x"),
+                "torch_rng_state": Call(os.system, "x"),
+            }
+        ],
+    ],
+)
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
 def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, whole, tmp_path):
     shutil.copytree(whole / kind, tmp_path / kind)
@@ -385,20 +510,37 @@ def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, whole, tmp
     load(tmp_path / kind, [model], None, SINGLE, LoadOptions(RECORD, load_rng=False))
 
 
-@pytest.mark.parametrize("edit", [
-    {"iteration": "three"}, {"iteration": float("nan")}, {"iteration": -1}, {"iteration": [1]}, {"args": "text"}, {"args": [1]}, {"args": None},
-    {"opt_param_scheduler": {"num_steps": "many"}}, {"opt_param_scheduler": {"num_steps": -5}}, {"opt_param_scheduler": {"max_lr": float("nan")}},
-    {"opt_param_scheduler": "text"}, {"moe_trainer": "text"}, {"moe_trainer": {"extra": "x"}}, {"moe_trainer": {"extra": {}, "optimizer": [1]}},
-    {"moe_trainer": {"extra": {}, "optimizer": {"step": "many"}}}, {"moe_trainer": {"extra": {}, "optimizer": {"step": float("inf")}}},
-    {"num_floating_point_operations_so_far": "x"}, {"args": argparse.Namespace(**RECORD, consumed_train_samples="many")},
-    {"args": argparse.Namespace(**RECORD, consumed_train_samples=-7)}, {"optimizer": {"param_groups": "x"}, "moe_trainer": None, "args": argparse.Namespace()},
-])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"iteration": "three"},
+        {"iteration": float("nan")},
+        {"iteration": -1},
+        {"iteration": [1]},
+        {"args": "text"},
+        {"args": [1]},
+        {"args": None},
+        {"opt_param_scheduler": {"num_steps": "many"}},
+        {"opt_param_scheduler": {"num_steps": -5}},
+        {"opt_param_scheduler": {"max_lr": float("nan")}},
+        {"opt_param_scheduler": "text"},
+        {"moe_trainer": "text"},
+        {"moe_trainer": {"extra": "x"}},
+        {"moe_trainer": {"extra": {}, "optimizer": [1]}},
+        {"moe_trainer": {"extra": {}, "optimizer": {"step": "many"}}},
+        {"moe_trainer": {"extra": {}, "optimizer": {"step": float("inf")}}},
+        {"num_floating_point_operations_so_far": "x"},
+        {"args": argparse.Namespace(**RECORD, consumed_train_samples="many")},
+        {"args": argparse.Namespace(**RECORD, consumed_train_samples=-7)},
+        {"optimizer": {"param_groups": "x"}, "moe_trainer": None, "args": argparse.Namespace()},
+    ],
+)
 def test_hostile_values_in_the_common_state(edit, whole, tmp_path, capsys):
     shutil.copytree(whole / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     index = read_index(folder)
     place = index.storage_data[MetadataIndex(KEY)]
-    content = (folder / place.relative_path).read_bytes()[place.offset:place.offset + place.length]
+    content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
     common = torch.load(io.BytesIO(content), weights_only=False)[0] | edit
     put(folder, KEY, dump_object(common))
     text = refused(tmp_path / "copy")
@@ -407,7 +549,10 @@ def test_hostile_values_in_the_common_state(edit, whole, tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000])
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000],
+)
 def test_hostile_json_beside_a_checkpoint(content, whole, tmp_path):
     shutil.copytree(whole / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"

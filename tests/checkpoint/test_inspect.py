@@ -13,10 +13,10 @@ from harness import run_ranks
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moe_trainer.checkpoint import verify
-from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.directory import TRACKER
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import main
+from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -26,19 +26,28 @@ ARGS = RECORD | {"untie_embeddings_and_output_weights": True}
 
 def write(folder, iteration=3, seed=1, model=None, args=ARGS, **options):
     model = model or FakeModel(seed=seed, expert_bias=True)
-    save(folder, CheckpointState(iteration, args), [model], FakeOptimizer(model, SINGLE, seed=seed), SINGLE, SaveOptions(**options))
+    save(
+        folder,
+        CheckpointState(iteration, args),
+        [model],
+        FakeOptimizer(model, SINGLE, seed=seed),
+        SINGLE,
+        SaveOptions(**options),
+    )
     return folder / f"iter_{iteration:07d}"
 
 
 @pytest.fixture
 def call(capsys):
     """Run the command; returns (exit code, standard output, standard error)."""
+
     def run(*argv):
         try:
             code = main([str(word) for word in argv])
         except SystemExit as end:  # argparse
             code = end.code
         return (code, *capsys.readouterr())
+
     return run
 
 
@@ -50,17 +59,23 @@ def edit_index(folder, change):
 
 # ---- ls
 
+
 def test_ls_lists_stored_tensors_and_logical_ones(tmp_path, call):
     write(tmp_path)
     code, out, _ = call("ls", tmp_path)
     assert code == 0 and "iteration 3" in out and "written by moe-trainer" in out
     assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in out and "[2, 8, 64, 64]" in out
-    code, out, _ = call("ls", tmp_path / "iter_0000003", "--expand", "--match", r"^decoder.*experts\.5\.linear_fc2|layers.1.input_lay")
+    code, out, _ = call(
+        "ls", tmp_path / "iter_0000003", "--expand", "--match", r"^decoder.*experts\.5\.linear_fc2|layers.1.input_lay"
+    )
     names = [line.split()[0] for line in out.splitlines()[2:]]
-    assert names == ["decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight", "decoder.layers.1.input_layernorm.weight",
-                     "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight",
-                     "optimizer.state.exp_avg.decoder.layers.1.input_layernorm.weight",
-                     "optimizer.state.exp_avg_sq.decoder.layers.1.input_layernorm.weight"]
+    assert names == [
+        "decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight",
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight",
+        "optimizer.state.exp_avg.decoder.layers.1.input_layernorm.weight",
+        "optimizer.state.exp_avg_sq.decoder.layers.1.input_layernorm.weight",
+    ]
 
 
 def _save_cut(rank, size, folder):
@@ -72,8 +87,10 @@ def _save_cut(rank, size, folder):
 def test_checksums_do_not_tell_the_layout(tmp_path, call):
     write(tmp_path / "one")
     run_ranks(_save_cut, 4, tmp_path / "four")
-    one, four = (sorted(call("ls", tmp_path / name, "--checksums", *more)[1].splitlines()[2:])
-                 for name, more in (("one", ()), ("four", ())))
+    one, four = (
+        sorted(call("ls", tmp_path / name, "--checksums", *more)[1].splitlines()[2:])
+        for name, more in (("one", ()), ("four", ()))
+    )
     assert one == four and len(one) > 20
     write(tmp_path / "other", seed=2)
     other = sorted(call("ls", tmp_path / "other", "--checksums")[1].splitlines()[2:])
@@ -83,6 +100,7 @@ def test_checksums_do_not_tell_the_layout(tmp_path, call):
 
 
 # ---- verify
+
 
 def problems(call, folder):
     code, out, err = call("verify", folder)
@@ -109,7 +127,10 @@ def test_a_missing_expert_of_one_layer_is_named(tmp_path, call):
 
     edit_index(folder, lose)
     out = problems(call, folder)
-    assert "decoder.layers.1.mlp.experts.local_experts.5.linear_fc1.weight is missing" in out and len(out.splitlines()) == 2
+    assert (
+        "decoder.layers.1.mlp.experts.local_experts.5.linear_fc1.weight is missing" in out
+        and len(out.splitlines()) == 2
+    )
 
 
 def test_a_part_of_a_tensor_that_is_missing_or_stored_twice(tmp_path, call):
@@ -121,7 +142,10 @@ def test_a_part_of_a_tensor_that_is_missing_or_stored_twice(tmp_path, call):
         entry.chunks[:] = [chunk for chunk in entry.chunks if tuple(chunk.offsets) != (0, 2, 0, 0)]
 
     edit_index(folder, lose_gate)
-    assert "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight: 2048 of 4096 elements are stored" in problems(call, folder)
+    assert (
+        "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight: 2048 of 4096 elements are stored"
+        in problems(call, folder)
+    )
 
     def twice(index):
         chunks = index.state_dict_metadata[key].chunks
@@ -136,15 +160,21 @@ def test_missing_and_foreign_layers_experts_tensors_and_states(tmp_path, call, m
     folder = write(tmp_path, args=listed)
 
     def lose(index):
-        for key in ("decoder.layers.1.self_attention.linear_proj.weight", "output_layer.weight",
-                    "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.router.weight"):
+        for key in (
+            "decoder.layers.1.self_attention.linear_proj.weight",
+            "output_layer.weight",
+            "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.router.weight",
+        ):
             del index.state_dict_metadata[key]
 
     edit_index(folder, lose)
     out = problems(call, folder)
-    for line in ("decoder.layers.1.self_attention.linear_proj.weight is missing", "output_layer.weight is missing",
-                 "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.router.weight is missing",
-                 "optimizer.state.exp_avg.output_layer.weight is foreign: there is no such weight"):
+    for line in (
+        "decoder.layers.1.self_attention.linear_proj.weight is missing",
+        "output_layer.weight is missing",
+        "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.router.weight is missing",
+        "optimizer.state.exp_avg.output_layer.weight is foreign: there is no such weight",
+    ):
         assert line in out.splitlines(), line
     parse = verify.common_state.parse
 
@@ -210,6 +240,7 @@ def test_every_byte_of_the_tensors_is_read(tmp_path, call):
 
 # ---- diff
 
+
 def test_diff_names_the_expert_that_differs(tmp_path, call):
     write(tmp_path / "a")
     model = FakeModel(seed=1, expert_bias=True)
@@ -218,7 +249,10 @@ def test_diff_names_the_expert_that_differs(tmp_path, call):
     write(tmp_path / "b", iteration=7, model=model)
     code, out, _ = call("diff", tmp_path / "a", tmp_path / "b")
     assert code == 1 and "(flag) iteration: 3 and 7" in out
-    assert "decoder.layers.1.mlp.experts.local_experts.6.linear_fc2.weight: differs by up to 5.000e-01 in 1 of 2048 elements" in out
+    assert (
+        "decoder.layers.1.mlp.experts.local_experts.6.linear_fc2.weight: differs by up to 5.000e-01 in 1 of 2048 elements"
+        in out
+    )
     last = out.splitlines()[-1]
     assert re.fullmatch(r"1 logical tensors differ: [1-9]\d+ equal, 1 not", last), last
     assert call("diff", tmp_path / "a", tmp_path / "b", "--atol", "1")[0] == 0
@@ -240,15 +274,24 @@ def test_diff_tells_structure(tmp_path, call):
     assert f"decoder.layers.0.mlp.router.expert_bias: only in {tmp_path}/a/iter_0000003" in out
     assert "output_layer.weight: (512, 64) float32 and (512, 64) bfloat16" in out
     assert f"optimizer.state.exp_avg.* (45 tensors): only in {tmp_path}/a/iter_0000003" in out
-    differ, equal, not_equal, alone = map(int, re.fullmatch(r"(\d+) logical tensors differ: (\d+) equal, (\d+) not, (\d+) only in the first",
-                                                            out.splitlines()[-1]).groups())
-    listed = sum(": " in line and "tensors): only in" not in line for line in out.splitlines()[:-1] if not line.startswith("(flag)"))
+    differ, equal, not_equal, alone = map(
+        int,
+        re.fullmatch(
+            r"(\d+) logical tensors differ: (\d+) equal, (\d+) not, (\d+) only in the first", out.splitlines()[-1]
+        ).groups(),
+    )
+    listed = sum(
+        ": " in line and "tensors): only in" not in line
+        for line in out.splitlines()[:-1]
+        if not line.startswith("(flag)")
+    )
     grouped = sum(map(int, re.findall(r"\((\d+) tensors\): only in", out)))
     assert equal == 0 and not_equal + alone == differ == listed + grouped
     assert "optimizer" not in call("diff", tmp_path / "a", tmp_path / "b", "--weights-only")[1]
 
 
 # ---- what cannot be looked at
+
 
 def test_errors_end_with_two_and_one_line(tmp_path, call):
     (tmp_path / "file").write_text("")
@@ -257,11 +300,16 @@ def test_errors_end_with_two_and_one_line(tmp_path, call):
     (tmp_path / "zarr/metadata.json").write_text('{"sharded_backend": "zarr"}')
     write(tmp_path / "ckpt")
     for argv, words in (
-            (("ls", tmp_path / "nowhere"), "does not exist"), (("verify", tmp_path / "file"), "is no folder"),
-            (("ls", tmp_path / "empty"), "neither a checkpoint nor a folder of checkpoints"),
-            (("verify", tmp_path / "ckpt", "--ckpt-step", 4), "iter_0000004 does not exist. Complete checkpoints"),
-            (("ls", tmp_path / "zarr"), "'zarr'; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at"),
-            (("diff", tmp_path / "ckpt", tmp_path / "nowhere"), "does not exist")):
+        (("ls", tmp_path / "nowhere"), "does not exist"),
+        (("verify", tmp_path / "file"), "is not a directory"),
+        (("ls", tmp_path / "empty"), "neither a checkpoint nor a folder of checkpoints"),
+        (("verify", tmp_path / "ckpt", "--ckpt-step", 4), "iter_0000004 does not exist. Complete checkpoints"),
+        (
+            ("ls", tmp_path / "zarr"),
+            "'zarr'; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at",
+        ),
+        (("diff", tmp_path / "ckpt", tmp_path / "nowhere"), "does not exist"),
+    ):
         code, out, err = call(*argv)
         assert code == 2 and words in err and len(err.splitlines()) == 1 and out == "", argv
     (tmp_path / "ckpt" / TRACKER).write_text("many")
@@ -275,8 +323,12 @@ def test_errors_end_with_two_and_one_line(tmp_path, call):
 
 def test_the_module_runs(tmp_path, call):
     write(tmp_path)
-    found = subprocess.run([sys.executable, "-m", "moe_trainer.checkpoint.inspect", "ls", str(tmp_path)], capture_output=True, text=True,
-                           check=False)
+    found = subprocess.run(
+        [sys.executable, "-m", "moe_trainer.checkpoint.inspect", "ls", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert found.returncode == 0 and "output_layer.weight" in found.stdout and found.stderr == ""
     code, _, err = call("ls", "nowhere")
     assert code == 2 and "Traceback" not in err
@@ -284,12 +336,27 @@ def test_the_module_runs(tmp_path, call):
 
 # ---- legacy folders
 
+
 def _save_legacy(rank, size, folder):
     ps = ParallelState.create(size, rank, tp=2, pp=2, etp=2)
     model = FakeModel(ps=ps, seed=1)
-    record = ARGS | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "world_size": 4, "optimizer": "adam",
-                     "weight_decay": 0.1, "use_distributed_optimizer": True}
-    save(folder, CheckpointState(3, record), [model], FakeOptimizer(model, ps, True, seed=1), ps, SaveOptions(ckpt_format="torch"))
+    record = ARGS | {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "world_size": 4,
+        "optimizer": "adam",
+        "weight_decay": 0.1,
+        "use_distributed_optimizer": True,
+    }
+    save(
+        folder,
+        CheckpointState(3, record),
+        [model],
+        FakeOptimizer(model, ps, True, seed=1),
+        ps,
+        SaveOptions(ckpt_format="torch"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +398,10 @@ def test_main_parameters_are_compared_under_either_name(tmp_path, call):
     for dtype, flags in ((torch.float32, {}), (torch.bfloat16, {"bf16": True})):
         model = FakeModel(seed=1, dtype=dtype)
         folders = []
-        for name, record in (("plain", ARGS | flags), ("distributed", ARGS | flags | {"use_distributed_optimizer": True})):
+        for name, record in (
+            ("plain", ARGS | flags),
+            ("distributed", ARGS | flags | {"use_distributed_optimizer": True}),
+        ):
             optimizer = FakeOptimizer(model, SINGLE, main_params=bool(flags), seed=1)
             save(tmp_path / str(dtype) / name, CheckpointState(3, record), [model], optimizer, SINGLE, SaveOptions())
             folders.append(tmp_path / str(dtype) / name)
@@ -340,7 +410,14 @@ def test_main_parameters_are_compared_under_either_name(tmp_path, call):
     changed = FakeModel(seed=1)
     with torch.no_grad():
         changed.table["decoder.final_layernorm.weight"][0] += 1
-    save(tmp_path / "changed", CheckpointState(3, ARGS), [changed], FakeOptimizer(changed, SINGLE, seed=1), SINGLE, SaveOptions())
+    save(
+        tmp_path / "changed",
+        CheckpointState(3, ARGS),
+        [changed],
+        FakeOptimizer(changed, SINGLE, seed=1),
+        SINGLE,
+        SaveOptions(),
+    )
     assert call("diff", tmp_path / str(torch.float32) / "distributed", tmp_path / "changed")[0] == 1
 
 
@@ -372,25 +449,32 @@ def test_what_a_legacy_folder_lacks_is_named(tmp_path, legacy, call):
     folder = copied("without state")
     (folder / "mp_rank_00_000/distrib_optim.pt").unlink()
     code, out, _ = call("verify", folder)
-    assert code == 0 and re.search("note: its optimizer state cannot be read: .*mp_rank_00_000/distrib_optim.pt is missing", out) and "45 logical tensors" in out
+    assert (
+        code == 0
+        and re.search("note: its optimizer state cannot be read: .*mp_rank_00_000/distrib_optim.pt is missing", out)
+        and "45 logical tensors" in out
+    )
     assert "its optimizer state cannot be read" in call("ls", folder)[1]
 
 
 def test_states_that_one_side_lacks_are_counted():
-    from moe_trainer.checkpoint.inspect import MOST_LISTED, _grouped
+    from moe_trainer.checkpoint.inspect import MAX_LISTED, _grouped
 
-    lines = [f"optimizer.state.exp_avg.decoder.layers.{number}.w: only in a" for number in range(MOST_LISTED + 1)]
+    lines = [f"optimizer.state.exp_avg.decoder.layers.{number}.w: only in a" for number in range(MAX_LISTED + 1)]
     lines += ["optimizer.state.exp_avg_sq.x: only in a", "decoder.w: differs by up to 1"]
-    assert list(_grouped(lines)) == ["decoder.w: differs by up to 1", f"optimizer.state.exp_avg.* ({MOST_LISTED + 1} tensors): only in a",
-                                     "optimizer.state.exp_avg_sq.x: only in a"]
+    assert list(_grouped(lines)) == [
+        "decoder.w: differs by up to 1",
+        f"optimizer.state.exp_avg.* ({MAX_LISTED + 1} tensors): only in a",
+        "optimizer.state.exp_avg_sq.x: only in a",
+    ]
 
 
 def test_the_file_of_the_lock_goes_with_its_run(tmp_path):
-    from moe_trainer.checkpoint.directory import LOCK, claim, release
+    from moe_trainer.checkpoint.directory import LOCK, acquire_lock, release_lock
 
-    assert claim(tmp_path) is None and (tmp_path / LOCK).exists()
-    release(tmp_path)
-    assert not (tmp_path / LOCK).exists() and claim(tmp_path) is None
+    assert acquire_lock(tmp_path) is None and (tmp_path / LOCK).exists()
+    release_lock(tmp_path)
+    assert not (tmp_path / LOCK).exists() and acquire_lock(tmp_path) is None
     (tmp_path / LOCK).write_text("host other, process 1, since 2026-01-01 00:00:00")
-    release(tmp_path)  # another run's
+    release_lock(tmp_path)  # another run's
     assert (tmp_path / LOCK).exists()

@@ -9,8 +9,8 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import RanksFailed, run_ranks
 
-from moe_trainer.checkpoint import directory, saving, share
-from moe_trainer.checkpoint.checkpoint import (
+from moe_trainer.checkpoint import directory, ownership, saving
+from moe_trainer.checkpoint.manager import (
     AsyncSaver,
     CheckpointError,
     CheckpointState,
@@ -21,16 +21,16 @@ from moe_trainer.checkpoint.checkpoint import (
     load,
     save,
 )
-from moe_trainer.checkpoint.planner import PieceSavePlanner
-from moe_trainer.checkpoint.verify import verify_all
+from moe_trainer.checkpoint.save_planner import ShardSavePlanner
+from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.parallel.state import ParallelState
 
 SIZES = dict(tp=2, ep=2, etp=1)
 # where a rank ends: (rank, module or class, name of the function at whose call number it dies)
 POINTS = {
-    "planning": (3, share, "structure", 1),
-    "first bytes": (2, PieceSavePlanner, "resolve_data", 1),
-    "writing": (3, PieceSavePlanner, "resolve_data", 9),
+    "planning": (3, ownership, "digest_shards", 1),
+    "first bytes": (2, ShardSavePlanner, "resolve_data", 1),
+    "writing": (3, ShardSavePlanner, "resolve_data", 9),
     "committing": (1, saving.PendingSave, "commit", 1),
     "index": (0, saving.FileSystemWriter, "finish", 1),
     "mark": (0, saving, "flush_file", 1),
@@ -80,8 +80,10 @@ def _go_on(rank, n, folder, expected):
     save(folder, *_content(ps, 9), ps, SaveOptions())
 
 
-@pytest.mark.parametrize(("point", "asynchronous"), [*((point, False) for point in POINTS), ("writing", True), ("committing", True),
-                                                     ("tracker", True)])
+@pytest.mark.parametrize(
+    ("point", "asynchronous"),
+    [*((point, False) for point in POINTS), ("writing", True), ("committing", True), ("tracker", True)],
+)
 def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(tmp_path, point, asynchronous):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(_save_and_die, 4, tmp_path, point, asynchronous)
@@ -89,13 +91,14 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(tmp_path, point,
     assert f"--- rank {victim}: died with exit code -9" in text
     assert "did not finish" not in text, "the other ranks must end by themselves"
     assert latest_iteration(tmp_path) == 3
-    assert verify_all(tmp_path / "iter_0000003").problems == []
+    assert verify_checkpoint(tmp_path / "iter_0000003").problems == []
     run_ranks(_go_on, 4, tmp_path, 3)
     left = {path.name for path in tmp_path.iterdir()} - {"iter_0000006"}
     assert left == {"iter_0000003", "iter_0000009", directory.TRACKER}, "what the killed save left is gone"
 
 
 # ---- two runs, one folder
+
 
 def _hold(folder, held, release):
     check_writable(folder, ParallelState.single())
@@ -110,7 +113,9 @@ def test_two_runs_cannot_save_into_one_folder(tmp_path):
     other.start()
     try:
         assert held.wait(60)
-        with pytest.raises(CheckpointError, match=f"--save {tmp_path}: another run is saving there .host .*process {other.pid}, since"):
+        with pytest.raises(
+            CheckpointError, match=f"--save {tmp_path}: another run is saving there .host .*process {other.pid}, since"
+        ):
             check_writable(tmp_path, ParallelState.single())
         check_writable(tmp_path / "another", ParallelState.single())
     finally:

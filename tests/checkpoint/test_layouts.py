@@ -7,8 +7,10 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, fake_chunks, layer_shapes, moment
 from harness import run_ranks
 
-from moe_trainer.checkpoint import random_state, reading, share
-from moe_trainer.checkpoint.checkpoint import (
+from moe_trainer.checkpoint import ownership, random_state, reading
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.inspect import differences
+from moe_trainer.checkpoint.manager import (
     AsyncSaver,
     CheckpointError,
     CheckpointState,
@@ -17,10 +19,8 @@ from moe_trainer.checkpoint.checkpoint import (
     load,
     save,
 )
-from moe_trainer.checkpoint.index import read_index
-from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.options import PlanCache
-from moe_trainer.checkpoint.verify import verify_all
+from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -68,7 +68,7 @@ def _load_and_save(rank, n, source, target, sizes, vpp, distributed):
         for held in optimizer.held:
             if held.state_name == name:
                 whole = moment(held.param, 1000 + number).flatten()
-                assert torch.equal(held.tensor, whole[held.start:held.stop]), held.param.info.names
+                assert torch.equal(held.tensor, whole[held.start : held.stop]), held.param.info.names
     write(target, 3, chunks, optimizer, ps)
 
 
@@ -80,7 +80,7 @@ def test_any_mapping_reads_what_any_other_wrote(tmp_path):
     for number, (n, sizes, vpp, distributed) in enumerate(MAPPINGS[1:], 1):
         target = tmp_path / str(number)
         run_ranks(_load_and_save, n, source, target, sizes, vpp, distributed)
-        assert verify_all(target / "iter_0000003").problems == []
+        assert verify_checkpoint(target / "iter_0000003").problems == []
         assert differences(first / "iter_0000003", target / "iter_0000003") == [], MAPPINGS[number]
         source = target
 
@@ -106,8 +106,10 @@ def test_flagscale_1188_more_tensor_ranks_than_expert_ranks(tmp_path):
     """TP > EP * ETP lost files (FlagScale 1188): every expert must be there, and be the right one."""
     run_ranks(_save, 4, tmp_path / "tp", dict(tp=4, ep=2, etp=1), 1, True, SaveOptions())
     index = read_index(tmp_path / "tp/iter_0000003")
-    stored = {tuple(chunk.offsets[:2]) for chunk in
-              index.state_dict_metadata["decoder.layers.mlp.experts.experts.linear_fc2.weight"].chunks}
+    stored = {
+        tuple(chunk.offsets[:2])
+        for chunk in index.state_dict_metadata["decoder.layers.mlp.experts.experts.linear_fc2.weight"].chunks
+    }
     assert stored == {(layer, expert) for layer in range(4) for expert in range(8)}
     run_ranks(_load_and_save, 1, tmp_path / "tp", tmp_path / "one", dict(), 1, False)
 
@@ -119,7 +121,7 @@ def _save_wrong_experts(rank, n, folder, same):
     for param in model.parameters():
         if param.info.stacked and rank == 1:
             names = tuple(name.replace(f"experts.{4 + e}.", f"experts.{e}.") for e, name in enumerate(param.info.names))
-            param.info = replace(param.info, names=names) if same else replace(param.info, copy=True, tied=True)
+            param.info = replace(param.info, names=names) if same else replace(param.info, is_replica=True, tied=True)
     with pytest.raises(CheckpointError) as error:
         save(folder, CheckpointState(3, FLAGS), [model], None, ps, SaveOptions())
     return str(error.value)
@@ -137,6 +139,7 @@ def test_kempnerforge_202_a_save_without_all_experts_is_refused(tmp_path, same):
 
 # ---- who writes what
 
+
 def _bytes_by_rank(folder, n):
     files = [folder / "iter_0000003" / f"__{rank}_0.distcp" for rank in range(n)]
     return [path.stat().st_size if path.exists() else 0 for path in files]
@@ -144,7 +147,9 @@ def _bytes_by_rank(folder, n):
 
 def test_replicas_share_the_writing(tmp_path):
     for name, in_parallel in (("shared", True), ("first", False)):
-        run_ranks(_save, 4, tmp_path / name, dict(ep=2), 1, False, SaveOptions(fully_parallel=in_parallel, save_rng=False))
+        run_ranks(
+            _save, 4, tmp_path / name, dict(ep=2), 1, False, SaveOptions(fully_parallel=in_parallel, save_rng=False)
+        )
     shared, first = (_bytes_by_rank(tmp_path / name, 4) for name in ("shared", "first"))
     assert max(shared) < 1.25 * min(shared)
     assert first[2] == first[3] == 0, "the second replica of everything has nothing to write"
@@ -160,15 +165,15 @@ def _gathers(rank, n, folder, sizes, distributed):
     def forbidden(*args, **kwargs):
         raise AssertionError("a save must not communicate tensors")
 
-    original = share.collectives.all_gather_object
+    original = ownership.collectives.all_gather_object
 
     def watched(thing, group):
         seen.append((group.name, len(repr(thing))))
         return original(thing, group)
 
     for name in ("all_gather_flat", "all_reduce", "broadcast", "gather", "send"):
-        setattr(share.collectives, name, forbidden)
-    share.collectives.all_gather_object = watched
+        setattr(ownership.collectives, name, forbidden)
+    ownership.collectives.all_gather_object = watched
     write(folder, 3, chunks, optimizer, ps, SaveOptions(save_rng=False))
     return seen
 
@@ -184,8 +189,8 @@ def _constant(rank, n, folder, asynchronous):
     ps = ParallelState.create(n, rank, ep=2, tp=2, etp=1)
     chunks, optimizer = make(ps, 1, True, seed=1)
     options, count = SaveOptions(plan_cache=PlanCache(), save_rng=False), []
-    original = share.collectives.all_gather_object
-    share.collectives.all_gather_object = lambda thing, group: count.append(group.name) or original(thing, group)
+    original = ownership.collectives.all_gather_object
+    ownership.collectives.all_gather_object = lambda thing, group: count.append(group.name) or original(thing, group)
     saver = AsyncSaver()
     for iteration in (3, 6):
         for chunk in chunks:
@@ -216,14 +221,17 @@ def test_a_constant_structure_is_planned_once(tmp_path, asynchronous):
 
 # ---- random states
 
+
 def _streams(rank, n, folder, sizes, iteration, read):
     """Save after some draws, or load; returns what every stream would draw next."""
     ps = ParallelState.create(n, rank, **sizes)
     chunks, _ = make(ps, 1, False, seed=1)
     for number, chunk in enumerate(chunks):
         layer = 2 * ps.pp.rank // ps.pp.size
-        chunk.streams = {"tensor_parallel": torch.Generator().manual_seed(100 * rank + number),
-                         f"decoder.layers.{layer}.mlp.router.bias_stream": torch.Generator().manual_seed(layer)}
+        chunk.streams = {
+            "tensor_parallel": torch.Generator().manual_seed(100 * rank + number),
+            f"decoder.layers.{layer}.mlp.router.bias_stream": torch.Generator().manual_seed(layer),
+        }
     torch.manual_seed(5 + 100 * ps.pp.rank + ps.dp_cp.rank)
     if read:
         found = load(folder, chunks, None, ps, LoadOptions(FLAGS | {"seed": 7}))
@@ -257,7 +265,9 @@ def test_random_streams_start_afresh_in_another_layout(tmp_path, beside):
         assert number == by_place[stage, replica, 0][0]
     assert len({number for number, _ in by_place.values()}) == 2 and len({own for _, own in by_place.values()}) == 4
     for one, other in zip(three, six):
-        assert one[0] != other[0] and one[1]["tensor_parallel"] != other[1]["tensor_parallel"], "the masks of another iteration"
+        assert one[0] != other[0] and one[1]["tensor_parallel"] != other[1]["tensor_parallel"], (
+            "the masks of another iteration"
+        )
     # a forced bias is the same on all ranks, and goes on
     for _, streams, _, (stage, _, _) in three:
         expected = torch.Generator().manual_seed(stage)
@@ -267,7 +277,7 @@ def test_random_streams_start_afresh_in_another_layout(tmp_path, beside):
 
 def test_chunks_of_a_rank_start_afresh_with_streams_of_their_own():
     streams = [{"tensor_parallel": torch.Generator()} for _ in range(2)]
-    random_state.restart(7, 3, ParallelState.single(), streams)
+    random_state.reseed(7, 3, ParallelState.single(), streams)
     assert len({chunk["tensor_parallel"].initial_seed() for chunk in streams}) == 2
 
 
@@ -279,6 +289,7 @@ def test_ranks_beyond_those_that_saved_do_not_repeat_their_masks(tmp_path):
 
 
 # ---- who reads what
+
 
 def _read_in_parallel(rank, n, folder, sizes, distributed, damaged):
     """Load with --ckpt-fully-parallel-load; returns the bytes of tensors that this rank has read from files."""
@@ -319,7 +330,9 @@ def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
     largest = max((info for info in stored.storage_data.values()), key=lambda info: info.length)
     content[largest.offset + largest.length // 2] ^= 0xFF
     path.write_bytes(content)
-    run_ranks(_read_in_parallel, 4, tmp_path, dict(), distributed, True)  # refused on all ranks, and nobody waits for ever
+    run_ranks(
+        _read_in_parallel, 4, tmp_path, dict(), distributed, True
+    )  # refused on all ranks, and nobody waits for ever
 
 
 def _strictly(rank, n, folder, messages):
@@ -329,7 +342,9 @@ def _strictly(rank, n, folder, messages):
     for strictness in ("raise_all", "raise_unexpected"):
         assert load(folder, chunks, None, ps, LoadOptions(FLAGS, strictness=strictness)).iteration == 3
     if rank == n - 1:
-        next(param for param in chunks[-1].parameters() if param.info.names == ("decoder.final_layernorm.weight",)).info = ParamInfo(("elsewhere",))
+        next(
+            param for param in chunks[-1].parameters() if param.info.names == ("decoder.final_layernorm.weight",)
+        ).info = ParamInfo(("elsewhere",))
     with pytest.raises(CheckpointError) as refused:
         load(folder, chunks, None, ps, LoadOptions(FLAGS, strictness="raise_all"))
     (messages / str(rank)).write_text(str(refused.value))
@@ -341,4 +356,7 @@ def test_strictness_is_judged_over_all_stages(tmp_path):
     said = [(tmp_path / rank).read_text() for rank in "01"]
     assert said[0] == said[1] and said[0].count("another architecture") == 1
     assert "elsewhere is not in the checkpoint" in said[0]
-    assert said[0].count("of the checkpoint is not in this model") == 1 and "final_layernorm.weight of the checkpoint" in said[0]
+    assert (
+        said[0].count("of the checkpoint is not in this model") == 1
+        and "final_layernorm.weight of the checkpoint" in said[0]
+    )

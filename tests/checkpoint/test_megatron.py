@@ -11,10 +11,10 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import run_ranks
 
 from moe_trainer.checkpoint.archive import load_bytes
-from moe_trainer.checkpoint.checkpoint import LoadOptions, latest_iteration, load, read_saved_args
 from moe_trainer.checkpoint.index import check, read_index
-from moe_trainer.checkpoint.unpickle import Foreign, SafeUnpickler, load_pickle, plain
-from moe_trainer.model.weights import own_shard
+from moe_trainer.checkpoint.manager import LoadOptions, latest_iteration, load, read_saved_args
+from moe_trainer.checkpoint.unpickle import SafeUnpickler, UnknownObject, load_pickle, to_builtin
+from moe_trainer.model.weights import take_local_shard
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -48,7 +48,13 @@ def test_rows_that_no_flag_asks_for_are_no_difference(shared, caplog):
     """Megatron-LM records its padded vocabulary; that the command line leaves it open is not worth a warning."""
     assert read_saved_args(shared / "golden/ckpt/a2_torch_dist")["padded_vocab_size"] == 512
     model = FakeModel(seed=1)
-    load(shared / "golden/ckpt/a2_torch_dist", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(RECORD | {"padded_vocab_size": None}))
+    load(
+        shared / "golden/ckpt/a2_torch_dist",
+        [model],
+        FakeOptimizer(model, SINGLE),
+        SINGLE,
+        LoadOptions(RECORD | {"padded_vocab_size": None}),
+    )
     assert "padded_vocab_size" not in caplog.text
 
 
@@ -59,7 +65,9 @@ def test_every_moment_of_a_golden_checkpoint(shared):
     legacy = legacy_file(shared)
     # Megatron numbers the parameters group by group: decayed ones first, then the norms
     names = [name for name, value in legacy["model"].items() if isinstance(value, torch.Tensor)]
-    order = [name for name in names if legacy["model"][name].dim() > 1] + [name for name in names if legacy["model"][name].dim() == 1]
+    order = [name for name in names if legacy["model"][name].dim() > 1] + [
+        name for name in names if legacy["model"][name].dim() == 1
+    ]
     state = {name: legacy["optimizer"]["state"][number] for number, name in enumerate(order)}
     assert len(state) == len(legacy["optimizer"]["state"])
     for held in optimizer.tensors():
@@ -75,7 +83,7 @@ def _load_golden(rank, size, folder, weights, sizes):
     assert found.iteration == 5 and found.optim_loaded
     for param in model.parameters():
         for name, tensor in zip(param.info.names, param.unbind(0) if param.info.stacked else (param,), strict=True):
-            assert torch.equal(tensor, own_shard(weights[name], param.info)), name
+            assert torch.equal(tensor, take_local_shard(weights[name], param.info)), name
     return found.rng_loaded
 
 
@@ -89,7 +97,8 @@ def test_every_mapping_reads_a_golden_checkpoint(shared, sizes):
 def test_the_args_of_a_golden_checkpoint(shared):
     args = read_saved_args(shared / "golden/ckpt/a2_torch_dist")
     assert {name: args[name] for name in RECORD if name != "quick_geglu"} == {
-        name: value for name, value in RECORD.items() if name != "quick_geglu"}
+        name: value for name, value in RECORD.items() if name != "quick_geglu"
+    }
     assert args["params_dtype"] == "float32" and args["moe_router_load_balancing_type"] == "aux_loss"
     assert latest_iteration(shared / "golden/ckpt/a2_torch_dist") == 5
 
@@ -109,7 +118,7 @@ def test_pickles_do_not_run_code(tmp_path):
     path = tmp_path / "trap"
     torch.save([{"args": Trap(), "iteration": 5}], path)
     found = load_bytes(path.read_bytes())[0]
-    assert isinstance(found["args"], Foreign) and found["iteration"] == 5
+    assert isinstance(found["args"], UnknownObject) and found["iteration"] == 5
     content = pickle.dumps({"x": Trap(), "y": (torch.float32, {1})})
-    assert plain(load_pickle(content))["y"] == ("float32", [1])
-    assert plain(SafeUnpickler(io.BytesIO(content)).load())["y"] == ("float32", [1])
+    assert to_builtin(load_pickle(content))["y"] == ("float32", [1])
+    assert to_builtin(SafeUnpickler(io.BytesIO(content)).load())["y"] == ("float32", [1])

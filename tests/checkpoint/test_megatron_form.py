@@ -14,8 +14,8 @@ from harness import run_ranks
 from arguments import parse_args
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.archive import load_bytes
-from moe_trainer.checkpoint.checkpoint import CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.manager import CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.reading import read_object
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.model.build import build_chunks
@@ -50,13 +50,33 @@ def test_keys_types_and_objects_equal_megatrons(case, tmp_path, monkeypatch):
     model = build_chunks(args, SINGLE, 512)[0]
     optimizer = FakeOptimizer(model, SINGLE, main_params=bool(record["bf16"]))
     kinds = [(1.0, False), (0.0, False), *([(1.0, True)] if apart else [])]
-    monkeypatch.setattr(optimizer, "scalars", lambda: {"step": 5, "param_groups": [
-        {"wd_mult": wd, "is_decoupled_lr": False, "is_expert_parallel": expert} for wd, expert in kinds]}, raising=False)
-    save(tmp_path, CheckpointState(5, record, scheduler=dict.fromkeys(expected["opt_param_scheduler"], 1)), [model], optimizer, SINGLE, SaveOptions())
+    monkeypatch.setattr(
+        optimizer,
+        "scalars",
+        lambda: {
+            "step": 5,
+            "param_groups": [
+                {"wd_mult": wd, "is_decoupled_lr": False, "is_expert_parallel": expert} for wd, expert in kinds
+            ],
+        },
+        raising=False,
+    )
+    save(
+        tmp_path,
+        CheckpointState(5, record, scheduler=dict.fromkeys(expected["opt_param_scheduler"], 1)),
+        [model],
+        optimizer,
+        SINGLE,
+        SaveOptions(),
+    )
     folder = tmp_path / "iter_0000005"
     index = read_index(folder)
-    found = {key: [list(entry.size), str(entry.properties.dtype).removeprefix("torch.")] if hasattr(entry, "chunks") else None
-             for key, entry in index.state_dict_metadata.items()}
+    found = {
+        key: [list(entry.size), str(entry.properties.dtype).removeprefix("torch.")]
+        if hasattr(entry, "chunks")
+        else None
+        for key, entry in index.state_dict_metadata.items()
+    }
     assert found == expected["keys"]
     common = common_state.read(folder, index)
     assert without(normal(common["optimizer"]), "bias_correction") == expected["optimizer"]
@@ -67,7 +87,11 @@ def test_keys_types_and_objects_equal_megatrons(case, tmp_path, monkeypatch):
     assert {key: kinds[key] for key in expected["rng_state"]} == expected["rng_state"]
     # releases up to core_v0.18 read the same from a file
     file = load_bytes((folder / "common.pt").read_bytes())
-    assert file.keys() == common.keys() and normal(file["optimizer"]) == normal(common["optimizer"]) and file["args"] == common["args"]
+    assert (
+        file.keys() == common.keys()
+        and normal(file["optimizer"]) == normal(common["optimizer"])
+        and file["args"] == common["args"]
+    )
 
 
 def test_megatrons_own_reader_of_objects_takes_the_common_state(tmp_path):
@@ -97,23 +121,46 @@ def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distribute
     record = RECORD | {"fp16": True, "use_distributed_optimizer": distributed}
     save(tmp_path, CheckpointState(5, record), [model], optimizer, SINGLE, SaveOptions(ckpt_format=ckpt_format))
     entry = optimizer_of(tmp_path / "iter_0000005", ckpt_format)
-    assert normal(entry["grad_scaler"]) == {"scale": {"tensor": [4096.0], "dtype": "torch.float32"}, "growth_tracker": 3, "hysteresis_tracker": 1}
+    assert normal(entry["grad_scaler"]) == {
+        "scale": {"tensor": [4096.0], "dtype": "torch.float32"},
+        "growth_tracker": 3,
+        "hysteresis_tracker": 1,
+    }
     _, found, _ = common_state.parse({"args": common_state.argparse.Namespace(), "optimizer": entry})
     scale = DynamicLossScale(1.0)
-    scale.load_state(found["grad_scaler"])
-    assert scale.state() == scalars["grad_scaler"]
+    scale.load_state_dict(found["grad_scaler"])
+    assert scale.state_dict() == scalars["grad_scaler"]
 
 
-@pytest.mark.parametrize("flags, dtypes", [("--bf16", (torch.bfloat16, torch.float32)), ("--bf16 --grad-reduce-in-bf16", (torch.bfloat16,) * 2),
-                                           ("--fp16", (torch.float16,) * 2), ("", (torch.float32,) * 2)])
+@pytest.mark.parametrize(
+    "flags, dtypes",
+    [
+        ("--bf16", (torch.bfloat16, torch.float32)),
+        ("--bf16 --grad-reduce-in-bf16", (torch.bfloat16,) * 2),
+        ("--fp16", (torch.float16,) * 2),
+        ("", (torch.float32,) * 2),
+    ],
+)
 def test_a_distributed_optimizers_buffers_are_found_by_the_type_of_their_gradients(tmp_path, flags, dtypes):
     """Which is that of the parameters where Megatron-LM is not told to reduce in fp32."""
-    args = parse_args([*CASES[next(iter(CASES))]["argv"].split(), *flags.split(), "--use-distributed-optimizer"], world_size=1).as_dict()
+    args = parse_args(
+        [*CASES[next(iter(CASES))]["argv"].split(), *flags.split(), "--use-distributed-optimizer"], world_size=1
+    ).as_dict()
     names = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "use_distributed_optimizer")
     model = FakeModel(dtype=dtypes[0])
-    save(tmp_path, CheckpointState(5, RECORD | {name: args[name] for name in names}), [model],
-         FakeOptimizer(model, SINGLE, distributed=True, main_params=bool(flags)), SINGLE, SaveOptions(ckpt_format="torch"))
-    (buffer,) = [value for key, value in load_bytes((tmp_path / "iter_0000005/mp_rank_00/distrib_optim.pt").read_bytes()).items() if key == 0]
+    save(
+        tmp_path,
+        CheckpointState(5, RECORD | {name: args[name] for name in names}),
+        [model],
+        FakeOptimizer(model, SINGLE, distributed=True, main_params=bool(flags)),
+        SINGLE,
+        SaveOptions(ckpt_format="torch"),
+    )
+    (buffer,) = [
+        value
+        for key, value in load_bytes((tmp_path / "iter_0000005/mp_rank_00/distrib_optim.pt").read_bytes()).items()
+        if key == 0
+    ]
     assert list(buffer) == [dtypes]
 
 
@@ -121,7 +168,14 @@ def _save_mapped(rank, size, folder, sizes):
     ps = ParallelState.create(size, rank, **sizes)
     model = FakeModel(ps=ps, dtype=torch.bfloat16)
     record = RECORD | {"use_distributed_optimizer": True, "bf16": True}
-    save(folder, CheckpointState(5, record), [model], FakeOptimizer(model, ps, distributed=True, main_params=True), ps, SaveOptions())
+    save(
+        folder,
+        CheckpointState(5, record),
+        [model],
+        FakeOptimizer(model, ps, distributed=True, main_params=True),
+        ps,
+        SaveOptions(),
+    )
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, etp=2), dict(pp=2, ep=2), {}])
@@ -132,9 +186,15 @@ def test_every_mapping_writes_one_random_state_for_each_place_and_the_same_keys(
     objects = [key for key in index.state_dict_metadata if key.startswith("rng_state")]
     assert sorted(objects) == sorted(f"rng_state/shard_{p}.{t}_{pp}.{tp}" for p in range(pp) for t in range(tp))
     states = [read_object(tmp_path / "iter_0000005", index, key) for key in objects]
-    assert all(len(place) == 4 // (tp * pp) and all(len(state["rng_tracker_states"]) == 3 for state in place) for place in states)
+    assert all(
+        len(place) == 4 // (tp * pp) and all(len(state["rng_tracker_states"]) == 3 for state in place)
+        for place in states
+    )
     if tp > 1:
-        first, second = (states[objects.index(f"rng_state/shard_0.{t}_{pp}.2")][0]["rng_tracker_states"]["model-parallel-rng"] for t in (0, 1))
+        first, second = (
+            states[objects.index(f"rng_state/shard_0.{t}_{pp}.2")][0]["rng_tracker_states"]["model-parallel-rng"]
+            for t in (0, 1)
+        )
         assert not torch.equal(first, second)
     stored = {key.split(".")[2] for key in index.state_dict_metadata if key.startswith("optimizer.")}
     assert stored == {"exp_avg", "exp_avg_sq", "param"}
@@ -152,8 +212,14 @@ def test_main_parameters_of_a_distributed_optimizer_are_read_under_both_names(tm
         fresh = FakeOptimizer(other, SINGLE, distributed=True, main_params=main_params, seed=1)
         assert load(tmp_path / name, [other], fresh, SINGLE, LoadOptions(record)).optim_loaded
         assert all(torch.equal(a, b) for a, b in zip(fresh.values(), optimizer.values(), strict=True))
-        stored = {key.split(".")[2] for key in read_index(tmp_path / name / "iter_0000005").state_dict_metadata if key.startswith("optimizer.")}
-        assert stored == {"exp_avg", "exp_avg_sq"} | ({"param"} if name == "new" else {"fp32_param"} if main_params else set())
+        stored = {
+            key.split(".")[2]
+            for key in read_index(tmp_path / name / "iter_0000005").state_dict_metadata
+            if key.startswith("optimizer.")
+        }
+        assert stored == {"exp_avg", "exp_avg_sq"} | (
+            {"param"} if name == "new" else {"fp32_param"} if main_params else set()
+        )
 
 
 def test_prediction_layers_of_older_checkpoints_are_found():
@@ -166,7 +232,12 @@ def test_the_step_of_an_optimizer_is_the_one_it_counts():
     """A group may still hold the step of the program that wrote an earlier checkpoint."""
     inner = {"param_groups": [{"step": 3}], "state": {"common_step": torch.tensor(8.0)}}
     args = common_state.argparse.Namespace()
-    for entry, step in ((inner, 8), ({"optimizer": inner}, 8), ({0: inner, 1: inner}, 8), ({"optimizer": {"param_groups": [{"step": 3.0}]}}, 3)):
+    for entry, step in (
+        (inner, 8),
+        ({"optimizer": inner}, 8),
+        ({0: inner, 1: inner}, 8),
+        ({"optimizer": {"param_groups": [{"step": 3.0}]}}, 3),
+    ):
         assert common_state.parse({"args": args, "optimizer": entry})[1] == {"step": step}
 
 

@@ -8,11 +8,11 @@ import pytest
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import run_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from train.tiny import MOCK, TINY
+from training.tiny import MOCK, TINY
 
 import arguments
 from moe_trainer.checkpoint import directory
-from moe_trainer.checkpoint.checkpoint import (
+from moe_trainer.checkpoint.manager import (
     CheckpointError,
     CheckpointState,
     LoadOptions,
@@ -113,8 +113,10 @@ def test_without_a_tracker_an_incomplete_folder_does_not_count(saved, file):
 def _one_rank_cannot_write(rank, n, folder, broken_rank):
     ps = ParallelState.create(n, rank)
     if rank == broken_rank:
+
         def broken(self, plan, planner):
             raise OSError(errno.EIO, "Input/output error")
+
         FileSystemWriter.write_data = broken
     model = FakeModel()
     with pytest.raises(CheckpointError, match="Input/output error"):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from harness import run_ranks
-from toy import ToyChunk, loss_of, machinery
+from toy import ToyChunk, build_training, compute_loss
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.checkpoint.checkpoint import CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.inspect import describe, differences
+from moe_trainer.checkpoint.manager import CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.parallel.state import ParallelState
 
 RECORD = {"num_layers": 0, "num_experts": 3}
@@ -16,14 +16,19 @@ RECORD = {"num_layers": 0, "num_experts": 3}
 
 def make(ps, distributed, bf16, seed, **optimizer):
     model = ToyChunk(dtype=torch.bfloat16 if bf16 else torch.float32, seed=seed)
-    grads, built = machinery(model, ps=ps, parallel=ParallelArgs(use_distributed_optimizer=distributed, ddp_bucket_size=400),
-                             precision=PrecisionArgs(bf16=bf16), **optimizer)
+    grads, built = build_training(
+        model,
+        ps=ps,
+        parallel=ParallelArgs(use_distributed_optimizer=distributed, ddp_bucket_size=400),
+        precision=PrecisionArgs(bf16=bf16),
+        **optimizer,
+    )
     return model, grads, built
 
 
 def step(model, grads, built, seed):
     built.zero_grad()
-    loss_of(model, seed).backward()
+    compute_loss(model, seed).backward()
     grads.finish()
     built.step(1e-2, 0.1)
 
@@ -64,11 +69,20 @@ def test_state_moves_between_layouts_unchanged(tmp_path, bf16):
 def _load_other(rank, size, folder):
     ps = ParallelState.create(size, rank)
     model, _, built = make(ps, False, False, seed=1, optimizer="sgd")
-    with pytest.raises(ValueError, match="momentum_buffer.*--optimizer adam, this run has --optimizer sgd.*--no-load-optim"):
+    with pytest.raises(
+        ValueError, match="momentum_buffer.*--optimizer adam, this run has --optimizer sgd.*--no-load-optim"
+    ):
         load(folder, [model], built, ps, LoadOptions(RECORD | {"optimizer": "sgd"}))
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path):
     model, _, built = make(ParallelState.single(), False, False, seed=0)
-    save(tmp_path, CheckpointState(3, RECORD | {"optimizer": "adam"}), [model], built, ParallelState.single(), SaveOptions())
+    save(
+        tmp_path,
+        CheckpointState(3, RECORD | {"optimizer": "adam"}),
+        [model],
+        built,
+        ParallelState.single(),
+        SaveOptions(),
+    )
     run_ranks(_load_other, 1, tmp_path)

@@ -11,7 +11,9 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
-from moe_trainer.checkpoint.checkpoint import (
+from moe_trainer.checkpoint.index import check
+from moe_trainer.checkpoint.inspect import describe
+from moe_trainer.checkpoint.manager import (
     AsyncSaver,
     CheckpointError,
     CheckpointState,
@@ -22,8 +24,6 @@ from moe_trainer.checkpoint.checkpoint import (
     read_saved_args,
     save,
 )
-from moe_trainer.checkpoint.index import check
-from moe_trainer.checkpoint.inspect import describe
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -31,8 +31,16 @@ OPTIONS = LoadOptions(RECORD)
 
 
 def state(iteration=3, **more):
-    return CheckpointState(iteration, RECORD, consumed_train_samples=12, consumed_valid_samples=4, skipped_train_samples=2,
-                           num_floating_point_operations_so_far=1e9, extra={"running": [1.5, None, (2, "x")]}, **more)
+    return CheckpointState(
+        iteration,
+        RECORD,
+        consumed_train_samples=12,
+        consumed_valid_samples=4,
+        skipped_train_samples=2,
+        num_floating_point_operations_so_far=1e9,
+        extra={"running": [1.5, None, (2, "x")]},
+        **more,
+    )
 
 
 def save_one(folder, iteration=3, seed=0, **options):
@@ -85,9 +93,18 @@ def test_files_and_tracker(tmp_path):
     tokenizer.write_bytes(b"model")
     save_one(tmp_path / "save", 20, tokenizer_files=(tokenizer,), log_progress=True, verify_integrity=True)
     folder = tmp_path / "save/iter_0000020"
-    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "common.pt", "integrity.json", "metadata.json",
-                                                              "tokenizer"]
-    assert json.loads((folder / "metadata.json").read_text()) == {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "common.pt",
+        "integrity.json",
+        "metadata.json",
+        "tokenizer",
+    ]
+    assert json.loads((folder / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+    }
     assert (folder / "tokenizer/tokenizer.model").read_bytes() == b"model"
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "20"
     assert latest_iteration(tmp_path / "save") == 20
@@ -143,7 +160,9 @@ def test_an_older_iteration_can_be_chosen(tmp_path):
     assert load(tmp_path, [model], None, SINGLE, OPTIONS).iteration == 6
     assert load(tmp_path, [model], None, SINGLE, replace(OPTIONS, ckpt_step=3)).iteration == 3
     assert equal(model.tensors().values(), first.tensors().values())
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 4 asks for .*iter_0000004, which does not exist.*3, 6.*--ckpt-step 6"):
+    with pytest.raises(
+        CheckpointError, match=r"--ckpt-step 4 asks for .*iter_0000004, which does not exist.*3, 6.*--ckpt-step 6"
+    ):
         load(tmp_path, [model], None, SINGLE, replace(OPTIONS, ckpt_step=4))
 
 
@@ -172,7 +191,9 @@ def test_mixed_precision_keeps_both_copies(tmp_path):
     other = FakeModel(seed=5, dtype=torch.bfloat16)
     other_optimizer = FakeOptimizer(other, SINGLE, main_params=True, seed=5)
     load(tmp_path, [other], other_optimizer, SINGLE, OPTIONS)
-    assert equal(other_optimizer.values(), optimizer.values()) and equal(other.tensors().values(), model.tensors().values())
+    assert equal(other_optimizer.values(), optimizer.values()) and equal(
+        other.tensors().values(), model.tensors().values()
+    )
     # an fp32 run takes the exact values, and a mixed-precision run takes main parameters from an fp32 run's weights
     exact = FakeModel(seed=6)
     load(tmp_path, [exact], None, SINGLE, OPTIONS)
@@ -181,8 +202,11 @@ def test_mixed_precision_keeps_both_copies(tmp_path):
     save_one(tmp_path / "fp32")
     load(tmp_path / "fp32", [other], other_optimizer, SINGLE, OPTIONS)
     weights = FakeModel(expert_bias=True)
-    assert all(torch.equal(held.tensor, next(p for n, p in weights.table.items() if other.table[n] is held.param).flatten())
-               for held in other_optimizer.held if held.state_name == "fp32_param")
+    assert all(
+        torch.equal(held.tensor, next(p for n, p in weights.table.items() if other.table[n] is held.param).flatten())
+        for held in other_optimizer.held
+        if held.state_name == "fp32_param"
+    )
 
 
 def test_another_architecture_is_refused_before_anything_changes(tmp_path):
@@ -194,7 +218,10 @@ def test_another_architecture_is_refused_before_anything_changes(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, [model], None, SINGLE, options)
     text = str(caught.value)
-    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight: (2, 8, 64, 64) in the checkpoint, (3, 8, 96, 64) here" in text
+    assert (
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight: (2, 8, 64, 64) in the checkpoint, (3, 8, 96, 64) here"
+        in text
+    )
     assert "--num-layers (num_layers): 2 in the checkpoint, 3 here" in text and "--use-checkpoint-args" in text
     assert len(text.splitlines()) < 40
     assert equal(model.tensors().values(), before.values())
@@ -203,7 +230,9 @@ def test_another_architecture_is_refused_before_anything_changes(tmp_path):
 def test_equal_shapes_do_not_hide_another_number_of_heads(tmp_path, caplog):
     save_one(tmp_path)
     model = FakeModel(expert_bias=True)
-    with pytest.raises(CheckpointError, match=r"--num-attention-heads \(num_attention_heads\): 4 in the checkpoint, 8 here"):
+    with pytest.raises(
+        CheckpointError, match=r"--num-attention-heads \(num_attention_heads\): 4 in the checkpoint, 8 here"
+    ):
         load(tmp_path, [model], None, SINGLE, LoadOptions(RECORD | {"num_attention_heads": 8}))
     assert load(tmp_path, [model], None, SINGLE, LoadOptions(RECORD | {"num_attention_heads": 8}, finetune=True))
 
@@ -236,7 +265,7 @@ def test_another_padding_of_the_vocabulary_is_accepted_if_the_vocabulary_is_the_
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert torch.equal(model.table[name][:both], saved.table[name][:both])
         assert torch.equal(model.table[name][both:], initial[name][both:])
-    assert torch.equal(optimizer.held[0].tensor[:both * 64], saved_optimizer.held[0].tensor[:both * 64])
+    assert torch.equal(optimizer.held[0].tensor[: both * 64], saved_optimizer.held[0].tensor[: both * 64])
     with pytest.raises(CheckpointError, match="embedding.word_embeddings.weight"):
         load(tmp_path, [model], optimizer, SINGLE, replace(OPTIONS, vocab_size=500 if rows == 384 else 600))
 
@@ -252,6 +281,7 @@ def test_stacked_and_numbered_keys_are_both_found(tmp_path):
 
 
 # ---- several ranks
+
 
 def _rank_save(rank, size, folder, distributed):
     ps = ParallelState.create(size, rank)
@@ -297,16 +327,16 @@ def _rank_mixed(rank, size, folder):
     save(folder / "sync", state(), [model], optimizer, ps, SaveOptions())
     random.setstate(random.Random(0).getstate())
     saver = AsyncSaver()
-    assert not saver.under_way
+    assert not saver.in_progress
     saver.start(folder / "async", state(), [model], optimizer, ps, SaveOptions())
     with torch.no_grad():
         for tensor in (*model.parameters(), *(held.tensor for held in optimizer.held)):
             tensor.zero_()
-    assert saver.under_way
+    assert saver.in_progress
     while saver.writing:
         time.sleep(0.01)
     saver.finish()
-    assert not saver.under_way
+    assert not saver.in_progress
     assert latest_iteration(folder / "async") == 3
     saver.start(folder / "async", state(6), [model], optimizer, ps, SaveOptions())
     saver.start(folder / "async", state(9), [model], optimizer, ps, SaveOptions())
@@ -320,9 +350,15 @@ def test_a_save_in_the_background_equals_a_save_at_once(tmp_path):
     optimizers = [FakeOptimizer(model, SINGLE, seed=7) for model in kinds]
     for name, model, optimizer in zip(("sync", "async"), kinds, optimizers):
         load(tmp_path / name, [model], optimizer, SINGLE, replace(OPTIONS, ckpt_step=3))
-    assert equal(kinds[0].tensors().values(), kinds[1].tensors().values()) and kinds[0].table["output_layer.weight"].any()
+    assert (
+        equal(kinds[0].tensors().values(), kinds[1].tensors().values()) and kinds[0].table["output_layer.weight"].any()
+    )
     assert equal(optimizers[0].values(), optimizers[1].values())
-    assert sorted(path.name for path in (tmp_path / "async").glob("iter_*")) == ["iter_0000003", "iter_0000006", "iter_0000009"]
+    assert sorted(path.name for path in (tmp_path / "async").glob("iter_*")) == [
+        "iter_0000003",
+        "iter_0000006",
+        "iter_0000009",
+    ]
 
 
 def _rank_disagree(rank, size, folder):

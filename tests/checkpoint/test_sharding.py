@@ -11,10 +11,10 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
 from arguments import parse_args
-from moe_trainer.checkpoint.checkpoint import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import differences
-from moe_trainer.checkpoint.sharding import KeyScheme, boxes, pieces
+from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
+from moe_trainer.checkpoint.sharding import KeyScheme, make_shards, split_flat_range
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
@@ -28,24 +28,37 @@ def content(folder, model, record, optimizer=None):
 
 def stored(folder):
     """The same of a checkpoint that is there."""
-    return {key: [list(entry.size), sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks)]
-            if hasattr(entry, "chunks") else None for key, entry in read_index(folder).state_dict_metadata.items()}
+    return {
+        key: [list(entry.size), sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks)]
+        if hasattr(entry, "chunks")
+        else None
+        for key, entry in read_index(folder).state_dict_metadata.items()
+    }
 
 
 def recorded(path):
     """The same of a checkpoint that Megatron-LM wrote; its re-run state is not ours to write."""
-    return {key: [entry["global_shape"], sorted(entry["chunks"])] if entry["kind"] == "tensor" else None
-            for key, entry in json.loads(path.read_text()).items() if not key.startswith("rerun_state")}
+    return {
+        key: [entry["global_shape"], sorted(entry["chunks"])] if entry["kind"] == "tensor" else None
+        for key, entry in json.loads(path.read_text()).items()
+        if not key.startswith("rerun_state")
+    }
 
 
 def test_keys_shapes_and_chunks_equal_megatrons_mixtral(shared, tmp_path):
     model = FakeModel()
     found = content(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
     assert found == recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json")
-    types = {key: str(entry.properties.dtype) for key, entry in read_index(tmp_path / "iter_0000005").state_dict_metadata.items() if hasattr(entry, "chunks")}
-    content_of = json.loads((shared / "golden/ckpt/a2_torch_dist.metadata.json").read_text())
-    assert types == {key: entry["dtype"] for key, entry in content_of.items() if entry["kind"] == "tensor"}
-    assert (tmp_path / "iter_0000005/metadata.json").read_bytes() == (shared / "golden/ckpt/a2_torch_dist/iter_0000005/metadata.json").read_bytes()
+    types = {
+        key: str(entry.properties.dtype)
+        for key, entry in read_index(tmp_path / "iter_0000005").state_dict_metadata.items()
+        if hasattr(entry, "chunks")
+    }
+    make_checkpoint_state = json.loads((shared / "golden/ckpt/a2_torch_dist.metadata.json").read_text())
+    assert types == {key: entry["dtype"] for key, entry in make_checkpoint_state.items() if entry["kind"] == "tensor"}
+    assert (tmp_path / "iter_0000005/metadata.json").read_bytes() == (
+        shared / "golden/ckpt/a2_torch_dist/iter_0000005/metadata.json"
+    ).read_bytes()
 
 
 def test_keys_shapes_and_chunks_equal_megatrons_qwen3moe(shared, tmp_path):
@@ -85,7 +98,9 @@ def test_flat_ranges_of_cut_tensors_become_boxes_of_the_same_tensors(tmp_path):
     run_ranks(_save_tp2pp2, 4, tmp_path / "plain", False)
     run_ranks(_save_tp2pp2, 8, tmp_path / "flat", True)
     plain, flat = (stored(tmp_path / name / "iter_0000005") for name in ("plain", "flat"))
-    assert {key: value and value[0] for key, value in plain.items()} == {key: value and value[0] for key, value in flat.items()}
+    assert {key: value and value[0] for key, value in plain.items()} == {
+        key: value and value[0] for key, value in flat.items()
+    }
     key = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
     assert len(flat[key][1]) > len(plain[key][1])
     assert differences(tmp_path / "plain/iter_0000005", tmp_path / "flat/iter_0000005") == []
@@ -95,9 +110,15 @@ def test_layers_that_differ_keep_their_numbers():
     for freq in ([0, 1], 2):
         scheme = KeyScheme.from_record(RECORD | {"moe_layer_freq": freq})
         assert scheme.locate("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight") == (
-            "decoder.layers.1.mlp.experts.experts.linear_fc2.weight", (3,), (8,))
+            "decoder.layers.1.mlp.experts.experts.linear_fc2.weight",
+            (3,),
+            (8,),
+        )
         assert scheme.locate("decoder.layers.0.pre_mlp_layernorm.weight") == (
-            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight", (), ())
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+            (),
+            (),
+        )
         info = ParamInfo(("decoder.layers.0.mlp.linear_fc1.weight",))
         assert scheme.extra_state_keys(info) == ["decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"]
 
@@ -107,22 +128,50 @@ def test_mtp_layers_keep_their_numbers_and_mla_its_norms():
     name = "mtp.layers.0.mtp_model_layer.input_layernorm.weight"
     assert scheme.locate(name) == ("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight", (), ())
     assert scheme.locate("mtp.layers.0.enorm.weight") == ("mtp.layers.0.enorm.weight", (), ())
-    assert scheme.locate("mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.2.linear_fc1.weight")[1:] == ((2,), (8,))
+    assert scheme.locate("mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.2.linear_fc1.weight")[1:] == (
+        (2,),
+        (8,),
+    )
     mla = KeyScheme.from_record(RECORD | {"multi_latent_attention": True})
     assert mla.locate(name)[0] == "mtp.layers.0.transformer_layer.input_layernorm.weight"
-    assert mla.locate("decoder.layers.1.pre_mlp_layernorm.weight") == ("decoder.layers.pre_mlp_layernorm.weight", (1,), (2,))
+    assert mla.locate("decoder.layers.1.pre_mlp_layernorm.weight") == (
+        "decoder.layers.pre_mlp_layernorm.weight",
+        (1,),
+        (2,),
+    )
 
 
 def test_gated_delta_nets_are_stored_projection_by_projection():
     """As Megatron-Core splits them: the parts of in_proj and conv1d under names of their own, the norm before in_proj with it."""
     scheme = KeyScheme.from_record(RECORD | {"experimental_attention_variant": "gdn", "linear_attention_freq": 2})
     name = "decoder.layers.0.self_attention.in_proj.weight"
-    info = ParamInfo((name,), sharded_dim=0, shard_rank=1, shard_count=2, parts=3, part_sizes=(4, 4, 8), part_names=("query", "key", "z"))
-    assert [(run.key, run.global_shape, run.offsets, run.shape, run.start) for run in scheme.placements(info, (8, 5))] == [
-        (f"{name}.query", (4, 5), (2, 0), (2, 5), 0), (f"{name}.key", (4, 5), (2, 0), (2, 5), 10), (f"{name}.z", (8, 5), (4, 0), (4, 5), 20)]
-    assert scheme.locate("decoder.layers.0.input_layernorm.weight")[0] == "decoder.layers.0.self_attention.in_proj.layer_norm_weight"
-    assert scheme.locate("decoder.layers.1.input_layernorm.weight")[0] == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
-    assert scheme.locate("mtp.layers.0.mtp_model_layer.input_layernorm.weight")[0].endswith("linear_qkv.layer_norm_weight")
+    info = ParamInfo(
+        (name,),
+        sharded_dim=0,
+        shard_rank=1,
+        shard_count=2,
+        parts=3,
+        part_sizes=(4, 4, 8),
+        part_names=("query", "key", "z"),
+    )
+    assert [
+        (run.key, run.global_shape, run.offsets, run.shape, run.start) for run in scheme.placements(info, (8, 5))
+    ] == [
+        (f"{name}.query", (4, 5), (2, 0), (2, 5), 0),
+        (f"{name}.key", (4, 5), (2, 0), (2, 5), 10),
+        (f"{name}.z", (8, 5), (4, 0), (4, 5), 20),
+    ]
+    assert (
+        scheme.locate("decoder.layers.0.input_layernorm.weight")[0]
+        == "decoder.layers.0.self_attention.in_proj.layer_norm_weight"
+    )
+    assert (
+        scheme.locate("decoder.layers.1.input_layernorm.weight")[0]
+        == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+    )
+    assert scheme.locate("mtp.layers.0.mtp_model_layer.input_layernorm.weight")[0].endswith(
+        "linear_qkv.layer_norm_weight"
+    )
     assert scheme.extra_state_keys(info) == ["decoder.layers.0.self_attention.in_proj._extra_state/shard_0_1"]
 
 
@@ -131,11 +180,16 @@ def test_parts_of_rows_are_stored_each_by_itself():
     name = ("decoder.layers.0.mlp.shared_experts.linear_fc1.bias",)
 
     def runs(shape, **info):
-        return [(run.offsets, run.shape, run.start, run.global_shape) for run in scheme.placements(ParamInfo(name, **info), shape)]
+        return [
+            (run.offsets, run.shape, run.start, run.global_shape)
+            for run in scheme.placements(ParamInfo(name, **info), shape)
+        ]
 
     assert runs((10,), sharded_dim=0, parts=2) == [((0, 0), (1, 5), 0, (2, 10)), ((0, 5), (1, 5), 5, (2, 10))]
     assert runs((10,), sharded_dim=0, parts=2, shard_rank=1, shard_count=3) == [
-        ((0, 5), (1, 5), 0, (2, 30)), ((0, 20), (1, 5), 5, (2, 30))]
+        ((0, 5), (1, 5), 0, (2, 30)),
+        ((0, 20), (1, 5), 5, (2, 30)),
+    ]
     assert runs((10,), sharded_dim=0, shard_rank=1, shard_count=3) == [((0, 10), (1, 10), 0, (2, 30))]
     assert runs((10,)) == [((0, 0), (1, 10), 0, (2, 10))]
 
@@ -147,7 +201,7 @@ def test_boxes_cover_every_range_exactly_and_in_order(shape):
     for start in range(numel + 1):
         for stop in range(start, numel + 1):
             flat, count = [], 0
-            for offsets, sizes in boxes(shape, start, stop):
+            for offsets, sizes in split_flat_range(shape, start, stop):
                 assert len(offsets) == len(sizes) == len(shape)
                 flat += positions[tuple(slice(a, a + b) for a, b in zip(offsets, sizes))].flatten().tolist()
                 count += 1
@@ -157,11 +211,15 @@ def test_boxes_cover_every_range_exactly_and_in_order(shape):
 
 def test_pieces_of_a_flat_range_are_live_views():
     scheme = KeyScheme.from_record(RECORD)
-    info = ParamInfo(tuple(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(8)), stacked=True,
-                     sharded_dim=0, parts=2)
+    info = ParamInfo(
+        tuple(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(8)),
+        stacked=True,
+        sharded_dim=0,
+        parts=2,
+    )
     whole = torch.zeros(2, 8, 64, 64)
     local = torch.arange(100, 30000, dtype=torch.float32)
-    for piece in pieces(scheme.placements(info, (8, 64, 64)), local, 100, 30000, "optimizer.state.exp_avg."):
+    for piece in make_shards(scheme.placements(info, (8, 64, 64)), local, 100, 30000, "optimizer.state.exp_avg."):
         assert piece.key == "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
         assert piece.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         whole[tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.sizes))] = piece.data
@@ -172,6 +230,7 @@ def test_pieces_of_a_flat_range_are_live_views():
 
 # ---- the real model
 
+
 def built(shared, case, *more):
     """(chunk, record of its flags) of a golden case."""
     argv = json.loads((shared / "golden" / case / "meta.json").read_text())["argv"]
@@ -181,8 +240,11 @@ def built(shared, case, *more):
 
 def test_keys_of_the_real_models_equal_megatrons(shared, tmp_path):
     model, record = built(shared, "a2_mixtral")
-    weights = {key: value for key, value in recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json").items()
-               if not key.startswith("optimizer.")}
+    weights = {
+        key: value
+        for key, value in recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json").items()
+        if not key.startswith("optimizer.")
+    }
     assert content(tmp_path / "a2", model, record) == weights
     model, record = built(shared, "c_qwen3moe")
     assert content(tmp_path / "c", model, record) == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train.tiny import TINY
+from training.tiny import TINY
 
 from arguments import ArgumentError, parse_args
 from arguments.data import DataArgs
@@ -35,7 +35,9 @@ def fim(**changes):
 
 
 def ids_of(*parts):
-    return np.array([number for part in parts for number in ([ord(c) for c in part] if isinstance(part, str) else [part])])
+    return np.array(
+        [number for part in parts for number in ([ord(c) for c in part] if isinstance(part, str) else [part])]
+    )
 
 
 def put_together(ids):
@@ -43,9 +45,9 @@ def put_together(ids):
     ids = ids.tolist()
     if ids[1] == SUFFIX:  # prefix suffix SUFFIX-TEXT middle PREFIX-TEXT MIDDLE-TEXT: where the last two meet is lost
         at = ids.index(MIDDLE)
-        return sorted(ids[2:at] + ids[at + 1:]), "SPM"
+        return sorted(ids[2:at] + ids[at + 1 :]), "SPM"
     at, end = ids.index(SUFFIX), ids.index(MIDDLE)
-    return ids[1:at] + ids[end + 1:] + ids[at + 1:end], "PSM"
+    return ids[1:at] + ids[end + 1 :] + ids[at + 1 : end], "PSM"
 
 
 def test_text_is_kept_and_both_orders_occur():
@@ -85,9 +87,24 @@ def test_text_that_begins_with_the_words_stays():
 
 
 def data_of(folder, **changes):
-    settings = {"fim_data": True, "fim_eod_token": GOLDEN["eod"], "special_tokens": ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]}
-    return DataArgs(**({"data_path": [f"{folder}/A_text_document"], "split": "100,0,0", "seq_length": 64, "tokenizer_type": "HuggingFaceTokenizer",
-                        "tokenizer_model": f"{folder}/tokenizer"} | settings | changes))
+    settings = {
+        "fim_data": True,
+        "fim_eod_token": GOLDEN["eod"],
+        "special_tokens": ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"],
+    }
+    return DataArgs(
+        **(
+            {
+                "data_path": [f"{folder}/A_text_document"],
+                "split": "100,0,0",
+                "seq_length": 64,
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": f"{folder}/tokenizer",
+            }
+            | settings
+            | changes
+        )
+    )
 
 
 def train_of(data, tmp_path, seed=1234):

@@ -44,7 +44,12 @@ def write_jsonl(path, rows):
 def command(*arguments, cwd=None):
     script = str(ROOT / "scripts" / "preprocess_data.py")
     return subprocess.run(
-        [sys.executable, script, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, script, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
 
@@ -235,8 +240,10 @@ def test_a_command_stopped_while_it_forks_leaves_nothing(tmp_path):
     script = ROOT / "scripts" / "preprocess_data.py"
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
     arguments = [str(script), "--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "x"), *flags]
-    code = ("import os, runpy, signal, sys; os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM)); "
-            f"sys.path.insert(0, {str(ROOT)!r}); sys.argv = {arguments!r}; runpy.run_path({str(script)!r}, run_name='__main__')")
+    code = (
+        "import os, runpy, signal, sys; os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM)); "
+        f"sys.path.insert(0, {str(ROOT)!r}); sys.argv = {arguments!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

@@ -332,7 +332,8 @@ def test_bytes_of_tokens_are_those_of_the_text(tmp_path, sentencepiece_model):
     folder = write_json_tokenizer(tmp_path / "tok", CONFIGS["template"][0], CONFIGS["template"][1])
     vocabulary = write_tiktoken(tmp_path / "v.json", [b"th", b"the", b" t", b"12"])
     byte_level = [
-        build("HuggingFaceTokenizer", folder), build("HuggingFaceTokenizer", folder, tokenizer_hf_no_use_fast=True),
+        build("HuggingFaceTokenizer", folder),
+        build("HuggingFaceTokenizer", folder, tokenizer_hf_no_use_fast=True),
         build("TikTokenizer", vocabulary, tiktoken_num_special_tokens=10, vocab_size=270),
     ]
     for tokenizer in byte_level:
@@ -349,7 +350,9 @@ def test_bytes_of_tokens_are_those_of_the_text(tmp_path, sentencepiece_model):
 def test_pieces_with_byte_fallback_and_word_pieces(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581theogd", "\u2581the"]
-    model = tokenizers.models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    model = tokenizers.models.BPE(
+        {name: number for number, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True
+    )
     encoder = tokenizers.Tokenizer(model)
     encoder.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
     decoders = tokenizers.decoders

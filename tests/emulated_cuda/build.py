@@ -33,16 +33,26 @@ def library() -> Path:
         try:
             _compile(built)
         except OSError as error:
-            raise CannotBuild(f"the emulated device cannot be written to {folder} ({error.strerror}): set XDG_CACHE_HOME to a folder that can be") from error
+            raise CannotBuild(
+                f"the emulated device cannot be written to {folder} ({error.strerror}): set XDG_CACHE_HOME to a folder that can be"
+            ) from error
     return built
 
 
 def environment(devices: int) -> dict[str, str]:
     """What a Python process needs to have devices. Raises: CannotBuild."""
     path = (HERE / "site", HERE.parent, HERE.parents[1], os.environ.get("PYTHONPATH"))
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # conftest.py hides real ones
-    return {**inherited, "EMULATED_CUDA": str(devices), "EMULATED_CUDA_LIBRARY": str(library()), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+    }  # conftest.py hides real ones
+    return {
+        **inherited,
+        "EMULATED_CUDA": str(devices),
+        "EMULATED_CUDA_LIBRARY": str(library()),
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
+    }
 
 
 def _is_whole(built: Path) -> bool:
@@ -69,12 +79,28 @@ def _compile(built: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as folder:
         made = Path(folder, "device.so")
-        command = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include",
-                   f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", str(SOURCE), "-o", str(made),
-                   f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
+        command = [
+            compiler,
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            f"-I{home}/include",
+            f"-I{home}/include/torch/csrc/api/include",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            str(SOURCE),
+            "-o",
+            str(made),
+            f"-L{home}/lib",
+            "-lc10",
+            "-ltorch_cpu",
+            f"-Wl,-rpath,{home}/lib",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise CannotBuild(f"the emulated device does not compile against torch {torch.__version__}:\n{done.stderr[-2000:]}")
+            raise CannotBuild(
+                f"the emulated device does not compile against torch {torch.__version__}:\n{done.stderr[-2000:]}"
+            )
         made.rename(built)
 
 

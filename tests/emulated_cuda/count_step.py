@@ -21,9 +21,9 @@ def count(argv: list[str]) -> None:
 
     from arguments import ArgumentError, parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof.observe import make_run
-    from moe_trainer.run import TrainState
+    from moe_trainer.training.context import TrainState
     from moe_trainer.training.step import train_step
+    from moe_trainer.verification.training_trace import make_run
 
     try:
         args = parse_args(argv, 1)
@@ -38,8 +38,10 @@ def count(argv: list[str]) -> None:
     waits = Counter()
     for (_, line), times in ledger.waits.items():
         waits[line] += times
-    print(f"one iteration of {microbatches} microbatches: {sum(waits.values())} host waits, {sum(ledger.kernels.values())} kernels, "
-          f"{ledger.peak / 2**20:.1f} MiB allocated at the peak beyond what was there before")
+    print(
+        f"one iteration of {microbatches} microbatches: {sum(waits.values())} host waits, {sum(ledger.kernels.values())} kernels, "
+        f"{ledger.peak / 2**20:.1f} MiB allocated at the peak beyond what was there before"
+    )
     for title, found in (("host waits", waits), ("kernels", ledger.kernels)):
         print(f"\n{title}\n" + "\n".join(f"{times:8,d}  {line}" for line, times in found.most_common(LINES)))
 

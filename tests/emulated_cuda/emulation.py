@@ -39,7 +39,10 @@ LAUNCH, WAIT, ALLOCATE, FREE = range(4)
 _EVENT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
 _RECORD = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _DESCRIBE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int)
-_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("emulation", "operators", "process_groups", "triton_kernels", "run", "record_step"))
+_OWN = tuple(
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("emulation", "operators", "process_groups", "triton_kernels", "run", "record_step")
+)
 _PRODUCT = f"{Path(__file__).parents[2] / 'moe_trainer'}{os.sep}"
 
 
@@ -51,15 +54,33 @@ class Device:
 
     def __init__(self, devices: int, capability: tuple[int, int], memory: int):
         self.lib = lib = _LIBRARY
-        for name in ("ec_launches", "ec_waits", "ec_new_stream", "ec_current_stream", "ec_record", "ec_allocated", "ec_peak"):
+        for name in (
+            "ec_launches",
+            "ec_waits",
+            "ec_new_stream",
+            "ec_current_stream",
+            "ec_record",
+            "ec_allocated",
+            "ec_peak",
+        ):
             getattr(lib, name).restype = ctypes.c_int64
         for name, types in {
-            "ec_set_stream": [ctypes.c_int, ctypes.c_int64], "ec_record": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64],
-            "ec_wait_event": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64], "ec_drop_event": [ctypes.c_int64],
-            "ec_kernel_begin": [ctypes.c_char_p, ctypes.c_int64], "ec_host_wait": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64], "ec_is_complete": [ctypes.c_int64],
-            "ec_record_stream": [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64], "ec_resize": [ctypes.c_void_p, ctypes.c_size_t],
-            "ec_share_generator": [ctypes.c_int, ctypes.c_void_p], "ec_graph_begin": [ctypes.c_void_p, ctypes.c_int], "ec_graph_delete": [ctypes.c_void_p], "ec_graph_steps": [ctypes.c_void_p],
-            "ec_graph_replay": [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int], "ec_graph_register": [ctypes.c_void_p, ctypes.c_void_p], "ec_graph_call": [ctypes.CFUNCTYPE(None, ctypes.c_int64), ctypes.c_int64],
+            "ec_set_stream": [ctypes.c_int, ctypes.c_int64],
+            "ec_record": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64],
+            "ec_wait_event": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64],
+            "ec_drop_event": [ctypes.c_int64],
+            "ec_kernel_begin": [ctypes.c_char_p, ctypes.c_int64],
+            "ec_host_wait": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64],
+            "ec_is_complete": [ctypes.c_int64],
+            "ec_record_stream": [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64],
+            "ec_resize": [ctypes.c_void_p, ctypes.c_size_t],
+            "ec_share_generator": [ctypes.c_int, ctypes.c_void_p],
+            "ec_graph_begin": [ctypes.c_void_p, ctypes.c_int],
+            "ec_graph_delete": [ctypes.c_void_p],
+            "ec_graph_steps": [ctypes.c_void_p],
+            "ec_graph_replay": [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int],
+            "ec_graph_register": [ctypes.c_void_p, ctypes.c_void_p],
+            "ec_graph_call": [ctypes.CFUNCTYPE(None, ctypes.c_int64), ctypes.c_int64],
         }.items():
             getattr(lib, name).argtypes = types
         lib.ec_graph_new.restype = ctypes.c_void_p
@@ -400,14 +421,31 @@ def start(devices: int = 1, capability: tuple[int, int] = (9, 0), memory: int = 
 
     def properties(index=None):
         major, minor = device.capability
-        return SimpleNamespace(multi_processor_count=132, total_memory=memory, major=major, minor=minor, name=NAMES[major], uuid="emulated",
-                               gcnArchName="", warp_size=32, L2_cache_size=50 << 20, max_threads_per_multi_processor=2048,
-                               regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
+        return SimpleNamespace(
+            multi_processor_count=132,
+            total_memory=memory,
+            major=major,
+            minor=minor,
+            name=NAMES[major],
+            uuid="emulated",
+            gcnArchName="",
+            warp_size=32,
+            L2_cache_size=50 << 20,
+            max_threads_per_multi_processor=2048,
+            regs_per_multiprocessor=65536,
+            shared_memory_per_block_optin=232448,
+            shared_memory_per_multiprocessor=233472,
+        )
 
     def statistics(index=None):
-        return {"allocated_bytes.all.current": lib.ec_allocated(_index(index)), "allocated_bytes.all.peak": lib.ec_peak(_index(index)),
-                "reserved_bytes.all.current": lib.ec_allocated(_index(index)), "reserved_bytes.all.peak": lib.ec_peak(_index(index)),
-                "num_alloc_retries": 0, "num_ooms": 0}
+        return {
+            "allocated_bytes.all.current": lib.ec_allocated(_index(index)),
+            "allocated_bytes.all.peak": lib.ec_peak(_index(index)),
+            "reserved_bytes.all.current": lib.ec_allocated(_index(index)),
+            "reserved_bytes.all.peak": lib.ec_peak(_index(index)),
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
 
     def random_state(device="cuda"):
         return _started()["generators"][_index(device)].get_state()
@@ -424,20 +462,47 @@ def start(devices: int = 1, capability: tuple[int, int] = (9, 0), memory: int = 
 
     replaced = {
         "default_generators": generators,
-        "is_available": lambda: lib.ec_device_count() > 0, "device_count": lambda: lib.ec_device_count(), "is_initialized": lambda: True,
-        "init": lambda: None, "_lazy_init": lambda: None, "current_device": lambda: lib.ec_current_device(), "set_device": _set_device,
-        "get_device_capability": lambda d=None: device.capability, "get_device_name": lambda d=None: NAMES[device.capability[0]],
-        "get_device_properties": properties, "is_bf16_supported": lambda *a, **k: True,
+        "is_available": lambda: lib.ec_device_count() > 0,
+        "device_count": lambda: lib.ec_device_count(),
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: lib.ec_current_device(),
+        "set_device": _set_device,
+        "get_device_capability": lambda d=None: device.capability,
+        "get_device_name": lambda d=None: NAMES[device.capability[0]],
+        "get_device_properties": properties,
+        "is_bf16_supported": lambda *a, **k: True,
         "get_arch_list": lambda: ["sm_{}{}".format(*device.capability)],
-        "synchronize": _synchronize, "Event": Event, "Stream": Stream, "current_stream": current_stream, "default_stream": default_stream,
-        "set_stream": set_stream, "stream": stream_context, "StreamContext": stream_context, "device": device_context, "device_of": lambda t: device_context(t.device),
-        "is_current_stream_capturing": lambda: bool(lib.ec_is_capturing()), "CUDAGraph": CUDAGraph, "graph": graph, "graph_pool_handle": graph_pool_handle,
-        "memory_allocated": lambda d=None: lib.ec_allocated(_index(d)), "max_memory_allocated": lambda d=None: lib.ec_peak(_index(d)),
-        "memory_reserved": lambda d=None: lib.ec_allocated(_index(d)), "max_memory_reserved": lambda d=None: lib.ec_peak(_index(d)),
-        "mem_get_info": lambda d=None: (memory - lib.ec_allocated(_index(d)), memory), "reset_peak_memory_stats": lambda d=None: lib.ec_reset_peak(_index(d)),
-        "empty_cache": lambda: None, "memory_stats": statistics, "ipc_collect": lambda: None,
-        "get_rng_state": random_state, "set_rng_state": set_random_state, "manual_seed": lambda s: _started()["generators"][_index(None)].manual_seed(s),
-        "manual_seed_all": seed_all, "set_sync_debug_mode": set_debug_mode, "get_sync_debug_mode": lambda: lib.ec_get_wait_mode(),
+        "synchronize": _synchronize,
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "stream": stream_context,
+        "StreamContext": stream_context,
+        "device": device_context,
+        "device_of": lambda t: device_context(t.device),
+        "is_current_stream_capturing": lambda: bool(lib.ec_is_capturing()),
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "graph_pool_handle": graph_pool_handle,
+        "memory_allocated": lambda d=None: lib.ec_allocated(_index(d)),
+        "max_memory_allocated": lambda d=None: lib.ec_peak(_index(d)),
+        "memory_reserved": lambda d=None: lib.ec_allocated(_index(d)),
+        "max_memory_reserved": lambda d=None: lib.ec_peak(_index(d)),
+        "mem_get_info": lambda d=None: (memory - lib.ec_allocated(_index(d)), memory),
+        "reset_peak_memory_stats": lambda d=None: lib.ec_reset_peak(_index(d)),
+        "empty_cache": lambda: None,
+        "memory_stats": statistics,
+        "ipc_collect": lambda: None,
+        "get_rng_state": random_state,
+        "set_rng_state": set_random_state,
+        "manual_seed": lambda s: _started()["generators"][_index(None)].manual_seed(s),
+        "manual_seed_all": seed_all,
+        "set_sync_debug_mode": set_debug_mode,
+        "get_sync_debug_mode": lambda: lib.ec_get_wait_mode(),
         "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
     }
     for key, value in replaced.items():

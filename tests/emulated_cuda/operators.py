@@ -19,49 +19,91 @@ def shapes_only() -> bool:
 
 
 def _repeat_heads(x_BHSD: Tensor, heads: int) -> Tensor:
-    return x_BHSD if x_BHSD.shape[1] == heads else x_BHSD.repeat_interleave(heads // x_BHSD.shape[1], 1, output_size=heads)
+    return (
+        x_BHSD if x_BHSD.shape[1] == heads else x_BHSD.repeat_interleave(heads // x_BHSD.shape[1], 1, output_size=heads)
+    )
 
 
 def flash_attention(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16, got {query.dtype}")
     if query.shape[-1] % 8 or query.shape[-1] > 256 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        raise RuntimeError(f"FlashAttention does not take head dimensions {query.shape[-1]}, {key.shape[-1]}, {value.shape[-1]}")
+        raise RuntimeError(
+            f"FlashAttention does not take head dimensions {query.shape[-1]}, {key.shape[-1]}, {value.shape[-1]}"
+        )
     if any(x.stride(-1) != 1 for x in (query, key, value)):
         raise RuntimeError("FlashAttention needs a contiguous last dimension")
     heads = query.shape[1]
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, _repeat_heads(key, heads), _repeat_heads(value, heads), dropout_p, is_causal, scale=scale)
+        query, _repeat_heads(key, heads), _repeat_heads(value, heads), dropout_p, is_causal, scale=scale
+    )
     nothing = torch.empty(0, dtype=torch.int64, device=query.device)
     return out, logsumexp, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
 
 
-def flash_attention_backward(grad, query, key, value, out, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None):
+def flash_attention_backward(
+    grad,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    seed,
+    offset,
+    *,
+    scale=None,
+):
     heads, groups = query.shape[1], key.shape[1]
     d_query, d_key, d_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, _repeat_heads(key, heads), _repeat_heads(value, heads), out, logsumexp, dropout_p, is_causal, scale=scale)
+        grad,
+        query,
+        _repeat_heads(key, heads),
+        _repeat_heads(value, heads),
+        out,
+        logsumexp,
+        dropout_p,
+        is_causal,
+        scale=scale,
+    )
     return d_query, d_key.unflatten(1, (groups, -1)).sum(2), d_value.unflatten(1, (groups, -1)).sum(2)
 
 
 def mm_dtype(a, b, out_dtype):
-    _refuse(a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"mm: {a.dtype} and {b.dtype} into {out_dtype}")
+    _refuse(
+        a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"mm: {a.dtype} and {b.dtype} into {out_dtype}"
+    )
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
 def addmm_dtype(c, a, b, out_dtype, *, beta=1, alpha=1):
-    _refuse(a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"addmm: {a.dtype} and {b.dtype} into {out_dtype}")
+    _refuse(
+        a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32),
+        f"addmm: {a.dtype} and {b.dtype} into {out_dtype}",
+    )
     return torch.addmm(c.to(out_dtype), a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha)
 
 
 def addmm_into(c, a, b, out_dtype, *, beta=1, alpha=1, out):
-    _refuse(out.dtype != out_dtype or c.dtype != out_dtype or a.dtype != b.dtype, "addmm: one dtype of both matrices, one of both sums")
+    _refuse(
+        out.dtype != out_dtype or c.dtype != out_dtype or a.dtype != b.dtype,
+        "addmm: one dtype of both matrices, one of both sums",
+    )
     _refuse(out_dtype not in (a.dtype, torch.float32), f"addmm: {out_dtype} is not the dtype of the matrices, nor fp32")
     return torch.addmm(c, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
 
 
 def softmax(log: bool):
     def forward(x, dim, half_to_float):
-        _refuse(half_to_float and x.dtype != torch.float16, f"softmax: fp32 out of {x.dtype}, which CUDA's kernel gives of fp16 alone")
+        _refuse(
+            half_to_float and x.dtype != torch.float16,
+            f"softmax: fp32 out of {x.dtype}, which CUDA's kernel gives of fp16 alone",
+        )
         y = x.float()
         y = y - y.amax(dim, keepdim=True)
         total = y.exp().sum(dim, keepdim=True)
@@ -73,8 +115,10 @@ def softmax(log: bool):
 
 def softmax_backward(log: bool):
     def backward(grad, y, dim, input_dtype):
-        _refuse(grad.dtype != input_dtype and (grad.dtype, input_dtype) != (torch.float32, torch.float16),
-                f"softmax: a gradient in {input_dtype} of one in {grad.dtype}")
+        _refuse(
+            grad.dtype != input_dtype and (grad.dtype, input_dtype) != (torch.float32, torch.float16),
+            f"softmax: a gradient in {input_dtype} of one in {grad.dtype}",
+        )
         g, y32 = grad.float(), y.float()
         x = g - y32.exp() * g.sum(dim, keepdim=True) if log else (g - (g * y32).sum(dim, keepdim=True)) * y32
         return x.to(input_dtype)
@@ -103,7 +147,10 @@ def rms_norm_backward(grad, x, normalized_shape, rstd, weight, output_mask):
 
 
 def _windows(x, weight, padding, groups):
-    _refuse(x.dim() != 3 or groups != x.shape[1] or weight.shape[:2] != (groups, 1), "of convolutions, those of each channel by itself are here")
+    _refuse(
+        x.dim() != 3 or groups != x.shape[1] or weight.shape[:2] != (groups, 1),
+        "of convolutions, those of each channel by itself are here",
+    )
     return F.pad(x, (padding[0], padding[0])).unfold(2, weight.shape[2], 1)
 
 
@@ -111,16 +158,25 @@ def convolution(x, weight, bias, stride, padding, dilation, transposed, output_p
     return (_windows(x, weight, padding, groups) * weight.transpose(0, 1).unsqueeze(2)).sum(-1)
 
 
-def convolution_backward(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+def convolution_backward(
+    grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+):
     grad_weight = (_windows(x, weight, padding, groups) * grad.unsqueeze(-1)).sum((0, 2)).unsqueeze(1)
     width = weight.shape[2]
     grad_x = F.pad(grad, (width - 1, width - 1)).unfold(2, width, 1) * weight.flip(2).transpose(0, 1).unsqueeze(2)
-    return grad_x.sum(-1)[..., padding[0]:padding[0] + x.shape[2]], grad_weight, None
+    return grad_x.sum(-1)[..., padding[0] : padding[0] + x.shape[2]], grad_weight, None
 
 
-BLOCKS = {kind.value: size for kind, size in {
-    ScalingType.RowWise: (1, None), ScalingType.BlockWise1x16: (1, 16), ScalingType.BlockWise1x32: (1, 32), ScalingType.BlockWise1x128: (1, 128),
-    ScalingType.BlockWise128x128: (128, 128)}.items()}
+BLOCKS = {
+    kind.value: size
+    for kind, size in {
+        ScalingType.RowWise: (1, None),
+        ScalingType.BlockWise1x16: (1, 16),
+        ScalingType.BlockWise1x32: (1, 32),
+        ScalingType.BlockWise1x128: (1, 128),
+        ScalingType.BlockWise128x128: (128, 128),
+    }.items()
+}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -132,8 +188,16 @@ def _refuse(condition: bool, what: str) -> None:
 def _untiled(flat: Tensor, rows: int, cols: int) -> Tensor:
     """Scales out of tiles of 128 rows by 4 columns, of which row 32 q + l and column k stand at 16 l + 4 q + k."""
     filled = -(-rows // 128), -(-cols // 4)
-    _refuse(flat.numel() != filled[0] * filled[1] * 512 or not flat.is_contiguous(), f"scales in tiles: {flat.shape} for {rows} x {cols}")
-    return flat.float().view(*filled, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(filled[0] * 128, filled[1] * 4)[:rows, :cols]
+    _refuse(
+        flat.numel() != filled[0] * filled[1] * 512 or not flat.is_contiguous(),
+        f"scales in tiles: {flat.shape} for {rows} x {cols}",
+    )
+    return (
+        flat.float()
+        .view(*filled, 32, 4, 4)
+        .permute(0, 3, 2, 1, 4)
+        .reshape(filled[0] * 128, filled[1] * 4)[:rows, :cols]
+    )
 
 
 def _numbers(values: Tensor, scales: list[Tensor], kinds: list[int]) -> Tensor:
@@ -158,24 +222,59 @@ def _numbers(values: Tensor, scales: list[Tensor], kinds: list[int]) -> Tensor:
             grid = _untiled(scale.flatten(), height, width // cols)
         elif rows == 1:
             grid = scale.reshape(height, -1)
-            _refuse(scale.dtype != torch.float32 or cols == 128 and width > 128 and scale.stride() != (1, height), "scales of rows: fp32, by columns")
+            _refuse(
+                scale.dtype != torch.float32 or cols == 128 and width > 128 and scale.stride() != (1, height),
+                "scales of rows: fp32, by columns",
+            )
         else:
             blocks = -(-width // 128)
-            _refuse(scale.shape != (-(-blocks // 4) * 4, -(-height // 128)) or scale.stride(0) != 1, f"scales of 128 x 128 blocks: {scale.shape}")
+            _refuse(
+                scale.shape != (-(-blocks // 4) * 4, -(-height // 128)) or scale.stride(0) != 1,
+                f"scales of 128 x 128 blocks: {scale.shape}",
+            )
             grid = scale.t()[:, :blocks]
         numbers = numbers * grid.repeat_interleave(rows, 0)[:height].repeat_interleave(cols, 1)[:, :width]
     return numbers
 
 
-def scaled_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, out_dtype, contraction_dim=(), use_fast_accum=False):
+def scaled_mm(
+    a,
+    b,
+    scale_a,
+    recipe_a,
+    swizzle_a,
+    scale_b,
+    recipe_b,
+    swizzle_b,
+    bias,
+    out_dtype,
+    contraction_dim=(),
+    use_fast_accum=False,
+):
     _refuse(not a.is_contiguous() or not b.t().is_contiguous(), "scaled_mm takes a row-major and a column-major matrix")
-    _refuse(bool(a.shape[1] % 16 or b.shape[1] % 16), f"scaled_mm takes sizes that 16 divides, not {tuple(a.shape)} and {tuple(b.shape)}")
+    _refuse(
+        bool(a.shape[1] % 16 or b.shape[1] % 16),
+        f"scaled_mm takes sizes that 16 divides, not {tuple(a.shape)} and {tuple(b.shape)}",
+    )
     y = _numbers(a, scale_a, recipe_a) @ _numbers(b.t(), scale_b, recipe_b).t()
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def scaled_grouped_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, offs=None, bias=None, out_dtype=None, contraction_dim=(),
-                      use_fast_accum=False):
+def scaled_grouped_mm(
+    a,
+    b,
+    scale_a,
+    recipe_a,
+    swizzle_a,
+    scale_b,
+    recipe_b,
+    swizzle_b,
+    offs=None,
+    bias=None,
+    out_dtype=None,
+    contraction_dim=(),
+    use_fast_accum=False,
+):
     _refuse(offs is None or offs.dtype != torch.int32 or not offs.is_cuda, "offsets of groups: int32, on the device")
     if shapes_only():
         return a.new_empty(a.shape[0], b.shape[-1], dtype=out_dtype)
@@ -188,7 +287,7 @@ def scaled_grouped_mm(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swi
             held = -(-rows // 128) * 128
             blocks = scale_a[0].flatten()
             wide = -(-a.shape[1] // 128) * 4
-            of_rows = blocks[first * wide:(first + held) * wide]
+            of_rows = blocks[first * wide : (first + held) * wide]
             first += held
         else:
             of_rows = scale_a[0][start:stop]
@@ -217,9 +316,15 @@ KERNELS = {
 }
 
 
-def _attention(general: Callable, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _attention(
+    general: Callable, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """A build of torch without CUDA does not look for CUDA's flash attention by itself."""
-    half = query.dtype in (torch.bfloat16, torch.float16) and not query.shape[-1] % 8 and query.shape[-1] == value.shape[-1] <= 256
+    half = (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and not query.shape[-1] % 8
+        and query.shape[-1] == value.shape[-1] <= 256
+    )
     if query.is_cuda and half and attn_mask is None:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     return general(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -228,7 +333,11 @@ def _attention(general: Callable, query, key, value, attn_mask=None, dropout_p=0
 def described(name: str, inputs: Iterable[object], outputs: object) -> str:
     """As device.cpp describes an operator."""
     found = [("r", x) for x in inputs] + [("o", x) for x in (outputs if isinstance(outputs, tuple) else (outputs,))]
-    tensors = (f"|{role},{str(x.dtype)[6:]},{'x'.join(map(str, x.shape))},{distinct_bytes(x)}" for role, x in found if isinstance(x, Tensor))
+    tensors = (
+        f"|{role},{str(x.dtype)[6:]},{'x'.join(map(str, x.shape))},{distinct_bytes(x)}"
+        for role, x in found
+        if isinstance(x, Tensor)
+    )
     return name + "".join(tensors)
 
 
@@ -250,8 +359,10 @@ def one_kernel(name: str, compute: Callable, device: Device) -> Callable:
         finally:
             device.lib.ec_kernel_end()
         if device.recorder is not None:
-            masked = causal is not None and (kwargs.get("is_causal") or args[causal:causal + 1] == (True,))
-            device.recorder(described(name.partition(".")[0] + (" causal" if masked else ""), (*args, *kwargs.values()), result))
+            masked = causal is not None and (kwargs.get("is_causal") or args[causal : causal + 1] == (True,))
+            device.recorder(
+                described(name.partition(".")[0] + (" causal" if masked else ""), (*args, *kwargs.values()), result)
+            )
         return result
 
     return run

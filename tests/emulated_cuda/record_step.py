@@ -28,23 +28,22 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import moe_trainer.run
+import moe_trainer.training.setup
 from arguments import Arguments, parse_args
+from arguments.stage_layout import parallel_sizes
+from moe_trainer.estimate.memory import ChunkBytes
+from moe_trainer.estimate.roofline import FINISH, OPERATOR, START, WAIT, Collective
 from moe_trainer.memory import host_read
-from moe_trainer.memory.cuda_graph import Graphs
+from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model import build
-from moe_trainer.ops import scaled_grouped, scaled_mm
 from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline import schedule
-from moe_trainer.planner.memory import ChunkBytes
-from moe_trainer.planner.roofline import FINISH, OPERATOR, START, WAIT, Collective
-from moe_trainer.proof import observe
-from moe_trainer.run import TrainState, layers_of
-from moe_trainer.shape.layout import mapping_sizes
-from moe_trainer.shape.parts import captured_parts
-from moe_trainer.shape.timetable import BACKWARD, FORWARD, WEIGHT, Action, Order
+from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order
+from moe_trainer.quantization import scaled_grouped, scaled_mm
+from moe_trainer.training.context import TrainState, named_transformer_layers
 from moe_trainer.training.step import train_step
+from moe_trainer.verification import training_trace
 
 
 class Recording:
@@ -69,7 +68,10 @@ class Recording:
             return
         if getattr(self._here, "action", None) != self.actions:  # the layer of the last action of this thread
             self._here.action, self.trace.layer = self.actions, ""
-        numbers = [self.texts.setdefault(word, len(self.texts)) for word in (text, self._line(), self.trace.layer, self.action, self._part())]
+        numbers = [
+            self.texts.setdefault(word, len(self.texts))
+            for word in (text, self._line(), self.trace.layer, self.action, self._part())
+        ]
         self.events.append([kind, *numbers[:3], self.microbatch, *numbers[3:]])
 
     @contextlib.contextmanager
@@ -105,8 +107,20 @@ class Recording:
     def as_json(self) -> dict[str, list]:
         return {"texts": list(self.texts), "events": self.events}
 
-    def communicate(self, launch: Callable[..., Any], trace: Any, group: str, ranks: Sequence[int], operation: str, x: Tensor | None,
-                    async_op: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def communicate(
+        self,
+        launch: Callable[..., Any],
+        trace: Any,
+        group: str,
+        ranks: Sequence[int],
+        operation: str,
+        x: Tensor | None,
+        async_op: bool,
+        call: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """In place of parallel.trace.communicate."""
         pending = launch(trace, group, ranks, operation, x, async_op, call, *args, **kwargs)
         if x is None or not x.is_cuda:
@@ -129,7 +143,11 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
     @functools.wraps(method)
     def run(execution, action, *args):
         before = torch.cuda.memory_allocated()
-        recording.action, recording.microbatch, recording.actions = f"{name} {action.chunk}", action.microbatch + 1, recording.actions + 1
+        recording.action, recording.microbatch, recording.actions = (
+            f"{name} {action.chunk}",
+            action.microbatch + 1,
+            recording.actions + 1,
+        )
         try:
             return method(execution, action, *args)
         finally:
@@ -140,14 +158,14 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
 
 
 def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
-    """Have Graphs.run tell the recording of these parts, and the layers run as where they are captured, each operator on its own."""
-    run, apart = Graphs.run, captured & {"moe_router", "moe_preprocess"}
+    """Have CudaGraphs.run tell the recording of these parts, and the layers run as where they are captured, each operator on its own."""
+    run, apart = CudaGraphs.run, captured & {"moe_router", "moe_preprocess"}
 
     def told(graphs, part, *given):
         with recording.inside(part if part in captured else ""):
             return run(graphs, part, *given)
 
-    Graphs.run, Graphs.captures = told, lambda graphs, *parts: not apart.isdisjoint(parts)
+    CudaGraphs.run, CudaGraphs.is_captured = told, lambda graphs, *parts: not apart.isdisjoint(parts)
 
 
 def even(rows: int, count: int) -> list[int]:
@@ -161,28 +179,43 @@ def counts_of(args: Arguments, ps: ParallelState, num_numbers: int, num_experts:
     if num_numbers == num_experts:
         return rows
     local = num_experts // ps.ep.size
-    leaving = [sum(rows[rank * local:(rank + 1) * local]) for rank in range(ps.ep.size)]
-    arriving = rows[ps.ep.rank * local:(ps.ep.rank + 1) * local]
+    leaving = [sum(rows[rank * local : (rank + 1) * local]) for rank in range(ps.ep.size)]
+    arriving = rows[ps.ep.rank * local : (ps.ep.rank + 1) * local]
     return leaving + arriving * ((num_numbers - ps.ep.size) // local)
 
 
 def executed_args(argv: Sequence[str], world_size: int, microbatches: int) -> Arguments:
-    """The flags as they are executed: see the notes of planner/roofline.py."""
+    """The flags as they are executed: see the notes of estimate/roofline.py."""
     args = parse_args(list(argv), world_size)
-    sizes = mapping_sizes(args)
+    sizes = parallel_sizes(args)
     replicas = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
     dispatcher = {} if args.moe.moe_token_dispatcher_type == "alltoall" else {"moe_token_dispatcher_type": "alltoall"}
     drops = args.moe.moe_expert_capacity_factor is not None and args.moe.moe_expert_capacity_factor >= 0
     training = args.training
     return replace(
         args,
-        training=replace(training, global_batch_size=microbatches * training.micro_batch_size * replicas, rampup_batch_size=None,
-                         train_iters=training.train_iters or 10, cuda_graph_impl="none", cuda_graph_modules=[]),
-        parallel=replace(args.parallel, overlap_moe_expert_parallel_comm=False, delay_wgrad_compute=False,
-                         overlap_dispatch_backward_with_experts_wgrad=False),
+        training=replace(
+            training,
+            global_batch_size=microbatches * training.micro_batch_size * replicas,
+            rampup_batch_size=None,
+            train_iters=training.train_iters or 10,
+            cuda_graph_impl="none",
+            cuda_graph_modules=[],
+        ),
+        parallel=replace(
+            args.parallel,
+            overlap_moe_expert_parallel_comm=False,
+            delay_wgrad_compute=False,
+            overlap_dispatch_backward_with_experts_wgrad=False,
+        ),
         moe=replace(args.moe, moe_pad_expert_input_to_capacity=drops, **dispatcher),
         precision=replace(args.precision, on_missing_backend="fallback"),
-        optimizer=replace(args.optimizer, optimizer_cpu_offload=False, chunked_optimizer_state_offload=False, lr=args.optimizer.lr or 1e-4),
+        optimizer=replace(
+            args.optimizer,
+            optimizer_cpu_offload=False,
+            chunked_optimizer_state_offload=False,
+            lr=args.optimizer.lr or 1e-4,
+        ),
         data=replace(args.data, vocab_size=args.data.vocab_size or args.data.padded_vocab_size - 1),
         output=replace(args.output, init_from=None, load=None, save=None),
     )
@@ -199,7 +232,7 @@ def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     new_group = dist.new_group
     dist.new_group = lambda ranks, **unused: new_group(ranks, backend="fake") if rank in ranks else None
-    return ParallelState.create(world_size, rank, **mapping_sizes(args))
+    return ParallelState.create(world_size, rank, **parallel_sizes(args))
 
 
 def one_by_one(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Order]]:
@@ -217,7 +250,7 @@ def one_by_one(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Or
 
 
 def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
-    """In place of scaled_mm.as_defined, which looks at numbers: whether the operator takes such operands."""
+    """In place of scaled_mm.matches_reference, which looks at numbers: whether the operator takes such operands."""
     try:
         compute()
     except (RuntimeError, ValueError, NotImplementedError):
@@ -229,22 +262,29 @@ def without_numbers() -> None:
     """Have this process compute nothing from now on, and not look at numbers."""
     emulation.DEVICE().shapes_only(True)
     build.init_parameter, build._check = (lambda param, seed: None), (lambda chunk: None)
-    scaled_mm.as_defined = scaled_grouped.as_defined = computes_so
+    scaled_mm.matches_reference = scaled_grouped.matches_reference = computes_so
 
 
 def answer_reads(answer: Callable[[Callable[[], list[int]], int], list[int]]) -> None:
     """Have `answer(ask, experts)` say what the host reads of the routing over so many experts; ask() is what it would read."""
-    start = host_read.HostReads.start
+    start = host_read.AsyncHostReader.start
 
     def started(reads, numbers, *inputs, work=None):
         ask = start(reads, numbers, *inputs, work=work)
         return lambda: answer(ask, inputs[0].numel())
 
-    host_read.HostReads.start = started
+    host_read.AsyncHostReader.start = started
 
 
-def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches: int = 2, compute: bool = False,
-           routed: Sequence[Sequence[int]] | None = None, ps: ParallelState | None = None) -> dict[str, list]:
+def record(
+    argv: Sequence[str],
+    rank: int = 0,
+    world_size: int = 1,
+    microbatches: int = 2,
+    compute: bool = False,
+    routed: Sequence[Sequence[int]] | None = None,
+    ps: ParallelState | None = None,
+) -> dict[str, list]:
     """Run two iterations of one rank and record the second.
 
     compute: as ever, and return as `routed` what the host read of the routing. routed: to be read in place of an even routing.
@@ -256,7 +296,9 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
     recording.trace = ps.trace
     if not compute:
         without_numbers()
-    moe_trainer.run.sizes_that_wait = lambda args, replicas: []  # virtual stages take any number of microbatches one by one
+    moe_trainer.training.setup.sizes_that_wait = (
+        lambda args, replicas: []
+    )  # virtual stages take any number of microbatches one by one
     told, found = iter(routed or ()), []
 
     def answer(ask: Callable[[], list[int]], num_experts: int) -> list[int]:
@@ -269,19 +311,21 @@ def record(argv: Sequence[str], rank: int = 0, world_size: int = 1, microbatches
         module.communicate = functools.partial(recording.communicate, module.communicate)
     for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):
         setattr(schedule._Execution, name, during(recording, kind, getattr(schedule._Execution, name)))
-    tell_parts(recording, captured_parts(parse_args(list(argv), world_size).training))
+    tell_parts(recording, parse_args(list(argv), world_size).training.captured_modules)
     torch.fx.traceback.format_stack = recording.made_at  # what anomaly mode keeps with every node of autograd
-    run, state = observe.make_run(args, rank, ps, 2, device="cuda"), TrainState()
-    for _, layer in layers_of(run.chunks):  # what follows the last one is no layer's
+    run, state = training_trace.make_run(args, rank, ps, 2, device="cuda"), TrainState()
+    for _, layer in named_transformer_layers(run.chunks):  # what follows the last one is no layer's
         layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
-    run.schedule.orders = one_by_one(ps.pp.size, len(run.chunks), run.schedule.apart)
+    run.schedule.orders = one_by_one(ps.pp.size, len(run.chunks), run.schedule.has_wgrad_actions)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         for iteration, count in enumerate((1, microbatches)):  # the first makes what stays
             recording.on = iteration == 1
             recording.bytes["states"] = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             device.record((lambda text: recording.enter(OPERATOR, text)) if recording.on else None)
-            callbacks = emulation._EVENT(lambda kind, what, size: recording.enter(WAIT, what.decode()) or 0 if kind == emulation.WAIT else 0)
+            callbacks = emulation._EVENT(
+                lambda kind, what, size: recording.enter(WAIT, what.decode()) or 0 if kind == emulation.WAIT else 0
+            )
             device.lib.ec_callbacks(callbacks, device._callbacks[1])
             train_step(run, state, count)
             state.iteration += 1

@@ -95,7 +95,12 @@ def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
 def _server(library: Library | None) -> Connection:
     ours, theirs = socket.socketpair()
     env = environment(MAX_DEVICES) if library is None else library.environment(MAX_DEVICES)
-    command = [sys.executable, str(HERE / "run.py"), str(theirs.fileno()), *([] if library is None else [library.name])]
+    command = [
+        sys.executable,
+        str(HERE / "run.py"),
+        str(theirs.fileno()),
+        *([] if library is None else [library.name]),
+    ]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
     theirs.close()
     channel, here = Connection(ours.detach()), os.getpid()
@@ -127,8 +132,12 @@ def _serve(channel: Connection, *libraries: str) -> None:
     # a process that forks must have started no thread of autograd: it has no device
     emulation.DEVICE().lib.ec_hide_from_this_process()
     # here once, instead of in every process
-    kernels = [f"moe_trainer.ops.{path.stem}" for path in HERE.parents[1].glob("moe_trainer/ops/triton_*.py")] if "triton" in sys.modules else []
-    for module in ("moe_trainer.proof.observe", *kernels, *libraries):
+    kernels = (
+        [f"moe_trainer.ops.{path.stem}" for path in HERE.parents[1].glob("moe_trainer/ops/triton_*.py")]
+        if "triton" in sys.modules
+        else []
+    )
+    for module in ("moe_trainer.verification.training_trace", *kernels, *libraries):
         importlib.import_module(module)
 
     while True:

@@ -40,7 +40,9 @@ def wheel() -> Path:
     named, name = os.environ.get("MOE_TRAINER_TRANSFORMER_ENGINE"), f"transformer_engine-{VERSION}-py3-none-any.whl"
     found = Path(named) if named else Path(sys.prefix, "wheels", name)
     if not found.exists():
-        pytest.skip(f"no {found}: MOE_TRAINER_TEST_WITH='triton transformer_engine' bash scripts/test.sh downloads it (1 MB)")
+        pytest.skip(
+            f"no {found}: MOE_TRAINER_TEST_WITH='triton transformer_engine' bash scripts/test.sh downloads it (1 MB)"
+        )
     if found.name != name:
         pytest.fail(f"{found}: the extension is written for {name}, and no other version or file")
     missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
@@ -74,4 +76,9 @@ def unpacked() -> Path:
 
 def on_device(function: Callable, *args: Any, **how: Any) -> Any:
     """As run.on_device, in processes that have imported the package."""
-    return run.on_device(function, *args, library=run.Library("transformer_engine.pytorch", (str(LIBRARIES), str(unpacked())), SETTINGS), **how)
+    return run.on_device(
+        function,
+        *args,
+        library=run.Library("transformer_engine.pytorch", (str(LIBRARIES), str(unpacked())), SETTINGS),
+        **how,
+    )

@@ -4,12 +4,16 @@ import pytest
 import torch
 from emulated_cuda.test_low_precision import TURNED
 from mock_data import short_mock_data  # noqa: F401 - for all tests
-from train.forked import pretrain
-from train.tiny import MOCK, TINY
+from training.forked import pretrain
+from training.tiny import MOCK, TINY
 
-from moe_trainer.proof.compare import FP32
+from moe_trainer.verification.compare_runs import FP32
 
-JOB = [*TINY, *MOCK, *"--train-iters 4 --adam-eps 1e-5 --eval-interval 1 --eval-iters 1 --save-interval 2 --save ckpt --triton-kernels none".split()]
+JOB = [
+    *TINY,
+    *MOCK,
+    *"--train-iters 4 --adam-eps 1e-5 --eval-interval 1 --eval-iters 1 --save-interval 2 --save ckpt --triton-kernels none".split(),
+]
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
 # name: flags of all jobs, of those on devices, devices, how near devices and a CPU are
 CASES = {
@@ -22,7 +26,12 @@ CASES = {
 def numbers(records: list[dict]) -> dict[tuple, float]:
     """Losses and gradient norms of training and evaluation, by iteration."""
     names = "lm loss", "load_balancing_loss", "grad_norm"
-    return {(record["iteration"], record.get("validation"), name): record[name] for record in records for name in names if name in record}
+    return {
+        (record["iteration"], record.get("validation"), name): record[name]
+        for record in records
+        for name in names
+        if name in record
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -32,14 +41,22 @@ def test_jobs_go_on_where_another_device_stopped(tmp_path, name):
 
     def job(folder: str, on_device: bool, source: str = "") -> tuple[dict[tuple, float], dict[str, torch.Tensor]]:
         resumed = f"--load {tmp_path / source / 'ckpt'} --ckpt-step 2 --exit-on-missing-checkpoint" if source else ""
-        records, weights = pretrain([*JOB, *f"{flags} {mapping if on_device else ''} {resumed}".split()], tmp_path / folder,
-                                    devices if on_device else 1, on_device)
+        records, weights = pretrain(
+            [*JOB, *f"{flags} {mapping if on_device else ''} {resumed}".split()],
+            tmp_path / folder,
+            devices if on_device else 1,
+            on_device,
+        )
         return numbers(records), weights
 
     expected, weights = job("cpu", False)
     assert {what[:2] for what in expected} >= {(4, None), (4, "validation"), (4, "test")}
     whole, whole_weights = job("device", True)
-    parts = {"from cpu": job("from cpu", True, "cpu"), "from device": job("from device", True, "device"), "to cpu": job("to cpu", False, "device")}
+    parts = {
+        "from cpu": job("from cpu", True, "cpu"),
+        "from device": job("from device", True, "device"),
+        "to cpu": job("to cpu", False, "device"),
+    }
     for found, last in (*parts.values(), (whole, whole_weights)):
         behind = {what: value for what, value in expected.items() if what[0] > 2 or found is whole}
         assert found == pytest.approx(behind, rel=max(tolerances.loss, tolerances.norm))

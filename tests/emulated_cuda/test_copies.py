@@ -1,4 +1,4 @@
-"""Copies between host and device, each in the order that it needs, and none from the host inside a graph: what a whole training run hides
+"""CopyStream between host and device, each in the order that it needs, and none from the host inside a graph: what a whole training run hides
 behind its own waits.
 """
 
@@ -9,17 +9,17 @@ import torch
 from emulated_cuda.run import on_device
 from emulated_cuda.test_emulation import races, refused
 
-from moe_trainer.memory.graph_capture import Graph
-from moe_trainer.memory.host_read import HostReads
-from moe_trainer.memory.offload import Offload
-from moe_trainer.ops.grouped_gemm import grouped_forward, row_offsets
-from moe_trainer.optim.host_copies import HostLane
+from moe_trainer.memory.graph_capture import CapturedGraph
+from moe_trainer.memory.host_read import AsyncHostReader
+from moe_trainer.memory.offload import ActivationOffload
+from moe_trainer.ops.grouped_gemm import grouped_forward, token_offsets
+from moe_trainer.optim.host_offload import HostUpdatePipeline
 
 
 def read_of_what_is_freed() -> list[int]:
     races()
     counts = torch.arange(4, device="cuda")
-    values = HostReads().start(torch.flatten, counts)
+    values = AsyncHostReader().start(torch.flatten, counts)
     del counts
     torch.ones(4, device="cuda")  # may be given its memory
     return values()
@@ -33,12 +33,14 @@ def waits_of_offload(max_in_flight: int | None) -> tuple[int, list[bool]]:
     """Waits of the host while three tensors leave, and which have left when the computation has gone through."""
     import emulation
 
-    offload = Offload(frozenset({"part"}), torch.device("cuda"), max_in_flight=max_in_flight)
+    offload = ActivationOffload(frozenset({"part"}), torch.device("cuda"), max_in_flight=max_in_flight)
     tensors = [torch.full((4,), number + 1.0, device="cuda") for number in range(3)]
     with emulation.Ledger(emulation.DEVICE()) as ledger:
         backs = [offload.store(x, offload.open("part")) for x in tensors]
     torch.cuda.current_stream().synchronize()
-    return sum(ledger.waits.values()), [torch.equal(back.args[0]._host, x.cpu()) for back, x in zip(backs, tensors, strict=True)]
+    return sum(ledger.waits.values()), [
+        torch.equal(back.args[0]._host, x.cpu()) for back, x in zip(backs, tensors, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("max_in_flight", "gone"), [(None, 0), (2, 1), (1, 2), (0, 3)])
@@ -49,7 +51,7 @@ def test_the_computation_waits_for_copies_beyond_the_limit(max_in_flight, gone):
 
 
 class Range(NamedTuple):
-    """What a HostLane asks of a stretch."""
+    """What a HostUpdatePipeline asks of a stretch."""
 
     start: int
     stop: int
@@ -59,11 +61,13 @@ class Range(NamedTuple):
 def updated_on_the_host(overlap: bool) -> list[float]:
     """Twice the gradients, which the device has just computed and nobody has waited for, as parameters that the device reads at once."""
     races()
-    lane = HostLane(torch.device("cuda"), pinned_grads=True, pinned_params=True, overlap=overlap)
+    pipeline = HostUpdatePipeline(torch.device("cuda"), pinned_grads=True, pinned_params=True, overlap=overlap)
     grads, model = torch.arange(8.0, device="cuda") + 1, torch.zeros(8, device="cuda")
-    for part, grad in lane.gradients([Range(start, start + 2, grads[start:start + 2]) for start in range(0, 8, 2)]):
-        lane.send(model[part.start:part.stop], 2 * grad)
-    lane.finish()
+    for part, grad in pipeline.gradients(
+        [Range(start, start + 2, grads[start : start + 2]) for start in range(0, 8, 2)]
+    ):
+        pipeline.send(model[part.start : part.stop], 2 * grad)
+    pipeline.finish()
     return (model + 0).tolist()
 
 
@@ -76,13 +80,13 @@ def products_in_a_graph(*counts: int) -> list[bool]:
     """Are replays for other rows those without a graph?"""
     weight = torch.randn(len(counts), 16, 8, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     x = torch.zeros(sum(counts), 8, dtype=torch.bfloat16, device="cuda")
-    graph = Graph(torch.cuda.graph_pool_handle())
-    y = graph.capture(lambda: grouped_forward(x, weight, row_offsets(counts, x.device)))
+    graph = CapturedGraph(torch.cuda.graph_pool_handle())
+    y = graph.capture(lambda: grouped_forward(x, weight, token_offsets(counts, x.device)))
     found = []
     for seed in range(2):
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
-        found.append(torch.equal(y, grouped_forward(x, weight, row_offsets(counts, x.device))))
+        found.append(torch.equal(y, grouped_forward(x, weight, token_offsets(counts, x.device))))
     return found
 
 

@@ -27,7 +27,9 @@ def unpack(branch: str, folder: Path) -> Path:
     checkout = os.environ.get("DEEP_EP_CHECKOUT")
     if not checkout:
         pytest.skip("DEEP_EP_CHECKOUT names no git checkout of DeepEP")
-    packed = subprocess.run(["git", "-C", checkout, "archive", branch, "deep_ep", "csrc"], check=True, capture_output=True).stdout
+    packed = subprocess.run(
+        ["git", "-C", checkout, "archive", branch, "deep_ep", "csrc"], check=True, capture_output=True
+    ).stdout
     tarfile.open(fileobj=io.BytesIO(packed)).extractall(folder, filter="data")
     (folder / "deep_ep/_C.py").write_text("from deep_ep_elastic import *  # noqa: F403\n")
     return folder
@@ -48,13 +50,15 @@ def use(sources: Path) -> None:
 def flex(sources: Path, backend: str, ps, max_tokens: int, deterministic: bool = False, **changes):
     from moe.layers import sections
 
-    from moe_trainer.backends import Backends
-    from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
+    from moe_trainer.backends import BackendPolicy
+    from moe_trainer.moe.dispatch.select import DispatchBufferSpec, build_dispatcher
 
     use(sources)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
-    rows = Rows(HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), deterministic)
-    return choose_dispatcher(moe, ps, rows, Backends("error", cuda=True))
+    rows = DispatchBufferSpec(
+        HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), deterministic
+    )
+    return build_dispatcher(moe, ps, rows, BackendPolicy("error", cuda=True))
 
 
 def both(rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple[int, ...], kind: str, changes: dict):
@@ -70,7 +74,10 @@ def both(rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple
     library = flex(sources, backend, ps, max(sizes), moe_router_topk=topk, **changes)
     probs, routing = (table.cuda() for table in random_routing(rank, sizes[rank], topk, kind))
     x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=torch.Generator().manual_seed(rank)).cuda()
-    return [run(dispatcher, x.bfloat16(), probs, routing, weight) for dispatcher in (AllToAllDispatcher(ps, Permutation()), library)]
+    return [
+        run(dispatcher, x.bfloat16(), probs, routing, weight)
+        for dispatcher in (AllToAllDispatcher(ps, Permutation()), library)
+    ]
 
 
 def run(dispatcher, x, probs, routing, weight) -> list:
@@ -85,8 +92,13 @@ def run(dispatcher, x, probs, routing, weight) -> list:
 
 
 CASES = {
-    "top-1": (1, (16, 16), "plain"), "top-2": (2, (16, 16), "plain"), "top-4": (4, (16, 16), "plain"), "uneven": (2, (5, 9), "plain"),
-    "nothing for the last rank": (2, (16, 16), "nothing for the last rank"), "drops": (2, (16, 16), "drops"), "nobody": (2, (16, 16), "nobody"),
+    "top-1": (1, (16, 16), "plain"),
+    "top-2": (2, (16, 16), "plain"),
+    "top-4": (4, (16, 16), "plain"),
+    "uneven": (2, (5, 9), "plain"),
+    "nothing for the last rank": (2, (16, 16), "nothing for the last rank"),
+    "drops": (2, (16, 16), "drops"),
+    "nobody": (2, (16, 16), "nobody"),
 }
 
 
@@ -94,8 +106,13 @@ CASES = {
 @pytest.mark.parametrize("backend", [*BACKENDS, "hybridep, fused"])
 def test_the_library_gives_what_the_all_to_all_gives(sources, backend, case):
     topk, sizes, kind = CASES[case]
-    changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_permute_fusion_into_hybridep": "fused" in backend}
-    for plain, library in on_device(both, sources, backend.partition(",")[0], topk, sizes, kind, changes, devices=RANKS, ranks=RANKS):
+    changes = {
+        "moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1,
+        "moe_permute_fusion_into_hybridep": "fused" in backend,
+    }
+    for plain, library in on_device(
+        both, sources, backend.partition(",")[0], topk, sizes, kind, changes, devices=RANKS, ranks=RANKS
+    ):
         assert plain[:3] == library[:3]
         same_results(plain, library)
 
@@ -112,21 +129,36 @@ def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
     return {key: times for key, times in found.items() if "collectives" not in key}
 
 
-@pytest.mark.parametrize("flags", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"])
+@pytest.mark.parametrize(
+    "flags", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_host_waits_once_for_each_layer(sources, backend, flags):
-    expects = expected("", 0, 0) | dict.fromkeys((f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
-    for found in on_device(count_with, sources, f"--moe-flex-dispatcher-backend {backend} {flags}", ranks=RANKS, devices=RANKS):
+    expects = expected("", 0, 0) | dict.fromkeys(
+        (f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
+    )
+    for found in on_device(
+        count_with, sources, f"--moe-flex-dispatcher-backend {backend} {flags}", ranks=RANKS, devices=RANKS
+    ):
         assert found == expects
 
 
 BUDGET = "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"
-RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
-             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+RECOMPUTE = (
+    "",
+    "--recompute-granularity selective --recompute-modules moe",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+)
 
 
-@pytest.mark.parametrize("flags", [*RECOMPUTE, "--overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 16",
-                                   "--moe-hybridep-pad-uneven-dispatch-inputs"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *RECOMPUTE,
+        "--overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 16",
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+    ],
+)
 def test_with_a_budget_no_layer_waits_in_training(sources, flags):
     """An evaluation asks: nobody would see that rows were lost."""
     expects = expected("", 0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
@@ -134,25 +166,32 @@ def test_with_a_budget_no_layer_waits_in_training(sources, flags):
         assert found == expects
 
 
-@pytest.mark.parametrize("flags", ["--moe-paged-stash", "--moe-permute-fusion-into-hybridep", "--fp8-format e4m3 --fp8-recipe tensorwise"])
+@pytest.mark.parametrize(
+    "flags", ["--moe-paged-stash", "--moe-permute-fusion-into-hybridep", "--fp8-format e4m3 --fp8-recipe tensorwise"]
+)
 def test_what_needs_the_counts_on_the_host_waits_as_ever(sources, flags):
-    expects = expected("", 0, 0) | dict.fromkeys((f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
+    expects = expected("", 0, 0) | dict.fromkeys(
+        (f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
+    )
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
 
 
 def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -> tuple:
     """Three steps in bf16; small: in the second one the first layer of the last rank has room for hardly any row."""
-    from train.layouts import argv_of, groups_of
+    from training.layouts import argv_of, groups_of
 
     from arguments import parse_args
-    from moe_trainer.proof import observe
     from moe_trainer.training import step
+    from moe_trainer.verification import training_trace
 
     use(sources)
-    argv = [*argv_of("plain"), *f"--bf16 --hidden-dropout 0.1 --expert-model-parallel-size 2 --moe-router-enable-expert-bias "
-            f"--moe-router-score-function sigmoid {flags}".split()]
-    train_step, attempt, attempts = observe.train_step, step.attempt, []
+    argv = [
+        *argv_of("plain"),
+        *f"--bf16 --hidden-dropout 0.1 --expert-model-parallel-size 2 --moe-router-enable-expert-bias "
+        f"--moe-router-score-function sigmoid {flags}".split(),
+    ]
+    train_step, attempt, attempts = training_trace.train_step, step.forward_backward_reduce, []
 
     def shrinking(run, state, *rest):
         if small and state.iteration and rank == n - 1:
@@ -163,8 +202,8 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
         attempts.append(args[1].iteration)
         return attempt(*args, **kwargs)
 
-    observe.train_step, step.attempt = shrinking, counting
-    found = observe.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 3, device="cuda")
+    training_trace.train_step, step.forward_backward_reduce = shrinking, counting
+    found = training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 3, device="cuda")
     weights = {name: weight.float().numpy() for name, weight in found.weights.items()}
     return found.losses, found.grad_norms, weights, attempts
 
@@ -190,6 +229,13 @@ def check_parity(sources: Path, which: str) -> None:
     """tests/gpu/test_flex_parity.py as it stands, on two devices."""
     env = environment(RANKS) | SETTINGS | {"DEEP_EP_SOURCES": str(sources)}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(HERE / "libraries"), str(sources), env["PYTHONPATH"]])
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_flex_parity.py", "-k", which],
-                          cwd=HERE.parent, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout.splitlines()[-1], done.stdout[-6000:] + done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/test_flex_parity.py", "-k", which],
+        cwd=HERE.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "skipped" not in done.stdout.splitlines()[-1], (
+        done.stdout[-6000:] + done.stderr[-2000:]
+    )

@@ -15,25 +15,38 @@ def sources(tmp_path_factory) -> Path:
 
 def by_expert(counts: list[int], rows: list, probs: list) -> list[list]:
     """Rows and probabilities of every expert, whatever their order."""
-    ends = [sum(counts[:number + 1]) for number in range(len(counts))]
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     pairs = list(zip(rows, probs, strict=True))
-    return [sorted(pairs[end - count:end]) for count, end in zip(counts, ends, strict=True)]
+    return [sorted(pairs[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_library_gives_what_the_all_to_all_gives(sources, deterministic, case):
     topk, sizes, kind = CASES[case]
-    for plain, library in on_device(both, sources, "deepep", topk, sizes, kind, {"deterministic": deterministic}, devices=RANKS, ranks=RANKS):
+    for plain, library in on_device(
+        both, sources, "deepep", topk, sizes, kind, {"deterministic": deterministic}, devices=RANKS, ranks=RANKS
+    ):
         assert plain[0] == library[0] and by_expert(*plain[:3]) == by_expert(*library[:3])
         assert not deterministic or plain[:3] == library[:3]
         same_results(plain, library)
 
 
-@pytest.mark.parametrize("flags", ["", "--deterministic-mode", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--deterministic-mode", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
+)
 def test_the_host_waits_once_for_each_layer(sources, flags):
-    expects = expected("", 0, 0) | dict.fromkeys((f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2)
-    for found in on_device(count_with, sources, f"--hidden-size 256 --moe-flex-dispatcher-backend deepep {flags}", ranks=RANKS, devices=RANKS):
+    expects = expected("", 0, 0) | dict.fromkeys(
+        (f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
+    )
+    for found in on_device(
+        count_with,
+        sources,
+        f"--hidden-size 256 --moe-flex-dispatcher-backend deepep {flags}",
+        ranks=RANKS,
+        devices=RANKS,
+    ):
         assert found == expects
 
 

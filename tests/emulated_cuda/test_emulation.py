@@ -62,7 +62,9 @@ def side_stream(waits: bool, back: bool):
 
 def test_a_stream_that_waits_for_no_other():
     message = refused(side_stream, False, True)
-    assert "CUDA stream race" in message and "aten::zero_" in message and "side_stream" in message, "both places are named"
+    assert "CUDA stream race" in message and "aten::zero_" in message and "side_stream" in message, (
+        "both places are named"
+    )
     assert "CUDA stream race" in refused(side_stream, True, False)
     assert on_device(side_stream, True, True) == 2000
 
@@ -70,8 +72,20 @@ def test_a_stream_that_waits_for_no_other():
 def fused_adam(device: str):
     tables = [[torch.ones(3, device="cuda")] for _ in range(4)]
     scale = torch.ones((), device=device)
-    torch._fused_adamw_(*tables, [], [torch.ones((), device="cuda")], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False,
-                        maximize=False, grad_scale=scale, found_inf=torch.zeros((), device="cuda"))
+    torch._fused_adamw_(
+        *tables,
+        [],
+        [torch.ones((), device="cuda")],
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
+        found_inf=torch.zeros((), device="cuda"),
+    )
     return tables[0][0].tolist()
 
 
@@ -174,7 +188,12 @@ def memory():
         y = x + 1
         del y
         torch.empty(512, device="cuda")
-    return ledger.peak, sorted(ledger.peak_by_line.values()), torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return (
+        ledger.peak,
+        sorted(ledger.peak_by_line.values()),
+        torch.cuda.memory_allocated(),
+        torch.cuda.max_memory_allocated(),
+    )
 
 
 def test_memory_at_its_peak_by_line():
@@ -225,10 +244,18 @@ def capture(how: str):
         g.register_generator_state(generator)
     with torch.cuda.graph(g):
         y = x * 2
-        {"value": lambda: y.sum().item(), "synchronize": torch.cuda.synchronize, "query": event.query, "shape": lambda: y[mask],
-         "copy from pageable memory": lambda: x.copy_(torch.ones(3), non_blocking=True), "pinned memory": lambda: torch.empty(3, pin_memory=True),
-         "generator": lambda: torch.empty_like(x).uniform_(generator=generator), "read": lambda: None, "freed": lambda: None,
-         "a generator that it knows": lambda: torch.empty_like(x).uniform_(generator=generator)}[how]()
+        {
+            "value": lambda: y.sum().item(),
+            "synchronize": torch.cuda.synchronize,
+            "query": event.query,
+            "shape": lambda: y[mask],
+            "copy from pageable memory": lambda: x.copy_(torch.ones(3), non_blocking=True),
+            "pinned memory": lambda: torch.empty(3, pin_memory=True),
+            "generator": lambda: torch.empty_like(x).uniform_(generator=generator),
+            "read": lambda: None,
+            "freed": lambda: None,
+            "a generator that it knows": lambda: torch.empty_like(x).uniform_(generator=generator),
+        }[how]()
     if how == "read":
         y.tolist()
     if how == "freed":
@@ -237,10 +264,25 @@ def capture(how: str):
     g.replay()
 
 
-@pytest.mark.parametrize("how", ["value", "synchronize", "query", "shape", "copy from pageable memory", "pinned memory", "generator", "read", "freed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "value",
+        "synchronize",
+        "query",
+        "shape",
+        "copy from pageable memory",
+        "pinned memory",
+        "generator",
+        "read",
+        "freed",
+    ],
+)
 def test_what_a_capture_refuses(how):
     message = refused(capture, how)
-    expected = {"generator": "not registered", "read": "no replay has filled", "freed": "have been freed"}.get(how, "not permitted when stream is capturing")
+    expected = {"generator": "not registered", "read": "no replay has filled", "freed": "have been freed"}.get(
+        how, "not permitted when stream is capturing"
+    )
     assert expected in message, message
 
 

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 from emulated_cuda.run import on_device
 from gpu.test_one_device import NEAR
-from train.layouts import FP32, argv_of, compare, groups_of, shallow, train
+from training.layouts import FP32, argv_of, compare, groups_of, shallow, train
 
 import model_zoo
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof.observe import Outcome
-from moe_trainer.proof.shrink import shrink
+from moe_trainer.verification.shrink import shrink
+from moe_trainer.verification.training_trace import TrainingTrace
 
 STEPS = 2
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size"
-OFFLOAD = ("--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading --min-offloaded-tensor-size 1 "
-           "--offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act")
+OFFLOAD = (
+    "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading --min-offloaded-tensor-size 1 "
+    "--offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
+)
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
@@ -26,45 +28,110 @@ FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
 CASES = {
     "plain": ("plain", "", "", 1),
     "distributed optimizer": ("distributed optimizer, overlap", "", "", 1),
-    "deepseek, recompute": ("deepseek", "", "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj moe", 1),
-    "full recompute": ("plain", "", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+    "deepseek, recompute": (
+        "deepseek",
+        "",
+        "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj moe",
+        1,
+    ),
+    "full recompute": (
+        "plain",
+        "",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        1,
+    ),
     "offload": ("plain", "", OFFLOAD, 1),
-    "offload and recompute": ("deepseek", "", f"{OFFLOAD} --recompute-granularity selective --recompute-modules layernorm mlp", 1),
+    "offload and recompute": (
+        "deepseek",
+        "",
+        f"{OFFLOAD} --recompute-granularity selective --recompute-modules layernorm mlp",
+        1,
+    ),
     "capacity": ("capacity", "", "", 1),
     "padded capacity": ("padded capacity", "", "", 1),
     "packed documents": ("plain", "--reset-attention-mask --reset-position-ids", "", 1),
     "gated DeltaNet, packed documents": (
-        "plain", "--reset-attention-mask --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
-        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8", "", 1),
+        "plain",
+        "--reset-attention-mask --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
+        "",
+        1,
+    ),
     "per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", "", 1),
     "tp 2, sp": ("plain", "", TP2, 2),
     "pp 2": ("plain", "", "--pipeline-model-parallel-size 2", 2),
     "pp 2, vpp 2": ("plain", "", VPP2, 2),
     "cp 2": ("plain", "", "--context-parallel-size 2", 2),
     "ep 2, shared experts beside the exchange": (
-        "plain", "--moe-shared-expert-intermediate-size 8", f"{ALLTOALL} --expert-model-parallel-size 2 --moe-shared-expert-overlap", 2),
+        "plain",
+        "--moe-shared-expert-intermediate-size 8",
+        f"{ALLTOALL} --expert-model-parallel-size 2 --moe-shared-expert-overlap",
+        2,
+    ),
     "ep 2, allgather": ("plain", "", "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2", 2),
-    "ep 2, distributed optimizer": ("distributed optimizer, overlap", "", f"{ALLTOALL} --expert-model-parallel-size 2", 2),
+    "ep 2, distributed optimizer": (
+        "distributed optimizer, overlap",
+        "",
+        f"{ALLTOALL} --expert-model-parallel-size 2",
+        2,
+    ),
     "tp 2, etp 2": ("plain", "", f"{ALLTOALL} {TP2} --expert-tensor-parallel-size 2", 2),
     "fsdp": ("plain", "", FSDP, 2),
-    "optimizer state on the host": ("distributed optimizer, overlap", "", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
-                                    "--use-precision-aware-optimizer", 1),
-    "pp 2, weight gradients that wait": ("accumulation", "", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2),
+    "optimizer state on the host": (
+        "distributed optimizer, overlap",
+        "",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer",
+        1,
+    ),
+    "pp 2, weight gradients that wait": (
+        "accumulation",
+        "",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        2,
+    ),
     # what two ranks cannot have at once: each pair of dimensions in one of these, with streams beside the computation
-    "tp 2, cp 2, ep 2, etp 2": ("distributed optimizer, overlap", "--moe-shared-expert-intermediate-size 8", f"{ALLTOALL} {TP2} --cp-comm-type a2a "
-                                "--context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2", 4),
+    "tp 2, cp 2, ep 2, etp 2": (
+        "distributed optimizer, overlap",
+        "--moe-shared-expert-intermediate-size 8",
+        f"{ALLTOALL} {TP2} --cp-comm-type a2a "
+        "--context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+        4,
+    ),
     "tp 2, pp 2, vpp 2, ep 2, allgather, recompute": (
-        "plain", "", f"{TP2} {VPP2} --moe-token-dispatcher-type allgather --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
-        "--recompute-granularity selective --recompute-modules layernorm moe", 4),
+        "plain",
+        "",
+        f"{TP2} {VPP2} --moe-token-dispatcher-type allgather --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--recompute-granularity selective --recompute-modules layernorm moe",
+        4,
+    ),
     "cp 2, pp 2, vpp 2, etp 2, packed documents, offload": (
-        "plain", "--reset-attention-mask --reset-position-ids", f"{VPP2} {ALLTOALL} {OFFLOAD} --context-parallel-size 2 "
-        "--expert-tensor-parallel-size 2", 4),
-    "fsdp, tp 2, ep 2": ("plain", "", f"{FSDP} {TP2} {ALLTOALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 4),
-    "fsdp, pp 2, vpp 2, cp 2, etp 2": ("plain", "", f"{FSDP} {VPP2} --context-parallel-size 2 --cp-comm-type allgather "
-                                       "--expert-tensor-parallel-size 2", 4),
-    "torch fsdp, recompute": ("plain", "", "--use-torch-fsdp2 --recompute-granularity selective --recompute-modules moe", 2),
+        "plain",
+        "--reset-attention-mask --reset-position-ids",
+        f"{VPP2} {ALLTOALL} {OFFLOAD} --context-parallel-size 2 --expert-tensor-parallel-size 2",
+        4,
+    ),
+    "fsdp, tp 2, ep 2": (
+        "plain",
+        "",
+        f"{FSDP} {TP2} {ALLTOALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        4,
+    ),
+    "fsdp, pp 2, vpp 2, cp 2, etp 2": (
+        "plain",
+        "",
+        f"{FSDP} {VPP2} --context-parallel-size 2 --cp-comm-type allgather --expert-tensor-parallel-size 2",
+        4,
+    ),
+    "torch fsdp, recompute": (
+        "plain",
+        "",
+        "--use-torch-fsdp2 --recompute-granularity selective --recompute-modules moe",
+        2,
+    ),
     "ep 2, cloned experts": ("plain", "", f"{ALLTOALL} --expert-model-parallel-size 2 --moe-clone-hot-experts 1", 2),
 }
+
+
 def argv(name: str) -> list[str]:
     """Of both runs: two layers, but for virtual stages."""
     kind, flags, own, _ = CASES[name]
@@ -73,24 +140,24 @@ def argv(name: str) -> list[str]:
 
 
 @cache
-def one_process(words: tuple[str, ...]) -> Outcome:
+def one_process(words: tuple[str, ...]) -> TrainingTrace:
     return train(list(words), 0, ParallelState.single(), STEPS)
 
 
-def on_ranks(rank: int, world_size: int, words: list[str]) -> Outcome:
+def on_ranks(rank: int, world_size: int, words: list[str]) -> TrainingTrace:
     """Train with checks of every access."""
     import emulation
 
     from arguments import parse_args
-    from moe_trainer.proof import observe
+    from moe_trainer.verification import training_trace
 
     emulation.DEVICE().watch(True)
     emulation.DEVICE().lib.ec_check_races(1)
     ps = ParallelState.single() if world_size == 1 else groups_of(words, rank, world_size)
-    return observe.train(parse_args(words, world_size), rank, ps, STEPS, device="cuda")
+    return training_trace.train(parse_args(words, world_size), rank, ps, STEPS, device="cuda")
 
 
-def alone(words: list[str]) -> Outcome:
+def alone(words: list[str]) -> TrainingTrace:
     return on_ranks(0, 1, words)
 
 
@@ -112,7 +179,7 @@ def small_presets() -> dict[str, list[str]]:
     return dict(found.values())
 
 
-def one_after_the_other(argvs: list[list[str]]) -> list[Outcome]:
+def one_after_the_other(argvs: list[list[str]]) -> list[TrainingTrace]:
     return [alone(words) for words in argvs]
 
 
@@ -120,5 +187,8 @@ def test_presets():
     presets = small_presets()
     assert len(presets) >= 16
     outcomes = dict(zip(presets, on_device(one_after_the_other, [*presets.values()]), strict=True))
-    assert {name: differences for name, words in presets.items()
-            if (differences := [str(difference) for difference in compare(one_process(tuple(words)), outcomes[name], NEAR)])} == {}
+    assert {
+        name: differences
+        for name, words in presets.items()
+        if (differences := [str(difference) for difference in compare(one_process(tuple(words)), outcomes[name], NEAR)])
+    } == {}

@@ -10,16 +10,18 @@ from collections import Counter
 
 import pytest
 from emulated_cuda.run import on_device
-from train.layouts import argv_of
+from training.layouts import argv_of
 
 from moe_trainer.layers.kernels import DEFAULT, DELTA_RULE
 
 MICROBATCHES = 2
 HEADS = "--kv-channels 8"  # flash attention takes multiples of eight
 QWEN3 = f"{HEADS} --qk-layernorm --group-query-attention --num-query-groups 2 --moe-router-dtype fp32 --moe-z-loss-coeff None "
-QWEN3_NEXT = (f"{QWEN3} --kv-channels 32 --rotary-percent 0.25 --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 8 "
-              "--moe-shared-expert-gate --experimental-attention-variant gated_delta_net --linear-key-head-dim 8 --linear-value-head-dim 8 "
-              "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-conv-kernel-dim 4 ")
+QWEN3_NEXT = (
+    f"{QWEN3} --kv-channels 32 --rotary-percent 0.25 --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 8 "
+    "--moe-shared-expert-gate --experimental-attention-variant gated_delta_net --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-conv-kernel-dim 4 "
+)
 TRITON = f" --triton-kernels {' '.join(DEFAULT)} {DELTA_RULE}"  # as on a device that has triton
 # name: model, flags, kernels at most. LAYERS is the number of layers
 BUDGET = {
@@ -30,9 +32,17 @@ BUDGET = {
     "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 179),
     "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 326),
 }
-BUDGET |= {f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget) for name, budget in (
-    ("Mixtral", 58), ("Mixtral, padded to capacity", 70), ("Qwen3", 74), ("DeepSeek-V3", 94), ("Qwen3-Next, softmax attention", 105),
-    ("Qwen3-Next, gated DeltaNet over one chunk", 110))}
+BUDGET |= {
+    f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget)
+    for name, budget in (
+        ("Mixtral", 58),
+        ("Mixtral, padded to capacity", 70),
+        ("Qwen3", 74),
+        ("DeepSeek-V3", 94),
+        ("Qwen3-Next, softmax attention", 105),
+        ("Qwen3-Next, gated DeltaNet over one chunk", 110),
+    )
+}
 
 
 def kernels(kind: str, flags: str, layers: int) -> Counter:
@@ -42,14 +52,21 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof import observe
-    from moe_trainer.run import TrainState
     from moe_trainer.training import step
+    from moe_trainer.training.context import TrainState
+    from moe_trainer.verification import training_trace
 
-    argv = [*argv_of(kind), "--bf16", "--moe-token-dispatcher-type", "alltoall", "--global-batch-size", str(2 * MICROBATCHES)]
+    argv = [
+        *argv_of(kind),
+        "--bf16",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+        "--global-batch-size",
+        str(2 * MICROBATCHES),
+    ]
     words = flags.replace("LAYERS", str(layers)).split()
     for flag in (words[at - 1] for at, word in enumerate(words) if word == "None"):
-        del argv[argv.index(flag):argv.index(flag) + 2], words[words.index(flag):words.index(flag) + 2]
+        del argv[argv.index(flag) : argv.index(flag) + 2], words[words.index(flag) : words.index(flag) + 2]
     argv += words
     argv[argv.index("--num-layers") + 1] = str(layers)
     argv = [word.replace("([0]*1+[1]*3)", f"([0]*1+[1]*{layers - 1})") for word in argv]
@@ -66,7 +83,7 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     if TRITON in flags:
         record_step.without_numbers()
         record_step.answer_reads(lambda ask, experts: uneven(record_step.counts_of(args, ps, len(ask()), experts)))
-    run, state = observe.make_run(args, 0, ps, 2, device="cuda"), TrainState()
+    run, state = training_trace.make_run(args, 0, ps, 2, device="cuda"), TrainState()
     for _ in range(2):
         step.train_step(run, state, MICROBATCHES)
         state.iteration += 1
@@ -87,7 +104,10 @@ def added_by_a_layer(name: str) -> dict[tuple[str, str], float]:
 
 def listing(added: dict[tuple[str, str], float]) -> str:
     """One line for each operator and source line."""
-    return "\n".join(f"{count:6g}  {operator:50}  {line}" for (operator, line), count in sorted(added.items(), key=lambda entry: entry[0][::-1]))
+    return "\n".join(
+        f"{count:6g}  {operator:50}  {line}"
+        for (operator, line), count in sorted(added.items(), key=lambda entry: entry[0][::-1])
+    )
 
 
 @pytest.mark.parametrize("name", BUDGET)

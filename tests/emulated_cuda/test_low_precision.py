@@ -10,39 +10,52 @@ import pytest
 from emulated_cuda.run import on_device
 from gpu.test_te_parity import same
 from harness import run_ranks
-from proof.test_fp8 import HELD, KEPT_IN_8_BITS, case_of
-from train.layouts import FP32, argv_of, compare, shallow
+from training.layouts import FP32, argv_of, compare, shallow
+from verification.test_fp8 import FP8_CASES, FP8_PARAM_CASES, make_fp8_case
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof import observe
-from moe_trainer.proof.compare import Tolerances
-from moe_trainer.proof.observe import Outcome
-from moe_trainer.proof.prove import WidePrecision, train_case, train_reference
+from moe_trainer.verification import training_trace
+from moe_trainer.verification.compare_runs import Tolerances
+from moe_trainer.verification.parity import Fp64Precision, train_case, train_reference
+from moe_trainer.verification.training_trace import TrainingTrace
 
 STEPS = 2
 MODEL = [*shallow(argv_of("plain")), *"--num-experts 4 --global-batch-size 4".split()]
 WIDE = "--hidden-size 128 --ffn-hidden-size 128 --init-method-std 0.02"  # products of experts in one call take multiples of 128
 # a sum in another order turns a rounding to 8 bits now and then, by up to an eighth of a number
 TURNED = Tolerances(loss=1e-4, norm=1e-3, grad=1e-2, weight=5e-4)
-STILL = "--moe-router-dtype fp64 --lr 1e-12"  # see moe_trainer/proof/low_precision.py
+FROZEN_WEIGHTS = "--moe-router-dtype fp64 --lr 1e-12"  # see moe_trainer/verification/low_precision.py
 DELAYED = "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max"
-BLOCKWISE, MXFP8, NVFP4 = "--fp8-format e4m3 --fp8-recipe blockwise", "--fp8-format hybrid --fp8-recipe mxfp8", "--fp4-format e2m1"
+BLOCKWISE, MXFP8, NVFP4 = (
+    "--fp8-format e4m3 --fp8-recipe blockwise",
+    "--fp8-format hybrid --fp8-recipe mxfp8",
+    "--fp4-format e2m1",
+)
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
-# further than the proofs of tests/proof go: what is rounded at random, and what no mapping of several ranks keeps
+# further than the proofs of tests/verification go: what is rounded at random, and what no mapping of several ranks keeps
 ONE_RANK = {
     "tensorwise, ends in bf16": f"{TENSORWISE} --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
     "mxfp8, rows padded": f"{MXFP8} --moe-token-dispatcher-type alltoall --moe-router-padding-for-quantization",
     "nvfp4": NVFP4,
     "nvfp4, recompute": f"{NVFP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-RANKS = {name: HELD[name] for name in ("dp, delayed", "cp and ep, tensorwise", "ep over dp, mxfp8")} | {
-    "tp, blockwise, kept in 8 bits": KEPT_IN_8_BITS["tp, blockwise"]}
+RANKS = {name: FP8_CASES[name] for name in ("dp, delayed", "cp and ep, tensorwise", "ep over dp, mxfp8")} | {
+    "tp, blockwise, kept in 8 bits": FP8_PARAM_CASES["tp, blockwise"]
+}
 # recipe: flags, compute capability, kind of product
-UNITS = {"delayed": (DELAYED, (9, 0)), "tensorwise": (TENSORWISE, (9, 0)), "blockwise": (BLOCKWISE, (9, 0)), "mxfp8": (MXFP8, (10, 0)),
-         "nvfp4": (NVFP4, (10, 0))}
+UNITS = {
+    "delayed": (DELAYED, (9, 0)),
+    "tensorwise": (TENSORWISE, (9, 0)),
+    "blockwise": (BLOCKWISE, (9, 0)),
+    "mxfp8": (MXFP8, (10, 0)),
+    "nvfp4": (NVFP4, (10, 0)),
+}
 PROBES = 10  # a product is tried first, and computed by definition where the device gives another result
-GROUPED = {"tensorwise": ("--fp8-format e4m3 --fp8-recipe tensorwise", (9, 0)), "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", (10, 0))}
+GROUPED = {
+    "tensorwise": ("--fp8-format e4m3 --fp8-recipe tensorwise", (9, 0)),
+    "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", (10, 0)),
+}
 
 
 def watched() -> None:
@@ -52,42 +65,56 @@ def watched() -> None:
     emulation.DEVICE().lib.ec_check_races(1)
 
 
-def wide(argv: list[str], device: str = "cpu") -> Outcome:
+def wide(argv: list[str], device: str = "cpu") -> TrainingTrace:
     """Train in fp64 where nothing is quantized."""
     args = parse_args(argv, 1)
-    return observe.train(replace(args, precision=WidePrecision.of(args.precision)), 0, ParallelState.single(), STEPS, device=device)
+    return training_trace.train(
+        replace(args, precision=Fp64Precision.from_args(args.precision)),
+        0,
+        ParallelState.single(),
+        STEPS,
+        device=device,
+    )
 
 
-def wide_on_device(argvs: list[list[str]]) -> list[Outcome]:
+def wide_on_device(argvs: list[list[str]]) -> list[TrainingTrace]:
     watched()
     return [wide(argv, "cuda") for argv in argvs]
 
 
 def test_recipes_in_fp64():
-    argvs = [[*MODEL, *f"{flags} {STILL}".split()] for flags in ONE_RANK.values()]
+    argvs = [[*MODEL, *f"{flags} {FROZEN_WEIGHTS}".split()] for flags in ONE_RANK.values()]
     found = on_device(wide_on_device, argvs)
-    assert {name: differences for name, argv, outcome in zip(ONE_RANK, argvs, found, strict=True)
-            if (differences := [str(difference) for difference in compare(wide(argv), outcome, FP32)])} == {}
+    assert {
+        name: differences
+        for name, argv, outcome in zip(ONE_RANK, argvs, found, strict=True)
+        if (differences := [str(difference) for difference in compare(wide(argv), outcome, FP32)])
+    } == {}
 
 
-def references(rank: int, world_size: int, cases: list) -> list[Outcome]:
+def references(rank: int, world_size: int, cases: list) -> list[TrainingTrace]:
     return [train_reference(rank, world_size, case, 0)[0] for case in cases]
 
 
-def cases_on_devices(rank: int, world_size: int, cases: list) -> list[Outcome]:
+def cases_on_devices(rank: int, world_size: int, cases: list) -> list[TrainingTrace]:
     watched()
     return [train_case(rank, world_size, case, 0, "cuda") for case in cases]
 
 
 def test_recipes_on_ranks():
-    """As tests/proof/test_fp8.py proves them."""
-    cases = [case_of(f"{flags} --num-layers 1 --triton-kernels none") for flags in RANKS.values()]
-    found, = run_ranks(references, 1, cases)
-    assert {name: differences for name, one, outcome in zip(RANKS, found, on_device(cases_on_devices, cases, ranks=2, devices=2)[0], strict=True)
-            if (differences := [str(difference) for difference in compare(one, outcome, FP32)])} == {}
+    """As tests/verification/test_fp8.py proves them."""
+    cases = [make_fp8_case(f"{flags} --num-layers 1 --triton-kernels none") for flags in RANKS.values()]
+    (found,) = run_ranks(references, 1, cases)
+    assert {
+        name: differences
+        for name, one, outcome in zip(
+            RANKS, found, on_device(cases_on_devices, cases, ranks=2, devices=2)[0], strict=True
+        )
+        if (differences := [str(difference) for difference in compare(one, outcome, FP32)])
+    } == {}
 
 
-def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, dict[str, int]]:
+def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[TrainingTrace, dict[str, int]]:
     """Train on a device of this compute capability; also how often it was asked for its own products."""
     import emulation
 
@@ -95,7 +122,7 @@ def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, d
     device = emulation.DEVICE()
     device.capability = capability
     with emulation.Ledger(device) as ledger:
-        outcome = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, device="cuda")
+        outcome = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, device="cuda")
     return outcome, {name: count for name, count in ledger.operators.items() if "scaled" in name and "mm" in name}
 
 
@@ -103,9 +130,9 @@ def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[Outcome, d
 def test_products_of_the_units(name):
     flags, capability = UNITS[name]
     argv = [*MODEL, *flags.split()]
-    one = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
-    outcome, products = on_device(with_units, argv, capability)
-    assert products.keys() == {"aten::_scaled_mm_v2"} and min(products.values()) > PROBES, products
+    one = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
+    outcome, gemms = on_device(with_units, argv, capability)
+    assert gemms.keys() == {"aten::_scaled_mm_v2"} and min(gemms.values()) > PROBES, gemms
     assert [str(difference) for difference in compare(one, outcome, TURNED)] == []
 
 
@@ -113,7 +140,9 @@ def test_products_of_the_units(name):
 def test_experts_in_one_call_in_bf16(name):
     flags, capability = GROUPED[name]
     argv = [*MODEL, *f"{flags} {WIDE} --bf16".split()]
-    one = observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
-    outcome, products = on_device(with_units, argv, capability)
-    assert products.keys() == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"} and min(products.values()) > PROBES, products
+    one = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
+    outcome, gemms = on_device(with_units, argv, capability)
+    assert gemms.keys() == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"} and min(gemms.values()) > PROBES, (
+        gemms
+    )
     same(one, outcome, 0.15)

@@ -6,28 +6,28 @@ import pytest
 from emulated_cuda import te_package
 from emulated_cuda.run import on_device
 from emulated_cuda.test_transformer_engine import FP8
-from train.layouts import argv_of
+from training.layouts import argv_of
 
 from arguments import parse_args
-from moe_trainer.planner.dry_run import plan_of_flags
-from moe_trainer.planner.hardware import find_hardware
-from moe_trainer.planner.memory import cast_bytes
-from moe_trainer.planner.state import without_vectors
-from moe_trainer.shape.layout import chunk_layouts
+from arguments.stage_layout import chunk_layouts
+from moe_trainer.estimate.dry_run import plan_of_flags
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.memory import cast_bytes
+from moe_trainer.estimate.static_memory import matrices_only
 
 RUN = "--mock-data --micro-batch-size 1 --global-batch-size 64 --bf16"
 # name: flags. One microbatch in flight: record_step.py runs them one after the other
 CASES = {
     "Mixtral, expert parallel": "--preset mixtral_8x7b --seq-length 4096 --num-layers 3 --expert-model-parallel-size 8 --use-distributed-optimizer",
     "Mixtral, folded, recompute": "--preset mixtral_8x7b --seq-length 4096 --num-layers 3 --tensor-model-parallel-size 2 --sequence-parallel "
-                                  "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --recompute-granularity selective "
-                                  "--recompute-modules moe_act layernorm",
+    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --recompute-granularity selective "
+    "--recompute-modules moe_act layernorm",
     "Qwen3": "--preset qwen3_30b_a3b --seq-length 4096 --num-layers 3 --expert-model-parallel-size 8 --use-distributed-optimizer",
     "DeepSeek-V3, recompute": "--preset deepseek_v3 --seq-length 4096 --num-layers 4 --moe-layer-freq ([0]*2+[1]*2) --expert-model-parallel-size 32 "
-                              "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe_act",
+    "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe_act",
     "Qwen3-Next, full recompute": "--preset qwen3_next_80b_a3b --seq-length 2048 --num-layers 3 --linear-attention-freq [0]*3 "
-                                  "--expert-model-parallel-size 16 --use-distributed-optimizer "
-                                  "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--expert-model-parallel-size 16 --use-distributed-optimizer "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 WORLD = 64
 
@@ -41,8 +41,11 @@ def recorded(words: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_counts_what_the_device_holds(name):
     words = [*RUN.split(), *CASES[name].split()]
-    plan, found = plan_of_flags([*words, "--world-size", str(WORLD), "--hardware", "h100"]).peak, on_device(recorded, words)
-    assert plan.in_flight == (1,)
+    plan, found = (
+        plan_of_flags([*words, "--world-size", str(WORLD), "--hardware", "h100"]).peak,
+        on_device(recorded, words),
+    )
+    assert plan.peak_inflight_microbatches == (1,)
     assert found["states"] == pytest.approx(plan.weights + plan.gradients + plan.optimizer, rel=0.01)
     assert found["forward 0"] == pytest.approx(plan.kept, rel=0.005)
     assert found["backward 0"] == pytest.approx(-found["forward 0"], rel=1e-5)  # but the loss itself
@@ -53,8 +56,10 @@ def test_the_plan_counts_what_the_device_holds(name):
 def test_the_plan_counts_what_the_delta_rule_keeps():
     """Our Triton kernels keep no state, plain torch one for each segment but the first."""
     pytest.importorskip("triton")
-    words = (f"{RUN} --preset qwen3_next_80b_a3b --seq-length 4096 --num-layers 2 --linear-attention-freq [1]*2 --expert-model-parallel-size 16 "
-             "--use-distributed-optimizer --triton-kernels").split()
+    words = (
+        f"{RUN} --preset qwen3_next_80b_a3b --seq-length 4096 --num-layers 2 --linear-attention-freq [1]*2 --expert-model-parallel-size 16 "
+        "--use-distributed-optimizer --triton-kernels"
+    ).split()
     plans, found = [], []
     for name in ("delta-rule", "norm"):
         plans.append(plan_of_flags([*words, name, "--world-size", str(WORLD), "--hardware", "h100"]).peak.kept)
@@ -68,20 +73,25 @@ def states_with(argv: list[str], once: bool) -> int:
     import torch
 
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof import observe
     from moe_trainer.training import step
+    from moe_trainer.verification import training_trace
 
     found, run_microbatches = [], step.run_microbatches
     step.run_microbatches = lambda *args: found.append(torch.cuda.memory_allocated()) or run_microbatches(*args)
     if not once:
-        step.casting_once = nullcontext
-    observe.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
+        step.cached_weight_casts = nullcontext
+    training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
     return found[1]
 
 
 def test_the_plan_counts_weights_that_are_kept_in_8_bits():
-    argv = [*argv_of("plain"), *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(), "--num-layers", "2"]
+    argv = [
+        *argv_of("plain"),
+        *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(),
+        "--num-layers",
+        "2",
+    ]
     args = parse_args(argv, 1)
-    kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], without_vectors(args, 64), find_hardware("h100"))
+    kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], matrices_only(args, 64), find_hardware("h100"))
     with_casts, without = (te_package.on_device(states_with, argv, once) for once in (True, False))
     assert with_casts - without == pytest.approx(kept, rel=0.03)  # and scales

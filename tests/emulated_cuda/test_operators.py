@@ -24,7 +24,10 @@ def with_gradients(function: Callable, given: list, device: str) -> list:
     outs = function(*leaves)
     outs = outs if isinstance(outs, tuple) else (outs,)
     differentiable = [y for y in outs if y.requires_grad]
-    torch.autograd.backward(differentiable, [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(y.dtype) for y in differentiable])
+    torch.autograd.backward(
+        differentiable,
+        [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(y.dtype) for y in differentiable],
+    )
     return [(y.dtype, y.detach().float().cpu()) for y in (*outs, *(x.grad for x in leaves if x.grad is not None))]
 
 
@@ -50,13 +53,13 @@ def weight_gradient(total: str, left_RN, right_RK):
     """Two gradients of a weight, the second one added to the first."""
     import torch
 
-    from moe_trainer.ops.main_grad import MainGradSum, adds_products
+    from moe_trainer.ops.main_grad import MainGradSum, can_accumulate_gemm
 
     left, right = left_RN.detach(), right_RK.detach()
     into = torch.full((left.shape[1], right.shape[1]), float("nan"), dtype=getattr(torch, total), device=left.device)
     for beta in (0.0, 1.0):
         part = MainGradSum(into, beta, 0.5)
-        if adds_products(into, left):
+        if can_accumulate_gemm(into, left):
             part.add(left.t(), right)
         else:
             assert not left.is_cuda
@@ -73,7 +76,7 @@ def router(x_TH, weight_EH):
 
 
 def choice(options: dict, logits_TE):
-    from moe_trainer.moe.router import score_topk
+    from moe_trainer.moe.topk import score_topk
 
     return score_topk(logits_TE * 2, 3, **options)
 
@@ -83,9 +86,22 @@ def balance(score: str, sequences: bool, logits_TE):
     from moe_trainer.moe.balancing import attach_gradient, balancing_losses
     from moe_trainer.parallel.state import ParallelState
 
-    coefficients = {"load_balancing_loss": 1.0, "seq_load_balancing_loss": float(sequences), "global_load_balancing_loss": 0.0}
-    losses = balancing_losses(logits_TE.detach(), num_sequences=2, topk=2, score_function=score, coefficients=coefficients, z_loss_coeff=1.0,
-                              per_token_loss=False, running=None, ps=ParallelState.single())
+    coefficients = {
+        "load_balancing_loss": 1.0,
+        "seq_load_balancing_loss": float(sequences),
+        "global_load_balancing_loss": 0.0,
+    }
+    losses = balancing_losses(
+        logits_TE.detach(),
+        num_sequences=2,
+        topk=2,
+        score_function=score,
+        coefficients=coefficients,
+        z_loss_coeff=1.0,
+        per_token_loss=False,
+        running=None,
+        ps=ParallelState.single(),
+    )
     return attach_gradient(logits_TE, losses.grad_TE, 0.5) * 1, losses.values
 
 
@@ -103,8 +119,14 @@ def delta(length: int, x_SBC, beta_SBN, alpha_SBN, weight_CW):
     from moe_trainer.ops import gated_delta_rule
 
     gated_delta_rule.CHUNK, gated_delta_rule.SEGMENT = length, 2  # so that there are several of both
-    return gated_delta_rule.gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, *(torch.ones(2, device=x_SBC.device) for _ in range(2)),
-                                        gated_delta_rule.Heads(1, 2, 8, 8))
+    return gated_delta_rule.gated_delta(
+        x_SBC,
+        beta_SBN,
+        alpha_SBN,
+        weight_CW,
+        *(torch.ones(2, device=x_SBC.device) for _ in range(2)),
+        gated_delta_rule.Heads(1, 2, 8, 8),
+    )
 
 
 def delta_in_triton(x_SBC, beta_SBN, alpha_SBN, weight_CW):
@@ -117,8 +139,14 @@ def delta_in_triton(x_SBC, beta_SBN, alpha_SBN, weight_CW):
         from moe_trainer.ops.triton_delta_rule import gated_delta
     else:
         gated_delta = gated_delta_rule.gated_delta
-    return gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, *(torch.ones(2, device=x_SBC.device) for _ in range(2)),
-                       gated_delta_rule.Heads(1, 2, 8, 8))
+    return gated_delta(
+        x_SBC,
+        beta_SBN,
+        alpha_SBN,
+        weight_CW,
+        *(torch.ones(2, device=x_SBC.device) for _ in range(2)),
+        gated_delta_rule.Heads(1, 2, 8, 8),
+    )
 
 
 NORMED = ((ROWS, WIDTH), (WIDTH,))
@@ -150,7 +178,9 @@ def compare(name: str, dtype: str) -> None:
     given = tensors(getattr(torch, dtype), *shapes)
     # rounding of bf16: two of its last places
     close = {"rtol": 2**-6, "atol": 2**-6} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
-    for ours, theirs in zip(with_gradients(function, given, "cuda"), with_gradients(function, given, "cpu"), strict=True):
+    for ours, theirs in zip(
+        with_gradients(function, given, "cuda"), with_gradients(function, given, "cpu"), strict=True
+    ):
         assert ours[0] == theirs[0]
         torch.testing.assert_close(ours[1], theirs[1], **close)
 

@@ -8,7 +8,7 @@ import pytest
 from emulated_cuda import build
 from emulated_cuda.run import HERE, environment
 
-TESTS = '''
+TESTS = """
 import torch
 from harness import run_ranks
 
@@ -20,37 +20,64 @@ def gradient(rank=0, world_size=1):
 def test_ranks_forked_behind_a_backward_pass():
     assert gradient() == ([2, 2, 2], False)
     assert run_ranks(gradient, 2) == [([2, 2, 2], False)] * 2
-'''
+"""
 
 
 def test_they_see_none_and_fork_as_ever(tmp_path):
     """Autograd would have started a thread for each device, behind which no forked rank computes a gradient."""
     (tmp_path / "test_forks.py").write_text(TESTS)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_forks.py"],
-                          cwd=HERE.parent, env=environment(2), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_forks.py"],
+        cwd=HERE.parent,
+        env=environment(2),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_counting_a_step_of_any_flags():
-    flags = ("--preset mixtral_tiny --num-layers 2 --mock-data --micro-batch-size 1 --global-batch-size 2 --triton-kernels none "
-             "--moe-token-dispatcher-type alltoall")
-    done = subprocess.run([sys.executable, HERE / "count_step.py", *flags.split()], env=environment(1) | {"EMULATED_CUDA": ""}, capture_output=True,
-                          text=True)
-    assert "one iteration of 2 microbatches: 7 host waits" in done.stdout and "4  memory/host_read.py" in done.stdout, done.stdout + done.stderr[-2000:]
+    flags = (
+        "--preset mixtral_tiny --num-layers 2 --mock-data --micro-batch-size 1 --global-batch-size 2 --triton-kernels none "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    done = subprocess.run(
+        [sys.executable, HERE / "count_step.py", *flags.split()],
+        env=environment(1) | {"EMULATED_CUDA": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert "one iteration of 2 microbatches: 7 host waits" in done.stdout and "4  memory/host_read.py" in done.stdout, (
+        done.stdout + done.stderr[-2000:]
+    )
 
 
 def test_a_script_of_ones_own_is_checked_for_races(tmp_path):
     script = tmp_path / "race.py"
-    script.write_text("import torch\nx = torch.ones(4, device='cuda')\ny = x @ torch.ones(4, 4, device='cuda')\n"
-                      "with torch.cuda.stream(torch.cuda.Stream()):\n    y + 1\n")
-    done = subprocess.run([sys.executable, script], env=environment(1) | {"EMULATED_CUDA_RACES": "1"}, capture_output=True, text=True)
+    script.write_text(
+        "import torch\nx = torch.ones(4, device='cuda')\ny = x @ torch.ones(4, 4, device='cuda')\n"
+        "with torch.cuda.stream(torch.cuda.Stream()):\n    y + 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], env=environment(1) | {"EMULATED_CUDA_RACES": "1"}, capture_output=True, text=True
+    )
     assert "CUDA stream race" in done.stderr and "race.py:5" in done.stderr and "race.py:3" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("EMULATED_CUDA", "x"), ("EMULATED_CUDA", "-1"), ("EMULATED_CUDA", "9"), ("EMULATED_CUDA_CAPABILITY", "9"), ("EMULATED_CUDA_LIBRARY", "/proc/nowhere")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("EMULATED_CUDA", "x"),
+        ("EMULATED_CUDA", "-1"),
+        ("EMULATED_CUDA", "9"),
+        ("EMULATED_CUDA_CAPABILITY", "9"),
+        ("EMULATED_CUDA_LIBRARY", "/proc/nowhere"),
+    ],
+)
 def test_variables_with_odd_values(name, value):
-    done = subprocess.run([sys.executable, "-c", "print('goes on')"], env=environment(1) | {name: value}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "print('goes on')"], env=environment(1) | {name: value}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"{name}={value}: ")
 
 
@@ -64,9 +91,19 @@ def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
     assert build._is_whole(tmp_path / "device.so")
 
 
-@pytest.mark.parametrize(("variables", "message"), [
-    ({"PATH": "/nowhere"}, "build.py: the emulated device needs g++"), ({"XDG_CACHE_HOME": "/proc/1/nowhere"}, "set XDG_CACHE_HOME to a folder that can be")])
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PATH": "/nowhere"}, "build.py: the emulated device needs g++"),
+        ({"XDG_CACHE_HOME": "/proc/1/nowhere"}, "set XDG_CACHE_HOME to a folder that can be"),
+    ],
+)
 def test_what_keeps_it_from_being_compiled(tmp_path, variables, message):
     environment(1)  # skips where it cannot be compiled at all
-    done = subprocess.run([sys.executable, HERE / "build.py"], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), **variables}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, HERE / "build.py"],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), **variables},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and "Traceback" not in done.stderr

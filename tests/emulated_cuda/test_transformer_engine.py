@@ -19,18 +19,26 @@ from emulated_cuda.test_waits import MICROBATCHES, count, expected
 from moe_trainer.parallel.state import ParallelState
 
 
-@pytest.mark.parametrize(("capability", "which"), [
-    ((9, 0), "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
-    ((10, 0), "products or mxfp8 or plain"),  # experts in bf16 are the library's here
-], ids=["9.0", "10.0"])
+@pytest.mark.parametrize(
+    ("capability", "which"),
+    [
+        ((9, 0), "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
+        ((10, 0), "products or mxfp8 or plain"),  # experts in bf16 are the library's here
+    ],
+    ids=["9.0", "10.0"],
+)
 def test_parity_with_the_local_layers(capability, which):
     """Linears, norms, attention, whole models with recompute and offload, and products by every recipe."""
-    code, output = te_package.on_device(run_pytest, [str(HERE.parent / "gpu/test_te_parity.py"), "-k", which], capability)
+    code, output = te_package.on_device(
+        run_pytest, [str(HERE.parent / "gpu/test_te_parity.py"), "-k", which], capability
+    )
     assert code == 0 and "skipped" not in output.splitlines()[-1], output[-6000:]
 
 
-FP8 = ("--hidden-size 32 --ffn-hidden-size 32 --bf16 --transformer-impl transformer_engine --on-missing-backend error --fp8-format e4m3 "
-       "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall --num-layers 2 --num-experts 4")
+FP8 = (
+    "--hidden-size 32 --ffn-hidden-size 32 --bf16 --transformer-impl transformer_engine --on-missing-backend error --fp8-format e4m3 "
+    "--fp8-recipe tensorwise --moe-token-dispatcher-type alltoall --num-layers 2 --num-experts 4"
+)
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYERS, EXPERTS = 2, 4
 
@@ -41,13 +49,13 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
     once: False: as if weights could change at any time.
     """
     import te_quantizers
-    from train.layouts import argv_of
+    from training.layouts import argv_of
 
     from arguments import parse_args
     from moe_trainer.layers.te_layers import _FusedLinear
     from moe_trainer.moe.experts import Experts
-    from moe_trainer.proof import observe
     from moe_trainer.training import step
+    from moe_trainer.verification import training_trace
 
     weights, casts, quantize, run_microbatches = set(), [], te_quantizers.quantize, step.run_microbatches
 
@@ -61,40 +69,55 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
                 if isinstance(module, _FusedLinear):
                     weights.add(module.weight.data_ptr())
                 elif isinstance(module, Experts) and module.grouped:
-                    weights.update(one.data_ptr() for stack in (module.linear_fc1.weight, module.linear_fc2.weight) for one in stack)
+                    weights.update(
+                        one.data_ptr()
+                        for stack in (module.linear_fc1.weight, module.linear_fc2.weight)
+                        for one in stack
+                    )
         casts.append(0)
         return run_microbatches(given, *rest, **more)
 
     if not once:
-        step.casting_once = nullcontext
-    te_quantizers.quantize, step.run_microbatches, observe.run_microbatches = counted, run, run
-    outcome = observe.train(parse_args([*argv_of("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda")
+        step.cached_weight_casts = nullcontext
+    te_quantizers.quantize, step.run_microbatches, training_trace.run_microbatches = counted, run, run
+    outcome = training_trace.train(
+        parse_args([*argv_of("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda"
+    )
     return casts, len(weights), outcome.losses
 
 
 def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
     """Losses, gradients of the first iteration, and how often the library computed gradients of experts' weights that it had put off."""
-    from train.layouts import argv_of, groups_of
+    from training.layouts import argv_of, groups_of
 
     from arguments import parse_args
     from moe_trainer.layers.te_experts import FusedGroupedLinear
-    from moe_trainer.proof import observe
+    from moe_trainer.verification import training_trace
 
     put_off, later = FusedGroupedLinear._put_off, []
     FusedGroupedLinear._put_off = lambda *args: later.append(None) or put_off(*args)
     argv = [*argv_of("plain"), *FP8.split(), *flags.split()]
-    outcome = observe.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 2, device="cuda")
-    return [losses["lm loss"] for losses in outcome.losses], {name: grad.float() for name, grad in outcome.grads.items()}, len(later)
+    outcome = training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 2, device="cuda")
+    return (
+        [losses["lm loss"] for losses in outcome.losses],
+        {name: grad.float() for name, grad in outcome.grads.items()},
+        len(later),
+    )
 
 
-@pytest.mark.parametrize(("mapping", "waiting"), [
-    ("--pipeline-model-parallel-size 2", "--pipeline-schedule zero-bubble"),
-    ("--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
-])
+@pytest.mark.parametrize(
+    ("mapping", "waiting"),
+    [
+        ("--pipeline-model-parallel-size 2", "--pipeline-schedule zero-bubble"),
+        ("--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
+    ],
+)
 def test_weight_gradients_of_experts_in_8_bits_wait(mapping, waiting):
     """They stay the library's; linears, which do not, compute the same."""
-    one, other = (te_package.on_device(train_with, f"{mapping} {flags}", ranks=2, devices=2)[0]
-                  for flags in ("", f"{waiting} --on-missing-backend fallback"))
+    one, other = (
+        te_package.on_device(train_with, f"{mapping} {flags}", ranks=2, devices=2)[0]
+        for flags in ("", f"{waiting} --on-missing-backend fallback")
+    )
     assert one[2] == 0 < other[2] and other[0] == pytest.approx(one[0], rel=1e-3)
     for name, grad in one[1].items():
         assert (other[1][name] - grad).norm() <= 0.05 * grad.norm(), name
@@ -103,17 +126,21 @@ def test_weight_gradients_of_experts_in_8_bits_wait(mapping, waiting):
 def delayed_scaling(algorithm: str) -> list[tuple[list[float], list[float], list[float]]]:
     """Of every step scales of the library's linear and of ours, for what comes next, and how far its results are from ours."""
     import transformer_engine.pytorch as library
-    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.common import recipe as te_recipe
 
-    from moe_trainer.ops.fp8 import Delayed, QuantizedProducts, make_recipe
+    from moe_trainer.quantization.gemms import DelayedScaling, QuantizedGemms, make_recipe
 
-    recipe = DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=algorithm)
+    recipe = te_recipe.DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=algorithm)
     linear = library.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    ours = QuantizedProducts(make_recipe("delayed", hybrid=True, delayed=Delayed(1, 3, algorithm == "max")), "linear").cuda()
+    ours = QuantizedGemms(
+        make_recipe("delayed", hybrid=True, delayed=DelayedScaling(1, 3, algorithm == "max")), "linear"
+    ).cuda()
     generator, steps = torch.Generator().manual_seed(1), []
     weight = torch.randn(32, 64, generator=generator)
     for size in (1.0, 30.0, 0.2, 0.1, 0.05, 0.1, 7.0):
-        x, grad = (scale * torch.randn(48, width, generator=generator) for scale, width in ((size, 64), (0.01 / size, 32)))
+        x, grad = (
+            scale * torch.randn(48, width, generator=generator) for scale, width in ((size, 64), (0.01 / size, 32))
+        )
         x, grad = x.to("cuda", torch.bfloat16).requires_grad_(), grad.to("cuda", torch.bfloat16)
         with torch.no_grad():
             linear.weight.copy_(weight / size)
@@ -143,8 +170,14 @@ def test_delayed_scaling_of_the_library_is_ours(algorithm):
 def test_layers_with_delayed_scaling_train_like_local_ones():
     """Their products are ours; norms and attention are the library's."""
     (losses, grads, _), (fused_losses, fused_grads, _) = (
-        te_package.on_device(train_with, 0, 1, f"--fp8-format hybrid --fp8-recipe delayed --on-missing-backend fallback --transformer-impl {kind}")
-        for kind in ("local", "transformer_engine"))
+        te_package.on_device(
+            train_with,
+            0,
+            1,
+            f"--fp8-format hybrid --fp8-recipe delayed --on-missing-backend fallback --transformer-impl {kind}",
+        )
+        for kind in ("local", "transformer_engine")
+    )
     assert fused_losses == pytest.approx(losses, rel=0.01) and fused_losses != losses
     one, other = (torch.cat([each[name].flatten() for name in grads]) for each in (grads, fused_grads))
     assert (other - one).norm() <= 0.4 * one.norm()  # the first iteration, whose scales are 1
@@ -167,8 +200,13 @@ def test_weights_are_cast_once_per_iteration():
     assert recomputed == casts and same == losses
 
 
-@pytest.mark.parametrize("flags", ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
-                                   "--ckpt-format fsdp_dtensor"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+        "--ckpt-format fsdp_dtensor"
+    ],
+)
 def test_nothing_is_kept_of_weights_that_come_and_go(flags):
     casts, weights, _ = te_package.on_device(count_casts, flags)
     assert casts == [4 * weights] * 3

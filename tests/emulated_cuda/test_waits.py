@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated_cuda.run import on_device
-from train.layouts import argv_of, groups_of
+from training.layouts import argv_of, groups_of
 
 # once per iteration: gradient norm, losses of the iteration, losses and drops of the routers
 PER_ITERATION = {"optim/clip.py": 1, "training/step.py": 1, "moe/balancing.py": 1}
@@ -16,11 +16,11 @@ def count(rank: int, world_size: int, flags: str) -> dict[str, int]:
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof import observe
+    from moe_trainer.verification import training_trace
 
     argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
     ps = ParallelState.single() if world_size == 1 else groups_of(argv, rank, world_size)
-    ledgers, step, evaluate = {}, observe.train_step, observe._evaluate
+    ledgers, step, evaluate = {}, training_trace.train_step, training_trace._evaluate
 
     def watched(function, name):
         def run(*args):
@@ -29,8 +29,8 @@ def count(rank: int, world_size: int, flags: str) -> dict[str, int]:
 
         return run
 
-    observe.train_step, observe._evaluate = watched(step, "train"), watched(evaluate, "evaluate")
-    observe.train(parse_args(argv, world_size), rank, ps, 2, device="cuda")
+    training_trace.train_step, training_trace._evaluate = watched(step, "train"), watched(evaluate, "evaluate")
+    training_trace.train(parse_args(argv, world_size), rank, ps, 2, device="cuda")
     found = {}
     for name, ledger in ledgers.items():
         for (_, line), times in ledger.waits.items():
@@ -51,12 +51,21 @@ FP8 = f"--bf16 {FEW} --fp8-format e4m3 --fp8-recipe"
 CASES = {
     "sizes that depend on the routing": ("", 1),
     "in bf16": ("--bf16", 1),
-    "recompute asks nothing again": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+    "recompute asks nothing again": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        1,
+    ),
     "recomputed experts ask nothing again": ("--recompute-granularity selective --recompute-modules moe", 1),
     "drops": ("--moe-expert-capacity-factor 1.0", 1),
-    "drops, recompute": ("--moe-expert-capacity-factor 1.0 --recompute-granularity selective --recompute-modules moe", 1),
+    "drops, recompute": (
+        "--moe-expert-capacity-factor 1.0 --recompute-granularity selective --recompute-modules moe",
+        1,
+    ),
     "padded to capacity": (PADDED, 0),
-    "padded to capacity, recompute": (f"{PADDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 0),
+    "padded to capacity, recompute": (
+        f"{PADDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        0,
+    ),
     "packed documents": ("--reset-attention-mask --reset-position-ids", 1),
     "experts in fp8": (f"{FP8} tensorwise", 1),
     "in fp4": (f"--bf16 {FEW} --fp4-format e2m1", 1),
@@ -84,15 +93,18 @@ def experts(biases: bool) -> tuple[dict, list]:
     """Waits of the experts of bf16 rows whose counts are on the device, and results with these and with counts on the host."""
     import emulation
 
-    from moe_trainer.ops.expert_mlp import expert_mlp, reads_counts
+    from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp
     from moe_trainer.ops.pointwise import Activation
 
     torch.manual_seed(1)
-    w1, w2, b1, b2 = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 64, 32), (3, 32, 32), (3, 64), (3, 32)))
+    w1, w2, b1, b2 = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        for shape in ((3, 64, 32), (3, 32, 32), (3, 64), (3, 32))
+    )
     x, p = torch.randn(40, 32, dtype=torch.bfloat16, device="cuda"), torch.rand(40, device="cuda")
     x[24:], p[24:] = torch.nan, torch.nan
     there, results, waits = torch.tensor([10, 0, 14], device="cuda"), [], []
-    assert reads_counts(w1, w2, None)
+    assert can_read_counts_on_device(w1, w2, None)
     for counts, rows in ((there, 40), ([10, 0, 14], 24)):
         given = [each.clone().requires_grad_() for each in (x[:rows], p[:rows], w1, w2, *((b1, b2) if biases else ()))]
         added = dict(zip(("b1_eG", "b2_eH"), given[4:]))
@@ -115,7 +127,7 @@ def test_experts_read_counts_on_the_device(biases):
 def test_sinkhorn_asks_seldom():
     """In training, where it balances: once in eight rounds of each layer, where once every round of a layer waited (90 in all)."""
     found = on_device(alone, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0")
-    asked = found.pop("train moe/router.py")
+    asked = found.pop("train moe/sinkhorn.py")
     assert LAYERS * MICROBATCHES <= asked <= 2 * LAYERS * MICROBATCHES and found == expected("", 1, MICROBATCHES)
 
 
@@ -128,12 +140,19 @@ def test_one_process(name):
 ALL_GATHER = "--moe-token-dispatcher-type allgather"
 
 
-@pytest.mark.parametrize(("flags", "per_layer"), [
-    ("", 1), ("--moe-expert-capacity-factor 1.0", 1), (PADDED, 0), (ALL_GATHER, 1), (f"{ALL_GATHER} {PADDED}", 0),
-    (f"{ALL_GATHER} --recompute-granularity selective --recompute-modules moe", 1),
-    (f"{FP8} mxfp8 --moe-router-padding-for-quantization", 1),
-    ("--moe-clone-hot-experts 1", 1),
-])
+@pytest.mark.parametrize(
+    ("flags", "per_layer"),
+    [
+        ("", 1),
+        ("--moe-expert-capacity-factor 1.0", 1),
+        (PADDED, 0),
+        (ALL_GATHER, 1),
+        (f"{ALL_GATHER} {PADDED}", 0),
+        (f"{ALL_GATHER} --recompute-granularity selective --recompute-modules moe", 1),
+        (f"{FP8} mxfp8 --moe-router-padding-for-quantization", 1),
+        ("--moe-clone-hot-experts 1", 1),
+    ],
+)
 def test_expert_parallel_ranks(flags, per_layer):
     """Each of two ranks runs half of the microbatches. What gloo's collectives wait for is not the program's."""
     flags += " --expert-model-parallel-size 2"

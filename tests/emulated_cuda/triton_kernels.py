@@ -32,7 +32,14 @@ def use_interpreter(device: Device) -> None:
     # nothing is copied: tensors of the host, whose bytes are the device's
     GridExecutor._init_args_hst = lambda executor, args, kwargs: (args, kwargs)
     GridExecutor._restore_args_dev = lambda executor, *unused: None
-    triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", int("{}{}".format(*device.capability)), 32),
-        get_active_torch_device=lambda: torch.device("cuda"), get_device_interface=lambda: torch.cuda,
-        get_current_device=torch.cuda.current_device, get_current_stream=lambda index: 0))
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: triton.backends.compiler.GPUTarget(
+                "cuda", int("{}{}".format(*device.capability)), 32
+            ),
+            get_active_torch_device=lambda: torch.device("cuda"),
+            get_device_interface=lambda: torch.cuda,
+            get_current_device=torch.cuda.current_device,
+            get_current_stream=lambda index: 0,
+        )
+    )

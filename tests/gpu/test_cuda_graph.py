@@ -3,7 +3,7 @@
 import pytest
 from memory.graphed import line, local, train, whole
 
-from moe_trainer.proof.compare import Tolerances, compare
+from moe_trainer.verification.compare_runs import Tolerances, compare
 
 # kernels that add with atomics need not give the same bits twice
 NEAR = Tolerances(loss=2e-6, norm=5e-6, grad=2e-5, weight=2e-5)
@@ -13,7 +13,11 @@ CASES = {
     "dense, whole iteration": ("dense", "", whole()),
     "experts": ("plain", "--moe-shared-expert-intermediate-size 8", local(ROUTED)),
     "latent attention": ("deepseek", "", local(f"mlp {ROUTED}")),
-    "recompute": ("deepseek", "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj", local(f"mlp {ROUTED}")),
+    "recompute": (
+        "deepseek",
+        "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj",
+        local(f"mlp {ROUTED}"),
+    ),
     "padded experts": ("padded capacity", "", local("attn moe")),
     "padded, whole layers": ("padded capacity", "", local()),
     "padded, whole iteration": ("padded capacity", "", whole()),

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 from moe.layers import sections, shard_of
 
-from moe_trainer.backends import Backends
-from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher, connect_dispatcher
+from moe_trainer.backends import BackendPolicy
 from moe_trainer.moe.dispatch.deepep import DeepEPDispatcher
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
+from moe_trainer.moe.dispatch.select import DispatchBufferSpec, attach_dispatcher, build_dispatcher
 from moe_trainer.parallel.state import ParallelState
 
 HIDDEN, TOKENS, RANKS = 512, 64, 2
@@ -33,21 +33,34 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, device_id=device)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, device_id=device
+    )
     ps = ParallelState.create(ranks, rank, ep=ranks)
     args = sections(
-        num_experts=4 * ranks, hidden_size=HIDDEN, ffn_hidden_size=256, moe_router_topk=topk, moe_router_dtype="fp32", moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend=backend, moe_flex_dispatcher_num_sms=20)
+        num_experts=4 * ranks,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=256,
+        moe_router_topk=topk,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend,
+        moe_flex_dispatcher_num_sms=20,
+    )
     layer = shard_of(args, ps, torch.bfloat16).to(device)
-    rows = Rows(HIDDEN, TOKENS, torch.bfloat16, device)
-    flex = choose_dispatcher(args.moe, ps, rows, Backends("error", cuda=True))
+    rows = DispatchBufferSpec(HIDDEN, TOKENS, torch.bfloat16, device)
+    flex = build_dispatcher(args.moe, ps, rows, BackendPolicy("error", cuda=True))
     assert type(flex) is KINDS[backend]
-    plain = choose_dispatcher(sections(moe_token_dispatcher_type="alltoall").moe, ps)
+    plain = build_dispatcher(sections(moe_token_dispatcher_type="alltoall").moe, ps)
     results = []
     for dispatcher in (plain, flex):
-        connect_dispatcher([layer], dispatcher)
+        attach_dispatcher([layer], dispatcher)
         layer.zero_grad()
-        x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device, torch.bfloat16).requires_grad_()
+        x = (
+            torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+            .to(device, torch.bfloat16)
+            .requires_grad_()
+        )
         probs, routing = layer.router(x)
         sent = dispatcher.dispatch(x.flatten(0, 1), probs, routing)
         results.append([sent.x_RH.detach(), sent.tokens_per_expert_e])

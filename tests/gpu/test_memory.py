@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from train.layouts import argv_of
+from training.layouts import argv_of
 
 from arguments import parse_args
+from moe_trainer.estimate.activations import chunk_activations
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof.compare import Tolerances, compare
-from moe_trainer.proof.observe import train
-from moe_trainer.shape.activations import chunk_activations
+from moe_trainer.verification.compare_runs import Tolerances, compare
+from moe_trainer.verification.training_trace import train
 
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
 HOWS = {
@@ -28,7 +28,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "deepseek"])
 def test_three_steps_are_the_plain_ones(kind, how):
     def run(flags):
-        return train(parse_args([*argv_of(kind), *LAYERS.split(), *flags.split()], 1), 0, ParallelState.single(), device="cuda")
+        return train(
+            parse_args([*argv_of(kind), *LAYERS.split(), *flags.split()], 1), 0, ParallelState.single(), device="cuda"
+        )
 
     assert [str(difference) for difference in compare(run(""), run(HOWS[how]), NEAR)] == []
 
@@ -40,7 +42,7 @@ def test_memory_is_freed(how):
 
     def kept(flags):
         args = parse_args([*argv_of("plain"), *LAYERS.split(), *sizes.split(), *flags.split()], 1)
-        chunk, = build_chunks(args, ParallelState.single(), 64, "cuda")
+        (chunk,) = build_chunks(args, ParallelState.single(), 64, "cuda")
         x_SBH = torch.randn(1024, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         rope = chunk.rotary.tables(1024, x_SBH.device)
         chunk.activations.begin_pass(*rope)

@@ -2,13 +2,13 @@
 
 import pytest
 from commands import read_metrics, run
-from train.layouts import KINDS, argv_of
-from train.tiny import MOCK, TINY
+from training.layouts import KINDS, argv_of
+from training.tiny import MOCK, TINY
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof.compare import Tolerances, compare
-from moe_trainer.proof.observe import train
+from moe_trainer.verification.compare_runs import Tolerances, compare
+from moe_trainer.verification.training_trace import train
 
 DEVICE = "cuda"
 # other kernels sum in another order; nothing here is tuned to a device
@@ -31,12 +31,30 @@ def test_three_steps_are_those_of_the_cpu(kind):
     assert [str(difference) for difference in compare(one, device, NEAR)] == []
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --async-save", "--fp16",
-                                   "--hidden-dropout 0.1 --attention-dropout 0.1"])
+@pytest.mark.parametrize(
+    "flags", ["", "--bf16", "--bf16 --async-save", "--fp16", "--hidden-dropout 0.1 --attention-dropout 0.1"]
+)
 def test_a_run_on_the_device_evaluates_saves_and_resumes(tmp_path, flags):
     """Four iterations in one go, and two and two: the same losses to the last bit."""
-    argv = [*TINY, *MOCK, *flags.split(), "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--save", "ckpt", "--load", "ckpt",
-            "--save-interval", "2", "--metrics-file", "metrics.jsonl"]
+    argv = [
+        *TINY,
+        *MOCK,
+        *flags.split(),
+        "--train-iters",
+        "4",
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+        "--save",
+        "ckpt",
+        "--load",
+        "ckpt",
+        "--save-interval",
+        "2",
+        "--metrics-file",
+        "metrics.jsonl",
+    ]
 
     def losses(name: str, *parts: list[str]) -> list[float]:
         folder = tmp_path / name

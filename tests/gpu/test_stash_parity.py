@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from moe.test_stash import KINDS, PAGE, gradients, layers_of
+from moe.test_paged_stash import KINDS, PAGE, gradients, layers_of
 
-from moe_trainer.memory.stash import PagedStash
+from moe_trainer.memory.paged_stash import PagedStash
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,10 @@ def test_near_the_plain_layers(kind, on_device, on_host):
     """Near, since sums by atomics come in any order."""
     device = torch.device("cuda")
     stash = PagedStash(device, PAGE, on_device, on_host)
-    plain, ours = (gradients(layers_of(4, stash=which, dtype=torch.float32, device=device, **KINDS[kind])) for which in (None, stash))
+    plain, ours = (
+        gradients(layers_of(4, stash=which, dtype=torch.float32, device=device, **KINDS[kind]))
+        for which in (None, stash)
+    )
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
     torch.cuda.synchronize()

@@ -15,16 +15,17 @@ import torch.multiprocessing
 from torch import nn
 
 from arguments import Arguments, parse_args
-from moe_trainer.backends import Backends
-from moe_trainer.initialize import make_groups
+from moe_trainer.backends import BackendPolicy
+from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.init import Init
-from moe_trainer.layers.kit import Kit, choose
-from moe_trainer.layers.precision import LowPrecision, begin_iteration, find_quantized, recipe_of
+from moe_trainer.layers.layer_factory import LayerFactory, select_layer_factory
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.place import Place
-from moe_trainer.proof.observe import train
+from moe_trainer.quantization.config import QuantizationConfig, get_recipe
+from moe_trainer.quantization.iteration import begin_iteration, find_quantized_gemms
+from moe_trainer.training.initialize import make_groups
+from moe_trainer.verification.training_trace import train
 
 SEQ, BATCH, HIDDEN = 64, 2, 256
 MODEL = (
@@ -34,8 +35,10 @@ MODEL = (
     "--train-iters 3 --lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
     "--tokenizer-type NullTokenizer --vocab-size 250 --on-missing-backend error --triton-kernels none"
 )
-LATENT = ("--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 32 "
-          "--qk-layernorm")
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 --v-head-dim 32 "
+    "--qk-layernorm"
+)
 KINDS = ("local", "transformer_engine")
 DEVICE = "cuda"
 NEAR = 2e-2  # bf16
@@ -51,10 +54,16 @@ def parsed(kind: str, *flags: str, ranks: int = 1) -> Arguments:
     return parse_args(" ".join([MODEL, "--transformer-impl", kind, *flags]).split(), ranks)
 
 
-def kit_of(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[Kit, Arguments]:
+def kit_of(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[LayerFactory, Arguments]:
     args = parsed(kind, *flags)
-    return choose(kind, ps or ParallelState.single(), args.parallel.cp_comm_type, Backends("error", cuda=True), model=args.model,
-                  precision=args.precision), args
+    return select_layer_factory(
+        kind,
+        ps or ParallelState.single(),
+        args.parallel.cp_comm_type,
+        BackendPolicy("error", cuda=True),
+        model=args.model,
+        precision=args.precision,
+    ), args
 
 
 def made(build) -> nn.Module:
@@ -98,7 +107,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_linears(kind, bias):
     options = {"name": "linear", "group": ParallelState.single().tp, "init": Init("normal", 0.05), "bias": bias}
-    local, fused = (made(lambda kit=kit_of(each)[0]: getattr(kit, kind)(HIDDEN, 512, **options)) for each in KINDS)
+    local, fused = (
+        made(lambda factory=kit_of(each)[0]: getattr(factory, kind)(HIDDEN, 512, **options)) for each in KINDS
+    )
     assert type(fused).__name__.startswith("Fused")
     x = random(SEQ, BATCH, HIDDEN)
     near(outcome(fused, x), outcome(local, x))
@@ -109,8 +120,8 @@ def test_linears(kind, bias):
 def test_norms(flags):
     layers = []
     for each in KINDS:
-        kit, args = kit_of(each, flags)
-        layers.append(made(lambda kit=kit, args=args: kit.norm(HIDDEN, args.model, name="norm")))
+        factory, args = kit_of(each, flags)
+        layers.append(made(lambda factory=factory, args=args: factory.norm(HIDDEN, args.model, name="norm")))
     x = random(SEQ, BATCH, HIDDEN)
     near(outcome(layers[1], x), outcome(layers[0], x))
 
@@ -120,17 +131,23 @@ def test_norms(flags):
 def test_attention(flags):
     layers = []
     for each in KINDS:
-        kit, args = kit_of(each, flags)
+        factory, args = kit_of(each, flags)
         width = 64 if "latent" in flags else args.model.kv_channels
-        layers.append(kit.core_attention(args.model, 1, head_dim=width, scale=0.2))
+        layers.append(factory.core_attention(args.model, 1, head_dim=width, scale=0.2))
     groups = 8 if "latent" in flags else args.model.query_groups
     values = args.model.v_head_dim if "latent" in flags else width
-    inputs = random(SEQ, BATCH, 8, width), random(SEQ, BATCH, groups, width, seed=1), random(SEQ, BATCH, groups, values, seed=2)
+    inputs = (
+        random(SEQ, BATCH, 8, width),
+        random(SEQ, BATCH, groups, width, seed=1),
+        random(SEQ, BATCH, groups, values, seed=2),
+    )
     near(outcome(layers[1], *inputs), outcome(layers[0], *inputs))
 
 
 WAYS = {
-    "plain": "", "latent": LATENT, "biases": "--normalization LayerNorm",
+    "plain": "",
+    "latent": LATENT,
+    "biases": "--normalization LayerNorm",
     "recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm moe",
     "recompute everything": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "offload": "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules attn_norm qkv_linear core_attn attn_proj",
@@ -143,19 +160,27 @@ def test_whole_models(name, monkeypatch):
     """Two steps; gradients of the first one."""
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     local = parsed("local", WAYS[name] if name != "offload" else "")
-    one, other = (train(args, 0, ParallelState.single(), 2, device=DEVICE) for args in (local, parsed("transformer_engine", WAYS[name])))
+    one, other = (
+        train(args, 0, ParallelState.single(), 2, device=DEVICE)
+        for args in (local, parsed("transformer_engine", WAYS[name]))
+    )
     same(one, other)
 
 
 NVFP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
-RECIPES = ("--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe blockwise", "--fp8-format hybrid --fp8-recipe blockwise",
-           "--fp8-format e4m3 --fp8-recipe mxfp8", NVFP4)
+RECIPES = (
+    "--fp8-format hybrid --fp8-recipe tensorwise",
+    "--fp8-format e4m3 --fp8-recipe blockwise",
+    "--fp8-format hybrid --fp8-recipe blockwise",
+    "--fp8-format e4m3 --fp8-recipe mxfp8",
+    NVFP4,
+)
 
 
 @pytest.fixture
 def flags(request):
     """Of a recipe that the device can do."""
-    if reason := te.recipe_problem(recipe_of(parsed("transformer_engine", request.param).precision)):
+    if reason := te.recipe_problem(get_recipe(parsed("transformer_engine", request.param).precision)):
         pytest.skip(reason)
     return request.param
 
@@ -166,14 +191,23 @@ def test_products(flags):
     """One linear: the same numbers are multiplied, but for gradients that are rounded at random."""
     layers = []
     for each in KINDS:
-        kit, args = kit_of(each, flags)
-        kit = kit.for_chunk(precision=LowPrecision.of(args.precision, args.model, 1, ParallelState.single())).for_layer(1)
-        layers.append(made(lambda kit=kit: kit.column_linear(
-            HIDDEN, 512, name="linear", group=ParallelState.single().tp, init=Init("normal", 0.05), bias=False)))
-    begin_iteration([SimpleNamespace(quantized=find_quantized(layers[0]))], 1)
+        factory, args = kit_of(each, flags)
+        factory = factory.for_chunk(
+            precision=QuantizationConfig.from_args(args.precision, args.model, 1, ParallelState.single())
+        ).for_layer(1)
+        layers.append(
+            made(
+                lambda factory=factory: factory.column_linear(
+                    HIDDEN, 512, name="linear", group=ParallelState.single().tp, init=Init("normal", 0.05), bias=False
+                )
+            )
+        )
+    begin_iteration([SimpleNamespace(quantized=find_quantized_gemms(layers[0]))], 1)
     x = random(SEQ, BATCH, HIDDEN)
     (ours, *our_grads), (theirs, *their_grads) = (outcome(layer, x) for layer in layers)
-    near([theirs], [ours], 2e-2 if flags == NVFP4 else 5e-3)  # of four bits many are ties, which the last bit of a scale turns
+    near(
+        [theirs], [ours], 2e-2 if flags == NVFP4 else 5e-3
+    )  # of four bits many are ties, which the last bit of a scale turns
     near(their_grads, our_grads, 0.3 if flags == NVFP4 else 5e-3)
 
 
@@ -197,11 +231,17 @@ def same(one, other, allowed: float = 5e-2) -> None:
 def one_rank(rank: int, folder: str, flags: str) -> None:
     torch.cuda.set_device(rank)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "nccl",
+        store=dist.FileStore(f"{folder}/store", 2),
+        rank=rank,
+        world_size=2,
+        device_id=torch.device("cuda", rank),
+    )
     outcomes = []
     for kind in KINDS:
         args = parsed(kind, flags, ranks=2)
-        ps = make_groups(args, Place(rank, 2, rank, None, None, "test"), timedelta(seconds=120))
+        ps = make_groups(args, LaunchEnv(rank, 2, rank, None, None, "test"), timedelta(seconds=120))
         outcomes.append(train(args, rank, ps, 2, device=f"cuda:{rank}"))
     if rank == 0:
         same(*outcomes)
@@ -210,10 +250,16 @@ def one_rank(rank: int, folder: str, flags: str) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("flags", [
-    "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2",
-    "--context-parallel-size 2 --cp-comm-type a2a", "--context-parallel-size 2 --cp-comm-type all_gather",
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2",
+        "--context-parallel-size 2 --cp-comm-type a2a",
+        "--context-parallel-size 2 --cp-comm-type all_gather",
+    ],
+)
 def test_two_gpus(flags, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with tempfile.TemporaryDirectory() as folder:

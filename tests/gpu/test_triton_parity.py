@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from scripts.kernel_pairs import NAMES, make
+from scripts.kernel_cases import NAMES, make
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")
@@ -35,7 +35,13 @@ def close(ours, theirs, near: float) -> bool:
 def test_kernel_equals_torch(name, dtype):
     pair = make(name, SIZE, dtype, "cuda")
     for place, (one, other) in enumerate(zip(pair.kernel(), pair.plain(), strict=True)):
-        assert one.shape == other.shape and one.dtype == other.dtype, (place, one.shape, other.shape, one.dtype, other.dtype)
+        assert one.shape == other.shape and one.dtype == other.dtype, (
+            place,
+            one.shape,
+            other.shape,
+            one.dtype,
+            other.dtype,
+        )
         assert close(one, other, NEAR[dtype]), (name, place)
     if INTERPRETED:
         return
@@ -52,14 +58,18 @@ def test_twice_the_same(name):
 
 def test_three_steps_of_a_model_on_the_kernels():
     """--triton-kernels all end to end, fp32."""
-    from train.layouts import argv_of
+    from training.layouts import argv_of
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.proof.compare import Tolerances, compare
-    from moe_trainer.proof.observe import train
+    from moe_trainer.verification.compare_runs import Tolerances, compare
+    from moe_trainer.verification.training_trace import train
 
     argv = argv_of("deepseek")
-    plain, ours = (train(parse_args([*argv, *more], 1), 0, ParallelState.single(), device="cuda")
-                   for more in ([], ["--triton-kernels", "all"]))
-    assert [str(difference) for difference in compare(plain, ours, Tolerances(loss=2e-5, norm=5e-5, grad=2e-4, weight=1e-4))] == []
+    plain, ours = (
+        train(parse_args([*argv, *more], 1), 0, ParallelState.single(), device="cuda")
+        for more in ([], ["--triton-kernels", "all"])
+    )
+    assert [
+        str(difference) for difference in compare(plain, ours, Tolerances(loss=2e-5, norm=5e-5, grad=2e-4, weight=1e-4))
+    ] == []

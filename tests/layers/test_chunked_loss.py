@@ -1,4 +1,7 @@
-"""The output head with its loss in chunks of tokens, the vocabulary cut over ranks or not: the logits whole, in fp64; and whole models."""
+"""The output head with its loss in chunks of tokens, the vocabulary sharded over ranks or not.
+
+The logits full, in fp64; and full models.
+"""
 
 import functools
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from train.layouts import argv_of, compare, make_run, train, train_ranks
+from training.layouts import argv_of, compare, make_run, train, train_ranks
 
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.vocab import OutputHead
@@ -22,7 +25,7 @@ S, B, H, V = 20, 2, 8, 24
 def short_chunks(monkeypatch):
     """Some tokens at a time even of the smallest vocabulary; ranks inherit it."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
 
 
 def _drawn(name, *shape):
@@ -31,19 +34,28 @@ def _drawn(name, *shape):
 
 def _data():
     mask = (torch.rand(B, S, generator=named_generator(5, "mask")) < 0.7).double()
-    return _drawn("x", S, B, H), _drawn("weight", V, H), torch.randint(V, (B, S), generator=named_generator(5, "labels")), mask
+    return (
+        _drawn("x", S, B, H),
+        _drawn("weight", V, H),
+        torch.randint(V, (B, S), generator=named_generator(5, "labels")),
+        mask,
+    )
 
 
 def _head(rank, n, sequence_parallel):
     ps = ParallelState.create(n, rank, tp=n) if n > 1 else ParallelState.single()
     x, weight, labels, mask = _data()
-    head = OutputHead(H, V, name="head", group=ps.tp, init=Init("normal", 0.1), tied=False, sequence_parallel=sequence_parallel).double()
+    head = OutputHead(
+        H, V, name="head", group=ps.tp, init=Init("normal", 0.1), tied=False, sequence_parallel=sequence_parallel
+    ).double()
     rows = V // n
     with torch.no_grad():
-        head.weight.copy_(weight[rank * rows:(rank + 1) * rows])
+        head.weight.copy_(weight[rank * rows : (rank + 1) * rows])
     mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()
     sizes = []
-    head.steps = cross_entropy.LossSteps(lambda logits, rows: (sizes.append(len(logits)), cross_entropy.softmax_in_place(logits, rows))[1])
+    head.kernels = cross_entropy.LogitKernels(
+        lambda logits, rows: (sizes.append(len(logits)), cross_entropy.softmax_in_place(logits, rows))[1]
+    )
     loss = head.loss_BS(mine, labels, weights_BS=mask)
     with torch.no_grad():
         again = head.loss_BS(mine, labels, weights_BS=mask)
@@ -69,7 +81,7 @@ def test_equals_the_whole_logits(short_chunks, n, sequence_parallel):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_weights_gradient_that_may_wait(short_chunks, tied):
-    """It needs the gradient of whole logits, and so no chunks; a tied weight's does not wait."""
+    """It needs the gradient of full logits, and so no chunks; a tied weight's does not wait."""
     x, weight, labels, mask = _data()
     queue, group = WeightGradQueue(), ParallelState.single().tp
     head = OutputHead(H, V, name="head", group=group, init=Init("normal", 0.1), tied=tied, queue=queue)
@@ -83,7 +95,9 @@ def test_a_weights_gradient_that_may_wait(short_chunks, tied):
     queue.run()
     exact = weight.clone().requires_grad_()
     expected = F.cross_entropy((x @ exact.t()).flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
-    torch.testing.assert_close(table.grad, torch.autograd.grad((expected * mask).sum(), exact)[0], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        table.grad, torch.autograd.grad((expected * mask).sum(), exact)[0], rtol=1e-11, atol=1e-12
+    )
 
 
 @functools.cache
@@ -91,28 +105,39 @@ def one_process(kind):
     return train(argv_of(kind), 0, ParallelState.single())
 
 
-CASES = (("deepseek", "--tensor-model-parallel-size 2 --sequence-parallel"), ("per-token loss, MTP, distributed optimizer", "--expert-model-parallel-size 2"),
-         ("biases, tied head", "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"), ("plain", "--pipeline-model-parallel-size 2"))
+CASES = (
+    ("deepseek", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ("per-token loss, MTP, distributed optimizer", "--expert-model-parallel-size 2"),
+    ("biases, tied head", "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+    ("plain", "--pipeline-model-parallel-size 2"),
+)
 
 
 def test_whole_models(monkeypatch):
-    """One process with whole logits; ranks with chunks."""
+    """One process with full logits; ranks with chunks."""
     expected = [one_process(kind) for kind, _ in CASES]
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 6)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
     found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES])
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
         differences = compare(reference, outcome)
         assert not differences, f"{kind} {flags}: " + "\n".join(map(str, differences[:5]))
 
 
-
 def _fp32_logits(rank, n, sequence_parallel):
     """Loss and gradients of a head in bf16 with logits in fp32."""
     ps = ParallelState.create(n, rank, tp=n)
     x, weight, labels, mask = (tensor if tensor.dtype == torch.int64 else tensor.bfloat16() for tensor in _data())
-    head = OutputHead(H, V, name="head", group=ps.tp, init=Init("normal", 0.1), tied=False, sequence_parallel=sequence_parallel,
-                      logit_dtype=torch.float32).bfloat16()
+    head = OutputHead(
+        H,
+        V,
+        name="head",
+        group=ps.tp,
+        init=Init("normal", 0.1),
+        tied=False,
+        sequence_parallel=sequence_parallel,
+        logit_dtype=torch.float32,
+    ).bfloat16()
     with torch.no_grad():
         head.weight.copy_(weight.chunk(n)[rank])
     mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()
@@ -123,7 +148,9 @@ def _fp32_logits(rank, n, sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fp32_logits_of_bf16_weights(short_chunks, sequence_parallel):
-    x, weight, labels, mask = (tensor if tensor.dtype == torch.int64 else tensor.bfloat16().float() for tensor in _data())
+    x, weight, labels, mask = (
+        tensor if tensor.dtype == torch.int64 else tensor.bfloat16().float() for tensor in _data()
+    )
     x, weight = x.requires_grad_(), weight.requires_grad_()
     logits = x @ weight.t()
     expected = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
@@ -143,4 +170,4 @@ def test_the_flag_reaches_every_loss():
     """The decoder's head is that of multi-token prediction, too."""
     argv = [*argv_of("deepseek"), "--bf16", "--output-logit-dtype", "fp32"]
     head = make_run(argv, 0, ParallelState.single(), 1).chunks[0].output_layer
-    assert head.products.dtype == torch.float32 and head.weight.dtype == torch.bfloat16
+    assert head.gemms.dtype == torch.float32 and head.weight.dtype == torch.bfloat16

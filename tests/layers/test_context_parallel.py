@@ -8,8 +8,8 @@ import torch
 from harness import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_trainer.layers.context_parallel import ContextParallelAttention, comm_type_of, make_core_attention
-from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.layers.context_parallel import ContextParallelAttention, get_cp_comm_type, make_core_attention
+from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.ops import flash_attention
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
@@ -24,8 +24,12 @@ LAYOUTS = [("p2p", 2), ("p2p", 4), ("allgather", 2), ("allgather", 4), ("a2a", 2
 
 
 def model(window=None, dropout=0.0, softmax="vanilla"):
-    return SimpleNamespace(softmax_type=softmax, attention_dropout=dropout, window_attn_skip_freq=None,
-                           window_size=None if window is None else (window, 0))
+    return SimpleNamespace(
+        softmax_type=softmax,
+        attention_dropout=dropout,
+        window_attn_skip_freq=None,
+        window_size=None if window is None else (window, 0),
+    )
 
 
 def inputs(widths, length=S, dtype=torch.float64):
@@ -39,8 +43,8 @@ def documents(length=S):
     """Three documents in one row, two in the other; their ends fall inside chunks and on their borders."""
     ids = torch.zeros(B, length, dtype=torch.int64)
     ids[0, 3:] += 1
-    ids[0, length // 2 + 1:] += 1
-    ids[1, length // 4:] += 1
+    ids[0, length // 2 + 1 :] += 1
+    ids[1, length // 4 :] += 1
     return ids
 
 
@@ -65,7 +69,7 @@ def one_process(widths, window, packed, length=S):
     *qkv, grad = inputs(widths, length)
     ids = documents(length) if packed else torch.zeros(B, length, dtype=torch.int64)
     core = CoreAttention(model(), 1, head_dim=WIDTHS[widths][2])
-    return run(core, *qkv, grad, Visible(mask=explicit(ids, window)))
+    return run(core, *qkv, grad, AttentionMask(mask=explicit(ids, window)))
 
 
 def on_ranks(rank, n, kind, cases, length=S):
@@ -74,7 +78,7 @@ def on_ranks(rank, n, kind, cases, length=S):
     shard, outcomes = SequenceShard(ps.cp), []
     for widths, window, packed in cases:
         core = make_core_attention(model(window), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind])
-        visible = Visible.of(None, documents(length)) if packed else None
+        visible = AttentionMask.of(None, documents(length)) if packed else None
         results = run(core, *(shard.local(x, 0) for x in inputs(widths, length)), visible)
         outcomes.append([shard.full(x, 0) for x in results])
     return outcomes
@@ -107,7 +111,7 @@ def test_ring_of_three_and_chunks_longer_than_a_tile(kind):
 def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
     *qkv, grad = inputs(widths)
     core = CoreAttention(model(window), 1, head_dim=WIDTHS[widths][2])
-    assert_equal(run(core, *qkv, grad, Visible.of(None, documents())), one_process(widths, window, True))
+    assert_equal(run(core, *qkv, grad, AttentionMask.of(None, documents())), one_process(widths, window, True))
 
 
 def with_sinks(core, q, k, v, grad, sinks, visible=None):
@@ -119,7 +123,7 @@ def with_sinks(core, q, k, v, grad, sinks, visible=None):
 
 
 def sinks_by_definition(widths, window, packed, softmax):
-    """A column more in front of the softmax, and left out behind it."""
+    """A column more in front of the softmax, and left out after it."""
     *qkv, grad = inputs(widths)
     heads, groups, key, _value = WIDTHS[widths]
     sinks = some_sinks(heads) if softmax == "learnable" else torch.zeros(heads, dtype=torch.float64)
@@ -142,9 +146,13 @@ def sinks_on_ranks(rank, n, kind, cases):
     ps = ParallelState.create(n, rank, cp=n, cp_levels=levels)
     shard, outcomes = SequenceShard(ps.cp), []
     for widths, window, packed, softmax in cases:
-        core = make_core_attention(model(window, softmax=softmax), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind])
-        visible = Visible.of(None, documents()) if packed else None
-        *results, grad = with_sinks(core, *(shard.local(x, 0) for x in inputs(widths)), some_sinks(WIDTHS[widths][0]), visible)
+        core = make_core_attention(
+            model(window, softmax=softmax), 1, head_dim=WIDTHS[widths][2], ps=ps, comm_types=[kind]
+        )
+        visible = AttentionMask.of(None, documents()) if packed else None
+        *results, grad = with_sinks(
+            core, *(shard.local(x, 0) for x in inputs(widths)), some_sinks(WIDTHS[widths][0]), visible
+        )
         torch.distributed.all_reduce(grad)  # as every gradient of context-parallel ranks
         outcomes.append([*(shard.full(x, 0) for x in results), grad])
     return outcomes
@@ -159,14 +167,23 @@ def test_sinks_are_one_column_more(kind, n):
     for number, case in enumerate(SINKS):
         expected = sinks_by_definition(*case)
         for outcome in outcomes:
-            for name, x, y in zip(("output", "grad of q", "grad of k", "grad of v", "grad of sinks"), outcome[number], expected, strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name, case=case: f"{name}, {case}: {text}")
+            for name, x, y in zip(
+                ("output", "grad of q", "grad of k", "grad of v", "grad of sinks"),
+                outcome[number],
+                expected,
+                strict=True,
+            ):
+                torch.testing.assert_close(
+                    x, y, rtol=1e-12, atol=1e-12, msg=lambda text, name=name, case=case: f"{name}, {case}: {text}"
+                )
 
 
 def test_sinks_do_not_take_an_explicit_mask():
     *qkv, _grad = inputs("one head each")
     with pytest.raises(ValueError, match="--softmax-type"):
-        CoreAttention(model(softmax="off-by-one"), 1, head_dim=4)(*qkv, Visible(mask=torch.ones(1, 1, S, S, dtype=torch.bool)))
+        CoreAttention(model(softmax="off-by-one"), 1, head_dim=4)(
+            *qkv, AttentionMask(mask=torch.ones(1, 1, S, S, dtype=torch.bool))
+        )
 
 
 def test_long_documents_with_equal_borders_are_done_by_a_flash_kernel(monkeypatch):
@@ -177,16 +194,16 @@ def test_long_documents_with_equal_borders_are_done_by_a_flash_kernel(monkeypatc
     places = torch.arange(length).expand(B, length)
     ids = (places >= length // 3).int() + (places >= length - 300).int()
     core = CoreAttention(model(), 1, head_dim=6)
-    results = run(core, *qkv, grad, Visible.of(None, ids))
+    results = run(core, *qkv, grad, AttentionMask.of(None, ids))
     assert calls == [True, True, True], "one square block per document"
-    assert_equal(results, run(core, *qkv, grad, Visible(mask=explicit(ids, None))))
+    assert_equal(results, run(core, *qkv, grad, AttentionMask(mask=explicit(ids, None))))
 
 
 def test_half_precision_keeps_fp32_sums():
     *qkv, grad = (x.bfloat16() for x in inputs("grouped queries", dtype=torch.float32))
     core = CoreAttention(model(), 1, head_dim=6)
-    exact = run(core, *(x.double() for x in qkv), grad.double(), Visible.of(None, documents()))
-    for x, y in zip(run(core, *qkv, grad, Visible.of(None, documents())), exact):
+    exact = run(core, *(x.double() for x in qkv), grad.double(), AttentionMask.of(None, documents()))
+    for x, y in zip(run(core, *qkv, grad, AttentionMask.of(None, documents())), exact):
         assert x.dtype == torch.bfloat16
         torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
 
@@ -221,9 +238,15 @@ def with_dropout(rank, n, kind):
 
     (first, grad), (again, grad_again), (other, _) = once(0), once(0), once(100)
     core.eval()
-    return dict(same=torch.equal(first, again) and torch.equal(grad, grad_again), other=torch.equal(first, other),
-                mean=first.mean().item(), total=grad.sum().item(), sum=first.sum().item(),
-                plain=torch.allclose(core(q, k, v), torch.ones_like(first)), first=first.detach())
+    return dict(
+        same=torch.equal(first, again) and torch.equal(grad, grad_again),
+        other=torch.equal(first, other),
+        mean=first.mean().item(),
+        total=grad.sum().item(),
+        sum=first.sum().item(),
+        plain=torch.allclose(core(q, k, v), torch.ones_like(first)),
+        first=first.detach(),
+    )
 
 
 @pytest.mark.parametrize("kind, n", [("p2p", 2), ("allgather", 2), ("a2a", 2), ("a2a+p2p", 4)])
@@ -244,7 +267,7 @@ def test_dropout_gradients_of_packed_documents():
 
     def forward(q, k, v):
         torch.manual_seed(5)
-        return core(q, k, v, Visible.of(None, ids))
+        return core(q, k, v, AttentionMask.of(None, ids))
 
     assert torch.autograd.gradcheck(forward, (q, k, v))
 
@@ -268,7 +291,14 @@ def largest(rank, n, kind, packed):
     core = make_core_attention(model(), 1, head_dim=2, ps=ps, comm_types=[kind])
     q, k, v, grad = (SequenceShard(ps.cp).local(torch.randn(length, 1, 1, 2), 0) for _ in range(4))
     with Largest() as seen:
-        run(core, q, k, v, grad.flatten(2), Visible.of(None, torch.arange(length)[None] // 100) if packed else None)
+        run(
+            core,
+            q,
+            k,
+            v,
+            grad.flatten(2),
+            AttentionMask.of(None, torch.arange(length)[None] // 100) if packed else None,
+        )
     return seen.numel
 
 
@@ -277,7 +307,9 @@ def largest(rank, n, kind, packed):
 def test_no_tensor_of_all_queries_against_all_keys(kind, packed):
     longest_keys = 1024 if kind == "allgather" else 1024 // 4
     for numel in run_ranks(largest, 2, kind, packed):
-        assert numel <= max(64 * longest_keys, 2 * 1024), "a tile of queries against the keys at hand, or the keys themselves"
+        assert numel <= max(64 * longest_keys, 2 * 1024), (
+            "a tile of queries against the keys at hand, or the keys themselves"
+        )
 
 
 def all_masked(rank, n, kind):
@@ -287,7 +319,7 @@ def all_masked(rank, n, kind):
     shard = SequenceShard(ps.cp)
     q, k, v, grad = (shard.local(x, 0) for x in inputs("one head each"))
     ids = torch.arange(S).expand(B, S)
-    out, *grads = run(core, q, k, v, grad, Visible.of(None, ids))
+    out, *grads = run(core, q, k, v, grad, AttentionMask.of(None, ids))
     return torch.equal(out, v.flatten(2)), [bool(torch.isfinite(x).all()) for x in grads], grads[0].abs().max().item()
 
 
@@ -301,7 +333,7 @@ def refusals(rank, n):
     ps = ParallelState.create(n, rank, cp=n)
     q, k, v = (torch.randn(4, 1, heads, 4) for heads in (4, 1, 1))
     messages = []
-    for kind, visible in (("a2a", None), ("p2p", Visible(mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)))):
+    for kind, visible in (("a2a", None), ("p2p", AttentionMask(mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)))):
         core = make_core_attention(model(), 1, head_dim=4, ps=ps, comm_types=[kind])
         with pytest.raises(ValueError) as caught:
             core(q, k, v, visible)
@@ -317,16 +349,25 @@ def test_what_cannot_be_cut_is_refused():
 
 def kinds(rank, n):
     ps = ParallelState.create(n, rank, cp=n, cp_levels=(2, 1))
-    cores = [make_core_attention(model(), layer, head_dim=4, ps=ps, comm_types=["p2p", "a2a", "allgather", "a2a+p2p"])
-             for layer in (1, 2, 3, 4, 5)]
-    return [(type(core) is ContextParallelAttention, core.heads.size, core.positions.size, core.attend.__name__) for core in cores]
+    cores = [
+        make_core_attention(model(), layer, head_dim=4, ps=ps, comm_types=["p2p", "a2a", "allgather", "a2a+p2p"])
+        for layer in (1, 2, 3, 4, 5)
+    ]
+    return [
+        (type(core) is ContextParallelAttention, core.heads.size, core.positions.size, core.attend.__name__)
+        for core in cores
+    ]
 
 
 def test_one_kind_per_layer():
     assert run_ranks(kinds, 2)[0] == [
-        (True, 1, 2, "ring_attention"), (True, 2, 1, "ring_attention"), (True, 1, 2, "gathered_attention"),
-        (True, 2, 1, "ring_attention"), (True, 2, 1, "ring_attention")]
-    assert [comm_type_of(layer, ["a2a"]) for layer in (1, 7)] == ["a2a", "a2a"]
+        (True, 1, 2, "ring_attention"),
+        (True, 2, 1, "ring_attention"),
+        (True, 1, 2, "gathered_attention"),
+        (True, 2, 1, "ring_attention"),
+        (True, 2, 1, "ring_attention"),
+    ]
+    assert [get_cp_comm_type(layer, ["a2a"]) for layer in (1, 7)] == ["a2a", "a2a"]
 
 
 def test_one_rank_runs_the_plain_attention():
@@ -337,13 +378,17 @@ def test_one_rank_runs_the_plain_attention():
 def with_kernels_counted(rank, n, kind, widths, length):
     calls = []
     original = flash_attention.flash_block
-    flash_attention.flash_block = lambda q, k, v, scale, causal: calls.append(causal) or original(q, k, v, scale, causal)
+    flash_attention.flash_block = lambda q, k, v, scale, causal: (
+        calls.append(causal) or original(q, k, v, scale, causal)
+    )
     (results,) = on_ranks(rank, n, kind, [(widths, None, False)], length)
     return results, sorted(calls)
 
 
-@pytest.mark.parametrize("kind, blocks", [
-    ("p2p", [[False] * 3 + [True] * 2] * 2), ("allgather", [[False] + [True] * 2, [False] * 2 + [True] * 2])])
+@pytest.mark.parametrize(
+    "kind, blocks",
+    [("p2p", [[False] * 3 + [True] * 2] * 2), ("allgather", [[False] + [True] * 2, [False] * 2 + [True] * 2])],
+)
 @pytest.mark.parametrize("widths", ["grouped queries", "latent"])
 def test_blocks_of_long_chunks_are_done_by_a_flash_kernel(kind, blocks, widths):
     length = 2 * 2 * flash_attention.CPU_LENGTH
@@ -360,5 +405,5 @@ def test_packed_documents_of_one_rank_need_no_mask(softmax):
     core = CoreAttention(model(softmax=softmax), 1, head_dim=2)
     q, k, v, grad = (torch.randn(length, 1, 1, 2) for _ in range(4))
     with Largest() as seen:
-        run(core, q, k, v, grad.flatten(2), Visible.of(None, torch.arange(length)[None] // 100))
+        run(core, q, k, v, grad.flatten(2), AttentionMask.of(None, torch.arange(length)[None] // 100))
     assert seen.numel <= 64 * length, "a tile of queries against all keys"

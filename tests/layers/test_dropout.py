@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: equal masks where the tensor is replicated, different ones where it is cut."""
+"""Dropout under tensor parallelism: equal masks where the tensor is replicated, different ones where it is sharded."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from harness import run_ranks
 from layers.test_tensor_parallel import LATENT, MODEL, S
 
 from moe_trainer.layers.attention import SelfAttention
-from moe_trainer.layers.dropout import Dropout, drawing
-from moe_trainer.layers.kit import LOCAL
+from moe_trainer.layers.dropout import Dropout, rng_context
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.mla import MultiLatentAttention
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def test_without_a_stream_it_is_torchs_dropout():
     assert torch.equal(Dropout(0.3)(x), expected[0]) and torch.equal(torch.rand(1), expected[1])
 
 
-@pytest.mark.parametrize("stream", [None, ShardStream(1, "x")])
+@pytest.mark.parametrize("stream", [None, ShardRNG(1, "x")])
 def test_nothing_is_drawn_in_evaluation_or_at_zero(stream):
     x, before = torch.ones(10), torch.get_rng_state()
     assert Dropout(0.0, stream)(x) is x and Dropout(0.5, stream).eval()(x) is x
@@ -36,34 +36,34 @@ def test_nothing_is_drawn_in_evaluation_or_at_zero(stream):
 def test_a_stream_moves_by_itself():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    stream = ShardStream(1, "tp 0")
-    with drawing(stream, CPU):
+    stream = ShardRNG(1, "tp 0")
+    with rng_context(stream, CPU):
         first = torch.rand(4)
-    with drawing(stream, CPU):
+    with rng_context(stream, CPU):
         second = torch.rand(4)
     assert torch.equal(torch.get_rng_state(), before), "the global generator did not move"
-    whole = torch.rand(8, generator=torch.Generator().manual_seed(ShardStream(1, "tp 0").generator(CPU).initial_seed()))
+    whole = torch.rand(8, generator=torch.Generator().manual_seed(ShardRNG(1, "tp 0").generator(CPU).initial_seed()))
     assert torch.equal(torch.cat([first, second]), whole)
-    with drawing(ShardStream(1, "tp 1"), CPU):
+    with rng_context(ShardRNG(1, "tp 1"), CPU):
         assert not torch.equal(torch.rand(4), first)
 
 
 def test_a_stream_goes_on_from_a_saved_state():
-    stream = ShardStream(1, "tp 0")
-    with drawing(stream, CPU):
+    stream = ShardRNG(1, "tp 0")
+    with rng_context(stream, CPU):
         torch.rand(3)
     saved = stream.generator(CPU).get_state()
-    with drawing(stream, CPU):
+    with rng_context(stream, CPU):
         expected = torch.rand(3)
-    other = ShardStream(2, "another")
+    other = ShardRNG(2, "another")
     other.generator(CPU).set_state(saved)
-    with drawing(other, CPU):
+    with rng_context(other, CPU):
         assert torch.equal(torch.rand(3), expected)
 
 
 def test_an_error_inside_leaves_the_global_generator_as_it_was():
     before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), drawing(ShardStream(1, "x"), CPU):
+    with pytest.raises(ZeroDivisionError), rng_context(ShardRNG(1, "x"), CPU):
         torch.rand(3)
         1 / 0
     assert torch.equal(torch.get_rng_state(), before)
@@ -73,7 +73,7 @@ def _heads(rank, n, model):
     """What every rank's heads give when all heads have the same weights: they differ by their masks alone."""
     ps = ParallelState.create(n, rank, tp=n)
     kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
-    layer = kind(model, ps, name="a", layer_number=1, kit=LOCAL.for_chunk(stream=ShardStream(7, f"tp {rank}")))
+    layer = kind(model, ps, name="a", layer_number=1, factory=LOCAL.for_chunk(stream=ShardRNG(7, f"tp {rank}")))
     torch.manual_seed(0)
     for param in layer.parameters():
         param.data = torch.randn(param.shape)

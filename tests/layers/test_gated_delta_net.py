@@ -1,4 +1,7 @@
-"""What the layer adds to the rule of ops/gated_delta_rule.py: exchange under context parallelism, documents, refusals, initialisation."""
+"""What the layer adds to the rule of ops/gated_delta_rule.py.
+
+Exchange under context parallelism, documents, refusals, initialization.
+"""
 
 import math
 from dataclasses import replace
@@ -8,9 +11,9 @@ import torch
 from harness import run_ranks
 from layers.test_tensor_parallel import DELTA, B, H, _fill
 
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
-from moe_trainer.layers.kit import LOCAL
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
@@ -20,7 +23,7 @@ IDS = torch.tensor([[0] * 5 + [1] * 11, [0] * 3 + [1] * 6 + [2] * 7])
 
 
 def make(ps=ParallelState.single(), model=DELTA):
-    return GatedDeltaNet(model, ps, name="layer", layer_number=1, kit=LOCAL)
+    return GatedDeltaNet(model, ps, name="layer", layer_number=1, factory=LOCAL)
 
 
 def rows(seed):
@@ -29,7 +32,7 @@ def rows(seed):
 
 def outcome(layer, x, weight, packed):
     x = x.clone().requires_grad_()
-    y = layer(x, None, Visible.of(None, IDS) if packed else None)
+    y = layer(x, None, AttentionMask.of(None, IDS) if packed else None)
     (y * weight).sum().backward()
     return y.detach(), x.grad, {name: param.grad for name, param in layer.named_parameters()}
 
@@ -45,7 +48,10 @@ def _on_ranks(rank, n):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_context_parallel_ranks_equal_one_process(n):
-    """Heads are dealt out, each with its own gates, rates and channels; gradients of weights add up over the ranks."""
+    """Heads are distributed, each with its own gates, rates and channels.
+
+    Gradients of weights add up over the ranks.
+    """
     ranks = run_ranks(_on_ranks, n)
     for number, packed in enumerate((False, True)):
         y, grad, grads = outcome(_fill(make()), rows(1), rows(2), packed)
@@ -53,23 +59,31 @@ def test_context_parallel_ranks_equal_one_process(n):
             torch.testing.assert_close(found[number][0], y, rtol=0, atol=1e-11)
             torch.testing.assert_close(found[number][1], grad, rtol=0, atol=1e-11)
         for name, expected in grads.items():
-            torch.testing.assert_close(sum(found[number][2][name] for found in ranks), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                sum(found[number][2][name] for found in ranks),
+                expected,
+                rtol=0,
+                atol=1e-10,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def test_a_document_does_not_know_what_stands_before_it():
     layer, x = _fill(make()), rows(1)
-    packed, alone = layer(x, None, Visible.of(None, IDS)), layer(x[5:, :1], None, None)
+    packed, alone = layer(x, None, AttentionMask.of(None, IDS)), layer(x[5:, :1], None, None)
     torch.testing.assert_close(packed[5:, :1], alone, rtol=0, atol=1e-12)
     assert (packed - layer(x, None, None)).abs().max() > 1e-3
 
 
 def test_an_explicit_mask_is_refused():
     with pytest.raises(ValueError, match="explicit attention mask"):
-        make()(rows(1), None, Visible(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
+        make()(rows(1), None, AttentionMask(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
 
 
 def test_initial_rates_and_channels():
-    """exp(A_log) is uniform from 1 to 16, dt_bias is one, the convolution uniform up to 1 / sqrt(width), as Megatron-Core has them."""
+    """exp(A_log) is uniform from 1 to 16, dt_bias is one, the convolution uniform up to 1 / sqrt(width), as Megatron-Core
+    has them.
+    """
     layer = make(model=replace(DELTA, linear_num_key_heads=64, linear_num_value_heads=512))
     for param in layer.parameters():
         init_parameter(param, 1)
@@ -77,4 +91,7 @@ def test_initial_rates_and_channels():
     assert 1.0 <= rates.min() < 1.5 and 15.5 < rates.max() <= 16.0 and 8.0 < rates.mean() < 9.0
     assert (layer.dt_bias == 1).all()
     bound = 1 / math.sqrt(DELTA.linear_conv_kernel_dim)
-    assert 0.99 * bound < layer.conv1d.weight.abs().max() <= bound and abs(layer.conv1d.weight.std() - bound / math.sqrt(3)) < 0.01 * bound
+    assert (
+        0.99 * bound < layer.conv1d.weight.abs().max() <= bound
+        and abs(layer.conv1d.weight.std() - bound / math.sqrt(3)) < 0.01 * bound
+    )

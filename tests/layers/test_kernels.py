@@ -1,4 +1,7 @@
-"""--triton-kernels where its kernels cannot run: plain torch with a line in the log, or an error that says what to do."""
+"""--triton-kernels where its kernels cannot run.
+
+Plain torch with a line in the log, or an error that says what to do.
+"""
 
 import importlib
 import importlib.util
@@ -11,9 +14,9 @@ import torch
 
 from arguments.container import OPTIONS
 from arguments.model import ModelArgs
-from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import kernels
-from moe_trainer.layers.kernels import Kernels, choose_kernels, with_delta_rule
+from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.ops.pointwise import Activation
 
 
@@ -21,45 +24,62 @@ def test_the_default_on_a_device_that_has_triton(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "import_problem", lambda name: None)
     monkeypatch.setattr(kernels, "_load", lambda name: {})
     with caplog.at_level(logging.INFO):
-        choose_kernels(OPTIONS["triton_kernels"].default, Backends(cuda=True))
-    assert caplog.messages == ["Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention"]
+        select_kernels(OPTIONS["triton_kernels"].default, BackendPolicy(cuda=True))
+    assert caplog.messages == [
+        "Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention"
+    ]
 
 
 def test_the_default_tells_why_a_device_has_none(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO):
-        assert choose_kernels([], Backends(cuda=True)) == Kernels()
-    assert [message.partition("; ")[0].partition(": ")[2] for message in caplog.messages] == ["the package triton is not installed"]
+        assert select_kernels([], BackendPolicy(cuda=True)) == Kernels()
+    assert [message.partition("; ")[0].partition(": ")[2] for message in caplog.messages] == [
+        "the package triton is not installed"
+    ]
 
 
 def test_none_and_a_cpu_have_none_and_say_nothing(caplog):
     with caplog.at_level(logging.INFO):
-        assert choose_kernels(["none"], Backends(cuda=True)) == Kernels() == choose_kernels([])
+        assert select_kernels(["none"], BackendPolicy(cuda=True)) == Kernels() == select_kernels([])
     assert not caplog.messages
 
 
 def test_a_cpu_falls_back_and_says_so_once(caplog):
     with caplog.at_level(logging.INFO):
-        assert choose_kernels(["norm", "rope"], Backends(typed=frozenset({"triton_kernels"}))) == Kernels()
+        assert select_kernels(["norm", "rope"], BackendPolicy(typed=frozenset({"triton_kernels"}))) == Kernels()
     assert [record.message for record in caplog.records] == [
         "--triton-kernels norm rope: the kernels run on CUDA devices, and this rank computes on a CPU; using plain torch, with the same "
-        "results"]
+        "results"
+    ]
 
 
 def test_without_triton_a_device_that_was_to_use_it_stops(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingBackend, match="triton is not installed.*pip install triton"):
-        choose_kernels(["all"], Backends(typed=frozenset({"triton_kernels"}), cuda=True))
+    with pytest.raises(MissingBackendError, match="triton is not installed.*pip install triton"):
+        select_kernels(["all"], BackendPolicy(typed=frozenset({"triton_kernels"}), cuda=True))
 
 
 def test_only_what_has_a_kernel_gets_one():
     """A clamped or shifted SwiGLU is another function."""
-    made = Kernels(activations=((Activation("silu", gated=True), "dense", "block"), (Activation("gelu"), None, "gelu block")))
-    assert (made.dense(Activation("silu", gated=True)), made.block(Activation("silu", gated=True))) == ("dense", "block")
-    for other in (Activation("silu", gated=True, clamp=7.0), Activation("silu", gated=True, linear_offset=1.0), Activation("gelu_tanh")):
-        assert made.dense(other) is other and made.block(other) is None
+    made = Kernels(
+        activations=((Activation("silu", gated=True), "dense", "block"), (Activation("gelu"), None, "gelu block"))
+    )
+    assert (
+        made.dense_activation(Activation("silu", gated=True)),
+        made.expert_activation(Activation("silu", gated=True)),
+    ) == (
+        "dense",
+        "block",
+    )
+    for other in (
+        Activation("silu", gated=True, clamp=7.0),
+        Activation("silu", gated=True, linear_offset=1.0),
+        Activation("gelu_tanh"),
+    ):
+        assert made.dense_activation(other) is other and made.expert_activation(other) is None
     gelu = Activation("gelu")
-    assert made.dense(gelu) is gelu and made.block(gelu) == "gelu block"
+    assert made.dense_activation(gelu) is gelu and made.expert_activation(gelu) == "gelu block"
 
 
 def test_the_flag_names_the_kernels_there_are():
@@ -70,22 +90,35 @@ RULES = types.SimpleNamespace(load_fla=lambda: print, gated_delta=repr)
 OURS = "gated DeltaNet: the delta rule of our own Triton kernels"
 
 
-@pytest.mark.parametrize(("names", "cuda", "installed", "made", "told"), [
-    ([], True, {"triton", "fla"}, print, "gated DeltaNet: the delta rule of flash-linear-attention"),
-    ([], True, {"triton"}, repr, f"{OURS} (the package fla is not installed)"), (["all"], True, {"triton"}, repr, OURS),
-    (["delta-rule"], True, {"triton"}, repr, OURS), ([], True, {"fla"}, None, "the package triton is not installed"),
-    (["delta-rule"], False, {"triton", "fla"}, None, "this rank computes on a CPU"),
-    ([], False, {"triton", "fla"}, None, None), (["none"], True, {"triton", "fla"}, None, None), (["norm"], True, {"triton", "fla"}, None, None)])
+@pytest.mark.parametrize(
+    ("names", "cuda", "installed", "made", "told"),
+    [
+        ([], True, {"triton", "fla"}, print, "gated DeltaNet: the delta rule of flash-linear-attention"),
+        ([], True, {"triton"}, repr, f"{OURS} (the package fla is not installed)"),
+        (["all"], True, {"triton"}, repr, OURS),
+        (["delta-rule"], True, {"triton"}, repr, OURS),
+        ([], True, {"fla"}, None, "the package triton is not installed"),
+        (["delta-rule"], False, {"triton", "fla"}, None, "this rank computes on a CPU"),
+        ([], False, {"triton", "fla"}, None, None),
+        (["none"], True, {"triton", "fla"}, None, None),
+        (["norm"], True, {"triton", "fla"}, None, None),
+    ],
+)
 def test_whose_delta_rule(names, cuda, installed, made, told, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
     model = ModelArgs(linear_key_head_dim=128, linear_value_head_dim=128)
     with caplog.at_level(logging.INFO):
-        found = with_delta_rule(Kernels(), names, model, torch.bfloat16, Backends(cuda=cuda))
+        found = with_delta_rule(Kernels(), names, model, torch.bfloat16, BackendPolicy(cuda=cuda))
     assert found.gated_delta is (made or Kernels().gated_delta)
     assert told in caplog.text if told else not caplog.messages
-    assert with_delta_rule(Kernels(), names, replace(model, linear_key_head_dim=512), torch.bfloat16, Backends(cuda=cuda)) == Kernels()
+    assert (
+        with_delta_rule(
+            Kernels(), names, replace(model, linear_key_head_dim=512), torch.bfloat16, BackendPolicy(cuda=cuda)
+        )
+        == Kernels()
+    )
 
 
 @pytest.mark.parametrize("version", ["0.5.2", None])
@@ -95,12 +128,18 @@ def test_an_old_delta_rule_is_not_taken(version, monkeypatch, caplog):
     if version:
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with caplog.at_level(logging.INFO):
-        assert with_delta_rule(Kernels(), [], ModelArgs(), torch.bfloat16, Backends(cuda=True)).gated_delta is repr
+        assert with_delta_rule(Kernels(), [], ModelArgs(), torch.bfloat16, BackendPolicy(cuda=True)).gated_delta is repr
     assert OURS in caplog.text and "is not 0.6 or later" in caplog.text
 
 
 def test_a_delta_rule_that_was_named_and_is_not_there_stops(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingBackend, match="pip install triton"):
-        with_delta_rule(Kernels(), ["delta-rule"], ModelArgs(), torch.bfloat16, Backends(typed=frozenset({"triton_kernels"}), cuda=True))
-    assert choose_kernels(["delta-rule"], Backends(cuda=True)) == Kernels()
+    with pytest.raises(MissingBackendError, match="pip install triton"):
+        with_delta_rule(
+            Kernels(),
+            ["delta-rule"],
+            ModelArgs(),
+            torch.bfloat16,
+            BackendPolicy(typed=frozenset({"triton_kernels"}), cuda=True),
+        )
+    assert select_kernels(["delta-rule"], BackendPolicy(cuda=True)) == Kernels()

@@ -6,21 +6,30 @@ from dataclasses import replace
 import pytest
 import torch
 
+from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
-from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.init import Init, embedding_init, hidden_init, residual_init
-from moe_trainer.layers.kit import LOCAL, choose
+from moe_trainer.layers.layer_factory import LOCAL, select_layer_factory
 from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from moe_trainer.layers.mlp import make_activation
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary, skips_rope
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.shape.layers import uses_window
 
-MODEL = ModelArgs(num_layers=8, hidden_size=32, num_attention_heads=4, num_query_groups=2, group_query_attention=True,
-                  kv_channels=8, ffn_hidden_size=64, max_position_embeddings=16, attention_dropout=0.0)
+MODEL = ModelArgs(
+    num_layers=8,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    group_query_attention=True,
+    kv_channels=8,
+    ffn_hidden_size=64,
+    max_position_embeddings=16,
+    attention_dropout=0.0,
+)
 SINGLE = ParallelState.single()
 
 
@@ -56,16 +65,18 @@ def test_init_distributions():
     assert {hidden_init(xavier).kind, residual_init(xavier).kind, embedding_init(xavier).kind} == {"xavier_uniform"}
 
 
-@pytest.mark.parametrize("freq, windowed", [
-    (None, [True] * 4), (2, [True, False, True, False]), ([1, 0, 0, 1], [True, False, False, True])])
+@pytest.mark.parametrize(
+    "freq, windowed", [(None, [True] * 4), (2, [True, False, True, False]), ([1, 0, 0, 1], [True, False, False, True])]
+)
 def test_window_attn_skip_freq(freq, windowed):
     model = replace(MODEL, window_size=(2, 0), window_attn_skip_freq=freq)
     assert [uses_window(model, number) for number in range(1, 5)] == windowed
     assert not uses_window(replace(model, window_size=None), 1)
 
 
-@pytest.mark.parametrize("freq, skipped", [
-    (None, [False] * 4), (2, [False, True, False, True]), ([0, 1, 1, 0], [False, True, True, False])])
+@pytest.mark.parametrize(
+    "freq, skipped", [(None, [False] * 4), (2, [False, True, False, True]), ([0, 1, 1, 0], [False, True, True, False])]
+)
 def test_no_rope_freq(freq, skipped):
     model = replace(MODEL, no_rope_freq=freq)
     assert [skips_rope(model, number) for number in range(1, 5)] == skipped
@@ -76,15 +87,20 @@ def test_a_layer_without_rope_ignores_the_tables():
     tables = make_rotary(model).tables(6, torch.device("cpu"))
     x = torch.randn(6, 2, 32)
     for number, reads in ((1, True), (2, False)):
-        layer = built(SelfAttention(model, SINGLE, name="a", layer_number=number, kit=LOCAL))
+        layer = built(SelfAttention(model, SINGLE, name="a", layer_number=number, factory=LOCAL))
         assert torch.equal(layer(x, tables, None), layer(x, None, None)) != reads
 
 
 def test_the_output_gate_is_a_sigmoid_per_head_and_channel():
-    """Rows of linear_qkv are [q q g g k v] for each of the two groups; without the gates the layer is the ungated one."""
+    """Rows of linear_qkv are [q q g g k v] for each of the two groups.
+
+    Without the gates the layer is the ungated one.
+    """
     model = replace(MODEL, add_bias_linear=False)
-    plain = built(SelfAttention(model, SINGLE, name="a", layer_number=1, kit=LOCAL))
-    gated = built(SelfAttention(replace(model, attention_output_gate=True), SINGLE, name="a", layer_number=1, kit=LOCAL))
+    plain = built(SelfAttention(model, SINGLE, name="a", layer_number=1, factory=LOCAL))
+    gated = built(
+        SelfAttention(replace(model, attention_output_gate=True), SINGLE, name="a", layer_number=1, factory=LOCAL)
+    )
     gates = torch.randn(2, 2, 8, 32)
     with torch.no_grad():
         gated.linear_proj.weight.copy_(plain.linear_proj.weight)
@@ -109,8 +125,8 @@ def test_rotary_interleaved_is_a_permutation_of_halves():
     """Scores agree when the rows of q and k are reordered: pairs (2i, 2i+1) instead of (i, i + D/2)."""
     order = torch.arange(8).view(2, 4).t().flatten()
     base = replace(MODEL, position_embedding_type="rope")
-    halves = built(SelfAttention(base, SINGLE, name="a", layer_number=1, kit=LOCAL))
-    pairs = SelfAttention(replace(base, rotary_interleaved=True), SINGLE, name="a", layer_number=1, kit=LOCAL)
+    halves = built(SelfAttention(base, SINGLE, name="a", layer_number=1, factory=LOCAL))
+    pairs = SelfAttention(replace(base, rotary_interleaved=True), SINGLE, name="a", layer_number=1, factory=LOCAL)
     pairs.load_state_dict(halves.state_dict())
     with torch.no_grad():
         rows = pairs.linear_qkv.weight.view(2, 4, 8, 32)  # groups, [q q k v], head dim, hidden
@@ -122,9 +138,13 @@ def test_rotary_interleaved_is_a_permutation_of_halves():
 
 
 def test_qk_l2_norm_has_no_parameters_and_bounds_the_scores():
-    layer = built(SelfAttention(replace(MODEL, qk_l2_norm=True), SINGLE, name="a", layer_number=1, kit=LOCAL))
+    layer = built(SelfAttention(replace(MODEL, qk_l2_norm=True), SINGLE, name="a", layer_number=1, factory=LOCAL))
     assert {name for name, _ in layer.named_parameters()} == {
-        "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_proj.bias"}
+        "linear_qkv.weight",
+        "linear_qkv.bias",
+        "linear_proj.weight",
+        "linear_proj.bias",
+    }
     x = torch.randn(6, 2, 32)
     with torch.no_grad():
         expected = layer(x, None, None)
@@ -145,7 +165,7 @@ def test_a_window_joins_an_explicit_mask():
     core = CoreAttention(replace(MODEL, window_size=(2, 0)), 1, head_dim=8)
     q = torch.randn(6, 1, 4, 8)
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    assert torch.equal(core(q, q, q, Visible(mask=causal)), core(q, q, q))
+    assert torch.equal(core(q, q, q, AttentionMask(mask=causal)), core(q, q, q))
 
 
 def test_unbuilt_positions_are_refused_by_name():
@@ -162,10 +182,17 @@ def test_scalings_that_latent_attention_does_not_read_are_said(caplog):
     assert torch.equal(plain.inv_freq, scaled.inv_freq) and plain.position_scale == scaled.position_scale
 
 
-@pytest.mark.parametrize("change, expected", [
-    ({}, ("gelu_tanh", False)), ({"bias_gelu_fusion": False}, ("gelu", False)),
-    ({"add_bias_linear": False}, ("gelu", False)), ({"swiglu": True}, ("silu", True)),
-    ({"squared_relu": True}, ("squared_relu", False)), ({"quick_geglu": True}, ("quick_gelu", True))])
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, ("gelu_tanh", False)),
+        ({"bias_gelu_fusion": False}, ("gelu", False)),
+        ({"add_bias_linear": False}, ("gelu", False)),
+        ({"swiglu": True}, ("silu", True)),
+        ({"squared_relu": True}, ("squared_relu", False)),
+        ({"quick_geglu": True}, ("quick_gelu", True)),
+    ],
+)
 def test_activation_of_the_flags(change, expected):
     act = make_activation(replace(MODEL, **change))
     assert (act.kind, act.gated) == expected
@@ -173,7 +200,7 @@ def test_activation_of_the_flags(change, expected):
 
 def test_choose_tells_why_transformer_engine_is_not_used(caplog):
     with caplog.at_level(logging.INFO):
-        local = choose("local", ParallelState.single(), ["p2p"])
+        local = select_layer_factory("local", ParallelState.single(), ["p2p"])
         assert local.column_linear is LOCAL.column_linear and not caplog.records
-        assert choose("transformer_engine", ParallelState.single(), ["p2p"]).name == "local"
+        assert select_layer_factory("transformer_engine", ParallelState.single(), ["p2p"]).name == "local"
     assert "transformer_engine" in caplog.text and len(caplog.records) == 1

@@ -1,4 +1,4 @@
-"""QK-clip: the largest logits of heads, and the weights behind them; by hand, and under every dimension."""
+"""QK-clip: the largest logits of heads, and the weights after them; by hand, and under every dimension."""
 
 import functools
 from dataclasses import replace
@@ -6,25 +6,34 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from train.layouts import argv_of, compare, make_run, shallow, train, train_ranks
+from training.layouts import argv_of, compare, make_run, shallow, train, train_ranks
 
 from moe_trainer.layers.core_attention import CoreAttention
-from moe_trainer.layers.qk_clip import attentions, clipped_rows, forget_logits, largest_of_all, logit_peaks
-from moe_trainer.ops.block_attention import Documents, Rule, Run
-from moe_trainer.ops.logit_peaks import largest_logits
+from moe_trainer.layers.qk_clip import (
+    attentions,
+    global_max_logit,
+    qk_clip_factors,
+    reduce_max_logits,
+    reset_max_logits,
+)
+from moe_trainer.ops.block_attention import BlockMask, Documents, PositionRange
+from moe_trainer.ops.max_logits import max_logits_per_head
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.run import TrainState
-from moe_trainer.train import train_step
+from moe_trainer.training.context import TrainState
+from moe_trainer.training.step import train_step
 
 CLIP = "--qk-clip --qk-clip-threshold 0.05 --qk-clip-alpha 0.3 --log-max-attention-logit"
-LATENT = ("--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 --qk-layernorm")
+LATENT = "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 --qk-layernorm"
 
 
 def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("left, documents, masked", [(-1, False, False), (20, False, False), (-1, True, False), (9, True, False), (-1, False, True)])
+@pytest.mark.parametrize(
+    "left, documents, masked",
+    [(-1, False, False), (20, False, False), (-1, True, False), (9, True, False), (-1, False, True)],
+)
 def test_largest_logits_are_those_of_visible_keys(left, documents, masked):
     length, batch, heads, groups = 150, 2, 4, 2
     q, k = random(length, batch, heads, 8), random(length, batch, groups, 8, seed=1)
@@ -38,22 +47,33 @@ def test_largest_logits_are_those_of_visible_keys(left, documents, masked):
     mask = torch.rand(1, 1, length, length, generator=torch.Generator().manual_seed(5)) < 0.3 if masked else None
     scores = torch.einsum("sbnd,tbnd->bnst", q, k.repeat_interleave(2, dim=2)) * 0.3
     expected = scores.masked_fill(~(mask if masked else seen), float("-inf")).amax((0, 2, 3))
-    rule = Rule(left=left, documents=Documents.of(ids) if documents else None)
-    torch.testing.assert_close(largest_logits(q, k, 0.3, rule, [Run(0, length)], mask), expected)
-    halves = [largest_logits(q[rows], k, 0.3, rule, [Run(rows.start, rows.stop)], mask) for rows in (slice(0, 90), slice(90, 150))]
+    block_mask = BlockMask(left=left, documents=Documents.of(ids) if documents else None)
+    torch.testing.assert_close(max_logits_per_head(q, k, 0.3, block_mask, [PositionRange(0, length)], mask), expected)
+    halves = [
+        max_logits_per_head(q[rows], k, 0.3, block_mask, [PositionRange(rows.start, rows.stop)], mask)
+        for rows in (slice(0, 90), slice(90, 150))
+    ]
     torch.testing.assert_close(torch.maximum(*halves), expected)
 
 
 def _argv(kind, *more):
     base = shallow(argv_of("biases, tied head" if kind == "biases" else "plain"))
-    flags = {"plain": "", "biases": "", "latent": LATENT, "latent without q": LATENT.replace("--q-lora-rank 12 ", ""),
-             "grouped, gated": "--group-query-attention --num-query-groups 2 --attention-output-gate"}[kind]
+    flags = {
+        "plain": "",
+        "biases": "",
+        "latent": LATENT,
+        "latent without q": LATENT.replace("--q-lora-rank 12 ", ""),
+        "grouped, gated": "--group-query-attention --num-query-groups 2 --attention-output-gate",
+    }[kind]
     return [*base, *flags.split(), *(word for flag in more for word in flag.split())]
 
 
 @pytest.mark.parametrize("kind", ["plain", "latent", "latent without q", "grouped, gated", "biases"])
 def test_logits_shrink_to_the_threshold(kind, monkeypatch):
-    """With a learning rate of zero the same batch has, after the step, no logit above it: exactly the threshold where one key serves one head."""
+    """With a learning rate of zero the same batch has, after the step, no logit above it.
+
+    Exactly the threshold where one key serves one head.
+    """
     seen = []
     forward = CoreAttention.forward
 
@@ -87,22 +107,27 @@ def test_a_head_below_the_threshold_stays():
     run = make_run(_argv("plain", "--qk-clip"), 0, ParallelState.single(), 1)
     assert run.args.model.qk_clip_threshold == 100.0
     train_step(run, TrainState(), 4)
-    peaks = logit_peaks(run.chunks, run.ps, torch.device("cpu"))
+    peaks = reduce_max_logits(run.chunks, run.ps, torch.device("cpu"))
     assert all(0 < peak.max() < 100 for peak in peaks.values())
-    assert clipped_rows(peaks, run.ps, 100.0, 0.5) == {}
+    assert qk_clip_factors(peaks, run.ps, 100.0, 0.5) == {}
     attention = next(iter(peaks))
     peaks[attention] = torch.tensor([1.0, 400.0, float("inf"), float("-inf")])
-    (param, rows), = clipped_rows(peaks, run.ps, 100.0, 0.5).items()
+    ((param, rows),) = qk_clip_factors(peaks, run.ps, 100.0, 0.5).items()
     assert param is attention.linear_qkv.weight
-    assert torch.equal(rows.view(4, -1)[1], torch.tensor([0.5] * 4 + [0.5] * 4 + [1.0] * 4)) and (rows.view(4, -1)[[0, 2, 3]] == 1).all()
-    forget_logits(run.chunks)
-    assert all(not torch.isfinite(each.logits.found(4, torch.device("cpu"))).any() for each in attentions(run.chunks))
+    assert (
+        torch.equal(rows.view(4, -1)[1], torch.tensor([0.5] * 4 + [0.5] * 4 + [1.0] * 4))
+        and (rows.view(4, -1)[[0, 2, 3]] == 1).all()
+    )
+    reset_max_logits(run.chunks)
+    assert all(
+        not torch.isfinite(each.max_logits.value(4, torch.device("cpu"))).any() for each in attentions(run.chunks)
+    )
 
 
 def test_attention_of_multi_token_prediction_is_watched_and_clipped():
     run = make_run(_argv("plain", "--qk-clip --mtp-num-layers 1"), 0, ParallelState.single(), 1)
     train_step(run, TrainState(), 4)
-    peaks = logit_peaks(run.chunks, run.ps, torch.device("cpu"))
+    peaks = reduce_max_logits(run.chunks, run.ps, torch.device("cpu"))
     names = [attention.linear_qkv.weight.info.names[0] for attention in peaks]
     assert sum(name.startswith("mtp.") for name in names) == 1 and len(names) == run.args.model.num_layers + 1
     assert all(torch.isfinite(peak).all() for peak in peaks.values())
@@ -114,7 +139,7 @@ def test_biases_shrink_with_their_rows_and_gates_do_not():
         run = make_run(_argv(kind, "--qk-clip"), 0, ParallelState.single(), 1)
         attention = next(attentions(run.chunks))
         peaks = {attention: torch.tensor([200.0, 1.0, 50.0, 400.0])}
-        factors[kind] = clipped_rows(peaks, run.ps, 100.0, 0.5), attention.linear_qkv
+        factors[kind] = qk_clip_factors(peaks, run.ps, 100.0, 0.5), attention.linear_qkv
     found, linear = factors["biases"]
     assert set(found) == {linear.weight, linear.bias} and torch.equal(found[linear.bias], found[linear.weight])
     found, linear = factors["grouped, gated"]
@@ -129,7 +154,7 @@ def test_biases_shrink_with_their_rows_and_gates_do_not():
 def _largest(rank, n):
     ps, cpu = ParallelState.create(n, rank, tp=n), torch.device("cpu")
     here = {number: torch.tensor([rank - 3.0, -4.0]) for number in range(2)}
-    return largest_of_all(here, ps, cpu), largest_of_all(here if rank == 0 else {}, ps, cpu)
+    return global_max_logit(here, ps, cpu), global_max_logit(here if rank == 0 else {}, ps, cpu)
 
 
 def test_every_rank_knows_the_largest_logit_of_all():
@@ -143,11 +168,23 @@ def one_process(kind, more):
 
 
 LAYOUTS = (
-    (4, "grouped, gated", "--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer"),
-    (4, "plain", "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"),
+    (
+        4,
+        "grouped, gated",
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer",
+    ),
+    (
+        4,
+        "plain",
+        "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000",
+    ),
     (4, "latent", "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --cp-comm-type a2a"),
     (4, "latent", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer"),
-    (4, "plain", "--tensor-model-parallel-size 2 --optimizer muon --muon-fp32-matmul-prec high --use-distributed-optimizer"),
+    (
+        4,
+        "plain",
+        "--tensor-model-parallel-size 2 --optimizer muon --muon-fp32-matmul-prec high --use-distributed-optimizer",
+    ),
 )
 
 

@@ -1,4 +1,7 @@
-"""TransformerEngine's kit: which calls are made, against the recorded signatures, and whole trainings with a stand-in for the package."""
+"""TransformerEngine's kit.
+
+Which calls are made, against the recorded signatures, and full trainings with a stand-in for the package.
+"""
 
 import logging
 import sys
@@ -8,26 +11,25 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.te_double import PYTORCH, RECIPE, install, short, stand_in
-from train.layouts import argv_of, compare, groups_of, train, train_ranks
+from layers.fake_te import PYTORCH, RECIPE, install, short, stand_in
+from training.layouts import argv_of, compare, groups_of, train, train_ranks
 
 from arguments import parse_args
-from moe_trainer.backends import Backends, MissingBackend
-from moe_trainer.layers import kit as kits
-from moe_trainer.layers import te, te_layers
-from moe_trainer.layers.core_attention import CoreAttention, Visible
+from moe_trainer.backends import BackendPolicy, MissingBackendError
+from moe_trainer.layers import layer_factory, te, te_layers
+from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.precision import recipe_of
 from moe_trainer.layers.te_layers import FusedNorm
 from moe_trainer.model import build
-from moe_trainer.ops.fp8 import QuantizedProducts
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.quantization.config import get_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms
 
-CUDA = Backends(cuda=True)
+CUDA = BackendPolicy(cuda=True)
 TE = "--transformer-impl transformer_engine"
 TP2, CP2, PP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "context", "pipeline-model"))
 
@@ -50,13 +52,25 @@ PARTS = "--recompute-granularity selective --recompute-modules core_attn layerno
 SENT = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules attn_norm qkv_linear core_attn attn_proj"
 
 
-@pytest.mark.parametrize(("kind", "model", "flags"), [
-    ("deepseek", "", ""), ("deepseek", "", PARTS), ("deepseek", "", SENT),
-    ("biases, tied head", "--normalization LayerNorm", ""),
-    ("plain", f"--apply-layernorm-1p {GROUPS} 2 --qk-layernorm --window-size 5,0", "--use-distributed-optimizer --overlap-param-gather "
-     "--overlap-grad-reduce"),
-    ("plain", "--reset-attention-mask --reset-position-ids", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-])
+@pytest.mark.parametrize(
+    ("kind", "model", "flags"),
+    [
+        ("deepseek", "", ""),
+        ("deepseek", "", PARTS),
+        ("deepseek", "", SENT),
+        ("biases, tied head", "--normalization LayerNorm", ""),
+        (
+            "plain",
+            f"--apply-layernorm-1p {GROUPS} 2 --qk-layernorm --window-size 5,0",
+            "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce",
+        ),
+        (
+            "plain",
+            "--reset-attention-mask --reset-position-ids",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+    ],
+)
 def test_steps_are_those_of_the_local_kit(double, kind, model, flags):
     local = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 2)
     assert not double.recorded.calls
@@ -74,13 +88,26 @@ def forked(rank, n, argvs, steps):
     return outcomes, short(sys.modules[PYTORCH].double.called())
 
 
-@pytest.mark.parametrize(("kind", "model", "mapping"), [
-    ("deepseek", "", f"{TP2} --sequence-parallel {PARTS}"), ("plain", "", TP2),
-    ("biases, tied head", "--normalization LayerNorm", f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1"),
-    ("plain", f"{GROUPS} 1", f"{TP2} --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    ("plain", "", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"), ("plain", "", f"{PP2} --pipeline-schedule zero-bubble"),
-    ("plain", "", "--use-torch-fsdp2"),
-])
+@pytest.mark.parametrize(
+    ("kind", "model", "mapping"),
+    [
+        ("deepseek", "", f"{TP2} --sequence-parallel {PARTS}"),
+        ("plain", "", TP2),
+        (
+            "biases, tied head",
+            "--normalization LayerNorm",
+            f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1",
+        ),
+        (
+            "plain",
+            f"{GROUPS} 1",
+            f"{TP2} --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ),
+        ("plain", "", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+        ("plain", "", f"{PP2} --pipeline-schedule zero-bubble"),
+        ("plain", "", "--use-torch-fsdp2"),
+    ],
+)
 def test_two_ranks_are_one_process_with_the_local_kit(double, kind, model, mapping):
     sys.modules[PYTORCH].double = double
     one = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 1)
@@ -103,19 +130,24 @@ def test_context_parallel_attention_is_one_process(double, monkeypatch, kind):
 
 
 def exchanges(rank, n, flags):
-    """How the library is told to exchange, and which ranks of the world its groups have."""
+    """How the library takes to exchange, and which ranks of the world its groups have."""
     ps = groups_of([*argv_of("plain"), "--bf16", *flags.split()], rank, n)
-    group, ranks, stream, kind = te_layers.FusedLayers(None, ps, parse_args([*argv_of("plain"), *flags.split()], n).parallel.cp_comm_type)._exchange(1)
+    group, ranks, stream, kind = te_layers.FusedLayers(
+        None, ps, parse_args([*argv_of("plain"), *flags.split()], n).parallel.cp_comm_type
+    )._exchange(1)
     groups = group if isinstance(group, list) else [group]
     return kind, [torch.distributed.get_process_group_ranks(each) for each in groups], ranks, stream
 
 
-@pytest.mark.parametrize(("flags", "kind", "groups"), [
-    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "a2a+p2p", [[2, 3], [1, 3]]),
-    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 4", "p2p", [[0, 1, 2, 3]]),
-    ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1", "a2a", [[0, 1, 2, 3]]),
-    ("--cp-comm-type allgather", "all_gather", [[0, 1, 2, 3]]),
-])
+@pytest.mark.parametrize(
+    ("flags", "kind", "groups"),
+    [
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "a2a+p2p", [[2, 3], [1, 3]]),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 4", "p2p", [[0, 1, 2, 3]]),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1", "a2a", [[0, 1, 2, 3]]),
+        ("--cp-comm-type allgather", "all_gather", [[0, 1, 2, 3]]),
+    ],
+)
 def test_groups_that_exchange(flags, kind, groups):
     *_, last = run_ranks(exchanges, 4, f"--context-parallel-size 4 {flags}")
     assert last == (kind, groups, [0, 1, 2, 3], None)
@@ -125,14 +157,21 @@ class FirstLayers:
     """What linears of a model with these flags were computed in, by layer and shape of the weight."""
 
     def __init__(self, double, *flags: str):
-        self.chunk, = build.build_chunks(parse_args([*argv_of("deepseek"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 1),
-                                         ParallelState.single(), 64)
+        (self.chunk,) = build.build_chunks(
+            parse_args([*argv_of("deepseek"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 1),
+            ParallelState.single(),
+            64,
+        )
         tokens_BS = torch.randint(0, 60, (2, 16))
-        double.products.clear()
-        self.chunk(tokens_BS, torch.arange(16).expand(2, 16), tokens_BS, torch.ones_like(tokens_BS), grad_scale=1.0).sum().backward()
-        self.recipes = [recipe for _, recipe in double.products]
+        double.gemms.clear()
+        self.chunk(
+            tokens_BS, torch.arange(16).expand(2, 16), tokens_BS, torch.ones_like(tokens_BS), grad_scale=1.0
+        ).sum().backward()
+        self.recipes = [recipe for _, recipe in double.gemms]
         self.linears = [type(layer.self_attention.linear_proj).__name__ for layer in self.chunk.decoder.layers]
-        self.experts = [sum(isinstance(part, QuantizedProducts) for part in layer.modules()) for layer in self.chunk.decoder.layers]
+        self.experts = [
+            sum(isinstance(part, QuantizedGemms) for part in layer.modules()) for layer in self.chunk.decoder.layers
+        ]
 
 
 TE_IMPL = "--transformer-impl"
@@ -147,43 +186,61 @@ MADE = {
 @pytest.mark.parametrize("flags", MADE)
 def test_linears_compute_by_the_recipe(double, flags):
     every = FirstLayers(double, "--bf16", flags)
-    assert every.recipes and all(recipe == MADE[flags] for recipe in every.recipes)  # the head and the router are no linears of the kit
+    assert every.recipes and all(
+        recipe == MADE[flags] for recipe in every.recipes
+    )  # the head and the router are no linears of the kit
     assert every.linears == ["FusedRowLinear"] * 4
-    assert every.experts[0] == 0 and all(every.experts[1:])  # experts quantise by themselves; the first layer has none
+    assert every.experts[0] == 0 and all(every.experts[1:])  # experts quantize by themselves; the first layer has none
 
 
 def test_layers_at_the_ends_stay_in_bf16(double):
-    ends = FirstLayers(double, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 "
-                       "--num-layers-at-end-in-bf16 2")
-    found = {name: layer.self_attention.linear_proj.context is not nullcontext
-             for name, layer in ends.chunk.named_modules() if name.count(".") == 2 and name.startswith("decoder.layers.")}
+    ends = FirstLayers(
+        double,
+        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 "
+        "--num-layers-at-end-in-bf16 2",
+    )
+    found = {
+        name: layer.self_attention.linear_proj.context is not nullcontext
+        for name, layer in ends.chunk.named_modules()
+        if name.count(".") == 2 and name.startswith("decoder.layers.")
+    }
     assert list(found.values()) == [False, True, False, False]
-    assert {None, MADE["--fp8-format e4m3 --fp8-recipe blockwise"][0]} == {recipe and recipe[0] for recipe in ends.recipes}
+    assert {None, MADE["--fp8-format e4m3 --fp8-recipe blockwise"][0]} == {
+        recipe and recipe[0] for recipe in ends.recipes
+    }
 
 
 def test_recomputed_linears_compute_by_the_recipe_again(double):
     flags = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
     once = FirstLayers(double, flags).recipes
-    again = FirstLayers(double, flags, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1").recipes
+    again = FirstLayers(
+        double, flags, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ).recipes
     assert len(again) > 1.5 * len(once) and all(again)
 
 
 STORED = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
 
 
-@pytest.mark.parametrize("flags", ["--use-torch-fsdp2", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--use-torch-fsdp2", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard"],
+)
 def test_sharded_weights_are_not_in_8_bits_and_nobody_says_so(double, caplog, flags):
     with caplog.at_level(logging.INFO):
         fused = FirstLayers(double, "--bf16", f"{STORED} {flags}")
     assert "--fp8-param-gather" not in caplog.text and fused.linears == ["FusedRowLinear"] * 4
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    ("--fp8-format hybrid --fp8-recipe delayed", "renews delayed scales with every microbatch"),
-    ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
-    (f"{STORED} --use-distributed-optimizer", "would keep their weights in bf16 (--fp8-param-gather)"),
-    ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
-])
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--fp8-format hybrid --fp8-recipe delayed", "renews delayed scales with every microbatch"),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
+        (f"{STORED} --use-distributed-optimizer", "would keep their weights in bf16 (--fp8-param-gather)"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
+    ],
+)
 def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
     double.available.discard("nvfp4")
     with caplog.at_level(logging.INFO):
@@ -198,75 +255,118 @@ def options(*flags: str) -> dict:
     return {"model": args.model, "precision": args.precision}
 
 
-def chosen(backends: Backends = CUDA, ps: ParallelState | None = None, kernels: Kernels = Kernels(), defers: bool = False, **more) -> kits.Kit:
-    return kits.choose("transformer_engine", ps or ParallelState.single(), ["p2p"], backends, kernels, defers=defers, **more)
+def chosen(
+    backends: BackendPolicy = CUDA,
+    ps: ParallelState | None = None,
+    kernels: Kernels = Kernels(),
+    defers: bool = False,
+    **more,
+) -> layer_factory.LayerFactory:
+    return layer_factory.select_layer_factory(
+        "transformer_engine", ps or ParallelState.single(), ["p2p"], backends, kernels, defers=defers, **more
+    )
 
 
 def test_weight_gradients_that_wait_are_those_of_local_linears(double, caplog):
     with caplog.at_level(logging.INFO):
-        kit = chosen(defers=True).for_chunk(WeightGradQueue())
-    linear = kit.column_linear(8, 8, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
-    assert type(linear) is ColumnParallelLinear and kit.name == "transformer_engine"
+        factory = chosen(defers=True).for_chunk(WeightGradQueue())
+    linear = factory.column_linear(8, 8, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
+    assert type(linear) is ColumnParallelLinear and factory.name == "transformer_engine"
     (message,) = caplog.messages
     assert "the schedule decides pass by pass; using the local layers for linears" in message
-    with pytest.raises(MissingBackend, match="the schedule decides pass by pass. Use --transformer-impl local"):
-        chosen(Backends("error", cuda=True), defers=True)
+    with pytest.raises(MissingBackendError, match="the schedule decides pass by pass. Use --transformer-impl local"):
+        chosen(BackendPolicy("error", cuda=True), defers=True)
 
 
 TWO = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    ("", "attention in fp32"), ("--bf16 --window-size 4,0", "--window-size"), ("--bf16 --attention-dropout 0.1", "--attention-dropout"),
-    ("--bf16 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4", "different widths"),
-    ("--bf16", None),
-])
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("", "attention in fp32"),
+        ("--bf16 --window-size 4,0", "--window-size"),
+        ("--bf16 --attention-dropout 0.1", "--attention-dropout"),
+        (
+            "--bf16 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4",
+            "different widths",
+        ),
+        ("--bf16", None),
+    ],
+)
 def test_context_parallel_attention_that_stays_local(double, caplog, flags, reason):
     with caplog.at_level(logging.INFO):
-        kit = chosen(ps=TWO, **options(flags, CP2))
-    assert [reason in message and "local layers for core attention" in message for message in caplog.messages] == [True] * bool(reason)
-    made = kit.core_attention(options(flags, CP2)["model"], 1, head_dim=4)
+        factory = chosen(ps=TWO, **options(flags, CP2))
+    assert [reason in message and "local layers for core attention" in message for message in caplog.messages] == [
+        True
+    ] * bool(reason)
+    made = factory.core_attention(options(flags, CP2)["model"], 1, head_dim=4)
     assert type(made).__name__ == ("FusedAttention" if reason is None else "ContextParallelAttention")
 
 
 def test_norms_that_stay_local(double, caplog):
     with caplog.at_level(logging.INFO):
-        kit = chosen(**options("--bf16 --fp32-residual-connection"))
-    assert "--fp32-residual-connection" in caplog.text and type(kit.norm(8, options()["model"], name="norm")) is Norm
+        factory = chosen(**options("--bf16 --fp32-residual-connection"))
+    assert (
+        "--fp32-residual-connection" in caplog.text and type(factory.norm(8, options()["model"], name="norm")) is Norm
+    )
     caplog.clear()
     model = replace(options()["model"], normalization="RMSNorm")
     with caplog.at_level(logging.INFO):
-        assert type(chosen(replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is Norm
+        assert (
+            type(
+                chosen(
+                    replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model
+                ).norm(8, model, name="norm")
+            )
+            is Norm
+        )
     assert caplog.messages == ["norms are those of --triton-kernels norm, not TransformerEngine's"]
     # the default gives way, and there is no kernel for LayerNorm
     assert type(chosen(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
     model = replace(model, normalization="LayerNorm")
-    assert type(chosen(replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
+    assert (
+        type(
+            chosen(
+                replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model
+            ).norm(8, model, name="norm")
+        )
+        is FusedNorm
+    )
 
 
 def test_documents_and_masks_go_to_the_local_attention(double):
     model = options()["model"]
     fused = chosen().core_attention(model, 1, head_dim=4)
-    fused.saves_inputs = True
+    fused.should_save_inputs = True
     q, k, v = (torch.randn(6, 2, 4, 4) for _ in range(3))
     mask = torch.rand(2, 1, 6, 6) < 0.5
-    seen = Visible(mask=(mask | torch.eye(6, dtype=torch.bool)).tril())
-    documents = Visible.of(None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]]))
+    seen = AttentionMask(mask=(mask | torch.eye(6, dtype=torch.bool)).tril())
+    documents = AttentionMask.of(None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]]))
     for visible in (seen, documents):
         assert torch.equal(fused(q, k, v, visible), CoreAttention(model, 1, head_dim=4)(q, k, v, visible))
-    assert "DotProductAttention.forward" not in short(double.called()) and fused.local.saves_inputs
+    assert "DotProductAttention.forward" not in short(double.called()) and fused.local.should_save_inputs
     assert torch.allclose(fused(q, k, v), CoreAttention(model, 1, head_dim=4)(q, k, v), atol=1e-6)
     assert "DotProductAttention.forward" in short(double.called())
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("raise RuntimeError('Found empty `transformer-engine` meta package.\\nInstall it')", "RuntimeError: Found empty"),
-    ("raise OSError('libcublas.so.13: cannot open shared object file')", "OSError: libcublas.so.13"),
-    ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol"),
-    ("assert False, 'Transformer Engine package version mismatch. Found 2.20.2 and 2.9.0'", "AssertionError: Transformer Engine package version"),
-    ("import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'"),
-    ("", "has no transformer_engine.pytorch"),
-])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "raise RuntimeError('Found empty `transformer-engine` meta package.\\nInstall it')",
+            "RuntimeError: Found empty",
+        ),
+        ("raise OSError('libcublas.so.13: cannot open shared object file')", "OSError: libcublas.so.13"),
+        ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol"),
+        (
+            "assert False, 'Transformer Engine package version mismatch. Found 2.20.2 and 2.9.0'",
+            "AssertionError: Transformer Engine package version",
+        ),
+        ("import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'"),
+        ("", "has no transformer_engine.pytorch"),
+    ],
+)
 def test_half_installed(monkeypatch, tmp_path, caplog, text, reason):
     install(monkeypatch, {})
     (tmp_path / "transformer_engine").mkdir()
@@ -277,8 +377,8 @@ def test_half_installed(monkeypatch, tmp_path, caplog, text, reason):
     (message,) = caplog.messages
     assert reason in message and "\n" not in message and message.endswith("using the local layers (plain torch)")
     assert reason in te.problem("permutation", "moe_unpermute")
-    with pytest.raises(MissingBackend, match="(?s)pip install .*--on-missing-backend fallback"):
-        chosen(Backends(typed=frozenset({"transformer_impl"}), cuda=True))
+    with pytest.raises(MissingBackendError, match="(?s)pip install .*--on-missing-backend fallback"):
+        chosen(BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True))
 
 
 def test_an_older_package(double, caplog):
@@ -289,7 +389,7 @@ def test_an_older_package(double, caplog):
 
 
 def test_a_recipe_that_an_older_package_lacks(double):
-    blockwise = recipe_of(options("--bf16 --fp8-format e4m3 --fp8-recipe blockwise")["precision"])
+    blockwise = get_recipe(options("--bf16 --fp8-format e4m3 --fp8-recipe blockwise")["precision"])
     assert te.recipe_problem(blockwise) is None
     del sys.modules[RECIPE].Float8BlockScaling
     assert te.recipe_problem(blockwise).endswith("has no transformer_engine.common.recipe.Float8BlockScaling")

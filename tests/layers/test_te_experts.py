@@ -1,4 +1,7 @@
-"""Experts by TransformerEngine's GroupedLinear: against the local experts, with a stand-in that holds calls to the recorded signatures."""
+"""Experts by TransformerEngine's GroupedLinear.
+
+Against the local experts, with a stand-in that holds calls to the recorded signatures.
+"""
 
 import logging
 import sys
@@ -8,34 +11,33 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.te_double import PYTORCH, short, stand_in
+from layers.fake_te import PYTORCH, short, stand_in
 from torch.nn import Parameter
-from train.layouts import argv_of, compare, groups_of, train
+from training.layouts import argv_of, compare, groups_of, train
 
 from arguments import parse_args
-from moe_trainer.backends import Backends, MissingBackend
-from moe_trainer.layers import kit as kits
-from moe_trainer.layers import te, te_layers
+from moe_trainer.backends import BackendPolicy, MissingBackendError
+from moe_trainer.estimate.te_support import te_quantizes
+from moe_trainer.layers import layer_factory, te, te_layers
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.kernels import Kernels
-from moe_trainer.layers.precision import recipe_of
 from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
 from moe_trainer.layers.te_layers import FusedColumnLinear
-from moe_trainer.memory.activations import Activations
+from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
 from moe_trainer.moe.padding import RowPadding
-from moe_trainer.ops.expert_mlp import choose_block, expert_mlp
+from moe_trainer.ops.expert_mlp import expert_mlp, get_activation_fns
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
-from moe_trainer.shape import deferral
-from moe_trainer.shape.library_products import quantised_by_library
-from moe_trainer.shape.stored_weights import keeps_8_bits
+from moe_trainer.quantization.config import get_recipe
 
 COUNTS = (9, 0, 16, 3)
-WIDE = ("--hidden-size 32 --ffn-hidden-size 32 --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
-        "--v-head-dim 16")
+WIDE = (
+    "--hidden-size 32 --ffn-hidden-size 32 --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 16"
+)
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
 BUDGET = "--moe-expert-rank-capacity-factor 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 EXPERTS = ((64, 32), (32, 32))
@@ -49,14 +51,27 @@ def double(shared, monkeypatch):
 def values(seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (28, 8), "p": (28,), "w1": (4, 12, 8), "w2": (4, 8, 6), "b1": (4, 12), "b2": (4, 8)}
-    made = {name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
+    made = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
     return {name: Parameter(x.detach()) if name[0] == "w" else x for name, x in made.items()}
 
 
-def linears(queue=None, row_multiple=1, keeps_input=False):
+def linears(queue=None, pad_multiple=1, save_original_input=False):
     sizes, library = ((8, 12), (6, 8)), sys.modules[PYTORCH]
-    return tuple(FusedGroupedLinear(4, *size, library=library, context=nullcontext, queue=queue, row_multiple=row_multiple,
-                                    keeps_input=keeps_input) for size in sizes)
+    return tuple(
+        FusedGroupedLinear(
+            4,
+            *size,
+            library=library,
+            context=nullcontext,
+            queue=queue,
+            pad_multiple=pad_multiple,
+            save_original_input=save_original_input,
+        )
+        for size in sizes
+    )
 
 
 def local(v, activation, **options):
@@ -64,7 +79,17 @@ def local(v, activation, **options):
 
 
 def grouped(v, activation, pair, activations=None, **options):
-    return grouped_expert_mlp(v["x"], v["p"], v["w1"], v["w2"], COUNTS, pair, choose_block(activation), activations or Activations(), **options)
+    return grouped_expert_mlp(
+        v["x"],
+        v["p"],
+        v["w1"],
+        v["w2"],
+        COUNTS,
+        pair,
+        get_activation_fns(activation),
+        activations or ActivationPolicy(),
+        **options,
+    )
 
 
 def near(one, other):
@@ -75,9 +100,9 @@ def near(one, other):
 
 
 @pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("row_multiple", [1, 16])
+@pytest.mark.parametrize("pad_multiple", [1, 16])
 @pytest.mark.parametrize("how", ["plain", "biases", "no probabilities", "recomputed activation"])
-def test_experts_are_the_local_ones(double, monkeypatch, packs, row_multiple, how):
+def test_experts_are_the_local_ones(double, monkeypatch, packs, pad_multiple, how):
     monkeypatch.setattr(sys.modules[PYTORCH].GroupedLinear, "packs", packs)
     activation, found = Activation("silu", gated=True), []
     for ours in (False, True):
@@ -87,10 +112,10 @@ def test_experts_are_the_local_ones(double, monkeypatch, packs, row_multiple, ho
         biases = {"b1_eG": v["b1"], "b2_eH": v["b2"]} if how == "biases" else {}
         if ours:
             recomputes = how == "recomputed activation"
-            activations = Activations(frozenset({"moe_act"}) if recomputes else frozenset(), draws=False)
-            pair = linears(row_multiple=row_multiple, keeps_input=recomputes)
-            y = grouped(v, activation, pair, activations, row_multiple=row_multiple, **biases)
-            padded = [16, 0, 16, 16] if row_multiple == 16 else list(COUNTS)
+            activations = ActivationPolicy(frozenset({"moe_act"}) if recomputes else frozenset(), uses_global_rng=False)
+            pair = linears(pad_multiple=pad_multiple, save_original_input=recomputes)
+            y = grouped(v, activation, pair, activations, pad_multiple=pad_multiple, **biases)
+            padded = [16, 0, 16, 16] if pad_multiple == 16 else list(COUNTS)
             assert double.rows == [padded, padded] and not any(list(linear.parameters()) for linear in pair)
         else:
             y = local(v, activation, **biases)
@@ -142,7 +167,7 @@ def test_gradients_one_behind_the_other_are_not_copied():
 def test_weights_are_no_activations(double):
     """What the library saves of them stays where it is when activations go to the host."""
     v, seen = values(), []
-    activations = Activations()
+    activations = ActivationPolicy()
     activations._pack = (lambda pack: lambda x: seen.append(pack(x) is x and x.shape) or pack(x))(activations._pack)
     with activations._storing(lambda x: lambda: x):
         grouped(v, Activation("silu", gated=True), linears())
@@ -153,7 +178,13 @@ def test_rows_of_zeros_fill_up():
     x = torch.arange(1.0, 29.0, requires_grad=True)
     padding = RowPadding(COUNTS, 8, x.device)
     padded = padding.pad(x)
-    assert padding.counts == [16, 0, 16, 8] and padded.tolist() == [*range(1, 10), *[0] * 7, *range(10, 26), *range(26, 29), *[0] * 5]
+    assert padding.counts == [16, 0, 16, 8] and padded.tolist() == [
+        *range(1, 10),
+        *[0] * 7,
+        *range(10, 26),
+        *range(26, 29),
+        *[0] * 5,
+    ]
     back = padding.unpad(padded * 2)
     (back * torch.arange(28.0)).sum().backward()
     assert torch.equal(back, x * 2) and torch.equal(x.grad, 2 * torch.arange(28.0))
@@ -163,7 +194,11 @@ def test_rows_of_zeros_fill_up():
 
 def test_rows_that_no_expert_has_and_counts_that_do_not_add_up(double):
     v = values()
-    more = {**v, "x": torch.cat([v["x"], torch.zeros(4, 8, dtype=torch.float64)]), "p": torch.cat([v["p"], torch.zeros(4)])}
+    more = {
+        **v,
+        "x": torch.cat([v["x"], torch.zeros(4, 8, dtype=torch.float64)]),
+        "p": torch.cat([v["p"], torch.zeros(4)]),
+    }
     activation = Activation("silu", gated=True)
     y = grouped(more, activation, linears(), unused=4)
     assert y.shape == (32, 8)
@@ -176,15 +211,22 @@ def fused(flags):
     return [*argv_of("plain"), *f"{WIDE} --transformer-impl transformer_engine {flags}".split()]
 
 
-@pytest.mark.parametrize("flags", ["", BUDGET, "--recompute-granularity selective --recompute-modules moe_act",
-                                   "--moe-router-padding-for-quantization --moe-token-dispatcher-type alltoall"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        BUDGET,
+        "--recompute-granularity selective --recompute-modules moe_act",
+        "--moe-router-padding-for-quantization --moe-token-dispatcher-type alltoall",
+    ],
+)
 def test_quantised_experts_compute_by_the_recipe(double, flags):
-    """In whole trainings; the stand-in does not round, so they are those in fp32."""
+    """In full trainings; the stand-in does not round, so they are those in fp32."""
     double.align = 32  # more than our own alignment
     one = train([*argv_of("plain"), *f"{WIDE}".split()], 0, ParallelState.single(), 2)
     other = train(fused(f"{FP8} {flags}"), 0, ParallelState.single(), 2)
     assert [str(difference) for difference in compare(one, other)] == []
-    found = [(shape, recipe) for shape, recipe in double.products if shape in EXPERTS]
+    found = [(shape, recipe) for shape, recipe in double.gemms if shape in EXPERTS]
     assert all(recipe[0] == "Float8BlockScaling" for _, recipe in found) and double.rows
     assert all(count % 32 == 0 for splits in double.rows for count in splits)
 
@@ -194,10 +236,15 @@ def ranks(rank, n, argv):
     return outcome, short(sys.modules[PYTORCH].double.called())
 
 
-@pytest.mark.parametrize("mapping", [
-    "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --sequence-parallel",
-    "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "--use-torch-fsdp2",
-])
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        "--expert-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        "--use-torch-fsdp2",
+    ],
+)
 def test_two_ranks_are_one_process(double, mapping):
     sys.modules[PYTORCH].double = double
     one = train([*argv_of("plain"), *WIDE.split()], 0, ParallelState.single(), 1)
@@ -206,39 +253,74 @@ def test_two_ranks_are_one_process(double, mapping):
     assert "GroupedLinear.forward" in called and ("GroupedLinear.backward_dw" in called) is ("zero-bubble" in mapping)
 
 
-def chosen(flags, caplog, backends=Backends(cuda=True)):
+def chosen(flags, caplog, backends=BackendPolicy(cuda=True)):
     args = parse_args(fused(flags), 2)
     with caplog.at_level(logging.INFO):
-        kit = kits.choose("transformer_engine", groups(args), ["p2p"], backends, model=args.model, moe=args.moe, precision=args.precision)
-    return kit.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
+        factory = layer_factory.select_layer_factory(
+            "transformer_engine",
+            groups(args),
+            ["p2p"],
+            backends,
+            model=args.model,
+            moe=args.moe,
+            precision=args.precision,
+        )
+    return factory.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
 
 
 def test_kernels_that_the_library_displaces_are_told(double, caplog):
-    kernels = Kernels(products=GROUPED_MM, quantize=lambda *_: None)
+    kernels = Kernels(grouped_gemms=GROUPED_MM, quantize=lambda *_: None)
     for flags, told in ((f"--bf16 {FP8}", ["quantize", "grouped-gemm"]), ("", ["grouped-gemm"]), ("--bf16", [])):
         args = parse_args(fused(flags), 1)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            kits.choose("transformer_engine", ParallelState.single(), ["p2p"], Backends(cuda=True), kernels, model=args.model, moe=args.moe,
-                        precision=args.precision)
-        assert [message.split()[1].rstrip(":") for message in caplog.messages if message.startswith("--triton-kernels")] == told
+            layer_factory.select_layer_factory(
+                "transformer_engine",
+                ParallelState.single(),
+                ["p2p"],
+                BackendPolicy(cuda=True),
+                kernels,
+                model=args.model,
+                moe=args.moe,
+                precision=args.precision,
+            )
+        assert [
+            message.split()[1].rstrip(":") for message in caplog.messages if message.startswith("--triton-kernels")
+        ] == told
 
 
-@pytest.mark.parametrize("flags", [
-    "--fp8-recipe blockwise", "--fp8-recipe tensorwise", "--fp8-recipe delayed", "--fp8-recipe blockwise --no-fp8-wgrad",
-    "--fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer", "--fp8-recipe blockwise --fp8-param-gather --use-torch-fsdp2",
-    "--fp8-recipe blockwise --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", f"--fp8-recipe blockwise {BUDGET} --moe-paged-stash",
-    "--fp8-recipe blockwise --te-precision-config-file formats.yaml",
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-recipe blockwise",
+        "--fp8-recipe tensorwise",
+        "--fp8-recipe delayed",
+        "--fp8-recipe blockwise --no-fp8-wgrad",
+        "--fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer",
+        "--fp8-recipe blockwise --fp8-param-gather --use-torch-fsdp2",
+        "--fp8-recipe blockwise --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        f"--fp8-recipe blockwise {BUDGET} --moe-paged-stash",
+        "--fp8-recipe blockwise --te-precision-config-file formats.yaml",
+    ],
+)
 def test_flags_alone_tell_what_the_kit_chooses(double, flags):
     """Where the package, the device and the widths allow all of it: what plans of memory go by."""
     args = parse_args(fused(f"--bf16 --fp8-format e4m3 {flags}"), 2)
-    defers = deferral.of_all_layers(args.parallel)
-    kit = kits.choose("transformer_engine", ParallelState.single(), ["p2p"], Backends(cuda=True), model=args.model, moe=args.moe,
-                      precision=args.precision, defers=defers, stores=keeps_8_bits(args)).for_chunk(WeightGradQueue() if defers else None)
-    kit = replace(kit, **kit._linears(quantize=lambda *_, **__: None))
-    linear = kit.column_linear(32, 32, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
-    assert (type(linear) is FusedColumnLinear, kit.grouped_linear(4, 32, 32) is not None) == quantised_by_library(args)
+    defers = args.parallel.has_deferred_wgrad
+    factory = layer_factory.select_layer_factory(
+        "transformer_engine",
+        ParallelState.single(),
+        ["p2p"],
+        BackendPolicy(cuda=True),
+        model=args.model,
+        moe=args.moe,
+        precision=args.precision,
+        defers=defers,
+        stores=args.has_fp8_params,
+    ).for_chunk(WeightGradQueue() if defers else None)
+    factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
+    linear = factory.column_linear(32, 32, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
+    assert (type(linear) is FusedColumnLinear, factory.grouped_linear(4, 32, 32) is not None) == te_quantizes(args)
 
 
 def groups(args):
@@ -246,44 +328,65 @@ def groups(args):
     return replace(single, ep=Group("ep", (0, 1), 0, 2)) if args.parallel.expert_model_parallel_size == 2 else single
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    ("--moe-clone-hot-experts 1 --expert-model-parallel-size 2", "--moe-clone-hot-experts"),
-    (f"{BUDGET} --moe-paged-stash", "--moe-paged-stash"),
-])
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--moe-clone-hot-experts 1 --expert-model-parallel-size 2", "--moe-clone-hot-experts"),
+        (f"{BUDGET} --moe-paged-stash", "--moe-paged-stash"),
+    ],
+)
 def test_experts_that_stay_local(double, caplog, flags, reason):
     made, told = chosen(flags, caplog)
     assert made is None and len(told) == 1 and reason in told[0]
-    with pytest.raises(MissingBackend, match="for experts"):
-        chosen(flags, caplog, Backends("error", cuda=True))
+    with pytest.raises(MissingBackendError, match="for experts"):
+        chosen(flags, caplog, BackendPolicy("error", cuda=True))
 
 
 def test_experts_in_bf16_are_torchs_grouped_products(double, caplog):
     assert chosen("--bf16", caplog) == (None, [])
-    assert "experts in bf16 are computed by this program's own grouped products, not by TransformerEngine's" in caplog.messages
+    assert (
+        "experts in bf16 are computed by this program's own grouped GEMMs, not by TransformerEngine's"
+        in caplog.messages
+    )
     made, told = chosen("", caplog)
     assert type(made) is FusedGroupedLinear and not told
 
 
 def test_experts_in_bf16_are_the_librarys_from_compute_capability_10_on(double, caplog):
     for capability, made in (((9, 0), type(None)), ((10, 0), FusedGroupedLinear), ((10, 3), FusedGroupedLinear)):
-        assert type(chosen("--bf16", caplog, Backends(cuda=True, capability=capability))[0]) is made
+        assert type(chosen("--bf16", caplog, BackendPolicy(cuda=True, capability=capability))[0]) is made
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    (f"{FP8} --fp8-param-gather --use-distributed-optimizer", "it would keep their weights in bf16 (--fp8-param-gather)"),
-    (f"{FP8} {BUDGET} --moe-paged-stash", "--moe-paged-stash"),
-])
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            f"{FP8} --fp8-param-gather --use-distributed-optimizer",
+            "it would keep their weights in bf16 (--fp8-param-gather)",
+        ),
+        (f"{FP8} {BUDGET} --moe-paged-stash", "--moe-paged-stash"),
+    ],
+)
 def test_quantised_experts_that_stay_local_are_a_warning(double, caplog, flags, reason):
     args = parse_args(fused(f"--bf16 {flags}"), 2)
     with caplog.at_level(logging.WARNING):
-        kits.choose("transformer_engine", ParallelState.single(), ["p2p"], Backends(cuda=True), model=args.model, moe=args.moe,
-                    precision=args.precision, stores=keeps_8_bits(args))
+        layer_factory.select_layer_factory(
+            "transformer_engine",
+            ParallelState.single(),
+            ["p2p"],
+            BackendPolicy(cuda=True),
+            model=args.model,
+            moe=args.moe,
+            precision=args.precision,
+            stores=args.has_fp8_params,
+        )
     assert [reason in message and "experts with" in message for message in caplog.messages] == [True]
 
 
 def test_widths_that_the_units_do_not_take(double, caplog):
-    assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 16).startswith(
-        "its units take widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
+    assert te_layers.experts_problem(
+        te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 16
+    ).startswith("its units take widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
     assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 1) is None
     del sys.modules[PYTORCH].GroupedLinear
     assert "GroupedLinear" in te_layers.experts_problem(te.load(), *_sections(""), ParallelState.single(), 1)
@@ -295,8 +398,8 @@ def _sections(flags):
 
 
 def test_the_multiple_of_rows_is_the_librarys(double):
-    recipe = recipe_of(parse_args(fused(f"--bf16 {FP8}"), 1).precision)
+    recipe = get_recipe(parse_args(fused(f"--bf16 {FP8}"), 1).precision)
     double.align = 48
-    assert te.row_multiple(recipe) == 48
+    assert te.pad_multiple(recipe) == 48
     del sys.modules[f"{PYTORCH}.quantization"].get_align_size_for_quantization
-    assert te.row_multiple(recipe) == recipe.alignment == 16
+    assert te.pad_multiple(recipe) == recipe.alignment == 16

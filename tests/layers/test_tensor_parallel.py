@@ -1,7 +1,8 @@
-"""Every layer under tensor and sequence parallelism equals itself in one process, in fp64: output, gradient of the input, every
-weight gradient (partial ones summed).
+"""Every layer under tensor and sequence parallelism equals itself in one process, in fp64.
 
-Weights, biases and gains are all random, drawn by name on their whole shape and then cut as their ParamInfo says.
+Output, gradient of the input, every weight gradient (partial ones summed).
+
+Weights, biases and gains are all random, drawn by name on their full shape and then cut as their ParamInfo says.
 """
 
 import functools
@@ -20,7 +21,7 @@ from moe_trainer.layers import linear, vocab
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.init import Init
-from moe_trainer.layers.kit import LOCAL
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
@@ -35,19 +36,51 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 S, B, H, V = 8, 2, 16, 24
 INIT = Init("normal", 0.1)
 MODEL = ModelArgs(
-    num_layers=2, hidden_size=H, num_attention_heads=8, num_query_groups=4, group_query_attention=True, kv_channels=4,
-    ffn_hidden_size=24, max_position_embeddings=12, attention_dropout=0.0, position_embedding_type="rope", add_bias_linear=True)
-LATENT = replace(MODEL, multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=4, qk_pos_emb_head_dim=2,
-                 v_head_dim=6, rope_type="rope", qk_layernorm=True, add_bias_linear=False)
-DELTA = replace(MODEL, experimental_attention_variant="gdn", linear_attention_freq=2, linear_num_key_heads=4, linear_num_value_heads=8,
-                linear_key_head_dim=6, linear_value_head_dim=4, normalization="RMSNorm", layernorm_epsilon=1e-2)
+    num_layers=2,
+    hidden_size=H,
+    num_attention_heads=8,
+    num_query_groups=4,
+    group_query_attention=True,
+    kv_channels=4,
+    ffn_hidden_size=24,
+    max_position_embeddings=12,
+    attention_dropout=0.0,
+    position_embedding_type="rope",
+    add_bias_linear=True,
+)
+LATENT = replace(
+    MODEL,
+    multi_latent_attention=True,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=2,
+    v_head_dim=6,
+    rope_type="rope",
+    qk_layernorm=True,
+    add_bias_linear=False,
+)
+DELTA = replace(
+    MODEL,
+    experimental_attention_variant="gdn",
+    linear_attention_freq=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=4,
+    normalization="RMSNorm",
+    layernorm_epsilon=1e-2,
+)
 ROWS, COLUMNS, REPLICATED = "rows", "columns", "replicated"
 
 
 @dataclass(frozen=True)
 class Case:
-    """make(ps, sp) builds the layer; `run(layer, x, ps, sp)` calls it. x: state of the input, y: of the output, where ROWS is
-    meant under sequence parallelism and is REPLICATED without it. width: of the input; 0 means token ids."""
+    """make(ps, sp) builds the layer; `run(layer, x, ps, sp)` calls it.
+
+    x: state of the input, y: of the output, where ROWS is meant under sequence parallelism and is REPLICATED without
+    it. width: of the input; 0 means token ids.
+    """
 
     make: Callable[[ParallelState, bool], nn.Module]
     x: str = ROWS
@@ -62,13 +95,22 @@ def _options(ps: ParallelState, sp: bool) -> dict:
 
 
 def _linear(kind: type, x: str, y: str, in_features: int, out_features: int, **more) -> Case:
-    return Case(lambda ps, sp: kind(in_features, out_features, **_options(ps, sp), **more), x, y, in_features, more.get("parts", 1))
+    return Case(
+        lambda ps, sp: kind(in_features, out_features, **_options(ps, sp), **more),
+        x,
+        y,
+        in_features,
+        more.get("parts", 1),
+    )
 
 
 def _mlp(**change) -> Case:
     model = replace(MODEL, **change)
-    return Case(lambda ps, sp: MLP(model, 24, name="layer", group=ps.tp, kit=LOCAL, bias=model.add_bias_linear,
-                                   sequence_parallel=sp))
+    return Case(
+        lambda ps, sp: MLP(
+            model, 24, name="layer", group=ps.tp, factory=LOCAL, bias=model.add_bias_linear, sequence_parallel=sp
+        )
+    )
 
 
 def _attention(model: ModelArgs) -> Case:
@@ -80,7 +122,9 @@ def _attention(model: ModelArgs) -> Case:
         length = x.shape[0] * (ps.tp.size if sp else 1)
         return layer(x, None if rotary is None else rotary.tables(length, x.device), None)
 
-    return Case(lambda ps, sp: kind(model, ps, name="layer", layer_number=1, kit=LOCAL, sequence_parallel=sp), run=run)
+    return Case(
+        lambda ps, sp: kind(model, ps, name="layer", layer_number=1, factory=LOCAL, sequence_parallel=sp), run=run
+    )
 
 
 def _labels() -> Tensor:
@@ -112,7 +156,9 @@ CASES = {
     "row": _linear(RowParallelLinear, COLUMNS, ROWS, 24, H),
     "row, bias": _linear(RowParallelLinear, COLUMNS, ROWS, 24, H, bias=True),
     "replicated": _linear(ReplicatedLinear, ROWS, ROWS, H, 24, bias=True),
-    "norm": Case(lambda ps, sp: Norm(H, replace(MODEL, normalization="LayerNorm"), name="layer", partial=sp and ps.tp.size > 1)),
+    "norm": Case(
+        lambda ps, sp: Norm(H, replace(MODEL, normalization="LayerNorm"), name="layer", partial=sp and ps.tp.size > 1)
+    ),
     "mlp, gelu, biases": _mlp(),
     "mlp, swiglu": _mlp(swiglu=True, add_bias_linear=False),
     "mlp, geglu, biases": _mlp(quick_geglu=True),
@@ -128,7 +174,9 @@ CASES = {
     "attention, sinks, one group": _attention(replace(MODEL, softmax_type="learnable", num_query_groups=1)),
     "attention, one more": _attention(replace(MODEL, softmax_type="off-by-one")),
     "attention, normed": _attention(replace(MODEL, qk_layernorm=True, normalization="RMSNorm")),
-    "attention, one group, normed": _attention(replace(MODEL, num_query_groups=1, qk_layernorm=True, normalization="LayerNorm")),
+    "attention, one group, normed": _attention(
+        replace(MODEL, num_query_groups=1, qk_layernorm=True, normalization="LayerNorm")
+    ),
     "attention, l2": _attention(replace(MODEL, qk_l2_norm=True)),
     "attention, window": _attention(replace(MODEL, window_size=(3, 0), num_query_groups=2)),
     "attention, no positions": _attention(replace(MODEL, position_embedding_type="none")),
@@ -138,13 +186,17 @@ CASES = {
     "latent attention, biases": _attention(replace(LATENT, add_bias_linear=True)),
     "latent attention, no query latent": _attention(replace(LATENT, q_lora_rank=None)),
     "latent attention, no norms": _attention(replace(LATENT, qk_layernorm=False)),
-    "latent attention, yarn": _attention(replace(LATENT, rope_type="yarn", rotary_scaling_factor=4.0, mscale_all_dim=1.0)),
+    "latent attention, yarn": _attention(
+        replace(LATENT, rope_type="yarn", rotary_scaling_factor=4.0, mscale_all_dim=1.0)
+    ),
     "latent attention, sinks": _attention(replace(LATENT, softmax_type="learnable")),
     "embedding": Case(lambda ps, sp: VocabParallelEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "positions": Case(lambda ps, sp: PositionEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "head, loss": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x, _labels())),
     # beyond what exp can hold
-    "head, loss of large logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x * 1000, _labels())),
+    "head, loss of large logits": Case(
+        _head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x * 1000, _labels())
+    ),
     "head, logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits_BSV(x)),
     "tied head": Case(_Tied, REPLICATED, REPLICATED, 0),
 }
@@ -157,7 +209,9 @@ def _cut(whole: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Tensor:
 def _cut_as(whole: Tensor, info: ParamInfo) -> Tensor:
     """A rank's piece of every part, which may be unequal."""
     parts = whole.split(list(info.part_sizes), 0) if info.part_sizes else whole.chunk(info.parts, info.sharded_dim)
-    return torch.cat([part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim)
+    return torch.cat(
+        [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim
+    )
 
 
 def _join(pieces: list[Tensor], dim: int, parts: int = 1) -> Tensor:
@@ -233,12 +287,12 @@ def _whole_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
     info = found[0][0]
     grads = [grad for _, grad in found]
     if info.sharded_dim is not None:
-        assert not info.partial and [each.shard_rank for each, _ in found] == list(range(len(found))), what
+        assert not info.is_grad_partial and [each.shard_rank for each, _ in found] == list(range(len(found))), what
         if info.part_sizes:
             pieces = [grad.split([size // info.shard_count for size in info.part_sizes]) for grad in grads]
             return torch.cat([piece[part] for part in range(info.parts) for piece in pieces])
         return _join(grads, info.sharded_dim, info.parts)
-    if info.partial:
+    if info.is_grad_partial:
         return torch.stack(grads).sum(0)
     for grad in grads:
         _close(grad, grads[0], f"{what}: replicated gradients differ")
@@ -247,8 +301,10 @@ def _whole_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
 
 def _assert_equal(case: Case, results: list, expected: tuple, sp: bool) -> None:
     y, grad_x, grads = expected
-    for what, place, whole, state, parts in (("output", 0, y, _state(case.y, sp), case.parts),
-                                             ("input gradient", 1, grad_x, _state(case.x, sp), 1)):
+    for what, place, whole, state, parts in (
+        ("output", 0, y, _state(case.y, sp), case.parts),
+        ("input gradient", 1, grad_x, _state(case.x, sp), 1),
+    ):
         for rank, result in enumerate(results):
             if whole is not None:
                 part = _local(whole, state, Group("tp", tuple(range(len(results))), rank, len(results)), parts)
@@ -303,7 +359,7 @@ def test_with_one_rank_a_queue_changes_no_bit():
 
 
 class _Products(TorchDispatchMode):
-    """Logs every matrix product."""
+    """Logs every matrix GEMM."""
 
     def __init__(self, log):
         super().__init__()
@@ -315,13 +371,17 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "sp", "expected"), [
-    ("column", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
-    ("column", False, "product / all-reduce / product / all-reduce done"),
-    ("head, loss", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
-    ("row", True, "gather / product / product")])
+@pytest.mark.parametrize(
+    ("name", "sp", "expected"),
+    [
+        ("column", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
+        ("column", False, "product / all-reduce / product / all-reduce done"),
+        ("head, loss", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
+        ("row", True, "gather / product / product"),
+    ],
+)
 def test_communication_of_backward_stands_beside_its_products(name, sp, expected, monkeypatch):
-    """In one process: the group has two ranks by name, and what would travel is made up."""
+    """In one process: the group has two ranks by name, and what would is sent is made up."""
     log = []
 
     def started(what, result, async_op):
@@ -332,7 +392,7 @@ def test_communication_of_backward_stands_beside_its_products(name, sp, expected
         return started("gather", torch.cat([x, x]), async_op)
 
     def reduce_scatter(x, group, async_op=False):
-        return started("reduce-scatter", x[:len(x) // 2].clone(), async_op)
+        return started("reduce-scatter", x[: len(x) // 2].clone(), async_op)
 
     def reduce(x, group, op="sum", async_op=False):
         return started("all-reduce", x, async_op)[1 if async_op else 0]
@@ -343,8 +403,13 @@ def test_communication_of_backward_stands_beside_its_products(name, sp, expected
     monkeypatch.setattr(linear, "reduce_scatter_rows", reduce_scatter)
     case, two = CASES[name], replace(ParallelState.single(), tp=Group("tp", (0, 1), 0, 2))
     layer = _fill(case.make(two, sp))
-    x = torch.randn(S // 2 if sp and case.x == ROWS else S, B, case.width // (2 if case.x == COLUMNS else 1),
-                    dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        S // 2 if sp and case.x == ROWS else S,
+        B,
+        case.width // (2 if case.x == COLUMNS else 1),
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     y = case.run(layer, x, two, sp)
     log.clear()
     with _Products(log):
@@ -352,12 +417,22 @@ def test_communication_of_backward_stands_beside_its_products(name, sp, expected
     assert " / ".join(log) == expected
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda group: ColumnParallelLinear(4, 6, name="a.b", group=group, init=INIT), "a.b: 6 output features .* 4 ranks of tp"),
-    (lambda group: ColumnParallelLinear(4, 12, name="a.b", group=group, init=INIT, parts=2), "a.b: 12 .* in 2 equal parts"),
-    (lambda group: RowParallelLinear(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 input features"),
-    (lambda group: VocabParallelEmbedding(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 rows"),
-    (lambda group: OutputHead(4, 6, name="a.b", group=group, init=INIT, tied=True), "a.b: 6 rows")])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda group: ColumnParallelLinear(4, 6, name="a.b", group=group, init=INIT),
+            "a.b: 6 output features .* 4 ranks of tp",
+        ),
+        (
+            lambda group: ColumnParallelLinear(4, 12, name="a.b", group=group, init=INIT, parts=2),
+            "a.b: 12 .* in 2 equal parts",
+        ),
+        (lambda group: RowParallelLinear(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 input features"),
+        (lambda group: VocabParallelEmbedding(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 rows"),
+        (lambda group: OutputHead(4, 6, name="a.b", group=group, init=INIT, tied=True), "a.b: 6 rows"),
+    ],
+)
 def test_what_does_not_divide_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make(Group("tp", (0, 1, 2, 3), 0, 4))
@@ -376,8 +451,10 @@ def test_a_token_that_no_rank_holds_is_an_error_on_every_rank(token):
     run_ranks(_unknown_token, 2, token)
 
 
-@pytest.mark.parametrize("change", [{"num_attention_heads": 6, "num_query_groups": 2}, {"num_attention_heads": 12, "num_query_groups": 3}])
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 6, "num_query_groups": 2}, {"num_attention_heads": 12, "num_query_groups": 3}]
+)
 def test_heads_that_cannot_be_dealt_out_are_refused(change):
     four = replace(ParallelState.single(), tp=Group("tp", (0, 1, 2, 3), 0, 4))
-    with pytest.raises(ValueError, match="a: .* heads in . groups cannot be dealt out to 4"):
-        SelfAttention(replace(MODEL, **change), four, name="a", layer_number=1, kit=LOCAL)
+    with pytest.raises(ValueError, match="a: .* heads in . groups do not divide over 4"):
+        SelfAttention(replace(MODEL, **change), four, name="a", layer_number=1, factory=LOCAL)

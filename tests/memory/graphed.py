@@ -1,22 +1,34 @@
 """Trainings on a device with and without CUDA graphs, shared by the tests of graphs."""
 
 import torch
-from train.layouts import MODEL, argv_of
+from training.layouts import MODEL, argv_of
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof import observe
+from moe_trainer.verification import training_trace
 
 EXPERTS = ("--num-experts", "--moe-router-topk", "--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-grouped-gemm")
 STEPS = 4  # the first one without graphs, one that captures, two that replay only
 
 
 def local(modules: str = "") -> list[str]:
-    return ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", *(["--cuda-graph-modules", *modules.split()] if modules else [])]
+    return [
+        "--cuda-graph-impl",
+        "local",
+        "--cuda-graph-warmup-steps",
+        "1",
+        *(["--cuda-graph-modules", *modules.split()] if modules else []),
+    ]
 
 
 def whole() -> list[str]:
-    return ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1", "--no-check-for-nan-in-loss-and-grad"]
+    return [
+        "--cuda-graph-impl",
+        "full_iteration",
+        "--cuda-graph-warmup-steps",
+        "1",
+        "--no-check-for-nan-in-loss-and-grad",
+    ]
 
 
 def adding_alike(graph: list[str]) -> list[str]:
@@ -39,10 +51,14 @@ def line(kind: str, flags: str = "") -> list[str]:
 
 def train(argv: list[str], prepare=None):
     torch.manual_seed(7)  # dropout draws from the global generator
-    return observe.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, prepare=prepare, device="cuda")
+    return training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, prepare=prepare, device="cuda")
 
 
 def unlike(eager, graphed) -> list[str]:
     """What two trainings do not share bit for bit."""
-    found = [name for name in ("losses", "grad_norms", "dropped", "per_layer", "evaluation") if getattr(eager, name) != getattr(graphed, name)]
+    found = [
+        name
+        for name in ("losses", "grad_norms", "dropped", "per_layer", "evaluation")
+        if getattr(eager, name) != getattr(graphed, name)
+    ]
     return found + [name for name, tensor in eager.weights.items() if not tensor.equal(graphed.weights[name])]

@@ -55,7 +55,9 @@ class Left:
 def others_idle() -> bool:
     """Whether no other thread of this process has anything to do, after a moment in which it could have begun."""
     time.sleep(0.01)
-    others = [task / "stat" for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()]
+    others = [
+        task / "stat" for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()
+    ]
     return not any(path.read_text().rpartition(")")[2].split()[0] == "R" for path in others)
 
 
@@ -71,6 +73,9 @@ def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = No
     own = result.untyped_storage()._cdata
     hosts = {reference.cdata for reference in (copies.hosts if copies is not None else ()) if not reference.expired()}
     alive = {address: entry for address, entry in births.found.items() if not entry[0].expired() and address != own}
-    tensors = sorted(((size, shape, dtype) for address, (_, size, shape, dtype) in alive.items() if address not in hosts),
-                     key=lambda entry: entry[:2], reverse=True)
+    tensors = sorted(
+        ((size, shape, dtype) for address, (_, size, shape, dtype) in alive.items() if address not in hosts),
+        key=lambda entry: entry[:2],
+        reverse=True,
+    )
     return Left(sum(entry[0] for entry in tensors), sum(alive[address][1] for address in hosts), tensors), result

@@ -7,7 +7,7 @@ from arguments import Arguments, parse_args
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import start_iteration
-from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 VOCAB, SEQ, BATCH = 48, 16, 2
@@ -57,16 +57,19 @@ def loss_of(chunk: Transformer, number: int, **more) -> Tensor:
 def everything(chunk: Transformer, losses: list[Tensor]) -> dict[str, Tensor]:
     """Losses, gradients, and every count and statistic that the chunk keeps."""
     found = {f"loss {index}": loss.detach() for index, loss in enumerate(losses)}
-    found |= {f"gradient of {info_of(param).names[0]}": param.grad for param in chunk.parameters()}
+    found |= {f"gradient of {get_param_info(param).names[0]}": param.grad for param in chunk.parameters()}
     found |= {name: buffer.clone() for name, buffer in chunk.named_buffers()}
-    return found | {f"state of {name}": generator.get_state() for name, generator in chunk.generators().items()} | {
-        "random state": torch.get_rng_state()}
+    return (
+        found
+        | {f"state of {name}": generator.get_state() for name, generator in chunk.generators().items()}
+        | {"random state": torch.get_rng_state()}
+    )
 
 
 def two_microbatches(*flags: str, interleaved: bool = False, **more) -> dict[str, Tensor]:
     """Both forward, both backward (with `interleaved` the second forward before the first backward)."""
     torch.manual_seed(3)
-    chunk, = build(parsed(*flags))
+    (chunk,) = build(parsed(*flags))
     start_iteration([chunk])
     losses = []
     if interleaved:

@@ -20,7 +20,8 @@ HOWS = {
     "layernorm": f"{SELECTIVE} layernorm",
     "offload everything": f"{OFFLOAD} {EVERYTHING}",
     "offload half, one at a time": (
-        f"{OFFLOAD} {EVERYTHING} --activation-offload-fraction 0.5 --fine-grained-offloading-max-inflight-offloads 1"),
+        f"{OFFLOAD} {EVERYTHING} --activation-offload-fraction 0.5 --fine-grained-offloading-max-inflight-offloads 1"
+    ),
     "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
     "layers to the host": "--cpu-offloading-num-layers 2",
 }
@@ -35,10 +36,14 @@ CASES = {
     "random numbers and capacity": (f"{GROUPED} {NOISE}", HOWS),
     "expert bias, MTP, LayerNorm": (f"{GROUPED} {BIAS} {MTP} --normalization LayerNorm", HOWS),
     "sinkhorn, biases, bf16": ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --bf16", HOWS),
-    "fp8, delayed scaling": (f"{GROUPED} {QUANTIZED} --fp8-format hybrid --fp8-recipe delayed", {
-        how: HOWS[how] for how in ("uniform 2", "moe, old spelling", "offload everything")}),
-    "fp8, blocks": (f"{GROUPED} {QUANTIZED} --fp8-format e4m3 --fp8-recipe blockwise", {
-        how: HOWS[how] for how in ("block", "layernorm", "offload and recompute")}),
+    "fp8, delayed scaling": (
+        f"{GROUPED} {QUANTIZED} --fp8-format hybrid --fp8-recipe delayed",
+        {how: HOWS[how] for how in ("uniform 2", "moe, old spelling", "offload everything")},
+    ),
+    "fp8, blocks": (
+        f"{GROUPED} {QUANTIZED} --fp8-format e4m3 --fp8-recipe blockwise",
+        {how: HOWS[how] for how in ("block", "layernorm", "offload and recompute")},
+    ),
     "latent": (f"{GROUPED} {LATENT}", LATENT_HOWS),
     "latent, a window": (f"{GROUPED} {LATENT} --window-size 7,0", LATENT_HOWS),
     "latent, random numbers": (f"{GROUPED} {LATENT} {NOISE} --apply-residual-connection-post-layernorm", LATENT_HOWS),

@@ -1,4 +1,4 @@
-"""The list of kept tensors (shape/activations.py) against what is really alive behind a forward pass."""
+"""The list of kept tensors (estimate/activations.py) against what is really alive behind a forward pass."""
 
 import math
 from datetime import timedelta
@@ -9,33 +9,44 @@ from harness import run_ranks
 from memory.measure import CountedCopies, left_behind
 from memory.one_pass import BATCH, EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, SEQ, batch, build, parsed
 
-from moe_trainer.initialize import make_groups
-from moe_trainer.layers.core_attention import Visible
+from moe_trainer.estimate.activations import chunk_activations
+from moe_trainer.launch_env import LaunchEnv
+from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
-from moe_trainer.place import Place
-from moe_trainer.shape.activations import chunk_activations
+from moe_trainer.training.initialize import make_groups
 
 SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
-DELTA = ("--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-key-head-dim 8 --linear-value-head-dim 12 "
-         "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu")
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu"
+)
 QUERIES = "--group-query-attention --num-query-groups 2"
-FINE = ("--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
-        "--moe-shared-expert-gate")
+FINE = (
+    "--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
+    "--moe-shared-expert-gate"
+)
 PLAIN_HOWS = {
     "all kept": "",
     "uniform": f"{FULL} uniform --recompute-num-layers 2",
     "block": f"{FULL} block --recompute-num-layers 1",
     **{part: f"{SELECTIVE} {part}" for part in ("core_attn", "layernorm", "moe", "moe_act")},
     "core_attn layernorm": f"{SELECTIVE} core_attn layernorm",
-    **{f"offload {part}": f"{OFFLOAD} {part}" for part in ("attn_norm", "qkv_linear", "core_attn", "mlp_norm", "expert_fc1", "moe_act")},
+    **{
+        f"offload {part}": f"{OFFLOAD} {part}"
+        for part in ("attn_norm", "qkv_linear", "core_attn", "mlp_norm", "expert_fc1", "moe_act")
+    },
     "offload everything": f"{OFFLOAD} {EVERYTHING}",
     "offload half": f"{OFFLOAD} {EVERYTHING} --activation-offload-fraction 0.5",
     "offload large": f"{OFFLOAD} {EVERYTHING}".replace("tensor-size 1 ", "tensor-size 2000 "),
     "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
 }
 BUDGET = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5"
-PLAIN_HOWS |= {"budget": BUDGET, "budget, moe": f"{BUDGET} {SELECTIVE} moe", "pages": f"{BUDGET} --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 1.0",
-               "small pages, layernorm": f"{BUDGET} --moe-paged-stash --moe-paged-stash-page-size 8 {SELECTIVE} layernorm"}
+PLAIN_HOWS |= {
+    "budget": BUDGET,
+    "budget, moe": f"{BUDGET} {SELECTIVE} moe",
+    "pages": f"{BUDGET} --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 1.0",
+    "small pages, layernorm": f"{BUDGET} --moe-paged-stash --moe-paged-stash-page-size 8 {SELECTIVE} layernorm",
+}
 LATENT_HOWS = {
     "all kept": "",
     **{part: f"{SELECTIVE} {part}" for part in ("mla_up_proj", "mlp", "moe", "shared_experts")},
@@ -43,8 +54,10 @@ LATENT_HOWS = {
     "offload everything": f"{OFFLOAD} {EVERYTHING}",
     "some parts, offload": f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}",
 }
-SPARSE = ("--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.1 "
-          "--dsa-indexer-use-sparse-loss")
+SPARSE = (
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.1 "
+    "--dsa-indexer-use-sparse-loss"
+)
 GATHERED = "--dsa-attention-form gathered"
 FEW = ("all kept", "layernorm", "moe", "uniform", "offload everything")
 KINDS = {
@@ -94,7 +107,7 @@ KINDS = {
 def measured(flags: str, kind: str) -> tuple[object, object, list]:
     """What is listed and what is left of the decoder's layers."""
     args = parsed(SIZES, flags)
-    chunk, = build(args)
+    (chunk,) = build(args)
     copies = CountedCopies()
     if chunk.activations.offload is not None:
         chunk.activations.offload._copies = copies
@@ -105,7 +118,7 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
     x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=not warmup)
     rope = None if chunk.rotary is None else chunk.rotary.tables(length, torch.device("cpu"))
     packed = kind == "packed documents"
-    visible = Visible.of(None, torch.arange(length).expand(batch, length) // 5) if packed else None
+    visible = AttentionMask.of(None, torch.arange(length).expand(batch, length) // 5) if packed else None
 
     def forward():
         chunk.activations.begin_pass(*(rope or ()))
@@ -120,18 +133,24 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
 def test_the_list_is_what_is_kept(kind, how):
     flags = KINDS[kind][0]
-    how_flags = LATENT_HOWS[how] if kind.startswith("latent") and not kind.startswith("latent experts") and how in LATENT_HOWS else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
+    how_flags = (
+        LATENT_HOWS[how]
+        if kind.startswith("latent") and not kind.startswith("latent experts") and how in LATENT_HOWS
+        else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
+    )
     listed, left, _result = measured(f"{flags} {how_flags}", kind)
     device = sum(entry.num_bytes for entry in listed if not entry.on_host)
     host = sum(entry.num_bytes for entry in listed if entry.on_host)
     tensors = "\n".join(f"left {size:6} {shape} {dtype}" for size, shape, dtype in left.tensors)
-    assert math.isclose(device, left.device, rel_tol=0.02), f"on the device {device} listed, {left.device} left\n{tensors}"
+    assert math.isclose(device, left.device, rel_tol=0.02), (
+        f"on the device {device} listed, {left.device} left\n{tensors}"
+    )
     assert math.isclose(host, left.host, rel_tol=0.02), f"on the host {host} listed, {left.host} left\n{tensors}"
 
 
 def measured_mtp(flags: str) -> tuple[object, object]:
     args = parsed(SIZES, GROUPED, LATENT.replace("([0]*1+[1]*2)", "1"), "--num-layers 1", flags)
-    chunk, = build(args)
+    (chunk,) = build(args)
     tokens_BS, positions_BS, _ = batch(1)
     x_SBH = torch.randn(SEQ, BATCH, args.model.hidden_size, requires_grad=True)
     rope = chunk.rotary.tables(SEQ, torch.device("cpu"))
@@ -149,7 +168,11 @@ def measured_mtp(flags: str) -> tuple[object, object]:
                                  f"{SELECTIVE} layernorm mla_up_proj moe"])  # fmt: skip
 def test_multi_token_prediction(how):
     listed, left = measured_mtp(how)
-    assert math.isclose(sum(entry.num_bytes for entry in listed), left.device, rel_tol=0.02), (left.device, left.tensors, listed)
+    assert math.isclose(sum(entry.num_bytes for entry in listed), left.device, rel_tol=0.02), (
+        left.device,
+        left.tensors,
+        listed,
+    )
 
 
 RANKS = {
@@ -165,13 +188,18 @@ def _on_ranks(rank, n, cases):
     found = []
     for model, mapping, how in cases:
         args = parsed(SIZES, GROUPED, model, mapping, how, ranks=n)
-        ps = make_groups(args, Place(rank, n, rank, None, None, "test"), timedelta(seconds=60))
-        chunk, = build(args, ps)
+        ps = make_groups(args, LaunchEnv(rank, n, rank, None, None, "test"), timedelta(seconds=60))
+        (chunk,) = build(args, ps)
         rows = SEQ // ps.cp.size // (ps.tp.size if args.parallel.sequence_parallel else 1)
-        x_SBH, rope = torch.randn(rows, BATCH, args.model.hidden_size, requires_grad=True), chunk.rotary.tables(SEQ, torch.device("cpu"))
+        x_SBH, rope = (
+            torch.randn(rows, BATCH, args.model.hidden_size, requires_grad=True),
+            chunk.rotary.tables(SEQ, torch.device("cpu")),
+        )
         received: dict[int, int] = {}
         for number, layer in enumerate(chunk.moe_layers()):
-            layer.experts.register_forward_hook(lambda _m, inputs, _y, number=number: received.update({number: len(inputs[0])}))
+            layer.experts.register_forward_hook(
+                lambda _m, inputs, _y, number=number: received.update({number: len(inputs[0])})
+            )
 
         def forward(chunk=chunk, x_SBH=x_SBH, rope=rope):
             chunk.activations.begin_pass(*rope)
@@ -187,16 +215,38 @@ def _on_ranks(rank, n, cases):
 
 
 def test_the_list_on_two_ranks():
-    hows = ("", f"{SELECTIVE} layernorm mla_up_proj moe", f"{SELECTIVE} core_attn mlp", f"{FULL} uniform --recompute-num-layers 2")
+    hows = (
+        "",
+        f"{SELECTIVE} layernorm mla_up_proj moe",
+        f"{SELECTIVE} core_attn mlp",
+        f"{FULL} uniform --recompute-num-layers 2",
+    )
     latent = LATENT.replace("--mtp-num-layers 1", "")
     cases = [(latent, mapping, how) for mapping in RANKS.values() for how in hows]
     cases.append((latent, RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
-    cases += [(f"{DELTA} --moe-shared-expert-intermediate-size 40", mapping, how) for mapping in RANKS.values() for how in ("", f"{SELECTIVE} gdn_norm_out layernorm")]
-    cases += [("", mapping, how) for mapping in (RANKS["tp2"], RANKS["tp2 sp"], f"{RANKS['tp2']} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2")
-              for how in ("", f"{SELECTIVE} layernorm", f"{SELECTIVE} moe")]
+    cases += [
+        (f"{DELTA} --moe-shared-expert-intermediate-size 40", mapping, how)
+        for mapping in RANKS.values()
+        for how in ("", f"{SELECTIVE} gdn_norm_out layernorm")
+    ]
+    cases += [
+        ("", mapping, how)
+        for mapping in (
+            RANKS["tp2"],
+            RANKS["tp2 sp"],
+            f"{RANKS['tp2']} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+        )
+        for how in ("", f"{SELECTIVE} layernorm", f"{SELECTIVE} moe")
+    ]
     gathered = f"{RANKS['cp2 ring']} --cp-comm-type allgather"
-    cases += [(f"{latent} {SPARSE}", mapping, how) for mapping in (RANKS["tp2 sp"], RANKS["tp2"], gathered) for how in hows[:3]]
-    cases += [(f"{latent} {SPARSE} {GATHERED}", mapping, how) for mapping in (RANKS["tp2 sp"], gathered) for how in hows[:2]]
+    cases += [
+        (f"{latent} {SPARSE}", mapping, how)
+        for mapping in (RANKS["tp2 sp"], RANKS["tp2"], gathered)
+        for how in hows[:3]
+    ]
+    cases += [
+        (f"{latent} {SPARSE} {GATHERED}", mapping, how) for mapping in (RANKS["tp2 sp"], gathered) for how in hows[:2]
+    ]
     for results in run_ranks(_on_ranks, 2, cases):
         for case, (listed, left, tensors, entries) in zip(cases, results, strict=True):
             what = f"{case}: {listed} listed, {left} left"

@@ -8,11 +8,11 @@ from torch import nn
 
 from arguments import parse_args
 from moe_trainer.memory import cuda_graph
-from moe_trainer.memory.cuda_graph import Graphs
+from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof import observe
-from moe_trainer.run import TrainState
+from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
+from moe_trainer.verification import training_trace
 
 ROUTED = "attn moe_router moe_preprocess"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"
@@ -23,9 +23,16 @@ NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CASES = {
     "dense, whole layers": ("dense", "", [local()]),
     "dense, attention and feed-forward": ("dense", NOISE, [local("attn"), local("attn mlp"), whole()]),
-    "experts": ("plain", "--moe-shared-expert-intermediate-size 8", [local("attn"), local("attn moe_router"), local(ROUTED)]),
+    "experts": (
+        "plain",
+        "--moe-shared-expert-intermediate-size 8",
+        [local("attn"), local("attn moe_router"), local(ROUTED)],
+    ),
     "shared experts beside the exchange": (
-        "plain", "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall", [local(ROUTED)]),
+        "plain",
+        "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
+        [local(ROUTED)],
+    ),
     "latent attention, shared experts, MTP": ("deepseek", "", [local(f"mlp {ROUTED}")]),
     "one layer of MTP for all depths": ("plain", "--mtp-num-layers 2 --mtp-use-repeated-layer", [local(ROUTED)]),
     "dropped tokens": ("capacity", "--moe-router-load-balancing-type global_aux_loss", [local("attn moe_router")]),
@@ -37,17 +44,34 @@ CASES = {
     "fp8, delayed": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", [local(ROUTED)]),
     "fp8, blocks": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", [local(), whole()]),
     "fp8, weights kept in 8 bits": ("plain", f"{KEPT} --fp8-format e4m3 --fp8-recipe blockwise", [local(ROUTED)]),
-    "fp8, weights kept in 8 bits with delayed scales": ("padded capacity", f"{KEPT} --fp8-format hybrid --fp8-recipe delayed", [local("attn moe"), whole()]),
-    "forced routing": ("plain", f"--moe-router-force-load-balancing --hidden-dropout 0.1 {SELECTIVE} moe_act", [local("moe_router")]),
+    "fp8, weights kept in 8 bits with delayed scales": (
+        "padded capacity",
+        f"{KEPT} --fp8-format hybrid --fp8-recipe delayed",
+        [local("attn moe"), whole()],
+    ),
+    "forced routing": (
+        "plain",
+        f"--moe-router-force-load-balancing --hidden-dropout 0.1 {SELECTIVE} moe_act",
+        [local("moe_router")],
+    ),
     "forced routing, padded experts": (
-        "padded capacity", f"--moe-router-force-load-balancing {SELECTIVE} moe", [local("moe"), local("attn"), local(), whole()]),
+        "padded capacity",
+        f"--moe-router-force-load-balancing {SELECTIVE} moe",
+        [local("moe"), local("attn"), local(), whole()],
+    ),
     "fp16": ("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1", [local(ROUTED)]),
     "per-token loss": ("per-token loss", "", [local(ROUTED)]),
-    "residual in fp32 behind the norm": ("plain", "--bf16 --fp32-residual-connection --apply-residual-connection-post-layernorm",
-                                         [local(ROUTED)]),
+    "residual in fp32 behind the norm": (
+        "plain",
+        "--bf16 --fp32-residual-connection --apply-residual-connection-post-layernorm",
+        [local(ROUTED)],
+    ),
     "experts to the host": (
-        "plain", "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act "
-        "--min-offloaded-tensor-size 1", [local(ROUTED)]),
+        "plain",
+        "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act "
+        "--min-offloaded-tensor-size 1",
+        [local(ROUTED)],
+    ),
 }
 
 
@@ -62,13 +86,17 @@ def test_graphs_change_no_number(name):
         graphed = train([*argv, *graph], prepare=lambda run: used.append(run))
         assert unlike(eager[argv], graphed) == [], graph
         run = used.pop()
-        assert run.whole._graph is not None if run.whole else all(chunk.graphs.num_passes == 1 for chunk in run.chunks)
+        assert (
+            run.iteration_graph._graph is not None
+            if run.iteration_graph
+            else all(chunk.graphs.num_passes == 1 for chunk in run.chunks)
+        )
 
 
 class Toy(nn.Module):
     """Two parts, the second of which keeps the output of the first."""
 
-    def __init__(self, graphs: Graphs):
+    def __init__(self, graphs: CudaGraphs):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.second, self.last = (nn.Linear(4, 4, dtype=torch.float64, device="cuda") for _ in range(3))
@@ -82,7 +110,7 @@ class Toy(nn.Module):
 
 
 def toy(parts=("first", "second"), iterations=1):
-    graphs = Graphs(frozenset(parts), torch.device("cuda"))
+    graphs = CudaGraphs(frozenset(parts), torch.device("cuda"))
     for _ in range(1 + iterations):
         graphs.begin_iteration()
     return Toy(graphs)
@@ -99,14 +127,22 @@ def passes(model, order, seed=0):
             losses[number] = model(inputs[number])
         else:
             losses[number].backward()
-    return [*(loss.detach() for loss in losses.values()), *(x.grad for x in inputs.values()), *(p.grad.clone() for p in model.parameters())]
+    return [
+        *(loss.detach() for loss in losses.values()),
+        *(x.grad for x in inputs.values()),
+        *(p.grad.clone() for p in model.parameters()),
+    ]
 
 
 def same(one, other):
-    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(one, other, strict=True))  # fp64; sums of three in another order
+    return all(
+        torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(one, other, strict=True)
+    )  # fp64; sums of three in another order
 
 
-@pytest.mark.parametrize(("order", "in_flight"), [("0011", 1), ("0101", 2), ("012012", 3), ("01021233", 2), ("0110", 2)])
+@pytest.mark.parametrize(
+    ("order", "in_flight"), [("0011", 1), ("0101", 2), ("012012", 3), ("01021233", 2), ("0110", 2)]
+)
 @device_test
 def test_every_pass_in_flight_has_tensors_of_its_own(order, in_flight):
     eager, graphed, order = toy(iterations=0), toy(), [int(number) for number in order]
@@ -117,7 +153,7 @@ def test_every_pass_in_flight_has_tensors_of_its_own(order, in_flight):
 
 @device_test
 def test_one_set_for_two_passes_is_found_out():
-    cuda_graph._Slot.free = lambda slot: True
+    cuda_graph._Slot.is_free = lambda slot: True
     eager, graphed = toy(iterations=0), toy()
     passes(graphed, [0, 0])
     try:
@@ -174,7 +210,7 @@ def test_no_graphs_in_evaluation_and_warm_up():
 def test_another_shape_is_refused():
     graphed = toy()
     passes(graphed, [0, 0])
-    with pytest.raises(RuntimeError, match="first of .*5, 4.* was captured"):
+    with pytest.raises(RuntimeError, match=r"first was called with .*5, 4.* was captured with .*3, 4"):
         graphed(torch.randn(5, 4, dtype=torch.float64, device="cuda", requires_grad=True))
 
 
@@ -191,7 +227,7 @@ def test_tensors_that_stay_are_counted():
 def test_a_frozen_factor_of_auxiliary_losses_is_found_out():
     argv = line("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1")
     eager = train(argv)
-    Graphs.live = lambda graphs, grad_scale: grad_scale
+    CudaGraphs.scale_tensor = lambda graphs, grad_scale: grad_scale
     assert unlike(eager, train([*argv, *local("attn moe_router")]))
 
 
@@ -199,7 +235,10 @@ def test_a_frozen_factor_of_auxiliary_losses_is_found_out():
 @device_test
 def test_another_number_of_microbatches(graphs):
     def norms(argv):
-        run, state = observe.make_run(parse_args(argv, 1), 0, ParallelState.single(), 6, device="cuda"), TrainState()
+        run, state = (
+            training_trace.make_run(parse_args(argv, 1), 0, ParallelState.single(), 6, device="cuda"),
+            TrainState(),
+        )
         return [train_step(run, state, microbatches).grad_norm for microbatches in (1, 1, 2, 2, 3, 1)]
 
     argv = line("dense")

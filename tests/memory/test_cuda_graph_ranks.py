@@ -3,7 +3,7 @@
 import pytest
 from emulated_cuda.run import on_device
 from memory.graphed import adding_alike, line, local, unlike, whole
-from train.layouts import train_ranks
+from training.layouts import train_ranks
 
 ROUTED = local("attn moe_router moe_preprocess")
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -17,14 +17,33 @@ CASES = {
     "pipeline, virtual stages": ("accumulation", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", ROUTED),
     "tensor parallel, rows cut": ("plain", SP2, ROUTED),
     "tensor parallel": ("deepseek", "--tensor-model-parallel-size 2", local("attn mlp moe_router moe_preprocess")),
-    "tensor parallel, forced routing and recompute": ("plain", f"{SP2} {FORCED} --recompute-modules layernorm moe_act", ROUTED),
-    "tensor parallel, forced routing, whole iteration": ("padded capacity", f"{SP2} {FORCED} --recompute-modules moe --expert-tensor-parallel-size 1", whole()),
+    "tensor parallel, forced routing and recompute": (
+        "plain",
+        f"{SP2} {FORCED} --recompute-modules layernorm moe_act",
+        ROUTED,
+    ),
+    "tensor parallel, forced routing, whole iteration": (
+        "padded capacity",
+        f"{SP2} {FORCED} --recompute-modules moe --expert-tensor-parallel-size 1",
+        whole(),
+    ),
     "context parallel": ("plain", "--context-parallel-size 2", ROUTED),
     "expert parallel": ("accumulation", EP2, ROUTED),
-    "expert parallel, all-gather": ("plain", "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", ROUTED),
+    "expert parallel, all-gather": (
+        "plain",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        ROUTED,
+    ),
     "expert parallel, weights kept in 8 bits": (
-        "accumulation", f"{EP2} --bf16 --use-distributed-optimizer --fp8-param-gather --fp8-format e4m3 --fp8-recipe tensorwise", ROUTED),
-    "expert parallel, two passes in turns": ("accumulation", f"{EP2} --overlap-moe-expert-parallel-comm --bf16", ROUTED),
+        "accumulation",
+        f"{EP2} --bf16 --use-distributed-optimizer --fp8-param-gather --fp8-format e4m3 --fp8-recipe tensorwise",
+        ROUTED,
+    ),
+    "expert parallel, two passes in turns": (
+        "accumulation",
+        f"{EP2} --overlap-moe-expert-parallel-comm --bf16",
+        ROUTED,
+    ),
     "expert parallel, padded, whole layers": ("padded capacity", EP2, local()),
     "expert parallel, padded, whole iteration": ("padded capacity", EP2, whole()),
     "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
@@ -35,6 +54,11 @@ HALVES = [list(CASES)[:8], list(CASES)[8:]]
 
 @pytest.mark.parametrize("names", HALVES, ids=["model", "data"])
 def test_graphs_change_no_number_on_two_ranks(names):
-    argvs = [argv for name in names for plain in [[*line(*CASES[name][:2]), *adding_alike(CASES[name][2])]] for argv in (plain, [*plain, *CASES[name][2]])]
+    argvs = [
+        argv
+        for name in names
+        for plain in [[*line(*CASES[name][:2]), *adding_alike(CASES[name][2])]]
+        for argv in (plain, [*plain, *CASES[name][2]])
+    ]
     outcomes = iter(on_device(train_ranks, argvs, 3, "cuda", ranks=2, devices=2)[0])
     assert {name: found for name in names if (found := unlike(next(outcomes), next(outcomes)))} == {}

@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from moe_trainer.memory.host_allocator import keep_freed_memory
+from moe_trainer.memory.host_allocator import tune_malloc
 if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+    assert tune_malloc()
 def touch():
     block = bytearray(64 << 20)
     del block
@@ -27,8 +27,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def page_faults(how, **env):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], env={**clean, "PYTHONPATH": str(root), **env},
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how],
+        env={**clean, "PYTHONPATH": str(root), **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return int(done.stdout)
 
 

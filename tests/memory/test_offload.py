@@ -8,8 +8,8 @@ from memory.measure import CountedCopies
 from memory.one_pass import EVERYTHING, GROUPED, OFFLOAD, build, differences, everything, loss_of, parsed
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_trainer.memory.activations import Activations
-from moe_trainer.memory.offload import HostCopies, Offload
+from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.memory.offload import ActivationOffload, HostCopies
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ class LateCopies(HostCopies):
 def chain(activations, x, parts):
     """A product a part; each keeps its input."""
     for part in parts:
-        with activations.offloading(part):
+        with activations.offload_scope(part):
             x = (x * x.detach().cos()).exp() - 1.0
     return x
 
@@ -64,11 +64,11 @@ def run(activations, parts, size=8):
 
 def offloading(parts, **settings):
     copies = settings.pop("copies", None) or LateCopies()
-    return Activations(offload=Offload(frozenset(parts), CPU, copies=copies, **settings)), copies
+    return ActivationPolicy(offload=ActivationOffload(frozenset(parts), CPU, copies=copies, **settings)), copies
 
 
 def expected(parts, size=8):
-    x, y = run(Activations(), parts, size)
+    x, y = run(ActivationPolicy(), parts, size)
     y.sum().backward()
     return x.grad
 
@@ -90,7 +90,9 @@ def test_the_group_before_comes_back_while_a_group_is_used():
     y.sum().backward()
     first_use = copies.log.index(("use", copies.of("use")[0]))
     started = [number for what, number in copies.log[:first_use] if what == "back"]
-    assert group > 1 and sorted(started) == list(range(group, sent)), "all of the last group, which is used, and of the one before it"
+    assert group > 1 and sorted(started) == list(range(group, sent)), (
+        "all of the last group, which is used, and of the one before it"
+    )
     assert sorted(copies.of("back")) == list(range(sent)) == sorted(copies.of("use")), "each once"
 
 
@@ -134,7 +136,7 @@ def test_a_share_of_the_groups_goes_evenly_spread():
 
 
 def test_later_ranks_keep_the_end_of_a_pass():
-    activations, copies = offloading("a", less_bytes=40)
+    activations, copies = offloading("a", skip_bytes=40)
     so_far = [0]
     for _ in range(2):
         x, y = run(activations, "aaaa")
@@ -150,7 +152,7 @@ def test_what_is_saved_twice_goes_once_in_any_shape():
     activations, copies = offloading("a")
     activations.begin_pass()
     x = torch.randn(4, 6).requires_grad_() * 1.0
-    with activations.offloading("a"):
+    with activations.offload_scope("a"):
         y = x.square() + x.reshape(-1).square().view(4, 6)
     assert len(copies.of("out")) == 1
     y.sum().backward()
@@ -162,7 +164,7 @@ def test_parts_of_one_storage_go_apart(dim):
     activations, _ = offloading("a")
     activations.begin_pass()
     x = torch.randn(4, 6).requires_grad_()
-    with activations.offloading("a"):
+    with activations.offload_scope("a"):
         first, second = (x * 1.0).chunk(2, dim)
         whole = x * 1.0
         y = first.square().sum() + second.square().sum() + whole.square().sum() + whole.t().square().sum()
@@ -174,7 +176,7 @@ def test_what_was_written_to_goes_again():
     activations, copies = offloading("a", copies=CountedCopies())
     activations.begin_pass()
     x, factor = torch.randn(5).requires_grad_(), torch.ones(5)
-    with activations.offloading("a"):
+    with activations.offload_scope("a"):
         y = x * factor
         factor.mul_(3.0)
         y = y + x * factor
@@ -187,7 +189,7 @@ def test_weights_and_resident_tables_stay():
     activations, copies = offloading("a")
     weight, table = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
     activations.begin_pass(table)
-    with activations.offloading("a"):
+    with activations.offload_scope("a"):
         y = (table.view(3, 4) * (table @ weight.t())).sum()
     assert not copies.of("out")
     y.backward()
@@ -201,7 +203,7 @@ def test_memory_is_given_back_on_both_sides():
     x = torch.randn(64).requires_grad_()
     inner = x * 1.0
     on_device = StorageWeakRef(inner.untyped_storage())
-    with activations.offloading("a"):
+    with activations.offload_scope("a"):
         y = inner.square()
     del inner
     gc.collect()
@@ -220,7 +222,7 @@ def test_what_stays_keeps_no_graph_alive():
     x = torch.randn(64).requires_grad_()
     gc.disable()
     try:
-        with activations.offloading("a"):
+        with activations.offload_scope("a"):
             y = x.exp()
         kept = StorageWeakRef(y.untyped_storage())
         y.sum().backward(retain_graph=True)
@@ -232,9 +234,10 @@ def test_what_stays_keeps_no_graph_alive():
 
 def test_passes_in_any_order():
     """As pipeline schedules mix them: three forward, backward of the second, the first, the third."""
+
     def through(*hows):
         torch.manual_seed(3)
-        chunk, = build(parsed(GROUPED, *hows))
+        (chunk,) = build(parsed(GROUPED, *hows))
         if chunk.activations.offload is not None:
             chunk.activations.offload._copies = LateCopies()
         losses = [loss_of(chunk, number) for number in range(3)]
@@ -248,8 +251,16 @@ def test_passes_in_any_order():
 def test_parts_tell_what_goes():
     sent = {}
     for part in EVERYTHING.split():
-        chunk, = build(parsed(GROUPED, f"{OFFLOAD} core_attn {part}" if part == "attn_proj" else f"{OFFLOAD} {part}"))
+        (chunk,) = build(parsed(GROUPED, f"{OFFLOAD} core_attn {part}" if part == "attn_proj" else f"{OFFLOAD} {part}"))
         copies = chunk.activations.offload._copies = CountedCopies()
         loss_of(chunk, 0)
         sent[part] = len(copies.hosts)
-    assert sent == {"attn_norm": 6, "qkv_linear": 3, "core_attn": 12, "attn_proj": 15, "mlp_norm": 6, "expert_fc1": 3, "moe_act": 6}
+    assert sent == {
+        "attn_norm": 6,
+        "qkv_linear": 3,
+        "core_attn": 12,
+        "attn_proj": 15,
+        "mlp_norm": 6,
+        "expert_fc1": 3,
+        "moe_act": 6,
+    }

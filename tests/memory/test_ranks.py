@@ -4,13 +4,15 @@ import pytest
 import torch
 from harness import run_ranks
 from memory.one_pass import EVERYTHING, FULL, OFFLOAD, SELECTIVE
-from train.layouts import argv_of, train_ranks
+from training.layouts import argv_of, train_ranks
 
 UNIFORM = f"{FULL} uniform --recompute-num-layers 2"
 BLOCK = f"{FULL} block --recompute-num-layers 1"
 PARTS = f"{SELECTIVE} core_attn layernorm mla_up_proj mlp moe"
 SENT = f"{SELECTIVE} layernorm mla_up_proj shared_experts {OFFLOAD} {EVERYTHING}"
-TP2, EP2, CP2, PP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "expert-model", "context", "pipeline-model"))
+TP2, EP2, CP2, PP2 = (
+    f"--{name}-parallel-size 2" for name in ("tensor-model", "expert-model", "context", "pipeline-model")
+)
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1 --moe-input-jitter-eps 0.1"
 SMALL = "--global-batch-size 4"
 # name -> (kind of model, flags of the mapping, ways to keep activations)

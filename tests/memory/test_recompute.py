@@ -8,9 +8,10 @@ from harness import run_ranks
 from memory.measure import left_behind
 from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, batch, build, loss_of, parsed
 
-from moe_trainer.memory.activations import Activations
-from moe_trainer.moe import router as router_module
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.moe import sinkhorn as sinkhorn_module
+from moe_trainer.moe import topk as topk_module
+from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 
 UNIFORM = f"{FULL} uniform --recompute-num-layers 1"
@@ -23,17 +24,29 @@ def gradients(chunk):
 
 
 @pytest.mark.parametrize("how", [f"{SELECTIVE} moe", UNIFORM])
-@pytest.mark.parametrize("routing", [BIAS, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0", "", "--moe-expert-capacity-factor 0.6",
-                                     "--G-I 2 --G-O 2 --R-I 1 --R-O 1", QUANTILES])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        BIAS,
+        "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+        "",
+        "--moe-expert-capacity-factor 0.6",
+        "--G-I 2 --G-O 2 --R-I 1 --R-O 1",
+        QUANTILES,
+    ],
+)
 def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypatch):
     """Whatever would be chosen now: another choice, even a changed expert bias, must not reach the gradients."""
+
     def run(disturb):
-        chunk, = build(parsed(GROUPED, routing, how))
+        (chunk,) = build(parsed(GROUPED, routing, how))
         loss = loss_of(chunk, 0)
         if disturb:
-            monkeypatch.setattr(router_module, "_select", lambda scores_TE, topk, *_: scores_TE.topk(topk, largest=False)[1])
-            monkeypatch.setattr(router_module, "sinkhorn", lambda cost_TE: -cost_TE)
-            monkeypatch.setattr(router_module, "_keep", lambda probs, routing, *_: ~routing)
+            monkeypatch.setattr(
+                topk_module, "_select", lambda scores_TE, topk, *_: scores_TE.topk(topk, largest=False)[1]
+            )
+            monkeypatch.setattr(sinkhorn_module, "sinkhorn", lambda cost_TE: -cost_TE)
+            monkeypatch.setattr(topk_module, "_within_capacity", lambda probs, routing, *_: ~routing)
             for layer in chunk.moe_layers():
                 if layer.router.quantile is not None:
                     layer.router.quantile.bias_E += torch.randn(4) * 10
@@ -48,7 +61,7 @@ def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypa
 
 @pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
 def test_routers_record_and_count_once(how):
-    chunk, = build(parsed(GROUPED, BIAS, how))
+    (chunk,) = build(parsed(GROUPED, BIAS, how))
     for layer in chunk.moe_layers():
         layer.router.recorder = []
     loss_of(chunk, 0).backward()
@@ -59,7 +72,7 @@ def test_routers_record_and_count_once(how):
 
 @pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
 def test_quantile_balancing_estimates_once(how):
-    chunk, = build(parsed(GROUPED, QUANTILES, how))
+    (chunk,) = build(parsed(GROUPED, QUANTILES, how))
     loss_of(chunk, 0).backward()
     assert [layer.router.quantile.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
 
@@ -67,17 +80,17 @@ def test_quantile_balancing_estimates_once(how):
 @pytest.mark.parametrize(("how", "times"), [("", 1), (UNIFORM, 2), (f"{SELECTIVE} moe", 2), (f"{SELECTIVE} core_attn", 1),
                                             (f"{FULL} block --recompute-num-layers 1", 1)])  # fmt: skip
 def test_what_is_recomputed_runs_twice_and_the_rest_once(how, times):
-    chunk, = build(parsed(GROUPED, how))
+    (chunk,) = build(parsed(GROUPED, how))
     calls, last = [], chunk.decoder.layers[-1].mlp.router
-    last.register_forward_hook(lambda *_: calls.append(chunk.activations.replaying))
+    last.register_forward_hook(lambda *_: calls.append(chunk.activations.is_recomputing))
     loss = loss_of(chunk, 0)
     assert calls == [False]
     loss.backward()
-    assert calls == [False, True][:times] and not chunk.activations.replaying
+    assert calls == [False, True][:times] and not chunk.activations.is_recomputing
 
 
 def test_nothing_is_recomputed_without_a_graph():
-    chunk, = build(parsed(GROUPED, UNIFORM))
+    (chunk,) = build(parsed(GROUPED, UNIFORM))
     calls = []
     chunk.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
@@ -87,7 +100,7 @@ def test_nothing_is_recomputed_without_a_graph():
 
 def test_a_norm_runs_again_once_for_all_that_saved_its_output():
     """Latent attention has two projections behind the norm, the experts a router, experts and shared experts."""
-    chunk, = build(parsed(GROUPED, LATENT.replace("--mtp-num-layers 1", ""), f"{SELECTIVE} layernorm"))
+    (chunk,) = build(parsed(GROUPED, LATENT.replace("--mtp-num-layers 1", ""), f"{SELECTIVE} layernorm"))
     layer, calls = chunk.decoder.layers[1], []
     layer.input_layernorm.register_forward_hook(lambda *_: calls.append("attention"))
     layer.pre_mlp_layernorm.register_forward_hook(lambda *_: calls.append("experts"))
@@ -98,9 +111,9 @@ def test_a_norm_runs_again_once_for_all_that_saved_its_output():
 
 
 def test_a_part_of_what_is_discarded_comes_back_from_its_place():
-    activations = Activations(frozenset({"part"}))
+    activations = ActivationPolicy(frozenset({"part"}))
     x = torch.randn(4, 6, requires_grad=True)
-    y, inside = activations.discarding("part", lambda x: x * 2.0, x)
+    y, inside = activations.recompute_output("part", lambda x: x * 2.0, x)
     with inside:
         z = y[1:, 2:].square() + y.t()[2:, 1:].square().t()
     del y
@@ -111,39 +124,39 @@ def test_a_part_of_what_is_discarded_comes_back_from_its_place():
 
 
 def test_full_recompute_takes_uniform_spans_and_whole_mtp_layers():
-    chunk, = build(parsed(GROUPED, LATENT, f"{FULL} uniform --recompute-num-layers 2"))
+    (chunk,) = build(parsed(GROUPED, LATENT, f"{FULL} uniform --recompute-num-layers 2"))
     assert chunk.spans == ((0, 2, True), (2, 3, True)) and chunk.activations.recomputed == {"full", "mtp"}
-    chunk, = build(parsed(GROUPED, LATENT, f"{FULL} block --recompute-num-layers 2"))
+    (chunk,) = build(parsed(GROUPED, LATENT, f"{FULL} block --recompute-num-layers 2"))
     assert chunk.spans == ((0, 1, True), (1, 2, True), (2, 3, False)) and chunk.activations.recomputed == {"full"}
 
 
 def test_a_failed_recompute_leaves_nothing_behind():
-    activations = Activations(frozenset({"part"}))
+    activations = ActivationPolicy(frozenset({"part"}))
     calls = []
 
     def fn(x):
-        calls.append(activations.replaying)
+        calls.append(activations.is_recomputing)
         if len(calls) == 2:
             raise ArithmeticError("once more")
         return (x * x).exp()
 
-    y = activations.region("part", fn, torch.ones(3, requires_grad=True))
+    y = activations.recompute_region("part", fn, torch.ones(3, requires_grad=True))
     with pytest.raises(ArithmeticError):
         y.sum().backward()
-    assert calls == [False, True] and activations.once(lambda: 7) == 7
+    assert calls == [False, True] and activations.cached_for_recompute(lambda: 7) == 7
 
 
 def test_the_chunks_own_random_numbers_are_drawn_again():
-    stream, cpu = ShardStream(1, "here"), torch.device("cpu")
-    activations = Activations(frozenset({"part"}), stream=stream)
+    stream, cpu = ShardRNG(1, "here"), torch.device("cpu")
+    activations = ActivationPolicy(frozenset({"part"}), stream=stream)
 
     def fn(x):
-        with stream.drawing(cpu):
+        with stream.fork_rng(cpu):
             return torch.nn.functional.dropout(x * x, 0.5)
 
     x = torch.ones(64, requires_grad=True)
-    y = activations.region("part", fn, x)
-    with stream.drawing(cpu):
+    y = activations.recompute_region("part", fn, x)
+    with stream.fork_rng(cpu):
         torch.rand(7)  # of the next microbatch, before this one's backward
     before, shared = stream.generator(cpu).get_state(), torch.get_rng_state()
     y.sum().backward()
@@ -152,9 +165,9 @@ def test_the_chunks_own_random_numbers_are_drawn_again():
 
 
 def _kept_of_two(rank, n):
-    activations = Activations(frozenset({"part"}), shared_by=ParallelState.create(n, rank, tp=n).tp)
+    activations = ActivationPolicy(frozenset({"part"}), shared_by=ParallelState.create(n, rank, tp=n).tp)
     x = torch.arange(12.0).view(3, 4).requires_grad_()
-    y = activations.region("part", lambda x: (x * x).exp().sin(), x * 0.1)
+    y = activations.recompute_region("part", lambda x: (x * x).exp().sin(), x * 0.1)
     part = y.grad_fn  # the graph is all that holds anything
     y.sum().backward()
     return x.grad, part is not None
@@ -169,7 +182,7 @@ def test_saved_inputs_are_spread_over_the_ranks_that_share_them():
 
 def test_packed_documents_are_recomputed_with_their_borders():
     def run(how):
-        chunk, = build(parsed(GROUPED, "--attention-dropout 0.2", how))
+        (chunk,) = build(parsed(GROUPED, "--attention-dropout 0.2", how))
         torch.manual_seed(9)
         documents_BS = batch(0)[0].cumsum(1) // 100
         loss_of(chunk, 0, document_ids_BS=documents_BS).backward()
@@ -179,10 +192,18 @@ def test_packed_documents_are_recomputed_with_their_borders():
         assert all(torch.equal(plain, other) for plain, other in zip(run(""), run(how), strict=True))
 
 
-@pytest.mark.parametrize("how", ["", UNIFORM, f"{SELECTIVE} core_attn layernorm mlp moe", f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "",
+        UNIFORM,
+        f"{SELECTIVE} core_attn layernorm mlp moe",
+        f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}",
+    ],
+)
 def test_nothing_lives_longer_than_its_backward(how):
     """Nor waits for the garbage collector, which --manual-gc runs rarely."""
-    chunk, = build(parsed(GROUPED, LATENT, how))
+    (chunk,) = build(parsed(GROUPED, LATENT, how))
     loss_of(chunk, 0).backward()
     tokens_BS, positions_BS, labels_BS = batch(1)
 

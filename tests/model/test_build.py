@@ -10,18 +10,22 @@ from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import export_named_weights, load_named_weights
 from moe_trainer.parallel.state import ParallelState
 
-BASE = ("--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
-        "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
-        "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 95 "
-        "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
-        "--disable-bias-linear").split()
-MOE = ("--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-shared-expert-intermediate-size 24 "
-       "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-layer-freq [0,1]").split()
+BASE = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
+    "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 95 "
+    "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
+    "--disable-bias-linear"
+).split()
+MOE = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-shared-expert-intermediate-size 24 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-layer-freq [0,1]"
+).split()
 UNTIED = ["--untie-embeddings-and-output-weights"]
 
 
 def build(*argv, device="cpu"):
-    model, = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 96, device)
+    (model,) = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 96, device)
     return model
 
 
@@ -53,9 +57,12 @@ def test_values_depend_on_seed_and_name_only():
 
 def test_standard_deviations():
     params = dict(build("--init-method-std", "0.1", "--embedding-init-method-std", "0.5", *UNTIED).named_parameters())
-    for name, std in (("embedding.word_embeddings.weight", 0.5), ("output_layer.weight", 0.1),
-                      ("decoder.layers.0.mlp.linear_fc1.weight", 0.1),
-                      ("decoder.layers.0.mlp.linear_fc2.weight", 0.1 / math.sqrt(4))):
+    for name, std in (
+        ("embedding.word_embeddings.weight", 0.5),
+        ("output_layer.weight", 0.1),
+        ("decoder.layers.0.mlp.linear_fc1.weight", 0.1),
+        ("decoder.layers.0.mlp.linear_fc2.weight", 0.1 / math.sqrt(4)),
+    ):
         assert params[name].std().item() == pytest.approx(std, rel=0.1), name
 
 
@@ -150,14 +157,20 @@ def test_an_attention_mask_hides_what_it_marks():
 def test_weights_travel_by_name_between_dtypes():
     source, target = build(*MOE), build(*MOE, "--seed", "9", "--bf16")
     load_named_weights([target], dict(export_named_weights([source], ParallelState.single())), ParallelState.single())
-    pairs = zip(export_named_weights([source], ParallelState.single()), export_named_weights([target], ParallelState.single()))
+    pairs = zip(
+        export_named_weights([source], ParallelState.single()), export_named_weights([target], ParallelState.single())
+    )
     for (name, a), (_, b) in pairs:
         assert torch.equal(a.to(b.dtype), b), name
 
 
 def test_expert_bias_is_optional_on_load():
     model = build(*MOE)
-    weights = {name: value.clone() for name, value in export_named_weights([model], ParallelState.single()) if "expert_bias" not in name}
+    weights = {
+        name: value.clone()
+        for name, value in export_named_weights([model], ParallelState.single())
+        if "expert_bias" not in name
+    }
     load_named_weights([model], weights, ParallelState.single())
 
 
@@ -170,8 +183,13 @@ def test_a_misfit_lists_everything_and_copies_nothing():
     weights["decoder.layers.1.mlp.router.weight"] = torch.zeros(5, 32)
     with pytest.raises(ValueError) as error:
         load_named_weights([model], weights, ParallelState.single())
-    for words in ("1 missing", "decoder.layers.0.input_layernorm.weight", "1 unexpected", "decoder.layers.7.extra",
-                  "decoder.layers.1.mlp.router.weight: given [5, 32], the model has [4, 32]"):
+    for words in (
+        "1 missing",
+        "decoder.layers.0.input_layernorm.weight",
+        "1 unexpected",
+        "decoder.layers.7.extra",
+        "decoder.layers.1.mlp.router.weight: given [5, 32], the model has [4, 32]",
+    ):
         assert words in str(error.value)
     assert torch.equal(model.decoder.final_layernorm.weight, torch.ones(32))
     weights["decoder.layers.1.mlp.router.weight"] = torch.zeros(4, 32)

@@ -6,13 +6,13 @@ import torch
 import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
-from tests.train.layouts import argv_of
+from tests.training.layouts import argv_of
 
 TOKENS = torch.arange(32).view(2, 16)
 
 
 def build(kind, *argv):
-    chunk, = build_chunks(arguments.parse_args([*argv_of(kind), *argv], world_size=1), ParallelState.single(), 64)
+    (chunk,) = build_chunks(arguments.parse_args([*argv_of(kind), *argv], world_size=1), ParallelState.single(), 64)
     return chunk
 
 
@@ -32,8 +32,10 @@ def test_products_wait_and_then_equal_autograds(kind):
     waiting = {name for name, param in chunk.named_parameters() if param.grad is None}
     at_once = {name for name, _ in chunk.named_parameters()} - waiting
     assert waiting and all("linear" in name or "eh_proj" in name or "output_layer" in name for name in waiting), waiting
-    products = {name for name, param in chunk.named_parameters() if param.dim() > 1 and not name.endswith("bias")}
-    assert products & at_once <= {name for name in products if "embedding" in name or "router" in name}, at_once
+    gemms = {name for name, param in chunk.named_parameters() if param.dim() > 1 and not name.endswith("bias")}
+    assert gemms & at_once <= {name for name in gemms if "embedding" in name or "router" in name}, at_once
     chunk.weight_grads.run()
     for (name, param), other in zip(chunk.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            param.grad, other.grad, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -21,7 +21,7 @@ def case(request, shared):
     """(model with the reference's initial weights, batch of microbatch i, folder)"""
     folder = shared / "golden" / request.param
     args = arguments.parse_args(json.loads((folder / "meta.json").read_text())["argv"], world_size=1)
-    model, = build_chunks(args, ParallelState.single(), 512)
+    (model,) = build_chunks(args, ParallelState.single(), 512)
     load_named_weights([model], load_file(folder / "init.safetensors"), ParallelState.single())
     data = np.load(folder / "data.npz")
 

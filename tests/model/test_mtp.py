@@ -5,25 +5,27 @@ import torch
 
 import arguments
 from moe_trainer.model.build import build_chunks
-from moe_trainer.model.mtp import forget_mtp_metrics, mtp_metrics, mtp_sums, shift_left
+from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics, shift_left
 from moe_trainer.parallel.state import ParallelState
 
-BASE = ("--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
-        "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
-        "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 95 "
-        "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
-        "--disable-bias-linear --mtp-loss-scaling-factor 0.3").split()
+BASE = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
+    "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 95 "
+    "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
+    "--disable-bias-linear --mtp-loss-scaling-factor 0.3"
+).split()
 
 
 def build(*argv):
-    model, = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 96)
+    (model,) = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 96)
     return model
 
 
 def collected(model):
     """Mean losses of the depths since the last call."""
-    metrics = mtp_metrics(mtp_sums([model]).tolist())
-    forget_mtp_metrics([model])
+    metrics = mtp_metrics(get_mtp_sums([model]).tolist())
+    reset_mtp_metrics([model])
     return metrics
 
 
@@ -56,12 +58,15 @@ def explicit(model, tokens, positions, labels, mask, depths, layers, per_token):
     return main, total, means
 
 
-@pytest.mark.parametrize("argv, depths, repeated, per_token", [
-    (["--mtp-num-layers", "1"], 1, False, False),
-    (["--mtp-num-layers", "2"], 2, False, False),
-    (["--mtp-num-layers", "3", "--mtp-use-repeated-layer"], 3, True, False),
-    (["--mtp-num-layers", "2", "--calculate-per-token-loss"], 2, False, True),
-])
+@pytest.mark.parametrize(
+    "argv, depths, repeated, per_token",
+    [
+        (["--mtp-num-layers", "1"], 1, False, False),
+        (["--mtp-num-layers", "2"], 2, False, False),
+        (["--mtp-num-layers", "3", "--mtp-use-repeated-layer"], 3, True, False),
+        (["--mtp-num-layers", "2", "--calculate-per-token-loss"], 2, False, True),
+    ],
+)
 def test_depths(argv, depths, repeated, per_token):
     model = build(*argv)
     data = batch()
@@ -80,12 +85,24 @@ def test_depths(argv, depths, repeated, per_token):
     assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
 
 
-@pytest.mark.parametrize("argv", [
-    ["--mtp-num-layers", "2"],
-    ["--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"],
-    ["--mtp-num-layers", "3", "--mtp-use-repeated-layer", "--untie-embeddings-and-output-weights"],
-    ["--mtp-num-layers", "1", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
-])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--mtp-num-layers", "2"],
+        ["--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"],
+        ["--mtp-num-layers", "3", "--mtp-use-repeated-layer", "--untie-embeddings-and-output-weights"],
+        [
+            "--mtp-num-layers",
+            "1",
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "uniform",
+            "--recompute-num-layers",
+            "1",
+        ],
+    ],
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_detached_heads_teach_the_main_model_nothing(argv, masked):
     whole, detached = build(*argv), build(*argv, "--mtp-detach-heads")

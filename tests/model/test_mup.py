@@ -9,17 +9,19 @@ import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
 
-BASE = ("--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16 --seq-length 16 "
-        "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
-        "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 127 "
-        "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
-        "--init-method-std 0.1").split()
+BASE = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 "
+    "--transformer-impl local --mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
+    "--init-method-std 0.1"
+).split()
 MUP = ["--use-mup", "--mup-base-hidden-size", "16"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 
 
 def build(*argv):
-    model, = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 128, "cpu")
+    (model,) = build_chunks(arguments.parse_args([*BASE, *argv], world_size=1), ParallelState.single(), 128, "cpu")
     return model
 
 
@@ -30,16 +32,34 @@ def loss_of(model):
 
 @pytest.mark.parametrize(("mup", "width"), [(MUP, 4.0), ([], 1.0)], ids=["mup", "plain"])
 def test_standard_deviations(mup, width):
-    params = dict(build(*mup, *UNTIED, "--mtp-num-layers", "1", "--position-embedding-type", "rope", "--moe-shared-expert-intermediate-size",
-                        "64").named_parameters())
+    params = dict(
+        build(
+            *mup,
+            *UNTIED,
+            "--mtp-num-layers",
+            "1",
+            "--position-embedding-type",
+            "rope",
+            "--moe-shared-expert-intermediate-size",
+            "64",
+        ).named_parameters()
+    )
     positions = dict(build(*mup, "--position-embedding-type", "learned_absolute").named_parameters())
     params["embedding.position_embeddings.weight"] = positions["embedding.position_embeddings.weight"]
     hidden, residual = 0.1 / math.sqrt(width), 0.1 / (math.sqrt(2 * 2) * math.sqrt(width))
     layer = "decoder.layers.0."
-    for name, std in (("embedding.word_embeddings", 0.1), ("embedding.position_embeddings", 0.1), ("output_layer", 0.1),
-                      (f"{layer}self_attention.linear_qkv", hidden), (f"{layer}self_attention.linear_proj", residual),
-                      (f"{layer}mlp.experts.linear_fc1", hidden), (f"{layer}mlp.experts.linear_fc2", residual),
-                      (f"{layer}mlp.shared_experts.linear_fc2", residual), (f"{layer}mlp.router", hidden), ("mtp.layers.0.eh_proj", hidden)):
+    for name, std in (
+        ("embedding.word_embeddings", 0.1),
+        ("embedding.position_embeddings", 0.1),
+        ("output_layer", 0.1),
+        (f"{layer}self_attention.linear_qkv", hidden),
+        (f"{layer}self_attention.linear_proj", residual),
+        (f"{layer}mlp.experts.linear_fc1", hidden),
+        (f"{layer}mlp.experts.linear_fc2", residual),
+        (f"{layer}mlp.shared_experts.linear_fc2", residual),
+        (f"{layer}mlp.router", hidden),
+        ("mtp.layers.0.eh_proj", hidden),
+    ):
         assert params[f"{name}.weight"].std().item() == pytest.approx(std, rel=0.1), name
 
 
@@ -49,7 +69,11 @@ def test_the_output_layer_is_drawn_like_an_embedding():
     assert build(*more).output_layer.weight.std().item() == pytest.approx(0.1, rel=0.05)
 
 
-@pytest.mark.parametrize("more", [[], UNTIED, [*UNTIED, "--mtp-num-layers", "1", "--position-embedding-type", "rope"]], ids=["tied, learned positions", "own head", "MTP"])
+@pytest.mark.parametrize(
+    "more",
+    [[], UNTIED, [*UNTIED, "--mtp-num-layers", "1", "--position-embedding-type", "rope"]],
+    ids=["tied, learned positions", "own head", "MTP"],
+)
 def test_multipliers_equal_weights_that_hold_them(more):
     scaled = build(*MUP, *more, "--mup-embedding-mult", "3", "--mup-output-mult", "0.7", "--mup-base-head-dim", "8")
     # scores are multiplied by root(8)/16 in the one, by 1/4 in the other

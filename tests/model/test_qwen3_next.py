@@ -8,7 +8,7 @@ from torch import Tensor
 import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import load_named_weights
-from moe_trainer.parallel.params import info_of
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 transformers = pytest.importorskip("transformers")
@@ -23,18 +23,38 @@ ARGV = (
     "--attention-output-gate --experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-conv-kernel-dim 4 "
     "--linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 2 --linear-num-value-heads 4 "
     f"--num-experts {EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 20 "
-    "--moe-shared-expert-gate --moe-grouped-gemm --moe-router-load-balancing-type none").split()
+    "--moe-shared-expert-gate --moe-grouped-gemm --moe-router-load-balancing-type none"
+).split()
 KEYS, VALUES, KEY_DIM, VALUE_DIM, GROUPS = 2, 4, 8, 12, 2
 
 
 def hf_model():
     torch.manual_seed(11)
-    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=GROUPS, head_dim=16,
-        max_position_embeddings=SEQ, rms_norm_eps=1e-6, linear_conv_kernel_dim=4, linear_key_head_dim=KEY_DIM,
-        linear_value_head_dim=VALUE_DIM, linear_num_key_heads=KEYS, linear_num_value_heads=VALUES, num_experts=EXPERTS,
-        num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20, norm_topk_prob=True, initializer_range=0.04,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}, attn_implementation="eager"))
+    model = transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=GROUPS,
+            head_dim=16,
+            max_position_embeddings=SEQ,
+            rms_norm_eps=1e-6,
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=KEY_DIM,
+            linear_value_head_dim=VALUE_DIM,
+            linear_num_key_heads=KEYS,
+            linear_num_value_heads=VALUES,
+            num_experts=EXPERTS,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            norm_topk_prob=True,
+            initializer_range=0.04,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            attn_implementation="eager",
+        )
+    )
     generator = torch.Generator().manual_seed(7)
     for name, param in model.named_parameters():
         if param.dim() == 1 or "conv1d" in name:  # constants would not show a swap
@@ -59,47 +79,69 @@ def attention_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face names -> Megatron-Core names; a linear map, so gradients go through it too."""
-    out = {"embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-           "decoder.final_layernorm.weight": state["model.norm.weight"], "output_layer.weight": state["lm_head.weight"]}
+    out = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
     for i in range(LAYERS):
-        layer = {name.removeprefix(f"model.layers.{i}."): value for name, value in state.items() if name.startswith(f"model.layers.{i}.")}
-        ours = {"input_layernorm.weight": layer["input_layernorm.weight"],
-                "pre_mlp_layernorm.weight": layer["post_attention_layernorm.weight"],
-                "mlp.router.weight": layer["mlp.gate.weight"],
-                "mlp.shared_experts.gate_weight": layer["mlp.shared_expert_gate.weight"],
-                "mlp.shared_experts.linear_fc1.weight": torch.cat([layer[f"mlp.shared_expert.{x}_proj.weight"] for x in ("gate", "up")]),
-                "mlp.shared_experts.linear_fc2.weight": layer["mlp.shared_expert.down_proj.weight"]}
+        layer = {
+            name.removeprefix(f"model.layers.{i}."): value
+            for name, value in state.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        ours = {
+            "input_layernorm.weight": layer["input_layernorm.weight"],
+            "pre_mlp_layernorm.weight": layer["post_attention_layernorm.weight"],
+            "mlp.router.weight": layer["mlp.gate.weight"],
+            "mlp.shared_experts.gate_weight": layer["mlp.shared_expert_gate.weight"],
+            "mlp.shared_experts.linear_fc1.weight": torch.cat(
+                [layer[f"mlp.shared_expert.{x}_proj.weight"] for x in ("gate", "up")]
+            ),
+            "mlp.shared_experts.linear_fc2.weight": layer["mlp.shared_expert.down_proj.weight"],
+        }
         for expert in range(EXPERTS):
             for leaf, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
                 ours[f"mlp.experts.local_experts.{expert}.{leaf}.weight"] = layer[f"mlp.experts.{theirs}"][expert]
         if "linear_attn.A_log" in layer:
-            ours |= {f"self_attention.{name}": layer[f"linear_attn.{name}"] for name in ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")}
-            ours["self_attention.in_proj.weight"] = delta_rows(layer["linear_attn.in_proj_qkvz.weight"], layer["linear_attn.in_proj_ba.weight"])
+            ours |= {
+                f"self_attention.{name}": layer[f"linear_attn.{name}"]
+                for name in ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")
+            }
+            ours["self_attention.in_proj.weight"] = delta_rows(
+                layer["linear_attn.in_proj_qkvz.weight"], layer["linear_attn.in_proj_ba.weight"]
+            )
             ours["self_attention.out_norm.weight"] = layer["linear_attn.norm.weight"]
         else:
             ours |= {f"self_attention.{x}_layernorm.weight": layer[f"self_attn.{x}_norm.weight"] for x in "qk"}
-            ours["self_attention.linear_qkv.weight"] = attention_rows(*(layer[f"self_attn.{x}_proj.weight"] for x in "qkv"))
+            ours["self_attention.linear_qkv.weight"] = attention_rows(
+                *(layer[f"self_attn.{x}_proj.weight"] for x in "qkv")
+            )
             ours["self_attention.linear_proj.weight"] = layer["self_attn.o_proj.weight"]
         out |= {f"decoder.layers.{i}.{name}": value for name, value in ours.items()}
     return out
 
 
 def test_stored_parts_of_fused_weights_have_the_names_of_their_rows():
-    ours, = build_chunks(arguments.parse_args(ARGV, world_size=1), ParallelState.single(), VOCAB, device="meta")
+    (ours,) = build_chunks(arguments.parse_args(ARGV, world_size=1), ParallelState.single(), VOCAB, device="meta")
     layer = ours.decoder.layers[0].self_attention
     keys, values = KEYS * KEY_DIM, VALUES * VALUE_DIM
     sizes = {"query": keys, "key": keys, "value": values, "z": values, "beta": VALUES, "alpha": VALUES}
-    info = info_of(layer.in_proj.weight)
+    info = get_param_info(layer.in_proj.weight)
     assert dict(zip(info.part_names, info.part_sizes)) == sizes and list(sizes) == list(info.part_names)
-    info = info_of(layer.conv1d.weight)
-    assert info.names == ("decoder.layers.0.self_attention.conv1d.weight",) and info.part_names == ("query", "key", "value")
+    info = get_param_info(layer.conv1d.weight)
+    assert info.names == ("decoder.layers.0.self_attention.conv1d.weight",) and info.part_names == (
+        "query",
+        "key",
+        "value",
+    )
     assert info.part_sizes == (keys, keys, values)
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers():
     theirs = hf_model()
     args = arguments.parse_args(ARGV, world_size=1)
-    ours, = build_chunks(args, ParallelState.single(), VOCAB)
+    (ours,) = build_chunks(args, ParallelState.single(), VOCAB)
     weights = {name: value.detach().clone() for name, value in convert(dict(theirs.named_parameters())).items()}
     for name in weights:
         if name.endswith("out_norm.weight"):
@@ -122,7 +164,9 @@ def test_logits_loss_and_gradients_are_those_of_transformers():
     gradients = convert({name: param.grad for name, param in theirs.named_parameters()})
     seen = set()
     for param in ours.parameters():
-        for name, grad in zip(info_of(param).names, param.grad.unbind(0) if info_of(param).stacked else (param.grad,)):
+        for name, grad in zip(
+            get_param_info(param).names, param.grad.unbind(0) if get_param_info(param).stacked else (param.grad,)
+        ):
             assert (grad - gradients[name]).abs().max() <= 1e-4 * gradients[name].abs().max() + 1e-7, name
             seen.add(name)
     assert seen == set(gradients)

@@ -25,12 +25,14 @@ KINDS = {
     "qk norm, dense layer first, tied head": "--qk-layernorm --moe-layer-freq ([0]*1+[1]*1) --moe-aux-loss-coeff 0.1",
     "pre-softmax, scaled, padded capacity, by position": "--moe-router-pre-softmax --moe-router-topk-scaling-factor 1.5 "
     "--moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 0.8 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position",
-    "latent attention, groups, expert bias": LATENT + "--q-lora-rank 12 --qk-layernorm --num-experts 8 --moe-router-num-groups 4 "
+    "latent attention, groups, expert bias": LATENT
+    + "--q-lora-rank 12 --qk-layernorm --num-experts 8 --moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 8",
     "latent attention without a latent of the queries": LATENT + "--moe-aux-loss-coeff 0.1",
     "two further tokens": "--mtp-num-layers 2 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
-    "latent attention, dense first, a further token, tied head": LATENT + "--qk-layernorm --moe-layer-freq ([0]*1+[1]*1) "
+    "latent attention, dense first, a further token, tied head": LATENT
+    + "--qk-layernorm --moe-layer-freq ([0]*1+[1]*1) "
     "--mtp-num-layers 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 8 "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
     "projected experts, shared": "--moe-latent-size 6 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1 "
@@ -50,7 +52,7 @@ def command_line(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_equals_plain_transformer(kind):
     args = arguments.parse_args(command_line(kind), world_size=1)
-    model, = build_chunks(args, ParallelState.single(), 32)
+    (model,) = build_chunks(args, ParallelState.single(), 32)
     model = model.double()
     params = {}
     for param in unique_params(model.parameters()):

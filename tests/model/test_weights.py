@@ -5,7 +5,13 @@ import torch
 from harness import run_ranks
 from torch import nn
 
-from moe_trainer.model.weights import export_named_weights, gather_named, join_shards, load_named_weights, own_shard
+from moe_trainer.model.weights import (
+    export_named_weights,
+    gather_named_tensors,
+    join_shards,
+    load_named_weights,
+    take_local_shard,
+)
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -41,21 +47,36 @@ class Chunk(nn.Module):
         if last:
             self.add("final_norm.weight", (HIDDEN,))
             if not first:
-                self.add("embedding.weight", (16, HIDDEN), cut=0, tied=True, copy=True)
+                self.add("embedding.weight", (16, HIDDEN), cut=0, tied=True, is_replica=True)
 
     def add(self, name, shape, cut=None, parts=1, **more):
         tp = self.ps.tp
-        info = ParamInfo((name,), sharded_dim=cut, parts=parts if cut is not None else 1, **more,
-                         **({"shard_rank": tp.rank, "shard_count": tp.size} if cut is not None else {}))
-        self.keep(name, own_shard(whole_tensor(name, shape), info).clone(), info)
+        info = ParamInfo(
+            (name,),
+            sharded_dim=cut,
+            parts=parts if cut is not None else 1,
+            **more,
+            **({"shard_rank": tp.rank, "shard_count": tp.size} if cut is not None else {}),
+        )
+        self.keep(name, take_local_shard(whole_tensor(name, shape), info).clone(), info)
 
     def experts(self, rest, shape, cut, parts=1):
         ep, etp = self.ps.ep, self.ps.etp
         each = EXPERTS // ep.size
-        names = tuple(rest.replace("linear", f"local_experts.{e}.linear") for e in range(ep.rank * each, (ep.rank + 1) * each))
-        info = ParamInfo(names, kind="expert", stacked=True, sharded_dim=cut, parts=parts if cut is not None else 1,
-                         **({"shard_rank": etp.rank, "shard_count": etp.size} if cut is not None else {}))
-        self.keep("experts_" + rest, torch.stack([own_shard(whole_tensor(name, shape), info) for name in names]), info)
+        names = tuple(
+            rest.replace("linear", f"local_experts.{e}.linear") for e in range(ep.rank * each, (ep.rank + 1) * each)
+        )
+        info = ParamInfo(
+            names,
+            kind="expert",
+            stacked=True,
+            sharded_dim=cut,
+            parts=parts if cut is not None else 1,
+            **({"shard_rank": etp.rank, "shard_count": etp.size} if cut is not None else {}),
+        )
+        self.keep(
+            "experts_" + rest, torch.stack([take_local_shard(whole_tensor(name, shape), info) for name in names]), info
+        )
 
     def keep(self, name, value, info):
         param = nn.Parameter((value if self.fill else torch.zeros_like(value)).to(self.dtype))
@@ -70,8 +91,10 @@ def make(ps, vpp=1, fill=True, dtype=torch.float32):
     """This rank's chunks; pp * vpp must divide the layers."""
     stages = ps.pp.size * vpp
     each = LAYERS // stages
-    return [Chunk(ps, range(stage * each, (stage + 1) * each), stage == 0, stage == stages - 1, fill, dtype)
-            for stage in range(ps.pp.rank, stages, ps.pp.size)]
+    return [
+        Chunk(ps, range(stage * each, (stage + 1) * each), stage == 0, stage == stages - 1, fill, dtype)
+        for stage in range(ps.pp.rank, stages, ps.pp.size)
+    ]
 
 
 def _states(rank, n, mappings):
@@ -83,7 +106,10 @@ def _gather(rank, n, mappings):
     found = []
     for mapping, ps in _states(rank, n, mappings):
         chunks = make(ps, mapping.get("vpp", 1))
-        three = {name: value.clone() for name, value in gather_named(chunks, ps, lambda param: param.data.double() * 3)}
+        three = {
+            name: value.clone()
+            for name, value in gather_named_tensors(chunks, ps, lambda param: param.data.double() * 3)
+        }
         found.append((three, {name: value.clone() for name, value in export_named_weights(chunks, ps)}))
     return found
 
@@ -94,17 +120,41 @@ def _load(rank, n, mappings, weights):
     for mapping, ps in _states(rank, n, mappings):
         target, expected = (make(ps, mapping.get("vpp", 1), fill) for fill in (False, True))
         load_named_weights(target, weights, ps)
-        same.append(all(torch.equal(a, b) for one, other in zip(target, expected, strict=True)
-                        for a, b in zip((*one.parameters(), *one.state.values()), (*other.parameters(), *other.state.values()), strict=True)))
+        same.append(
+            all(
+                torch.equal(a, b)
+                for one, other in zip(target, expected, strict=True)
+                for a, b in zip(
+                    (*one.parameters(), *one.state.values()), (*other.parameters(), *other.state.values()), strict=True
+                )
+            )
+        )
     return same
 
 
 MAPPINGS = {
-    2: [dict(ps=dict(tp=2)), dict(ps=dict(pp=2)), dict(ps=dict(ep=2)), dict(ps=dict(etp=2)), dict(ps=dict(cp=2)), dict(ps=dict(pp=2), vpp=2)],
-    4: [dict(ps=dict(tp=2, pp=2)), dict(ps=dict(tp=2, ep=2)), dict(ps=dict(tp=4, etp=2, ep=2)), dict(ps=dict(tp=2, ep=4)),
-        dict(ps=dict(pp=2, ep=2), vpp=2), dict(ps=dict(tp=2, etp=2, pp=2))],
-    8: [dict(ps=dict(tp=2, pp=2, ep=2)), dict(ps=dict(tp=2, pp=2, ep=4), vpp=2), dict(ps=dict(tp=2, cp=2, pp=2, etp=2, ep=2)),
-        dict(ps=dict(tp=2, pp=2, ep=2, order="tp-cp-ep-pp-dp"))],
+    2: [
+        dict(ps=dict(tp=2)),
+        dict(ps=dict(pp=2)),
+        dict(ps=dict(ep=2)),
+        dict(ps=dict(etp=2)),
+        dict(ps=dict(cp=2)),
+        dict(ps=dict(pp=2), vpp=2),
+    ],
+    4: [
+        dict(ps=dict(tp=2, pp=2)),
+        dict(ps=dict(tp=2, ep=2)),
+        dict(ps=dict(tp=4, etp=2, ep=2)),
+        dict(ps=dict(tp=2, ep=4)),
+        dict(ps=dict(pp=2, ep=2), vpp=2),
+        dict(ps=dict(tp=2, etp=2, pp=2)),
+    ],
+    8: [
+        dict(ps=dict(tp=2, pp=2, ep=2)),
+        dict(ps=dict(tp=2, pp=2, ep=4), vpp=2),
+        dict(ps=dict(tp=2, cp=2, pp=2, etp=2, ep=2)),
+        dict(ps=dict(tp=2, pp=2, ep=2, order="tp-cp-ep-pp-dp")),
+    ],
 }
 
 
@@ -118,7 +168,9 @@ def test_every_mapping_gives_rank_0_the_model_of_one_process(n):
         assert list(weights) == list(expected), mapping
         assert all(torch.equal(weights[name], expected[name]) for name in expected), mapping
         params = [name for name in expected if "expert_bias" not in name]
-        assert list(three) == params and all(torch.equal(three[name], expected[name].double() * 3) for name in params), mapping
+        assert list(three) == params and all(
+            torch.equal(three[name], expected[name].double() * 3) for name in params
+        ), mapping
     for other in results[1:]:
         assert all(three == weights == {} for three, weights in other)
 
@@ -152,8 +204,13 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
     results = run_ranks(_misfits, 4, weights)
     assert all(result == results[0] for result in results)
     strict, lenient = results[0]
-    for words in ("1 missing", "layers.3.local_experts.2.linear_fc2.weight", "1 unexpected", "layers.9.norm",
-                  "layers.0.linear_fc1.weight: given [12, 8], the model has [24, 8]"):
+    for words in (
+        "1 missing",
+        "layers.3.local_experts.2.linear_fc2.weight",
+        "1 unexpected",
+        "layers.9.norm",
+        "layers.0.linear_fc1.weight: given [12, 8], the model has [24, 8]",
+    ):
         assert words in strict
     assert "missing" not in lenient and "unexpected" not in lenient and "given [12, 8]" in lenient
 
@@ -161,8 +218,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
 def test_parts_of_a_gated_layer_are_cut_each_by_itself():
     whole = torch.arange(12.0).reshape(12, 1)
     infos = [ParamInfo(("x",), sharded_dim=0, shard_rank=rank, shard_count=3, parts=2) for rank in range(3)]
-    assert own_shard(whole, infos[1]).flatten().tolist() == [2, 3, 8, 9]
-    assert torch.equal(join_shards([own_shard(whole, info) for info in infos], infos[0]), whole)
+    assert take_local_shard(whole, infos[1]).flatten().tolist() == [2, 3, 8, 9]
+    assert torch.equal(join_shards([take_local_shard(whole, info) for info in infos], infos[0]), whole)
 
 
 def _bf16(rank, n):

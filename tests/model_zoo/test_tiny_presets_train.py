@@ -27,7 +27,10 @@ def test_tiny_preset_trains(name, tmp_path):
     with IndexedDatasetBuilder(str(tmp_path / "pattern"), np.uint16) as builder:
         for start in range(50):
             builder.add_document((np.arange(300) * 7 + start) % 50, [300])
-    done = run(["--preset", name, *FEW.split(), "--data-path", str(tmp_path / "pattern"), "--metrics-file", str(metrics)], tmp_path)
+    done = run(
+        ["--preset", name, *FEW.split(), "--data-path", str(tmp_path / "pattern"), "--metrics-file", str(metrics)],
+        tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [record for record in read_metrics(metrics) if "validation" not in record]
     assert [step["iteration"] for step in steps] == list(range(1, 11))

@@ -9,9 +9,9 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.parallel import ParallelArgs
 from arguments.training import TrainingArgs
-from moe_trainer.layers.kit import LOCAL
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.moe.balancing import MoeMetrics, collect_moe_metrics
-from moe_trainer.moe.dispatch.choose import choose_dispatcher, connect_dispatcher
+from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
@@ -37,9 +37,16 @@ def build_layer(args, ps=None, dtype=torch.float64, layer_number=1, seed=0) -> M
     """A layer with random weights and, if it has one, a random expert bias."""
     ps = ps or ParallelState.single()
     layer = MoELayer(
-        args.model, args.moe, ps, name=f"decoder.layers.{layer_number - 1}.mlp", layer_number=layer_number, kit=LOCAL,
-        sequence_parallel=args.parallel.sequence_parallel, per_token_loss=args.training.calculate_per_token_loss)
-    connect_dispatcher([layer], choose_dispatcher(args.moe, ps))
+        args.model,
+        args.moe,
+        ps,
+        name=f"decoder.layers.{layer_number - 1}.mlp",
+        layer_number=layer_number,
+        factory=LOCAL,
+        sequence_parallel=args.parallel.sequence_parallel,
+        per_token_loss=args.training.calculate_per_token_loss,
+    )
+    attach_dispatcher([layer], build_dispatcher(args.moe, ps))
     layer = layer.to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -65,7 +72,9 @@ def cut(whole: torch.Tensor, info: ParamInfo) -> torch.Tensor:
     if info.shard_count == 1:
         return whole
     parts = whole.chunk(info.parts, info.sharded_dim)
-    return torch.cat([part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim)
+    return torch.cat(
+        [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim
+    )
 
 
 def join(pieces: list[torch.Tensor], info: ParamInfo) -> torch.Tensor:
@@ -120,11 +129,13 @@ def total_grads(ranks: list[RankGrads]) -> dict[str, torch.Tensor]:
         if info.shard_count > 1:
             assert len(pieces) == info.shard_count
             totals[name] = join(pieces, info)
-        elif info.partial:
+        elif info.is_grad_partial:
             totals[name] = sum(pieces)
         else:
             for piece in pieces[1:]:
-                torch.testing.assert_close(piece, pieces[0], msg=f"{name} is neither cut nor partial, but differs between ranks")
+                torch.testing.assert_close(
+                    piece, pieces[0], msg=f"{name} is neither cut nor partial, but differs between ranks"
+                )
             totals[name] = pieces[0]
     return totals
 

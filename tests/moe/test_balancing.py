@@ -9,7 +9,11 @@ from reference import Balance, add_balance
 from moe_trainer.moe.balancing import logged_losses, start_iteration, update_expert_bias
 from moe_trainer.parallel.state import ParallelState
 
-SIGMOID_BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01}
+SIGMOID_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.01,
+}
 MICROBATCHES = 4
 """Of an iteration: the running mean of the third and of the fourth one count as well."""
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3}
@@ -166,9 +170,13 @@ def test_logged_names():
     assert logged_losses(sections().moe) == ("load_balancing_loss",)
     assert logged_losses(sections(moe_router_load_balancing_type="none").moe) == ()
     assert logged_losses(sections(moe_router_load_balancing_type="seq_aux_loss", moe_z_loss_coeff=0.1).moe) == (
-        "load_balancing_loss", "seq_load_balancing_loss", "z_loss")
-    assert logged_losses(sections(moe_router_load_balancing_type=["global_aux_loss"], moe_aux_loss_coeff=[0.1]).moe) == (
-        "global_load_balancing_loss",)
+        "load_balancing_loss",
+        "seq_load_balancing_loss",
+        "z_loss",
+    )
+    assert logged_losses(
+        sections(moe_router_load_balancing_type=["global_aux_loss"], moe_aux_loss_coeff=[0.1]).moe
+    ) == ("global_load_balancing_loss",)
 
 
 def test_counts_stay_exact_in_a_half_precision_model():

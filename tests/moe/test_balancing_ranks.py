@@ -11,11 +11,11 @@ from harness import run_ranks
 from moe.layers import HIDDEN, Chunk, RankGrads, build_layer, metrics_of, sections, shard_of, total_grads
 from moe.test_dispatch_ranks import Layout
 
-from moe_trainer.layers.kit import LOCAL
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.params import ParamInfo
-from moe_trainer.parallel.rng import ShardStream
+from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 
 S, SCALE = 8, 0.7
@@ -25,8 +25,11 @@ LOSSES = {
     "global": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3},
     "z": {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.2},
     "all, sigmoid": {
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
-        "moe_z_loss_coeff": 0.05, "moe_router_score_function": "sigmoid"},
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
+        "moe_z_loss_coeff": 0.05,
+        "moe_router_score_function": "sigmoid",
+    },
 }
 MAPPINGS = (
     Layout(2, tp=2),
@@ -104,7 +107,9 @@ def test_M5047_auxiliary_losses_do_not_depend_on_tensor_and_context_ranks(layout
 def test_M1652_per_token_loss_with_context_ranks(layout):
     """Megatron-LM issue 1652: with --calculate-per-token-loss the scale of the auxiliary loss missed the context ranks."""
     cases = [dict(changes, calculate_per_token_loss=True) for changes in LOSSES.values()]
-    for ours, expected, per_microbatch in zip(outcomes(layout, cases), data_ranks_only(1, True), data_ranks_only(1, False), strict=True):
+    for ours, expected, per_microbatch in zip(
+        outcomes(layout, cases), data_ranks_only(1, True), data_ranks_only(1, False), strict=True
+    ):
         assert_same(ours, expected)
         # by definition: times the tokens of the microbatch
         torch.testing.assert_close(ours[0], per_microbatch[0] * (S * 2), atol=1e-12, rtol=1e-9)
@@ -133,8 +138,13 @@ def test_M5798_sequence_loss_does_not_depend_on_the_micro_batch_size(layout):
 
 def _bias(rank, n, layout):
     ps = layout.state(rank)
-    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=layout.sp, moe_router_score_function="sigmoid",
-                    moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.01)
+    args = sections(
+        moe_token_dispatcher_type="alltoall",
+        sequence_parallel=layout.sp,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.01,
+    )
     layer = shard_of(args, ps)
     for x in microbatches(ps.dp.rank):
         x = x.chunk(ps.cp.size)[ps.cp.rank]
@@ -189,9 +199,14 @@ def test_what_is_partial_is_declared():
 
     def declared(rank, n, sp):
         ps = ParallelState.create(n, rank, tp=2)
-        args = sections(sequence_parallel=sp, add_bias_linear=True, moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True)
+        args = sections(
+            sequence_parallel=sp,
+            add_bias_linear=True,
+            moe_shared_expert_intermediate_size=20,
+            moe_shared_expert_gate=True,
+        )
         infos: dict[str, ParamInfo] = {path: param.info for path, param in build_layer(args, ps).named_parameters()}
-        return {path for path, info in infos.items() if info.partial}
+        return {path for path, info in infos.items() if info.is_grad_partial}
 
     assert run_ranks(declared, 2, False)[0] == {"router.weight", "router.bias"}
     assert run_ranks(declared, 2, True)[0] == {"router.weight", "router.bias", "shared_experts.gate_weight"}
@@ -201,8 +216,8 @@ def _noise(rank, n, changes):
     """Logits of equal rows on two tensor ranks, and where the global generator stands afterwards."""
     ps = ParallelState.create(n, rank, tp=n)
     args = sections(sequence_parallel=True, **changes)
-    kit = LOCAL.for_chunk(stream=ShardStream(5, "here", rank))
-    router = TopKRouter(args.model, args.moe, ps, "router", 1, stream=kit.stream)
+    factory = LOCAL.for_chunk(stream=ShardRNG(5, "here", rank))
+    router = TopKRouter(args.model, args.moe, ps, "router", 1, stream=factory.stream)
     torch.nn.init.constant_(router.weight, 0.1)
     router.recorder = []
     torch.manual_seed(1)

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from moe_trainer.moe.clone_plan import Clone, loads, plan_clones
+from moe_trainer.moe.clone_plan import Clone, plan_clones, rank_loads
 
 
 def test_one_hot_expert_fills_the_other_ranks():
     assert plan_clones([90, 2, 4, 4], 4, 1) == (Clone(1, 0, 0, 67, 23), Clone(2, 0, 0, 46, 21), Clone(3, 0, 0, 25, 21))
-    assert loads([90, 2, 4, 4], 4, plan_clones([90, 2, 4, 4], 4, 1)) == [25, 25, 25, 25]
+    assert rank_loads([90, 2, 4, 4], 4, plan_clones([90, 2, 4, 4], 4, 1)) == [25, 25, 25, 25]
 
 
 def test_an_even_load_needs_no_clone():
@@ -23,24 +23,26 @@ def test_the_most_used_experts_are_cloned_and_the_tightest_room_is_taken():
     # home 0 has 20 too many: 14 of expert 0 cover them with one clone; rank 1 has room for 15, rank 2 for 5
     counts = [35, 5, 3, 2, 8, 7]
     clones = plan_clones(counts, 3, 2)
-    assert clones == (Clone(1, 0, 0, 15, 15), Clone(2, 0, 0, 30, 5)) or loads(counts, 3, clones) == [20, 20, 20]
+    assert clones == (Clone(1, 0, 0, 15, 15), Clone(2, 0, 0, 30, 5)) or rank_loads(counts, 3, clones) == [20, 20, 20]
     assert {clone.expert for clone in clones} == {0}
     # two spills, each has a room of its size: one clone each
     clones = plan_clones([16, 13, 7, 4], 4, 3)
-    assert [(clone.rank, clone.expert, clone.rows) for clone in clones] == [(2, 1, 3), (3, 0, 6)]
+    assert [(clone.rank, clone.expert, clone.num_tokens) for clone in clones] == [(2, 1, 3), (3, 0, 6)]
 
 
 def test_slots_limit_what_moves_and_the_largest_goes_first():
     counts = [30, 20, 0, 0]
     clones = plan_clones(counts, 2, 1)
-    assert [(clone.expert, clone.rows) for clone in clones] == [(0, 25)]
-    assert loads([20, 20, 0, 0], 2, plan_clones([20, 20, 0, 0], 2, 1)) == [20, 20]
-    assert loads([9, 8, 8, 0, 0, 0], 2, plan_clones([9, 8, 8, 0, 0, 0], 2, 1)) == [16, 9], "one slot takes one expert's rows"
-    assert loads([9, 8, 8, 0, 0, 0], 2, plan_clones([9, 8, 8, 0, 0, 0], 2, 2)) == [13, 12]
+    assert [(clone.expert, clone.num_tokens) for clone in clones] == [(0, 25)]
+    assert rank_loads([20, 20, 0, 0], 2, plan_clones([20, 20, 0, 0], 2, 1)) == [20, 20]
+    assert rank_loads([9, 8, 8, 0, 0, 0], 2, plan_clones([9, 8, 8, 0, 0, 0], 2, 1)) == [16, 9], (
+        "one slot takes one expert's rows"
+    )
+    assert rank_loads([9, 8, 8, 0, 0, 0], 2, plan_clones([9, 8, 8, 0, 0, 0], 2, 2)) == [13, 12]
 
 
 def test_experts_must_be_spread_evenly():
-    with pytest.raises(ValueError, match="5 experts cannot be spread evenly over 2 ranks"):
+    with pytest.raises(ValueError, match="5 experts cannot be divided evenly over 2 ranks"):
         plan_clones([1] * 5, 2, 1)
 
 
@@ -50,7 +52,7 @@ def test_any_plan_covers_every_row_once_and_never_makes_a_rank_worse(seed):
     ranks, local, slots = dice.choice((1, 2, 4, 8)), dice.randint(1, 4), dice.randint(0, 4)
     counts = [dice.choice((0, dice.randint(0, 9), dice.randint(0, 200))) for _ in range(ranks * local)]
     clones = plan_clones(counts, ranks, slots)
-    before, after = loads(counts, ranks), loads(counts, ranks, clones)
+    before, after = rank_loads(counts, ranks), rank_loads(counts, ranks, clones)
     average = -(-sum(counts) // ranks)
     assert sum(after) == sum(counts) and all(new <= max(old, average) for old, new in zip(before, after))
     assert clones == tuple(sorted(clones))
@@ -59,13 +61,15 @@ def test_any_plan_covers_every_row_once_and_never_makes_a_rank_worse(seed):
         assert len(here) <= slots and [clone.slot for clone in here] == list(range(len(here)))
         assert all(clone.expert // local != rank for clone in here), "no rank clones its own experts"
     for expert, count in enumerate(counts):
-        spans = sorted((clone.first, clone.first + clone.rows) for clone in clones if clone.expert == expert)
+        spans = sorted((clone.first, clone.first + clone.num_tokens) for clone in clones if clone.expert == expert)
         if spans:
             assert spans[-1][1] == count and all(rows > 0 for rows in (stop - start for start, stop in spans))
-            assert all(stop == start for (_, stop), (start, _) in zip(spans, spans[1:])), "spans lie side by side behind home's"
+            assert all(stop == start for (_, stop), (start, _) in zip(spans, spans[1:])), (
+                "spans lie side by side behind home's"
+            )
     if slots >= ranks * local:
         assert max(after) <= average, "with slots enough every rank gets down to the average"
         surplus = sum(max(0, load - average) for load in before)
         givers, takers = sum(load > average for load in before), sum(load < average for load in before)
-        assert sum(clone.rows for clone in clones) == surplus
+        assert sum(clone.num_tokens for clone in clones) == surplus
         assert len(clones) <= sum(count > 0 for count in counts) + takers and (givers > 0) == bool(clones)

@@ -7,9 +7,9 @@ import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, sections, shard_of, total_grads
 
-from moe_trainer.moe.clone_plan import loads
-from moe_trainer.ops.expert_mlp import Block
-from moe_trainer.ops.grouped_gemm import GroupedProducts, grouped_weight_grad
+from moe_trainer.moe.clone_plan import rank_loads
+from moe_trainer.ops.expert_mlp import ActivationFns
+from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad
 from moe_trainer.parallel.state import ParallelState
 
 KINDS = {
@@ -19,10 +19,18 @@ KINDS = {
     "grouped": {"moe_grouped_gemm": True},
     "biases": {"add_bias_linear": True},
     "gelu, biases, grouped": {"add_bias_linear": True, "swiglu": False, "moe_grouped_gemm": True},
-    "shared, sigmoid, bias": {"moe_shared_expert_intermediate_size": 20, "moe_router_score_function": "sigmoid", "moe_router_topk": 4,
-                              "moe_router_enable_expert_bias": True},
+    "shared, sigmoid, bias": {
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4,
+        "moe_router_enable_expert_bias": True,
+    },
     "drops": {"moe_expert_capacity_factor": 1.5},
-    "probabilities on the input": {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "probabilities on the input": {
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
 }
 EXACT = {f"exact, top {topk}": {"moe_grouped_gemm": True, "moe_router_topk": topk, "swiglu": False} for topk in (2, 5)}
 SKEW = {"hot": 3.0, "one": 50.0, "even": 0.0}  # how much the router likes the first experts
@@ -39,32 +47,43 @@ def _row_by_row(x_RK, w_eNK, offsets_e, transposed):
 
 def _relu_backward(h, p, grad_a):
     z = h.relu()
-    return z * p.unsqueeze(1), (grad_a * p.unsqueeze(1)) * (h > 0), torch.stack([(g * row).sum() for g, row in zip(grad_a, z)])
+    return (
+        z * p.unsqueeze(1),
+        (grad_a * p.unsqueeze(1)) * (h > 0),
+        torch.stack([(g * row).sum() for g, row in zip(grad_a, z)]),
+    )
 
 
-ROW_BY_ROW = GroupedProducts(lambda x, w, offsets: _row_by_row(x, w, offsets, True),
-                             lambda x, w, offsets: _row_by_row(x, w, offsets, False), grouped_weight_grad)
-PLAIN = Block(lambda h, p: h.relu() * p.unsqueeze(1), _relu_backward)
+ROW_BY_ROW = GroupedGemms(
+    lambda x, w, offsets: _row_by_row(x, w, offsets, True),
+    lambda x, w, offsets: _row_by_row(x, w, offsets, False),
+    grouped_weight_grad,
+)
+PLAIN = ActivationFns(lambda h, p: h.relu() * p.unsqueeze(1), _relu_backward)
 
 
 def tilt(layer, skew):
     """Make the router prefer the experts of the first rank; with the largest skew tokens go nowhere else."""
     with torch.no_grad():
-        layer.router.weight[:, 0] = torch.tensor([3.0, 1.5, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0], dtype=layer.router.weight.dtype) * skew
+        layer.router.weight[:, 0] = (
+            torch.tensor([3.0, 1.5, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0], dtype=layer.router.weight.dtype) * skew
+        )
 
 
 def _passes(layer, ps, x, weight, microbatches):
     found, planned = [], []
-    if layer.hot is not None:
-        plan = layer.hot.plan
+    if layer.cloner is not None:
+        plan = layer.cloner.plan
 
         def watched(routing_TE):
             redirect, known = plan(routing_TE)
             counts = layer_counts(routing_TE, ps)
-            planned.append((loads(counts, ps.ep.size), loads(counts, ps.ep.size, redirect.clones if redirect else ())))
+            planned.append(
+                (rank_loads(counts, ps.ep.size), rank_loads(counts, ps.ep.size, redirect.clones if redirect else ()))
+            )
             return redirect, known
 
-        layer.hot.plan = watched
+        layer.cloner.plan = watched
     graphs = []
     for index in range(microbatches):
         own = (x * (1 + 0.5 * index)).clone().requires_grad_()
@@ -88,18 +107,30 @@ def _one_rank(rank, n, sizes, kind, skew, dispatcher, dtype, layout, slots, exac
     x[..., 0] = x[..., 0].abs() + 0.5  # the feature that the tilted router looks at
     results = []
     for changes in ({}, {"moe_clone_hot_experts": slots}):
-        args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **(KINDS | EXACT)[kind], **changes)
+        args = sections(
+            moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **(KINDS | EXACT)[kind], **changes
+        )
         layer = shard_of(args, ps, dtype)
         tilt(layer, SKEW[skew])
         if exact:
-            layer.experts.products, layer.experts.block = ROW_BY_ROW, PLAIN
+            layer.experts.gemms, layer.experts.activation_fns = ROW_BY_ROW, PLAIN
         found, planned = _passes(layer, ps, x, weight, 2)
         results.append((found, RankGrads.of(layer, ps)))
     return results, planned
 
 
-def check(n, layout, kind="plain", skew="hot", dispatcher="alltoall", dtype=torch.float64, tolerance=1e-12, sizes=None, slots=2,
-          exact=False):
+def check(
+    n,
+    layout,
+    kind="plain",
+    skew="hot",
+    dispatcher="alltoall",
+    dtype=torch.float64,
+    tolerance=1e-12,
+    sizes=None,
+    slots=2,
+    exact=False,
+):
     found = run_ranks(_one_rank, n, sizes or (12,) * n, kind, skew, dispatcher, dtype, layout, slots, exact)
     for ((plain, _), (ours, _)), _ in found:
         for mine, theirs in zip(ours, plain, strict=True):
@@ -109,13 +140,17 @@ def check(n, layout, kind="plain", skew="hot", dispatcher="alltoall", dtype=torc
     plain, ours = (total_grads([results[which][1] for results, _ in found]) for which in (0, 1))
     assert plain.keys() == ours.keys()
     for name, grad in plain.items():
-        torch.testing.assert_close(ours[name], grad, atol=100 * tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], grad, atol=100 * tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return [planned for _, planned in found]
 
 
 def test_loads_become_even():
     for planned in check(4, {"ep": 4}, slots=4):
-        assert planned and all(max(after) < max(before) and max(after) <= -(-sum(before) // 4) for before, after in planned)
+        assert planned and all(
+            max(after) < max(before) and max(after) <= -(-sum(before) // 4) for before, after in planned
+        )
 
 
 @pytest.mark.parametrize(("n", "ep"), [(2, 2), (4, 4)])
@@ -160,34 +195,41 @@ def _alive(rank, n, keeps_anything):
     x = torch.randn(12, 1, HIDDEN, dtype=torch.float64)
     x[..., 0] = x[..., 0].abs() + 0.5
     x.requires_grad_()
-    trips, make = [], layer.hot.trip
+    exchanges, make = [], layer.cloner.weight_exchange
 
     def watched(redirect, keeps):
-        trips.append(make(redirect, keeps and keeps_anything))
-        exchange, trips[-1].count = trips[-1].exchange, 0
+        exchanges.append(make(redirect, keeps and keeps_anything))
+        exchange, exchanges[-1].count = exchanges[-1].exchange, 0
 
-        def counted(trip=trips[-1]):
-            trip.count += 1
+        def counted(weights=exchanges[-1]):
+            weights.count += 1
             return exchange()
 
-        trips[-1].exchange = counted
-        return trips[-1]
+        exchanges[-1].exchange = counted
+        return exchanges[-1]
 
-    layer.hot.trip = watched
+    layer.cloner.weight_exchange = watched
     shape = tuple(layer.experts.linear_fc1.weight.shape[1:])
 
     def clones():
         gc.collect()
         ours = {id(param) for param in layer.parameters()}
-        return sum(x.shape[0] for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.dim() == 3 and id(x) not in ours
-                   and tuple(x.shape[1:]) == shape and x.grad_fn is None)
+        return sum(
+            x.shape[0]
+            for x in gc.get_objects()
+            if isinstance(x, torch.Tensor)
+            and x.dim() == 3
+            and id(x) not in ours
+            and tuple(x.shape[1:]) == shape
+            and x.grad_fn is None
+        )
 
     before = clones()
     y = layer(x)
-    between, travelled = clones() - before, trips[0].count
+    between, travelled = clones() - before, exchanges[0].count
     y.sum().backward()
     layer.zero_grad()
-    return between, travelled, trips[0].count, len(trips[0].held), trips[0].num_clones
+    return between, travelled, exchanges[0].count, len(exchanges[0].fetched), exchanges[0].num_clones
 
 
 def test_clones_are_dropped_after_use():

@@ -7,32 +7,35 @@ from collections import Counter
 import pytest
 import torch
 from harness import run_ranks
-from moe.deep_ep_double import HYBRID_EP
+from moe.fake_deep_ep import HYBRID_EP
 from moe.layers import sections, shard_of
 from moe.test_flex import flex_dispatcher
-from train.layouts import argv_of, groups_of, shallow
+from training.layouts import argv_of, groups_of, shallow
 
 from arguments import parse_args
 from moe_trainer.model import build
-from moe_trainer.moe import budget
-from moe_trainer.moe.budget import ReceiveBudget, counts_on_device, overflowed
-from moe_trainer.moe.dispatch.choose import connect_dispatcher
+from moe_trainer.moe import receive_buffer
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
+from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
+from moe_trainer.moe.receive_buffer import ReceiveBudget, count_overflows, leave_counts_on_device
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof import observe
 from moe_trainer.training import step
+from moe_trainer.verification import training_trace
 
 RECORDED = {"github hybrid-ep": HYBRID_EP}
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 FUSED = "--moe-permute-fusion-into-hybridep"
 PAD = "--moe-hybridep-pad-uneven-dispatch-inputs"
-RECOMPUTE = ("", "--recompute-granularity selective --recompute-modules moe",
-             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+RECOMPUTE = (
+    "",
+    "--recompute-granularity selective --recompute-modules moe",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -41,15 +44,20 @@ def test_what_stands_behind_the_rows_changes_nothing(activation, biases):
     generator, counts, rows = torch.Generator().manual_seed(1), [3, 0, 4], 12
     width = 16 if activation.gated else 8
     w1, w2 = torch.randn(3, width, 4, generator=generator), torch.randn(3, 4, 8, generator=generator)
-    x, p, weight = torch.randn(7, 4, generator=generator), torch.rand(7, generator=generator), torch.randn(7, 4, generator=generator)
+    x, p, weight = (
+        torch.randn(7, 4, generator=generator),
+        torch.rand(7, generator=generator),
+        torch.randn(7, 4, generator=generator),
+    )
     results = []
     for behind in (0, rows - 7):
+
         def padded(x, behind=behind):
             return torch.cat([x, torch.full((behind, *x.shape[1:]), torch.nan)]).requires_grad_()
 
         given = padded(x), padded(p), w1.clone().requires_grad_(), w2.clone().requires_grad_()
         added = {name: w[:, :, 0].clone().requires_grad_() for name, w in (("b1_eG", w1), ("b2_eH", w2)) if biases}
-        y = expert_mlp(*given, torch.tensor(counts) if behind else counts, activation, products=GROUPED_MM, **added)
+        y = expert_mlp(*given, torch.tensor(counts) if behind else counts, activation, gemms=GROUPED_MM, **added)
         y.backward(padded(weight).detach())
         results.append([each[:7] for each in (y, given[0].grad, given[1].grad)] + [given[2].grad, given[3].grad])
         results[-1] += [bias.grad for bias in added.values()]
@@ -60,7 +68,7 @@ def test_what_stands_behind_the_rows_changes_nothing(activation, biases):
 
 def test_counts_on_the_device_are_for_grouped_products():
     x, w1, w2 = torch.zeros(4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
-    with pytest.raises(ValueError, match="grouped products alone"):
+    with pytest.raises(ValueError, match="need a grouped GEMM"):
         expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), allow_grouped=False)
 
 
@@ -75,33 +83,53 @@ class Onlooker:
 
 def watch_reads(reads: Counter) -> None:
     """Count, by the file that asks, what of moe_trainer/moe reads numbers of tensors: a wait, if they were on a device."""
+
     def counted(read):
         def asked(tensor, *rest):
             _, here, file = sys._getframe(1).f_code.co_filename.partition("moe_trainer/moe/")
             reads.update([file] if here else [])
             return read(tensor, *rest)
+
         return asked
 
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"):
         setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
 
 
-def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek", watched: bool = False) -> dict:
+def train(
+    rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek", watched: bool = False
+) -> dict:
     """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has room for hardly any row. watched: by
     a witness."""
     argv = [*shallow(argv_of(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
     ps, told = groups_of(argv, rank, n), []
-    found = {"attempts": [], "counts": set(), "evaluated": set(), "factors": [], "grown": [], "asked": 0, "reads": Counter(), "passes": 0}
+    found = {
+        "attempts": [],
+        "counts": set(),
+        "evaluated": set(),
+        "factors": [],
+        "grown": [],
+        "asked": 0,
+        "reads": Counter(),
+        "passes": 0,
+    }
     if "flex" in argv:
-        build.choose_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
-            RECORDED, "HybridEP", ps, max_tokens=rows.max_tokens, moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
-            moe_permute_fusion_into_hybridep=FUSED in argv)[0]
-    attempt, train_step, forward = step.attempt, observe.train_step, Experts.forward
+        build.build_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
+            RECORDED,
+            "HybridEP",
+            ps,
+            max_tokens=rows.max_tokens,
+            moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
+            moe_permute_fusion_into_hybridep=FUSED in argv,
+        )[0]
+    attempt, train_step, forward = step.forward_backward_reduce, training_trace.train_step, Experts.forward
 
     def shrinking(run, state, *rest):
         layers = [layer for chunk in run.chunks for layer in chunk.moe_layers()]
         if state.iteration and rank in small:
-            layers[0].budget.factor = 0.1 if state.iteration == 1 else 3.0  # what was enough for one iteration may be too little for the next
+            layers[0].budget.factor = (
+                0.1 if state.iteration == 1 else 3.0
+            )  # what was enough for one iteration may be too little for the next
         if watched:
             rest = (*rest, Onlooker())
         before, passes = Counter(reads), found["passes"]
@@ -120,7 +148,7 @@ def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str 
         return forward(self, x_RH, probs_R, counts_e, *rest, **options)
 
     def reducing(x, *rest, **options):
-        found["asked"] += sys._getframe(1).f_code.co_name == "_lost_rows"
+        found["asked"] += sys._getframe(1).f_code.co_name == "_num_overflowed_layers"
         return all_reduce(x, *rest, **options)
 
     class Told(logging.Handler):
@@ -134,17 +162,33 @@ def train(rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str 
     all_reduce, collectives.all_reduce = collectives.all_reduce, reducing
     reads = Counter()
     watch_reads(reads)
-    step.attempt, observe.train_step, Experts.forward = counting, shrinking, looking  # in a forked process
+    step.forward_backward_reduce, training_trace.train_step, Experts.forward = (
+        counting,
+        shrinking,
+        looking,
+    )  # in a forked process
     step.logger.addHandler(Told(told))
-    budget.logger.addHandler(Told(found["grown"]))
-    outcome = observe.train(parse_args(argv, n), rank, ps, 3)
-    return {**found, "told": told, "losses": outcome.losses, "norms": outcome.grad_norms, "weights": outcome.weights, "evaluation": outcome.evaluation}
+    receive_buffer.logger.addHandler(Told(found["grown"]))
+    outcome = training_trace.train(parse_args(argv, n), rank, ps, 3)
+    return {
+        **found,
+        "told": told,
+        "losses": outcome.losses,
+        "norms": outcome.grad_norms,
+        "weights": outcome.weights,
+        "evaluation": outcome.evaluation,
+    }
 
 
 def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
     for name in ("losses", "norms", "evaluation"):
-        assert one[name] == (other[name] if tolerance == 0.0 else pytest.approx(other[name], rel=tolerance) if name != "losses" else [
-            pytest.approx(losses, rel=tolerance) for losses in other[name]]), name
+        assert one[name] == (
+            other[name]
+            if tolerance == 0.0
+            else pytest.approx(other[name], rel=tolerance)
+            if name != "losses"
+            else [pytest.approx(losses, rel=tolerance) for losses in other[name]]
+        ), name
     for name, weight in one["weights"].items():
         torch.testing.assert_close(weight, other["weights"][name], rtol=tolerance, atol=tolerance)
 
@@ -159,13 +203,16 @@ def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recom
     assert_equal(plain, ours[0], 1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "flags", "small"), [
-    (2, f"--hidden-dropout 0.1 {RECOMPUTE[0]}", (0,)),
-    (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
-    (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-per-layer-logging", (0,)),
-    (2, f"--rerun-mode disabled --no-check-for-nan-in-loss-and-grad {RECOMPUTE[2]}", (1,)),
-    (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
-])
+@pytest.mark.parametrize(
+    ("ranks", "flags", "small"),
+    [
+        (2, f"--hidden-dropout 0.1 {RECOMPUTE[0]}", (0,)),
+        (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
+        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-per-layer-logging", (0,)),
+        (2, f"--rerun-mode disabled --no-check-for-nan-in-loss-and-grad {RECOMPUTE[2]}", (1,)),
+        (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
+    ],
+)
 def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
     """It is repeated with room for all rows: the same numbers to the last bit as with room from the start (experts with biases: to rounding)."""
     argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
@@ -187,7 +234,11 @@ def test_the_factor_that_is_named_is_enough():
     results = run_ranks(train, 2, tight)
     assert results[0]["attempts"][:2] == [False, True]
     factor = max(max(result["factors"][-1]) for result in results)
-    named = [line for line in results[0]["told"] if f"--moe-expert-rank-capacity-factor {factor:g} would have been enough" in line]
+    named = [
+        line
+        for line in results[0]["told"]
+        if f"--moe-expert-rank-capacity-factor {factor:g} would have been enough" in line
+    ]
     assert named[-1:] == results[0]["told"][-1:]
     again = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor {factor:g}")
     assert again[0]["attempts"] == [False] * 3
@@ -204,10 +255,14 @@ def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
         assert result["counts"] == {list} and result["reads"]["dispatch/hybridep.py"] == result["passes"] > 0
 
 
-@pytest.mark.parametrize(("ranks", "flags", "asked"), [(2, FUSED, 0), (2, "", 3), (4, "--pipeline-model-parallel-size 2", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "flags", "asked"), [(2, FUSED, 0), (2, "", 3), (4, "--pipeline-model-parallel-size 2", 3)]
+)
 def test_ranks_ask_for_lost_rows_where_there_can_be_any(ranks, flags, asked):
     """All ranks alike: the first of two stages has no MoE layer."""
-    assert [result["asked"] for result in run_ranks(train, ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")] == [asked] * ranks
+    assert [
+        result["asked"] for result in run_ranks(train, ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")
+    ] == [asked] * ranks
 
 
 def test_what_is_recorded_has_all_its_rows():
@@ -218,31 +273,35 @@ def test_what_is_recorded_has_all_its_rows():
 
 def test_flags_are_of_one_scope():
     receive = ReceiveBudget("layer", 1.0, 2)
-    receive.may_stay = True
+    receive.allows_device_counts = True
     chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": receive})]})()
-    assert not receive.on_device
-    with counts_on_device([chunk]):
-        assert receive.on_device
-        receive.note(torch.tensor([0], dtype=torch.int32))
-        assert overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
-        receive.note(torch.tensor([1], dtype=torch.int32))
-        receive.note(torch.tensor([0], dtype=torch.int32))
-    assert not receive.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [1.0]
-    with counts_on_device([chunk], wanted=False):
-        assert not receive.on_device and overflowed([chunk], torch.device("cpu")).tolist() == [0.0]
+    assert not receive.counts_on_device
+    with leave_counts_on_device([chunk]):
+        assert receive.counts_on_device
+        receive.note_overflow(torch.tensor([0], dtype=torch.int32))
+        assert count_overflows([chunk], torch.device("cpu")).tolist() == [0.0]
+        receive.note_overflow(torch.tensor([1], dtype=torch.int32))
+        receive.note_overflow(torch.tensor([0], dtype=torch.int32))
+    assert not receive.counts_on_device and count_overflows([chunk], torch.device("cpu")).tolist() == [1.0]
+    with leave_counts_on_device([chunk], enabled=False):
+        assert not receive.counts_on_device and count_overflows([chunk], torch.device("cpu")).tolist() == [0.0]
 
 
-@pytest.mark.parametrize(("changes", "because"), [
-    ({}, None), ({"add_bias_linear": True}, None), ({"moe_grouped_gemm": False}, "one by one"),
-    ({"moe_permute_fusion_into_hybridep": True}, "fused combine"),
-])
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({}, None),
+        ({"add_bias_linear": True}, None),
+        ({"moe_grouped_gemm": False}, "one by one"),
+        ({"moe_permute_fusion_into_hybridep": True}, "fused combine"),
+    ],
+)
 def test_who_still_waits_is_told_once(caplog, changes, because):
     args = sections(**{"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5, **changes})
     layers = [shard_of(args, ParallelState.single(), torch.float32) for _ in range(2)]
     dispatcher = HybridEPDispatcher(ParallelState.single(), None, fused=args.moe.moe_permute_fusion_into_hybridep)
     with caplog.at_level(logging.INFO):
-        connect_dispatcher(layers, dispatcher)
+        attach_dispatcher(layers, dispatcher)
     told = [line for line in caplog.messages if "--moe-expert-rank-capacity-factor" in line]
     assert len(told) == (because is not None) and all(because in line for line in told)
-    assert all(layer.budget.may_stay == (because is None) for layer in layers)
-
+    assert all(layer.budget.allows_device_counts == (because is None) for layer in layers)

@@ -18,24 +18,50 @@ KINDS = {
     "plain": {},
     "every expert": {"moe_router_topk": 8},
     "sigmoid, bias, groups, shared": {
-        "moe_router_score_function": "sigmoid", "moe_router_topk": 4, "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
-        "moe_shared_expert_intermediate_size": 20},
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 20,
+    },
     "sigmoid, bias, groups, gated shared": {
-        "moe_router_score_function": "sigmoid", "moe_router_topk": 4, "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
-        "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_shared_expert_gate": True,
+    },
     "drops": {"moe_expert_capacity_factor": 0.6},
     "padded": {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True},
     "biases": {"add_bias_linear": True},
     "gelu, biases": {"add_bias_linear": True, "swiglu": False, "moe_grouped_gemm": True},
     "latent": {"moe_latent_size": 10, "moe_shared_expert_intermediate_size": 20},
     "latent, biases": {"moe_latent_size": 10, "add_bias_linear": True},
-    "fine": {"finermoe_intermediate_granularity": 2, "finermoe_output_granularity": 2, "finermoe_intermediate_expansion": 1,
-             "finermoe_output_expansion": 2, "moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
-    "fine, four slices": {"finermoe_output_granularity": 4, "finermoe_output_expansion": 2, "moe_router_topk": 4, "moe_grouped_gemm": True},
+    "fine": {
+        "finermoe_intermediate_granularity": 2,
+        "finermoe_output_granularity": 2,
+        "finermoe_intermediate_expansion": 1,
+        "finermoe_output_expansion": 2,
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
+    "fine, four slices": {
+        "finermoe_output_granularity": 4,
+        "finermoe_output_expansion": 2,
+        "moe_router_topk": 4,
+        "moe_grouped_gemm": True,
+    },
     "probabilities on the input": {
-        "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
 }
 # tokens of every rank; capacity depends on a rank's own tokens, so those kinds take the even case
 EVEN, UNEVEN, EMPTY, ONE, NONE = (6, 6, 6, 6), (5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0)
@@ -68,7 +94,9 @@ class Layout:
 
     def __str__(self):
         sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "ep", "etp") if getattr(self, name) > 1]
-        return "-".join([f"{self.n}ranks", *sizes, *(["sp"] if self.sp else []), *([] if self.order[:2] == "tp" else [self.order])])
+        return "-".join(
+            [f"{self.n}ranks", *sizes, *(["sp"] if self.sp else []), *([] if self.order[:2] == "tp" else [self.order])]
+        )
 
     def state(self, rank: int) -> ParallelState:
         return ParallelState.create(self.n, rank, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, order=self.order)
@@ -80,7 +108,9 @@ def _one_rank(rank, n, layout, kind, dispatchers, sizes, dtype):
 
 
 def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
-    args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind])
+    args = sections(
+        moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind]
+    )
     layer = shard_of(args, ps, dtype)
     assert type(layer.dispatcher) is (DISPATCHERS[dispatcher] if ps.tp_ep.size > 1 else LocalDispatcher)
     xs, weights = tokens(sizes, dtype)
@@ -90,13 +120,13 @@ def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
     y, grad_x = run_layer(layer, x, weight)
     if layout.sp or layout.tp == 1:
         return y, grad_x, RankGrads.of(layer, ps)
-    own = sum(sizes[of] for of in ps.tp.ranks[:ps.tp.rank])
-    return y[own:own + sizes[rank]], grad_x[own:own + sizes[rank]], RankGrads.of(layer, ps)
+    own = sum(sizes[of] for of in ps.tp.ranks[: ps.tp.rank])
+    return y[own : own + sizes[rank]], grad_x[own : own + sizes[rank]], RankGrads.of(layer, ps)
 
 
 def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
     """Every dispatcher on these ranks against one process."""
-    sizes = (sizes * 2)[:layout.n]
+    sizes = (sizes * 2)[: layout.n]
     whole = build_layer(sections(moe_aux_loss_coeff=0.0, **KINDS[kind]), dtype=dtype)
     assert type(whole.dispatcher) is LocalDispatcher
     xs, weights = tokens(sizes, dtype)
@@ -111,7 +141,9 @@ def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
 
         for (y, grad_x, _), (want_y, want_x) in zip(results, expected):
             torch.testing.assert_close(y, want_y, atol=10 * tolerance, rtol=tolerance, msg=labelled("output"))
-            torch.testing.assert_close(grad_x, want_x, atol=10 * tolerance, rtol=tolerance, msg=labelled("gradient of x"))
+            torch.testing.assert_close(
+                grad_x, want_x, atol=10 * tolerance, rtol=tolerance, msg=labelled("gradient of x")
+            )
         totals = total_grads([named for _, _, named in results])
         assert totals.keys() == grads.keys()
         for name, grad in grads.items():
@@ -169,8 +201,20 @@ def test_eight_ranks_equal_one(layout):
     compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
-@pytest.mark.parametrize("kind", ["drops", "padded", "biases", "gelu, biases", "probabilities on the input", "every expert",
-                                  "latent, biases", "fine", "fine, four slices"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "drops",
+        "padded",
+        "biases",
+        "gelu, biases",
+        "probabilities on the input",
+        "every expert",
+        "latent, biases",
+        "fine",
+        "fine, four slices",
+    ],
+)
 def test_kinds_with_expert_tensor_ranks_equal_one(kind):
     """The second bias of an expert is not cut: it must be added once, and its gradient be whole."""
     compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, EVEN)
@@ -197,13 +241,17 @@ def test_tensor_ranks_without_sequence_parallelism_train(layout):
 def _overlapped(rank, n, layout):
     """Outputs and gradients with and without the overlap, and what was under way while the shared experts ran."""
     ps = layout.state(rank)
-    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=layout.sp, moe_aux_loss_coeff=0.1,
-                    moe_shared_expert_intermediate_size=20)
+    args = sections(
+        moe_token_dispatcher_type="alltoall",
+        sequence_parallel=layout.sp,
+        moe_aux_loss_coeff=0.1,
+        moe_shared_expert_intermediate_size=20,
+    )
     results, under_way = [], []
     for overlap in (False, True):
         args.moe = replace(args.moe, moe_shared_expert_overlap=overlap)
         layer = shard_of(args, ps)
-        journeys, start = [], layer.dispatcher.start_exchange
+        journeys, start = [], layer.dispatcher.start_token_dispatch
 
         def start_and_remember(*given, start=start, journeys=journeys):
             sent = start(*given)
@@ -213,10 +261,12 @@ def _overlapped(rank, n, layout):
         def look(*_, journeys=journeys):
             under_way.append(bool(journeys and journeys[0].flight))
 
-        layer.dispatcher.start_exchange = start_and_remember
+        layer.dispatcher.start_token_dispatch = start_and_remember
         layer.shared_experts.register_forward_pre_hook(look)
         layer.shared_experts.linear_fc1.weight.register_hook(look)
-        x = torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(rank if layout.sp else 0), dtype=torch.float64)
+        x = torch.randn(
+            8, 1, HIDDEN, generator=torch.Generator().manual_seed(rank if layout.sp else 0), dtype=torch.float64
+        )
         y, grad_x = run_layer(layer, x, torch.ones_like(x))
         results.append((y, grad_x, *(param.grad for param in layer.parameters())))
     assert all(torch.equal(plain, other) for plain, other in zip(*results, strict=True))
@@ -244,7 +294,7 @@ def test_experts_that_cannot_be_cut():
     single = Group.single("any")
     for name, size in (("etp", 5), ("ep", 3)):
         ps = replace(ParallelState.single(), **{name: replace(single, ranks=tuple(range(size)), size=size)})
-        with pytest.raises(ValueError, match=f"cannot be (cut|spread evenly) over --expert-.*size {size}"):
+        with pytest.raises(ValueError, match=f"cannot be (sharded|divided evenly) over --expert-.*size {size}"):
             build_layer(sections(), ps)
 
 

@@ -5,23 +5,35 @@ import torch
 from moe.layers import build_layer, sections
 from moe.test_layer import AUX, compare
 
-from arguments.fine_grid import FineGrid
-from arguments.moe import MoEArgs
+from arguments.moe import ExpertGrid, MoEArgs
 from moe_trainer.moe.finermoe import SlicedPermutation, choose_slices
 
 
 def fine(cuts, slices, copies, candidates, each=1, **changes):
     """Sections of a layer: hidden 16, dense width 24."""
-    grid = FineGrid(slices, candidates, cuts * copies)
-    numbers = {"finermoe_intermediate_granularity": cuts, "finermoe_output_granularity": slices, "finermoe_intermediate_expansion": copies,
-               "finermoe_output_expansion": candidates}
-    return sections(num_experts=grid.num_experts, moe_router_topk=slices * each, moe_ffn_hidden_size=24 // cuts, **numbers, **changes)
+    grid = ExpertGrid(slices, candidates, cuts * copies)
+    numbers = {
+        "finermoe_intermediate_granularity": cuts,
+        "finermoe_output_granularity": slices,
+        "finermoe_intermediate_expansion": copies,
+        "finermoe_output_expansion": candidates,
+    }
+    return sections(
+        num_experts=grid.num_experts,
+        moe_router_topk=slices * each,
+        moe_ffn_hidden_size=24 // cuts,
+        **numbers,
+        **changes,
+    )
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
 SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
-ALL = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
-       "moe_z_loss_coeff": 0.05}
+ALL = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
+    "moe_z_loss_coeff": 0.05,
+}
 KINDS = {
     "2-2-1-2": fine(2, 2, 1, 2, **SHARED, **SEQUENCE),
     "4-2-1-2, two of a group": fine(4, 2, 1, 2, 2, **SHARED, **ALL),
@@ -42,7 +54,7 @@ def test_single_precision_loop_and_grouped(grouped):
     compare(fine(2, 4, 2, 2, moe_grouped_gemm=grouped, **SHARED, **ALL), dtype=torch.float32, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("grid", [FineGrid(2, 3, 4), FineGrid(4, 1, 5), FineGrid(1, 2, 6)])
+@pytest.mark.parametrize("grid", [ExpertGrid(2, 3, 4), ExpertGrid(4, 1, 5), ExpertGrid(1, 2, 6)])
 @pytest.mark.parametrize("each", [1, 3])
 def test_masks(grid, each):
     """The marked experts of the winning groups: as two masks, the paper's way."""
@@ -58,13 +70,13 @@ def test_masks(grid, each):
 
 
 def test_first_of_equal_groups_wins():
-    assert choose_slices(torch.zeros(1, 12), FineGrid(2, 3, 2), 4).sort()[0].tolist() == [[0, 1, 6, 7]]
+    assert choose_slices(torch.zeros(1, 12), ExpertGrid(2, 3, 2), 4).sort()[0].tolist() == [[0, 1, 6, 7]]
 
 
 def test_sums_are_taken_in_fp32():
     """Rounded to bf16, 259 and 259.5 are both 260, and the first would win."""
     logits = torch.tensor([[256.0, 1, 1, 1, 260, -0.5, 0, 0]], dtype=torch.bfloat16)
-    assert choose_slices(logits, FineGrid(1, 2, 4), 1).tolist() == [[4]]
+    assert choose_slices(logits, ExpertGrid(1, 2, 4), 1).tolist() == [[4]]
 
 
 def test_one_slice_and_one_group_are_ordinary_top_k():
@@ -84,7 +96,9 @@ def test_experts_that_are_slices_of_a_dense_network_add_up_to_it():
     """Every slice's group has all pieces of the width, all chosen with equal weights: the dense output over their number."""
     layer = build_layer(fine(4, 2, 1, 2, each=4))
     generator = torch.Generator().manual_seed(5)
-    gate, up, down = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((24, 16), (24, 16), (16, 24)))
+    gate, up, down = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((24, 16), (24, 16), (16, 24))
+    )
     with torch.no_grad():
         layer.router.weight.zero_()
         for expert in range(16):
@@ -105,8 +119,8 @@ def test_slices_without_rows_are_zeros():
 
 def test_numbers_that_are_left_out():
     assert MoEArgs().finermoe is None
-    assert MoEArgs(finermoe_output_granularity=4).finermoe == FineGrid(4, 4, 1)
-    assert MoEArgs(finermoe_intermediate_granularity=3).finermoe == FineGrid(1, 1, 9)
+    assert MoEArgs(finermoe_output_granularity=4).finermoe == ExpertGrid(4, 4, 1)
+    assert MoEArgs(finermoe_intermediate_granularity=3).finermoe == ExpertGrid(1, 1, 9)
     assert MoEArgs(finermoe_intermediate_granularity=3, finermoe_intermediate_expansion=2).expert_widths(16) == (16, 16)
     assert MoEArgs(finermoe_output_granularity=4).expert_widths(16) == (16, 4)
     assert MoEArgs(moe_latent_size=6).expert_widths(16) == (6, 6)

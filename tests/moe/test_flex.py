@@ -10,17 +10,17 @@ from types import ModuleType
 import pytest
 import torch
 from harness import run_ranks
-from moe.deep_ep_double import Signatures, make_hybrid, make_v1, make_v2
+from moe.fake_deep_ep import Signatures, make_hybrid, make_v1, make_v2
 from moe.layers import HIDDEN, sections, shard_of
-from train.layouts import argv_of, compare, train
+from training.layouts import argv_of, compare, train
 
-from moe_trainer.backends import Backends, MissingBackend
-from moe_trainer.memory.activations import Activations
+from moe_trainer.backends import BackendPolicy, MissingBackendError
+from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
-from moe_trainer.moe.dispatch.choose import Rows, choose_dispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.moe.dispatch.select import DispatchBufferSpec, build_dispatcher
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -60,9 +60,11 @@ def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
     sys.modules["deep_ep"] = module
     backend = "hybridep" if version == "HybridEP" else "deepep"
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
-    width = deepep.V2_WIDTH if version == "DeepEP 2" else HIDDEN  # of the buffer, which the stand-in does not hold rows against
-    rows = Rows(width, max_tokens, torch.bfloat16, torch.device("cpu"))
-    made = choose_dispatcher(moe, ps, rows, Backends(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"})))
+    width = (
+        deepep.V2_HIDDEN_MULTIPLE if version == "DeepEP 2" else HIDDEN
+    )  # of the buffer, which the stand-in does not hold rows against
+    rows = DispatchBufferSpec(width, max_tokens, torch.bfloat16, torch.device("cpu"))
+    made = build_dispatcher(moe, ps, rows, BackendPolicy(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"})))
     assert type(made) is {"deepep": deepep.DeepEPDispatcher, "hybridep": hybridep.HybridEPDispatcher}[backend]
     return made, signatures
 
@@ -108,8 +110,12 @@ def _both(rank, n, recorded, version, cases, dtype):
         x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
         changes = {"moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1, "moe_router_topk": topk}
         flex, _ = flex_dispatcher(recorded, version, ps, **changes)
-        results.append([run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight)
-                        for dispatcher in (AllToAllDispatcher(ps, Permutation()), flex)])
+        results.append(
+            [
+                run_dispatcher(dispatcher, x.to(dtype), probs, routing, weight)
+                for dispatcher in (AllToAllDispatcher(ps, Permutation()), flex)
+            ]
+        )
     return results
 
 
@@ -122,12 +128,16 @@ def assert_same(n, recorded, version, cases, dtype=torch.float32, tolerance=1e-6
 def assert_same_pair(plain, flex, tolerance, sums_exact):
     for (rows, *ours), (flex_rows, *theirs) in [(plain, flex)]:
         assert torch.equal(rows, flex_rows), "dispatched rows"
-        for name, one, other in zip(("probabilities", "counts", "combined", "gradient of x", "gradient of probs"), ours, theirs):
+        for name, one, other in zip(
+            ("probabilities", "counts", "combined", "gradient of x", "gradient of probs"), ours, theirs
+        ):
             if name in ("probabilities", "counts") or sums_exact:
                 same = one == other if isinstance(one, list) else torch.equal(one, other)
                 assert same, name
             else:
-                torch.testing.assert_close(other, one, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    other, one, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -146,7 +156,12 @@ def test_ranks_and_experts_that_get_nothing_and_dropped_tokens(recorded, version
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
 def test_uneven_numbers_of_tokens(recorded, version):
     """HybridEP needs equal numbers: its option fills up, or it would hang (modelscope/ms-swift issue 8393)."""
-    assert_same(4, recorded, version, [(2, "plain", sizes) for sizes in ((5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0))])
+    assert_same(
+        4,
+        recorded,
+        version,
+        [(2, "plain", sizes) for sizes in ((5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0))],
+    )
 
 
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
@@ -156,30 +171,42 @@ def test_half_precision_rows(recorded, version):
 
 
 def _layers(rank, n, recorded, version, cases):
-    return [_layer(rank, ParallelState.create(n, rank, **sizes), recorded, version, changes) for sizes, changes in cases]
+    return [
+        _layer(rank, ParallelState.create(n, rank, **sizes), recorded, version, changes) for sizes, changes in cases
+    ]
 
 
 def _layer(rank, ps, recorded, version, changes):
     """A whole layer with the all-to-all and with flex: two microbatches in flight, ended in the other order."""
-    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes)
+    args = sections(
+        moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes
+    )
     layer = shard_of(args, ps, torch.float32)
     flex, signatures = flex_dispatcher(recorded, version, ps, moe_router_topk=args.moe.moe_router_topk)
     results = []
     for dispatcher in (layer.dispatcher, flex):
         layer.dispatcher = dispatcher
         layer.zero_grad()
-        xs = [torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(2 * rank + i)).requires_grad_() for i in (0, 1)]
+        xs = [
+            torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(2 * rank + i)).requires_grad_()
+            for i in (0, 1)
+        ]
         ys = [layer(x, 0.7) for x in xs]
         for y in reversed(ys):
             (y * y).sum().backward()
-        results.append([*(y.detach() for y in ys), *(x.grad for x in xs), *(param.grad for param in layer.parameters())])
+        results.append(
+            [*(y.detach() for y in ys), *(x.grad for x in xs), *(param.grad for param in layer.parameters())]
+        )
     return results, [name.rsplit(".", 1)[-1] for name, _ in signatures.calls]
 
 
 LAYERS = {
     "plain": ({"ep": 2}, {}),
     "drops": ({"ep": 2}, {"moe_expert_capacity_factor": 0.5}),
-    "shared expert beside the exchange": ({"ep": 2}, {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_overlap": True}),
+    "shared expert beside the exchange": (
+        {"ep": 2},
+        {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_overlap": True},
+    ),
     "sequence parallel": ({"tp": 2, "ep": 2}, {"moe_shared_expert_intermediate_size": 20}),
     "expert tensor ranks": ({"tp": 2, "ep": 2, "etp": 2}, {}),
     "expert tensor ranks alone": ({"etp": 2}, {"add_bias_linear": True}),
@@ -203,23 +230,37 @@ def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
 
 def _recomputed(rank, n, recorded, version):
     """Result and gradients of a dispatch that is recomputed and of one that is not; dispatches that told the host something."""
-    ps, activations, found = ParallelState.create(n, rank, ep=n), Activations(frozenset({"moe"}), draws=False), []
+    ps, activations, found = (
+        ParallelState.create(n, rank, ep=n),
+        ActivationPolicy(frozenset({"moe"}), uses_global_rng=False),
+        [],
+    )
     flex, signatures = flex_dispatcher(recorded, version, ps)
     probs, routing = random_routing(rank, 6, 2, "plain")
     rows = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
     def there_and_back(x, probs):
-        sent = flex.start_exchange(flex.preprocess(x, probs, routing), activations.once)
-        sent = flex.postprocess(flex.finish_exchange(sent))
+        sent = flex.start_token_dispatch(flex.dispatch_preprocess(x, probs, routing), activations.cached_for_recompute)
+        sent = flex.dispatch_postprocess(flex.finish_token_dispatch(sent))
         return flex.combine(torch.tanh(sent.x_RH) * sent.probs_R.unsqueeze(1), sent)
 
-    for run in (there_and_back, lambda *tensors: activations.region("moe", there_and_back, *tensors)):
+    for run in (there_and_back, lambda *tensors: activations.recompute_region("moe", there_and_back, *tensors)):
         inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
         before = len(signatures.calls)
         y = run(*inputs)
         y.square().sum().backward()
-        dispatches = [bound for name, bound in signatures.calls[before:] if name.rpartition(".")[2] in ("dispatch", "dispatch_with_permute")]
-        found.append((len(dispatches), sum("handle" not in bound for bound in dispatches), *(x.tolist() for x in (y, *(x.grad for x in inputs)))))
+        dispatches = [
+            bound
+            for name, bound in signatures.calls[before:]
+            if name.rpartition(".")[2] in ("dispatch", "dispatch_with_permute")
+        ]
+        found.append(
+            (
+                len(dispatches),
+                sum("handle" not in bound for bound in dispatches),
+                *(x.tolist() for x in (y, *(x.grad for x in inputs))),
+            )
+        )
     return found
 
 
@@ -255,19 +296,41 @@ def _constructed(rank, n, recorded, version, changes):
     buffer = made.buffer if version == "HybridEP" else made.buffer.buffer
     assert buffer.group is ps.tp_ep.handle
     constructed = next(bound for name, bound in signatures.calls if name == VERSIONS[version][1])
-    return {name: value for name, value in constructed.items() if name != "group"}, getattr(type(buffer), "num_sms", None)
+    return {name: value for name, value in constructed.items() if name != "group"}, getattr(
+        type(buffer), "num_sms", None
+    )
 
 
 def test_flags_reach_the_libraries(recorded):
     v1 = run_ranks(_constructed, 2, recorded, "DeepEP 1.0", {"moe_flex_dispatcher_num_sms": 12})[0]
     assert v1 == ({"num_nvl_bytes": 3 * 2 * HIDDEN * 2, "num_rdma_bytes": 0}, 12)
     v2 = run_ranks(_constructed, 2, recorded, "DeepEP 2", {"moe_flex_dispatcher_num_sms": 12})[0][0]
-    assert v2 == {"num_max_tokens_per_rank": 40, "hidden": deepep.V2_WIDTH, "num_topk": 2, "deterministic": False}
-    hybrid = run_ranks(_constructed, 2, recorded, "HybridEP", {
-        "moe_flex_dispatcher_num_sms": 12, "moe_hybridep_num_blocks_permute": 3, "moe_hybridep_num_sms_preprocessing": 99})[0][0]
+    assert v2 == {
+        "num_max_tokens_per_rank": 40,
+        "hidden": deepep.V2_HIDDEN_MULTIPLE,
+        "num_topk": 2,
+        "deterministic": False,
+    }
+    hybrid = run_ranks(
+        _constructed,
+        2,
+        recorded,
+        "HybridEP",
+        {
+            "moe_flex_dispatcher_num_sms": 12,
+            "moe_hybridep_num_blocks_permute": 3,
+            "moe_hybridep_num_sms_preprocessing": 99,
+        },
+    )[0][0]
     assert hybrid == {
-        "hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": 40, "num_local_experts": 4, "num_sms_dispatch_api": 12,
-        "num_sms_combine_api": 12, "num_sms_preprocessing_api": 99, "num_blocks_permute": 3}
+        "hidden_dim": HIDDEN,
+        "max_num_of_tokens_per_rank": 40,
+        "num_local_experts": 4,
+        "num_sms_dispatch_api": 12,
+        "num_sms_combine_api": 12,
+        "num_sms_preprocessing_api": 99,
+        "num_blocks_permute": 3,
+    }
 
 
 def _fused(rank, n, recorded):
@@ -286,10 +349,9 @@ def test_fused_permutation_is_asked_for_in_all_four_calls(recorded):
 
 # ---- the decision
 
-TWO = replace(ParallelState.single(), **{
-    name: Group(name, (0, 1), 0, 2) for name in ("ep", "tp_ep")})
+TWO = replace(ParallelState.single(), **{name: Group(name, (0, 1), 0, 2) for name in ("ep", "tp_ep")})
 FLEX = {"moe_token_dispatcher_type": "flex"}
-BF16 = Rows(HIDDEN, 8, torch.bfloat16, torch.device("cpu"))
+BF16 = DispatchBufferSpec(HIDDEN, 8, torch.bfloat16, torch.device("cpu"))
 TYPED = frozenset({"moe_token_dispatcher_type"})
 
 
@@ -302,61 +364,66 @@ def without_deep_ep(monkeypatch):
 def test_cpu_ranks_take_the_all_to_all_and_say_so_once(without_deep_ep, caplog, backend):
     with caplog.at_level(logging.INFO):
         moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
-        assert type(choose_dispatcher(moe, TWO, BF16, Backends(typed=TYPED))) is AllToAllDispatcher
+        assert type(build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED))) is AllToAllDispatcher
     assert len(caplog.messages) == 1 and backend in caplog.messages[0] and "CPU" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(("backend", "branch"), [("deepep", "DeepEP)"), ("hybridep", "DeepEP@hybrid-ep)")])
 def test_typed_on_a_cuda_machine_it_is_an_error_with_flag_package_and_install_line(without_deep_ep, backend, branch):
     moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
-    with pytest.raises(MissingBackend) as error:
-        choose_dispatcher(moe, TWO, BF16, Backends(typed=TYPED, cuda=True))
-    for part in (f"--moe-flex-dispatcher-backend {backend}", "package deep_ep is not installed", "pip install", branch,
-                 "--on-missing-backend fallback"):
+    with pytest.raises(MissingBackendError) as error:
+        build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
+    for part in (
+        f"--moe-flex-dispatcher-backend {backend}",
+        "package deep_ep is not installed",
+        "pip install",
+        branch,
+        "--on-missing-backend fallback",
+    ):
         assert part in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("backends", "stops"),
     [
-        (Backends(cuda=True), False),  # from a recipe, not typed
-        (Backends(typed=TYPED), False),
-        (Backends(typed=TYPED, cuda=True), True),
-        (Backends("fallback", TYPED, cuda=True), False),
-        (Backends("error"), True),
-        (Backends("error", cuda=True), True),
+        (BackendPolicy(cuda=True), False),  # from a recipe, not typed
+        (BackendPolicy(typed=TYPED), False),
+        (BackendPolicy(typed=TYPED, cuda=True), True),
+        (BackendPolicy("fallback", TYPED, cuda=True), False),
+        (BackendPolicy("error"), True),
+        (BackendPolicy("error", cuda=True), True),
     ],
 )
 def test_who_stops(without_deep_ep, backends, stops):
     moe = sections(**FLEX).moe
     if stops:
-        with pytest.raises(MissingBackend):
-            choose_dispatcher(moe, TWO, BF16, backends)
+        with pytest.raises(MissingBackendError):
+            build_dispatcher(moe, TWO, BF16, backends)
     else:
-        assert type(choose_dispatcher(moe, TWO, BF16, backends)) is AllToAllDispatcher
+        assert type(build_dispatcher(moe, TWO, BF16, backends)) is AllToAllDispatcher
 
 
 def test_a_package_without_the_hybrid_buffer(recorded, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
     moe = sections(**FLEX, moe_flex_dispatcher_backend="hybridep").moe
-    with pytest.raises(MissingBackend, match="has no HybridEPBuffer"):
-        choose_dispatcher(moe, TWO, BF16, Backends(typed=TYPED, cuda=True))
+    with pytest.raises(MissingBackendError, match="has no HybridEPBuffer"):
+        build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
 
 
 def test_rows_the_library_cannot_carry(recorded, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
-    with pytest.raises(ValueError, match="carries bf16 rows only.*--bf16"):
-        choose_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=torch.float32), Backends(cuda=True))
+    with pytest.raises(ValueError, match="supports bf16 tokens only.*--bf16"):
+        build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=torch.float32), BackendPolicy(cuda=True))
 
 
 def test_rows_of_a_width_that_version_2_has_no_kernels_for(recorded, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 2")[0])
-    with pytest.raises(ValueError, match="multiples of 256 only, these have 2880"):
-        choose_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), Backends(cuda=True))
+    with pytest.raises(ValueError, match="multiple of 256, this one is 2880"):
+        build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), BackendPolicy(cuda=True))
 
 
 def test_one_expert_rank_has_nothing_to_send(without_deep_ep):
-    made = choose_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, Backends("error", TYPED, True))
+    made = build_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, BackendPolicy("error", TYPED, True))
     assert type(made) is LocalDispatcher
 
 
@@ -366,12 +433,18 @@ def _train_with(rank, n, recorded, version, argv):
     def flex(moe, ps, rows, *_):
         return flex_dispatcher(recorded, version, ps, max_tokens=rows.max_tokens)[0]
 
-    build.choose_dispatcher = flex  # in a forked process
+    build.build_dispatcher = flex  # in a forked process
     return train(argv, rank, ps, 2)
 
 
-@pytest.mark.parametrize("how", ["", "--recompute-granularity selective --recompute-modules moe layernorm",
-                                 "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "",
+        "--recompute-granularity selective --recompute-modules moe layernorm",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ],
+)
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
 def test_whole_models_train_like_one_process(recorded, version, how):
     """Several layers share the buffer; gradients accumulate over microbatches; buffers are made for the microbatch's tokens; a layer
@@ -388,7 +461,7 @@ def test_choices_that_are_not_made_carry_no_weight():
     """Tokens with fewer experts than K (dropped ones) end in -1; an exchange may multiply by what stands there."""
     routing_TV = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     probs_TV = (torch.arange(12.0).view(3, 4) + 1).requires_grad_()  # not zero where there is no route either
-    idx_TK, weights_TK = deepep.choices(probs_TV, routing_TV, 3)
+    idx_TK, weights_TK = deepep.dense_to_topk(probs_TV, routing_TV, 3)
     assert idx_TK.tolist() == [[1, 3, -1], [-1, -1, -1], [0, -1, -1]]
     assert weights_TK.tolist() == [[2.0, 4.0, 0.0], [0.0, 0.0, 0.0], [9.0, 0.0, 0.0]]
     weights_TK.sum().backward()
@@ -397,7 +470,10 @@ def test_choices_that_are_not_made_carry_no_weight():
 
 def test_a_weight_of_a_choice_that_was_not_made_is_not_looked_at():
     weights_NK = torch.tensor([[2.0, float("nan")], [float("inf"), 7.0]], requires_grad=True)
-    probs_NE, routing_NE = deepep.dense(torch.tensor([[1, -1], [-1, -1]]), weights_NK, 3)
-    assert routing_NE.tolist() == [[False, True, False], [False] * 3] and probs_NE.tolist() == [[0.0, 2.0, 0.0], [0.0] * 3]
+    probs_NE, routing_NE = deepep.topk_to_dense(torch.tensor([[1, -1], [-1, -1]]), weights_NK, 3)
+    assert routing_NE.tolist() == [[False, True, False], [False] * 3] and probs_NE.tolist() == [
+        [0.0, 2.0, 0.0],
+        [0.0] * 3,
+    ]
     probs_NE.sum().backward()
     assert weights_NK.grad.tolist() == [[1.0, 0.0], [0.0, 0.0]]

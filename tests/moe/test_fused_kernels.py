@@ -9,20 +9,20 @@ from types import ModuleType
 
 import pytest
 import torch
-from moe.deep_ep_double import Signatures
+from moe.fake_deep_ep import Signatures
 from moe.layers import HIDDEN, build_layer, sections
 
 from arguments.moe import MoEArgs
-from moe_trainer.backends import Backends, MissingBackend
+from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.te import FusedPermutation
-from moe_trainer.moe.dispatch.choose import choose_dispatcher, choose_fused_topk, choose_permutation, connect_dispatcher
-from moe_trainer.moe.router import score_topk
+from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, build_permutation, select_fused_topk
+from moe_trainer.moe.topk import score_topk
 from moe_trainer.ops.permute import Permutation, make_permute_map, permute, permute_probs, unpermute
 from moe_trainer.parallel.state import ParallelState
 
 PYTORCH = "transformer_engine.pytorch"
-CUDA = Backends(cuda=True)
+CUDA = BackendPolicy(cuda=True)
 
 
 def module(name: str) -> ModuleType:
@@ -52,8 +52,13 @@ def transformer_engine(shared, monkeypatch):
 
     def fused_topk_with_score_function(*args, **kwargs):
         bound = dict(recorded.bind(f"{PYTORCH}.router.fused_topk_with_score_function", args, kwargs))
-        return score_topk(bound.pop("logits"), bound.pop("topk"), pre_softmax=bound.pop("use_pre_softmax"),
-                          expert_bias_E=bound.pop("expert_bias"), **bound)
+        return score_topk(
+            bound.pop("logits"),
+            bound.pop("topk"),
+            pre_softmax=bound.pop("use_pre_softmax"),
+            expert_bias_E=bound.pop("expert_bias"),
+            **bound,
+        )
 
     permutation.moe_permute_with_probs, permutation.moe_unpermute = moe_permute_with_probs, moe_unpermute
     router.fused_topk_with_score_function = fused_topk_with_score_function
@@ -69,18 +74,28 @@ def without(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 4,
-         "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5, "moe_router_topk": 4},
-    {"moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_topk": 4,
+        },
+        {"moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5},
+    ],
+)
 def test_layers_with_fused_kernels_compute_the_same(transformer_engine, changes):
     results = []
     for fused in (False, True):
         args = sections(moe_permute_fusion=fused, moe_router_fusion=fused, moe_aux_loss_coeff=0.1, **changes)
         layer = build_layer(args, dtype=torch.float32)
-        dispatcher = choose_dispatcher(args.moe, ParallelState.single(), backends=CUDA)
-        connect_dispatcher([layer], dispatcher, choose_fused_topk(args.moe, CUDA))
+        dispatcher = build_dispatcher(args.moe, ParallelState.single(), backends=CUDA)
+        attach_dispatcher([layer], dispatcher, select_fused_topk(args.moe, CUDA))
         x = torch.randn(6, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = layer(x, 0.7)
         y.square().sum().backward()
@@ -101,15 +116,18 @@ def test_without_any_row_no_kernel_is_launched(transformer_engine):
 
 @pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
 def test_fallback_is_logged_or_refused(without, caplog, flag):
-    moe, choose = sections(**{flag: True}).moe, choose_permutation if flag == "moe_permute_fusion" else choose_fused_topk
+    moe, choose = (
+        sections(**{flag: True}).moe,
+        build_permutation if flag == "moe_permute_fusion" else select_fused_topk,
+    )
     plain = Permutation if flag == "moe_permute_fusion" else type(None)
     with caplog.at_level(logging.INFO):
-        assert type(choose(moe, Backends(typed=frozenset({flag})))) is plain
+        assert type(choose(moe, BackendPolicy(typed=frozenset({flag})))) is plain
         assert type(choose(moe, CUDA)) is plain  # from a recipe
     first, second = caplog.messages
     assert "computes on a CPU" in first and "package transformer_engine is not installed" in second
-    with pytest.raises(MissingBackend, match="pip install .*transformer_engine.*--on-missing-backend fallback"):
-        choose(moe, Backends(typed=frozenset({flag}), cuda=True))
+    with pytest.raises(MissingBackendError, match="pip install .*transformer_engine.*--on-missing-backend fallback"):
+        choose(moe, BackendPolicy(typed=frozenset({flag}), cuda=True))
     caplog.clear()
     assert type(choose(sections().moe, CUDA)) is plain and not caplog.messages  # not asked for
 
@@ -117,7 +135,10 @@ def test_fallback_is_logged_or_refused(without, caplog, flag):
 @pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
 def test_our_own_kernels_come_behind_the_flag_unless_they_are_named(transformer_engine, flag):
     ours = Kernels(permutation=Permutation, fused_topk=print)
-    moe, choose = sections(**{flag: True}).moe, choose_permutation if flag == "moe_permute_fusion" else choose_fused_topk
+    moe, choose = (
+        sections(**{flag: True}).moe,
+        build_permutation if flag == "moe_permute_fusion" else select_fused_topk,
+    )
     own = Permutation if flag == "moe_permute_fusion" else type(print)
     assert type(choose(moe, CUDA, ours)) is not own
     assert type(choose(sections().moe, CUDA, ours)) is own
@@ -126,18 +147,23 @@ def test_our_own_kernels_come_behind_the_flag_unless_they_are_named(transformer_
 
 def test_the_router_of_finermoe_has_no_kernel():
     moe = MoEArgs(finermoe_output_granularity=4)
-    assert moe.finermoe is not None and choose_fused_topk(moe, CUDA, Kernels(fused_topk=print)) is None
+    assert moe.finermoe is not None and select_fused_topk(moe, CUDA, Kernels(fused_topk=print)) is None
 
 
 def test_an_older_package_without_the_kernel(transformer_engine):
     del sys.modules[f"{PYTORCH}.permutation"].moe_unpermute
-    with pytest.raises(MissingBackend, match="has no transformer_engine.pytorch.permutation.moe_unpermute"):
-        choose_permutation(sections(moe_permute_fusion=True).moe, Backends("error", cuda=True))
+    with pytest.raises(MissingBackendError, match="has no transformer_engine.pytorch.permutation.moe_unpermute"):
+        build_permutation(sections(moe_permute_fusion=True).moe, BackendPolicy("error", cuda=True))
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"moe_router_dtype": "fp64"}, "--moe-router-dtype is fp64"), ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn")])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"moe_router_dtype": "fp64"}, "--moe-router-dtype is fp64"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+    ],
+)
 def test_what_the_router_kernel_cannot_do(transformer_engine, caplog, changes, reason):
     with caplog.at_level(logging.INFO):
-        assert choose_fused_topk(sections(moe_router_fusion=True, **changes).moe, CUDA) is None
+        assert select_fused_topk(sections(moe_router_fusion=True, **changes).moe, CUDA) is None
     assert reason in caplog.text

@@ -22,7 +22,7 @@ def first_step(request, shared):
     folder = shared / "golden" / request.param
     meta = json.loads((folder / "meta.json").read_text())
     args = arguments.parse_args(meta["argv"], world_size=1)
-    model, = build_chunks(args, ParallelState.single(), 512)
+    (model,) = build_chunks(args, ParallelState.single(), 512)
     load_named_weights([model], load_file(folder / "init.safetensors"), ParallelState.single())
     data = np.load(folder / "data.npz")
     for layer in model.moe_layers():

@@ -20,16 +20,26 @@ ROUTERS = {
     "sigmoid top-1": dict(AUX, moe_router_score_function="sigmoid", moe_router_topk=1),
     "sqrtsoftplus": dict(AUX, moe_router_score_function="sqrtsoftplus", moe_router_topk_scaling_factor=1.5),
     "sigmoid bias groups": dict(
-        SIGMOID, **AUX, moe_router_enable_expert_bias=True, moe_router_num_groups=4, moe_router_group_topk=2,
-        moe_router_topk_scaling_factor=2.5),
+        SIGMOID,
+        **AUX,
+        moe_router_enable_expert_bias=True,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_topk_scaling_factor=2.5,
+    ),
     "sequence loss": dict(SIGMOID, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.3),
     "global loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3},
     "all losses": {
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
-        "moe_z_loss_coeff": 0.05},
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
+        "moe_z_loss_coeff": 0.05,
+    },
     "all losses, sigmoid": dict(
-        SIGMOID, moe_router_load_balancing_type=["global_aux_loss", "aux_loss", "seq_aux_loss"],
-        moe_aux_loss_coeff=[0.1, 0.2, 0.3], moe_z_loss_coeff=0.05),
+        SIGMOID,
+        moe_router_load_balancing_type=["global_aux_loss", "aux_loss", "seq_aux_loss"],
+        moe_aux_loss_coeff=[0.1, 0.2, 0.3],
+        moe_z_loss_coeff=0.05,
+    ),
     "z-loss alone": {"moe_z_loss_coeff": 0.05},
     "no loss": {"moe_router_load_balancing_type": "none"},
     "drops": dict(AUX, moe_expert_capacity_factor=0.8),
@@ -49,10 +59,18 @@ EXPERT_KINDS = {
     "gated shared": {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "latent": {"moe_latent_size": 10},
     "latent, biases, gelu": {"moe_latent_size": 10, "add_bias_linear": True, "swiglu": False},
-    "latent, gated shared": {"moe_latent_size": 10, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "latent, gated shared": {
+        "moe_latent_size": 10,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_shared_expert_gate": True,
+    },
     "own width": {"moe_ffn_hidden_size": 8},
     "probabilities on the input": {
-        "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": 1.5,
+    },
 }
 
 
@@ -79,8 +97,12 @@ def compare(args, dtype=torch.float64, tolerance=1e-12, shape=(6, 2), microbatch
         expected = moe_layer(x_plain, params, "decoder.layers.0.mlp", args, balance, bias, earlier)
         ((expected * weight).sum() + 0.7 * balance.total).backward()
         assert torch.equal(layer.router.recorder[0]["map"], balance.maps["decoder.layers.0.mlp"])
-        torch.testing.assert_close(layer.router.recorder[0]["probs"], balance.probs["decoder.layers.0.mlp"].detach(),
-                                   atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            layer.router.recorder[0]["probs"],
+            balance.probs["decoder.layers.0.mlp"].detach(),
+            atol=tolerance,
+            rtol=tolerance,
+        )
         torch.testing.assert_close(y, expected, atol=tolerance * 10, rtol=tolerance)
         torch.testing.assert_close(x_ours.grad, x_plain.grad, atol=tolerance * 10, rtol=tolerance)
         for (_, name), value in balance.values.items():
@@ -164,8 +186,12 @@ def test_metrics_leave_dense_layers_out():
 
 
 def test_evaluation_leaves_no_trace():
-    args = sections(**ROUTERS["all losses, sigmoid"], moe_router_enable_expert_bias=True, moe_expert_capacity_factor=0.5,
-                    moe_input_jitter_eps=0.5)
+    args = sections(
+        **ROUTERS["all losses, sigmoid"],
+        moe_router_enable_expert_bias=True,
+        moe_expert_capacity_factor=0.5,
+        moe_input_jitter_eps=0.5,
+    )
     layer = build_layer(args).eval()
     x = torch.randn(4, 2, 16, dtype=torch.float64, requires_grad=True)
     y = layer(x, 1.0)
@@ -195,8 +221,12 @@ def test_half_precision_runs_and_is_close():
 
 
 def test_names_and_records():
-    args = sections(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, moe_router_score_function="sigmoid",
-                    moe_router_enable_expert_bias=True)
+    args = sections(
+        moe_shared_expert_intermediate_size=20,
+        moe_shared_expert_gate=True,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
     layer = build_layer(args, layer_number=2)
     infos = {path: param.info for path, param in layer.named_parameters()}
     assert infos["router.weight"].names == ("decoder.layers.1.mlp.router.weight",)

@@ -26,7 +26,9 @@ def _sent(rank, n, dispatcher, changes, backward):
         return run(group, operation, x, *args, **kwargs)
 
     collectives._run = counting
-    x = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    x = torch.randn(
+        TOKENS, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True
+    )
     y = layer(x)
     if backward:
         found.clear()

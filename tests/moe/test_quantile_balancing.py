@@ -6,22 +6,22 @@ import pytest
 import torch
 from harness import run_ranks
 from moe.layers import EXPERTS, build_layer, sections
-from train.layouts import argv_of, compare, groups_of, make_run, shallow, train_ranks
+from training.layouts import argv_of, compare, groups_of, make_run, shallow, train_ranks
 
 from arguments import ArgumentError, parse_args
-from moe_trainer.moe.balancing import forget_iteration, update_biases
+from moe_trainer.moe.balancing import reset_iteration, update_biases
 from moe_trainer.moe.quantile_balancing import choose_and_estimate
-from moe_trainer.moe.router import score_topk
+from moe_trainer.moe.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.run import TrainState
-from moe_trainer.train import train_step
+from moe_trainer.training.context import TrainState
+from moe_trainer.training.step import train_step
 
 ON = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
 FLAGS = "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 --moe-router-quantile-balancing-ema 0.5".split()
 
 
 def with_quantiles(argv):
-    """A command line of train/layouts.py with quantile balancing and no auxiliary loss."""
+    """A command line of training/layouts.py with quantile balancing and no auxiliary loss."""
     return [*argv, *FLAGS]
 
 
@@ -33,8 +33,10 @@ def naive_estimate(logits, topk, bias):
     """Written as the definition reads: sort, count, look."""
     tokens, experts = logits.shape
     thresholds = [sorted((logits[t] - bias).tolist(), reverse=True)[topk] for t in range(tokens)]
-    return [sorted((logits[t, e].item() - thresholds[t] for t in range(tokens)), reverse=True)[tokens * topk // experts]
-            for e in range(experts)]
+    return [
+        sorted((logits[t, e].item() - thresholds[t] for t in range(tokens)), reverse=True)[tokens * topk // experts]
+        for e in range(experts)
+    ]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "topk"), [(64, 8, 2), (40, 8, 1), (12, 4, 1), (16, 8, 7)])
@@ -60,7 +62,9 @@ def test_a_skewed_router_becomes_even():
         layer.router(x)
         update_biases([chunk_of(layer)], ParallelState.single())
     after = layer.router(x)[1].sum(0)
-    assert before.max() > 2 * 1024 / EXPERTS and after.max() < 1.1 * 1024 / EXPERTS and after.min() > 0.9 * 1024 / EXPERTS
+    assert (
+        before.max() > 2 * 1024 / EXPERTS and after.max() < 1.1 * 1024 / EXPERTS and after.min() > 0.9 * 1024 / EXPERTS
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -97,7 +101,7 @@ def test_the_update_is_centered_and_smoothed_and_follows_training_passes_only():
 def test_what_is_thrown_away_or_frozen_moves_nothing():
     layer = build_layer(sections(**ON))
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
-    forget_iteration([chunk_of(layer)])
+    reset_iteration([chunk_of(layer)])
     assert layer.router.quantile.count == 0
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
     update_biases([chunk_of(layer)], ParallelState.single(), frozen=True)
@@ -114,12 +118,14 @@ def _train(rank, n, argvs):
     """Outcomes, and the biases of this rank's routers by name, of several command lines."""
     results = []
     for argv in argvs:
-        outcome, = train_ranks(rank, n, [argv])
+        (outcome,) = train_ranks(rank, n, [argv])
         run = make_run(argv, rank, groups_of(argv, rank, n), 2)
         count = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
         for number in range(2):
             train_step(run, TrainState(iteration=number), count)
-        results.append((outcome, {name: buffer.clone() for chunk in run.chunks for name, buffer in chunk.named_state_buffers()}))
+        results.append(
+            (outcome, {name: buffer.clone() for chunk in run.chunks for name, buffer in chunk.named_state_buffers()})
+        )
     return results
 
 
@@ -133,7 +139,7 @@ MAPPINGS = {
 
 def test_every_mapping_has_the_biases_of_one_process():
     base = [*with_quantiles(shallow(argv_of("plain"))), "--moe-token-dispatcher-type", "alltoall"]
-    (expected, biases), = _train_single(base)
+    ((expected, biases),) = _train_single(base)
     assert len(biases) == 2 and all(bias.abs().max() > 0.01 for bias in biases.values())
     results = run_ranks(_train, 2, [[*base, *mapping.split()] for mapping in MAPPINGS.values()])
     for index, name in enumerate(MAPPINGS):
@@ -141,7 +147,9 @@ def test_every_mapping_has_the_biases_of_one_process():
         found = {key: value for rank in results for key, value in rank[index][1].items()}
         assert found.keys() == biases.keys()
         for key, bias in biases.items():
-            torch.testing.assert_close(found[key], bias, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[key], bias, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def _train_single(argv):

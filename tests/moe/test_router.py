@@ -5,15 +5,18 @@ import torch
 from moe.layers import EXPERTS, build_layer, sections
 
 from moe_trainer.moe.balancing import loss_coefficients
-from moe_trainer.moe.router import drop_beyond_capacity, expert_capacity, score_topk, sinkhorn, sinkhorn_topk
+from moe_trainer.moe.sinkhorn import sinkhorn, sinkhorn_topk
+from moe_trainer.moe.topk import drop_beyond_capacity, expert_capacity, score_topk
 
 # token x expert; two experts per token
-PROBS = torch.tensor([
-    [0.6, 0.4, 0.0],
-    [0.7, 0.0, 0.3],
-    [0.9, 0.0, 0.1],
-    [0.2, 0.8, 0.0],
-])
+PROBS = torch.tensor(
+    [
+        [0.6, 0.4, 0.0],
+        [0.7, 0.0, 0.3],
+        [0.9, 0.0, 0.1],
+        [0.2, 0.8, 0.0],
+    ]
+)
 ROUTING = PROBS > 0
 
 
@@ -57,10 +60,13 @@ def test_sinkhorn_balances_rows_and_columns():
 
 
 @pytest.mark.parametrize("max_rounds", [3, 1000])
-@pytest.mark.parametrize("ask_after", [2, 8, 2000])
-def test_sinkhorn_stops_at_the_same_round_however_seldom_the_host_asks(ask_after, max_rounds):
+@pytest.mark.parametrize("rounds_per_check", [2, 8, 2000])
+def test_sinkhorn_converges_in_the_same_round_for_any_check_interval(rounds_per_check, max_rounds):
     cost_TE = 3 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(sinkhorn(cost_TE, max_rounds=max_rounds, ask_after=ask_after), sinkhorn(cost_TE, max_rounds=max_rounds))
+    assert torch.equal(
+        sinkhorn(cost_TE, max_rounds=max_rounds, rounds_per_check=rounds_per_check),
+        sinkhorn(cost_TE, max_rounds=max_rounds),
+    )
 
 
 def test_sinkhorn_of_two_by_two_in_closed_form():
@@ -145,7 +151,9 @@ def test_bf16_logits_are_scored_in_fp32_and_rounded_at_the_end(score, pre_softma
     assert routing.nonzero()[:, 1].tolist() == [1, 2, 3]
     assert torch.equal(probs, exact.bfloat16())
     if score == "sigmoid":
-        bias = torch.zeros(8).index_fill(0, torch.tensor(6), 1e-3)  # lifts expert 6 over expert 1; bf16 sums would not show it
+        bias = torch.zeros(8).index_fill(
+            0, torch.tensor(6), 1e-3
+        )  # lifts expert 6 over expert 1; bf16 sums would not show it
         assert score_topk(logits, 3, expert_bias_E=bias, **options)[1].nonzero()[:, 1].tolist() == [2, 3, 6]
 
 
@@ -211,11 +219,17 @@ def test_per_token_loss_multiplies_by_the_token_count():
     torch.testing.assert_close(grads[1], grads[0] * 8)
 
 
-@pytest.mark.parametrize("changes, named", [
-    ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1}, "--moe-aux-loss-coeff"),
-    ({"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.1}, "quantile_balancing"),
-    ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
-])
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1},
+            "--moe-aux-loss-coeff",
+        ),
+        ({"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.1}, "quantile_balancing"),
+        ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
+    ],
+)
 def test_refusals_name_the_flag(changes, named):
     with pytest.raises(ValueError, match=named):
         loss_coefficients(sections(**changes).moe)

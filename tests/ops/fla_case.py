@@ -21,7 +21,9 @@ def first_configuration(tuner: Autotuner, *args, **named):
 
 def of_tensors(*bounds) -> Iterator[tl.tensor]:
     """`range` in a kernel gives tensors to a compiler, and numbers to the interpreter."""
-    for number in builtins.range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else int(bound) for bound in bounds)):
+    for number in builtins.range(
+        *(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else int(bound) for bound in bounds)
+    ):
         yield tl.full([], number, tl.int32)
 
 
@@ -35,7 +37,10 @@ def main() -> None:
     heads, results = Heads(1, 2, 16, 16), []
     for function in (ours, gated_delta_rule.gated_delta):
         torch.manual_seed(2)
-        leaves = [torch.randn(shape, requires_grad=True) for shape in ((80, 1, 64), (80, 1, 2), (80, 1, 2), (64, 4), (2,), (2,))]
+        leaves = [
+            torch.randn(shape, requires_grad=True)
+            for shape in ((80, 1, 64), (80, 1, 2), (80, 1, 2), (64, 4), (2,), (2,))
+        ]
         y = function(*leaves, heads)
         y.square().sum().backward()
         results.append((y, *(leaf.grad for leaf in leaves)))

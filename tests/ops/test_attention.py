@@ -25,8 +25,11 @@ def slow_attention(q, k, v, scale, visible):
 
 def tensors(groups=2, value_width=8, seq_len=9):
     make = {"dtype": torch.float64, "requires_grad": True}
-    return (torch.randn(seq_len, 3, 4, 8, **make), torch.randn(seq_len, 3, groups, 8, **make),
-            torch.randn(seq_len, 3, groups, value_width, **make))
+    return (
+        torch.randn(seq_len, 3, 4, 8, **make),
+        torch.randn(seq_len, 3, groups, 8, **make),
+        torch.randn(seq_len, 3, groups, value_width, **make),
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -39,8 +42,9 @@ def test_values_and_gradients(way, groups, value_width, window):
     expected = slow_attention(q, k, v, 0.3, sliding_window_mask(9, -1) if window is None else visible)
     torch.testing.assert_close(ours, expected)
     probe = torch.randn_like(ours)
-    for a, b in zip(torch.autograd.grad((ours * probe).sum(), (q, k, v)),
-                    torch.autograd.grad((expected * probe).sum(), (q, k, v))):
+    for a, b in zip(
+        torch.autograd.grad((ours * probe).sum(), (q, k, v)), torch.autograd.grad((expected * probe).sum(), (q, k, v))
+    ):
         torch.testing.assert_close(a, b)
 
 

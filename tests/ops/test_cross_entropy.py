@@ -71,7 +71,7 @@ def test_second_backward_is_an_error():
 def short_chunks(monkeypatch):
     """Chunks of four tokens, a short one at the end, wherever they would save memory."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 4)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 4)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -81,8 +81,8 @@ def test_chunks_equal_the_whole(short_chunks, monkeypatch, dtype, tolerance):
     chunked, whole = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
     most = []
     original = cross_entropy.softmax_in_place
-    steps = cross_entropy.LossSteps(lambda logits, labels: (most.append(len(logits)), original(logits, labels))[1])
-    loss = linear_cross_entropy(*chunked, labels, mask, steps)
+    kernels = cross_entropy.LogitKernels(lambda logits, labels: (most.append(len(logits)), original(logits, labels))[1])
+    loss = linear_cross_entropy(*chunked, labels, mask, kernels)
     assert most == [4] * 19 + [2], "logits of four tokens at a time"
     expected = linear_cross_entropy(*whole, labels)
     assert torch.equal(loss, expected) or dtype != torch.float64 and torch.allclose(loss, expected, rtol=1e-6)
@@ -117,17 +117,23 @@ def test_chunks_consume_what_they_kept_and_keep_nothing_without_gradients(short_
     x, weight, labels = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8), torch.randint(24, (78,))
     loss = linear_cross_entropy(x, weight, labels, torch.ones(78)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(cross_entropy.ConsumedError):
+    with pytest.raises(cross_entropy.BackwardTwiceError):
         loss.backward()
     with torch.no_grad():
         assert torch.allclose(linear_cross_entropy(x, weight, labels, torch.ones(78)).sum(), loss)
 
 
-@pytest.mark.parametrize("rows, columns, width, dtype, cut", [
-    (4096, 32000, 512, torch.float32, True),  # half a GB of logits
-    (4096, 32000, 512, torch.bfloat16, False), (8192, 32000, 512, torch.bfloat16, True),  # the sum in fp32 has to pay
-    (4096, 129280, 7168, torch.bfloat16, False),  # the weight's gradient in fp32 is larger than the logits
-    (256, 1000, 512, torch.float32, False), (65536, 32000, 512, torch.float16, False)])
+@pytest.mark.parametrize(
+    "rows, columns, width, dtype, cut",
+    [
+        (4096, 32000, 512, torch.float32, True),  # half a GB of logits
+        (4096, 32000, 512, torch.bfloat16, False),
+        (8192, 32000, 512, torch.bfloat16, True),  # the sum in fp32 has to pay
+        (4096, 129280, 7168, torch.bfloat16, False),  # the weight's gradient in fp32 is larger than the logits
+        (256, 1000, 512, torch.float32, False),
+        (65536, 32000, 512, torch.float16, False),
+    ],
+)
 def test_chunks_where_they_save_memory(rows, columns, width, dtype, cut):
-    step = cross_entropy.chunk_rows(rows, columns, width, dtype, torch.device("cpu"))
+    step = cross_entropy.tokens_per_chunk(rows, columns, width, dtype, torch.device("cpu"))
     assert (step < rows) == cut and step >= min(rows, 256)

@@ -71,7 +71,7 @@ def test_grouped_equals_loop(kind, biases, counts, monkeypatch):
     results = []
     for grouped in (False, True):
         y = run(values, activation, counts, grouped)
-        assert (y.grad_fn.products is not None) == grouped
+        assert (y.grad_fn.gemms is not None) == grouped
         results.append([y, *torch.autograd.grad(y, [values[name] for name in names], grad)])
     for name, loop, one_call in zip(["y", *names], *results):
         torch.testing.assert_close(one_call, loop, atol=1e-4, rtol=1e-4, msg=labelled(name))
@@ -97,14 +97,14 @@ def test_half_precision_is_close(grouped, monkeypatch):
 @pytest.mark.parametrize("counts", [(30, 0, 10, 24), (5, 300, 1, 0), (0, 0, 0, 7), (16, 16, 32, 64)])
 @pytest.mark.parametrize("biases", [False, True])
 def test_surplus_rows_leave_no_trace(counts, biases, monkeypatch):
-    """Half precision on CPU computes on more rows than an expert has: the results are those of its own rows."""
+    """Half precision on CPU computes on more tokens than an expert has: the results are those of its own tokens."""
     activation = ACTIVATIONS["swiglu"]
     values = inputs(activation, torch.bfloat16, counts, biases)
     names = [name for name, value in values.items() if value is not None]
     grad = torch.randn(sum(counts), HIDDEN).bfloat16()
     results = []
-    for bucket in (grouped_gemm.row_bucket, lambda count: count):
-        monkeypatch.setattr(grouped_gemm, "row_bucket", bucket)
+    for bucket in (grouped_gemm.token_bucket, lambda count: count):
+        monkeypatch.setattr(grouped_gemm, "token_bucket", bucket)
         y = run(values, activation, counts)
         results.append([y, *torch.autograd.grad(y, [values[name] for name in names], grad)])
     for name, ours, exact in zip(["y", *names], *results):
@@ -115,9 +115,9 @@ def test_surplus_rows_leave_no_trace(counts, biases, monkeypatch):
 
 def test_bucket_sizes():
     for count in range(1, 5000):
-        size = grouped_gemm.row_bucket(count)
+        size = grouped_gemm.token_bucket(count)
         assert count <= size < count + max(16, count / 16 + 1) and size % 16 == 0
-    assert len({grouped_gemm.row_bucket(count) for count in range(256, 4096)}) <= 4 * 16 + 1
+    assert len({grouped_gemm.token_bucket(count) for count in range(256, 4096)}) <= 4 * 16 + 1
 
 
 def test_frozen_weights_get_no_gradient():
@@ -165,7 +165,9 @@ def test_deferred_weight_gradients_are_the_same_bits_later(counts, grouped):
         assert torch.equal(now, later)
 
 
-@pytest.mark.parametrize(("capability", "grouped"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "grouped"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
 def test_one_grouped_product_where_torch_has_a_kernel_for_it(capability, grouped, monkeypatch):
     """Elsewhere on CUDA torch waits for the offsets and loops over the experts."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -1,4 +1,6 @@
-"""A gated DeltaNet layer's heart on the kernels of the installed flash-linear-attention, in Triton's interpreter, against plain torch."""
+"""A gated DeltaNet layer's heart on the kernels of the installed flash-linear-attention, in Triton's interpreter, against
+plain torch.
+"""
 
 import os
 import subprocess
@@ -8,12 +10,21 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
-pytest.importorskip("fla", reason="flash-linear-attention is not installed: pip install --no-deps flash-linear-attention fla-core einops")
+pytest.importorskip(
+    "fla",
+    reason="flash-linear-attention is not installed: pip install --no-deps flash-linear-attention fla-core einops",
+)
 
 
 def test_the_package_agrees_with_torch():
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), str(root / "tests"), *sys.path])
-    done = subprocess.run([sys.executable, "-m", "ops.fla_case"], cwd=root, capture_output=True, text=True, check=False,
-                          env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.fla_case"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,7 @@
-"""The gated delta rule in chunks and segments against the recurrence, position by position; documents; what is kept."""
+"""The gated delta rule in chunks and segments against the recurrence, position by position; documents.
+
+What is saved.
+"""
 
 import pytest
 import torch
@@ -26,12 +29,27 @@ def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def by_position(x: Tensor, beta: Tensor, alpha: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, ids: Tensor | None = None) -> Tensor:
+def by_position(
+    x: Tensor, beta: Tensor, alpha: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, ids: Tensor | None = None
+) -> Tensor:
     """The equations, one position after the other."""
     length = x.shape[0]
-    same = torch.ones(length, length, BATCH, dtype=x.dtype) if ids is None else (ids.t()[:, None] == ids.t()[None]).to(x.dtype)
-    mixed = torch.stack([F.silu(sum(same[t, t - back, :, None] * x[t - back] * weight[:, WIDTH - 1 - back] for back in range(min(WIDTH, t + 1))))
-                         for t in range(length)])
+    same = (
+        torch.ones(length, length, BATCH, dtype=x.dtype)
+        if ids is None
+        else (ids.t()[:, None] == ids.t()[None]).to(x.dtype)
+    )
+    mixed = torch.stack(
+        [
+            F.silu(
+                sum(
+                    same[t, t - back, :, None] * x[t - back] * weight[:, WIDTH - 1 - back]
+                    for back in range(min(WIDTH, t + 1))
+                )
+            )
+            for t in range(length)
+        ]
+    )
     q, k, v = mixed.split(HEADS.channels, -1)
     q, k = (each.unflatten(-1, (2, 6)).repeat_interleave(2, 2) for each in (q, k))
     q, k = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_trainer.ops.permute import in_expert_order, make_permute_map, permute, permute_probs, unpermute
+from moe_trainer.ops.permute import make_permute_map, permute, permute_probs, sort_by_expert, unpermute
 
 T, E, H = 7, 5, 4
 
@@ -14,7 +14,7 @@ def random_map(kind: str) -> torch.Tensor:
         return torch.zeros(T, E, dtype=torch.bool).scatter_(1, torch.rand(T, E).topk(2)[1], True)
     if kind == "ragged":
         routing = torch.rand(T, E) < 0.4
-        routing[2] = False  # a token nobody takes
+        routing[2] = False  # a token nothing takes
         routing[:, 3] = False  # an expert without tokens
         return routing
     return torch.full((T, E), kind == "all")
@@ -70,9 +70,12 @@ class _Sorted(TorchDispatchMode):
 def test_what_is_sorted_has_four_bytes():
     routing = torch.rand(7, 5) < 0.5
     with _Sorted() as seen:
-        routes = in_expert_order(make_permute_map(routing), torch.arange(5).flip(0))
+        routes = sort_by_expert(make_permute_map(routing), torch.arange(5).flip(0))
     assert seen.dtypes == [torch.int32] * 2
     # a token's rows, in the order of the experts of its columns from the last to the first
     assert routes.token_R[routes.row_R].tolist() == sorted(routes.token_R.tolist())
-    assert all(routes.cell_R[routes.row_R[start:stop]].tolist() == sorted(routes.cell_R[routes.row_R[start:stop]].tolist(), reverse=True)
-               for start, stop in zip(routes.offsets_T.tolist(), routes.offsets_T.tolist()[1:]))
+    assert all(
+        routes.cell_R[routes.row_R[start:stop]].tolist()
+        == sorted(routes.cell_R[routes.row_R[start:stop]].tolist(), reverse=True)
+        for start, stop in zip(routes.offsets_T.tolist(), routes.offsets_T.tolist()[1:])
+    )

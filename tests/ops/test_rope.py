@@ -59,7 +59,7 @@ def test_yarn_without_extension_is_plain_rope():
 
 
 def test_yarn_with_equal_betas_is_a_step():
-    """Kimi K2's setting: both betas are 1, so a frequency is either kept or divided."""
+    """Kimi K2's setting: both betas are 1, so a frequency is either saved or divided."""
     plain, scaled = inverse_frequencies(64, 50000), yarn_frequencies(64, 50000, 32.0, 4096, 1.0, 1.0, False)
     ratio = scaled / plain
     assert bool(((ratio - 1).abs().lt(1e-5) | (ratio - 1 / 32).abs().lt(1e-5)).all())

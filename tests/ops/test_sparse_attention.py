@@ -1,4 +1,7 @@
-"""Sparse attention against its equations written out for whole sequences: chosen keys, values, the indexer's loss and all gradients."""
+"""Sparse attention against its equations written out for full sequences.
+
+Chosen keys, values, the indexer's loss and all gradients.
+"""
 
 import pytest
 import torch
@@ -6,9 +9,9 @@ from torch import Tensor
 
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attach_loss import attach_gradients
-from moe_trainer.ops.block_attention import Documents, Rule, Run, Selection
+from moe_trainer.ops.block_attention import BlockMask, Documents, PositionRange, Selection
 from moe_trainer.ops.hadamard import hadamard_matrix, rotate
-from moe_trainer.ops.sparse_attention import HeadTeacher, Index, best, choose_keys
+from moe_trainer.ops.sparse_attention import DenseAttentionTarget, IndexerOutput, select_topk_keys, topk_mask
 from moe_trainer.parallel.state import Group
 
 S, B, N, D, E, HEADS, WIDTH = 140, 2, 3, 6, 5, 4, 8  # more than two blocks of queries
@@ -18,14 +21,26 @@ SCALE, TOPK = 0.7, 9
 
 def tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    shapes = {"q": (S, B, N, D), "k": (S, B, N, D), "v": (S, B, N, E), "iq": (S, B, HEADS, WIDTH), "ik": (S, B, WIDTH), "w": (S, B, HEADS)}
-    return {name: torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    shapes = {
+        "q": (S, B, N, D),
+        "k": (S, B, N, D),
+        "v": (S, B, N, E),
+        "iq": (S, B, HEADS, WIDTH),
+        "ik": (S, B, WIDTH),
+        "w": (S, B, HEADS),
+    }
+    return {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for name, shape in shapes.items()
+    }
 
 
 def written_out(x: dict[str, Tensor], visible_BSK: Tensor, topk: int | None, relu: bool, selected_only: bool):
     """Output and loss, differentiable by autograd."""
     dots = torch.einsum("tbif,sbf->btis", x["iq"], x["ik"])
-    scores = torch.einsum("tbi,btis->bts", x["w"], dots.relu() if relu else dots).masked_fill(~visible_BSK, float("-inf"))
+    scores = torch.einsum("tbi,btis->bts", x["w"], dots.relu() if relu else dots).masked_fill(
+        ~visible_BSK, float("-inf")
+    )
     chosen = visible_BSK
     if topk is not None:
         order = scores.sort(dim=-1, descending=True, stable=True).indices
@@ -33,8 +48,8 @@ def written_out(x: dict[str, Tensor], visible_BSK: Tensor, topk: int | None, rel
     logits = torch.einsum("tbnd,sbnd->bnts", x["q"], x["k"]) * SCALE
     out = torch.einsum("bnts,sbne->tbne", logits.masked_fill(~chosen[:, None], float("-inf")).softmax(-1), x["v"])
     seen = chosen if selected_only else visible_BSK
-    together = logits.detach().masked_fill(~seen[:, None], float("-inf")).softmax(-1).sum(1)
-    target = together / together.sum(-1, keepdim=True)
+    summed_attention = logits.detach().masked_fill(~seen[:, None], float("-inf")).softmax(-1).sum(1)
+    target = summed_attention / summed_attention.sum(-1, keepdim=True)
     found = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     loss = (target * ((target + 1e-10).log() - (found + 1e-10).log())).sum(-1).mean()
     return out.flatten(2), loss, chosen
@@ -52,19 +67,21 @@ def test_values_and_gradients(topk, selected_only, documents, relu):
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(6))
     expected = torch.autograd.grad((out * grad).sum() + 3.0 * loss, list(x.values()))
 
-    rule = Rule(documents=Documents.of(IDS) if documents else None)
-    index = Index(x["iq"], x["ik"], x["w"])
-    teacher = HeadTeacher(x["q"].detach(), x["k"].detach(), SCALE, lambda sums: sums, selected_only)
-    selection, lesson = choose_keys(index, rule, (Run(0, S),), topk, relu, teacher)
+    block_mask = BlockMask(documents=Documents.of(IDS) if documents else None)
+    index = IndexerOutput(x["iq"], x["ik"], x["w"])
+    attention_target = DenseAttentionTarget(x["q"].detach(), x["k"].detach(), SCALE, lambda sums: sums, selected_only)
+    selection, indexer_loss_grads = select_topk_keys(
+        index, block_mask, (PositionRange(0, S),), topk, relu, attention_target
+    )
     assert (selection is None) == (topk is None)
     if selection is not None:
-        assert torch.equal(selection.of(Run(0, S), Run(0, S)), chosen)
+        assert torch.equal(selection.of(PositionRange(0, S), PositionRange(0, S)), chosen)
         assert chosen.sum(-1).amax() == topk and (chosen.sum(-1) < topk).any()
-    rule = Rule(documents=rule.documents, selection=selection)
-    found = ring_attention(x["q"], x["k"], x["v"], SCALE, rule, Group.single("one"))
+    block_mask = BlockMask(documents=block_mask.documents, selection=selection)
+    found = ring_attention(x["q"], x["k"], x["v"], SCALE, block_mask, Group.single("one"))
     assert torch.allclose(found, out, rtol=1e-10, atol=1e-10)
-    assert torch.allclose(lesson.loss / (S * B), loss, rtol=1e-10)
-    pairs = [each for pair in zip(index, lesson.grads) for each in pair]
+    assert torch.allclose(indexer_loss_grads.loss / (S * B), loss, rtol=1e-10)
+    pairs = [each for pair in zip(index, indexer_loss_grads.grads) for each in pair]
     found = attach_gradients(found, 3.0 / (S * B), *pairs)
     for name, mine, theirs in zip(x, torch.autograd.grad((found * grad).sum(), list(x.values())), expected):
         assert theirs.abs().max() > 1e-4, f"{name} takes part"
@@ -75,45 +92,77 @@ def test_half_precision_is_computed_with_as_fp32():
     """Scores choose by their last digits, and a target of many keys is below the digits of bf16."""
     x = {name: each.detach().bfloat16() for name, each in tensors().items()}
     found = []
-    for q, k, iq, ik, w in ((x[name] for name in ("q", "k", "iq", "ik", "w")), (x[name].float() for name in ("q", "k", "iq", "ik", "w"))):
-        found.append(choose_keys(Index(iq, ik, w), Rule(), (Run(0, S),), TOPK, teacher=HeadTeacher(q, k, SCALE, lambda sums: sums)))
-    (chosen, lesson), (expected, wide) = found
-    assert torch.equal(chosen.bits_BSC, expected.bits_BSC) and torch.equal(lesson.loss, wide.loss)
-    assert all(given.dtype == torch.float32 and torch.equal(given, grad) for given, grad in zip(lesson.grads, wide.grads))
+    for q, k, iq, ik, w in (
+        (x[name] for name in ("q", "k", "iq", "ik", "w")),
+        (x[name].float() for name in ("q", "k", "iq", "ik", "w")),
+    ):
+        found.append(
+            select_topk_keys(
+                IndexerOutput(iq, ik, w),
+                BlockMask(),
+                (PositionRange(0, S),),
+                TOPK,
+                attention_target=DenseAttentionTarget(q, k, SCALE, lambda sums: sums),
+            )
+        )
+    (chosen, indexer_loss_grads), (expected, wide) = found
+    assert torch.equal(chosen.bits_BSC, expected.bits_BSC) and torch.equal(indexer_loss_grads.loss, wide.loss)
+    assert all(
+        given.dtype == torch.float32 and torch.equal(given, grad)
+        for given, grad in zip(indexer_loss_grads.grads, wide.grads)
+    )
 
 
 def test_queries_in_two_runs_are_those_of_the_whole():
     """As a context-parallel rank has them: its own queries, all keys, and its share of the loss."""
     x = {name: each.detach() for name, each in tensors().items()}
-    whole, lesson = choose_keys(Index(x["iq"], x["ik"], x["w"]), Rule(), (Run(0, S),), TOPK, teacher=HeadTeacher(x["q"], x["k"], SCALE, lambda sums: sums))
+    whole, indexer_loss_grads = select_topk_keys(
+        IndexerOutput(x["iq"], x["ik"], x["w"]),
+        BlockMask(),
+        (PositionRange(0, S),),
+        TOPK,
+        attention_target=DenseAttentionTarget(x["q"], x["k"], SCALE, lambda sums: sums),
+    )
     quarter = S // 4
     shares = []
     for chunks in ((0, 3), (1, 2)):
-        runs = tuple(Run(number * quarter, (number + 1) * quarter) for number in chunks)
+        runs = tuple(PositionRange(number * quarter, (number + 1) * quarter) for number in chunks)
         rows = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        part, share = choose_keys(Index(x["iq"][rows], x["ik"], x["w"][rows]), Rule(), runs, TOPK,
-                                  teacher=HeadTeacher(x["q"][rows], x["k"], SCALE, lambda sums: sums))
+        part, share = select_topk_keys(
+            IndexerOutput(x["iq"][rows], x["ik"], x["w"][rows]),
+            BlockMask(),
+            runs,
+            TOPK,
+            attention_target=DenseAttentionTarget(x["q"][rows], x["k"], SCALE, lambda sums: sums),
+        )
         for run in runs:
-            assert torch.equal(part.of(run, Run(3, S)), whole.of(run, Run(3, S)))
-        assert torch.allclose(share.grads.q_SBIF, lesson.grads.q_SBIF[rows])
+            assert torch.equal(part.of(run, PositionRange(3, S)), whole.of(run, PositionRange(3, S)))
+        assert torch.allclose(share.grads.q_SBIF, indexer_loss_grads.grads.q_SBIF[rows])
         shares.append(share)
-    assert torch.allclose(sum(share.loss for share in shares), lesson.loss)
-    assert torch.allclose(sum(share.grads.k_KBF for share in shares), lesson.grads.k_KBF)
+    assert torch.allclose(sum(share.loss for share in shares), indexer_loss_grads.loss)
+    assert torch.allclose(sum(share.grads.k_KBF for share in shares), indexer_loss_grads.grads.k_KBF)
 
 
 def test_of_equal_scores_the_first_are_chosen():
-    scores = torch.tensor([[[0.0, 2.0, 0.0, 0.0, 1.0, float("-inf")], [1.0, 1.0, 1.0, 1.0, 1.0, float("-inf")],
-                            [5.0, float("-inf"), float("-inf"), float("-inf"), float("-inf"), float("-inf")]]])
-    assert best(scores, 3).int().tolist() == [[[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]]
-    assert torch.equal(best(scores, 6), scores > float("-inf"))
+    scores = torch.tensor(
+        [
+            [
+                [0.0, 2.0, 0.0, 0.0, 1.0, float("-inf")],
+                [1.0, 1.0, 1.0, 1.0, 1.0, float("-inf")],
+                [5.0, float("-inf"), float("-inf"), float("-inf"), float("-inf"), float("-inf")],
+            ]
+        ]
+    )
+    assert topk_mask(scores, 3).int().tolist() == [[[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]]
+    assert torch.equal(topk_mask(scores, 6), scores > float("-inf"))
 
 
 def test_bits_come_back():
     chosen = torch.rand(2, 5, 19, generator=torch.Generator().manual_seed(1)) < 0.5
-    selection = Selection(Selection.pack(chosen), (Run(4, 6), Run(10, 13)))
+    selection = Selection(Selection.pack(chosen), (PositionRange(4, 6), PositionRange(10, 13)))
     assert selection.bits_BSC.shape == (2, 5, 3) and selection.bits_BSC.dtype == torch.uint8
-    assert torch.equal(selection.of(Run(4, 6), Run(0, 19)), chosen[:, :2])
-    assert torch.equal(selection.of(Run(11, 13), Run(7, 18)), chosen[:, 3:, 7:18])
+    assert torch.equal(selection.of(PositionRange(4, 6), PositionRange(0, 19)), chosen[:, :2])
+    assert torch.equal(selection.of(PositionRange(11, 13), PositionRange(7, 18)), chosen[:, 3:, 7:18])
 
 
 def test_the_rotation_leaves_products_and_spreads_a_spike():

@@ -1,8 +1,11 @@
-"""The Triton kernels without a GPU: in Triton's interpreter against torch, and compiled for the GPUs they are meant for.
+"""The Triton kernels without a GPU.
 
-Whether a kernel is interpreted is decided when triton is imported, for the whole process, so the cases of tests/ops/triton_cases run in
-a process of their own (one for all of them: `TRITON_INTERPRET=1 python -m pytest tests/ops/triton_cases/norm.py` runs one room by hand).
-Compiling needs neither a GPU nor a driver; it goes all the way to the machine code.
+In Triton's interpreter against torch, and compiled for the GPUs they are meant for.
+
+Whether a kernel is interpreted is decided when triton is imported, for the full process, so the cases of
+tests/ops/triton_cases run in a process of their own (one for all of them: `TRITON_INTERPRET=1 python -m pytest
+tests/ops/triton_cases/norm.py` runs one file by hand). Compiling needs neither a GPU nor a driver; it goes all the way
+to the machine code.
 """
 
 import json
@@ -13,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh installs it (198 MB)")
+pytest.importorskip(
+    "triton", reason="triton is not installed: MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh installs it (198 MB)"
+)
 
 HERE = Path(__file__).resolve().parent
 SHARED, REGISTERS = 232448, 65536  # bytes of a block, registers of a multiprocessor: the same from sm_90 to sm_103
@@ -23,27 +28,42 @@ SCRIPT = "import sys; sys.path[:0] = ['tests', '.']; from ops.triton_compile imp
 
 def run_apart(command: list[str], **environment: str) -> subprocess.CompletedProcess:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *command], cwd=HERE.parents[1], env=kept | environment, capture_output=True, text=True,
-                          check=False)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=HERE.parents[1],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_interpreter_agrees_with_torch():
     cases = sorted(str(path) for path in (HERE / "triton_cases").glob("*.py"))
-    kernels = {path.stem.removeprefix("triton_") for path in (HERE.parents[1] / "moe_trainer" / "ops").glob("triton_*.py")} - {"blocks"}
+    kernels = {
+        path.stem.removeprefix("triton_") for path in (HERE.parents[1] / "moe_trainer").glob("*/triton_*.py")
+    } - {"blocks"}
     cases = [case for case in cases if not case.endswith("conftest.py")]
     assert {Path(case).stem for case in cases} == kernels | {"model", "pairs"}
-    done = run_apart(["-m", "pytest", "-q", "-p", "no:cacheprovider", *cases], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = run_apart(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *cases], TRITON_INTERPRET="1", OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("capability", [90, 100, 103])
 def test_every_kernel_compiles(capability, tmp_path):
-    """All of them in one process: torch and triton are imported once. What they take is what is recorded, or less; to record it again:
-    python -c "<SCRIPT>" CAPABILITY."""
+    """All of them in one process: torch and triton are imported once.
+
+    What they take is what is recorded, or less; to record it again: python -c "<SCRIPT>" CAPABILITY.
+    """
     done = run_apart(["-c", SCRIPT, str(capability)], TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
-    found, recorded = json.loads(done.stdout), json.loads((HERE.parent / "data" / "triton_resources.json").read_text(encoding="utf-8"))
+    found, recorded = (
+        json.loads(done.stdout),
+        json.loads((HERE.parent / "data" / "triton_resources.json").read_text(encoding="utf-8")),
+    )
     for name, taken in found["kernels"].items():
         assert taken["shared"] <= SHARED and taken["registers"] * taken["warps"] * 32 <= REGISTERS, (name, taken)
         assert "*bf16" not in name or taken["stack"] == 0, (name, taken)
@@ -51,5 +71,9 @@ def test_every_kernel_compiles(capability, tmp_path):
     if found["triton"] == recorded["triton"]:  # another version compiles otherwise
         known = recorded[str(capability)]
         assert set(found["kernels"]) == set(known)
-        more = {name: (taken, known[name]) for name, taken in found["kernels"].items() if any(taken[what] > known[name][what] for what in LIMITED)}
+        more = {
+            name: (taken, known[name])
+            for name, taken in found["kernels"].items()
+            if any(taken[what] > known[name][what] for what in LIMITED)
+        }
         assert not more, more

@@ -1,4 +1,6 @@
-"""Compile every Triton kernel, in the variants that runs use, for a GPU that is not here. Run by tests/ops/test_triton.py.
+"""Compile every Triton kernel, in the variants that runs use, for a GPU that is not here.
+
+Run by tests/ops/test_triton.py.
 
 A variant is a list of arguments: "*bf16" a pointer, "i32" and "fp32" numbers, anything in C(...) a constant.
 """
@@ -70,13 +72,23 @@ def permute():
 def router():
     deepseek = {"bias": C(True), "groups": [C(8), C(8), C(32), C(2), C(4)], "tile": [C(8), C(256)], "k": C(8)}
     mixtral = {"bias": C(False), "groups": [C(1), C(2), C(8), C(1), C(0)], "tile": [C(256), C(8)], "k": C(2)}
-    for size, score, pre in ((deepseek, "sigmoid", False), (mixtral, "softmax", False), (mixtral, "softmax", True),
-                             (mixtral, "sqrtsoftplus", False)):
+    for size, score, pre in (
+        (deepseek, "sigmoid", False),
+        (mixtral, "softmax", False),
+        (mixtral, "softmax", True),
+        (mixtral, "sqrtsoftplus", False),
+    ):
         how = [size["k"], C(score), C(pre)]
-        yield "choose_kernel", [FP32, FP32, FP32, BYTES, *[INT] * 3, "fp32", *how, size["bias"], *size["groups"], W, *size["tile"]]
+        yield (
+            "choose_kernel",
+            [FP32, FP32, FP32, BYTES, *[INT] * 3, "fp32", *how, size["bias"], *size["groups"], W, *size["tile"]],
+        )
         yield "backward_kernel", [FP32, FP32, BYTES, FP32, *[INT] * 4, "fp32", *how, W, *size["tile"]]
         yield "count_kernel", [FP32, FP32, *[INT] * 3, *how[:2], W, *size["tile"]]
-        yield "gradient_kernel", [*[FP32] * 7, *[INT] * 4, *["fp32"] * 8, how[1], C(True), C(True), C(True), W, *size["tile"]]
+        yield (
+            "gradient_kernel",
+            [*[FP32] * 7, *[INT] * 4, *["fp32"] * 8, how[1], C(True), C(True), C(True), W, *size["tile"]],
+        )
     for scaled in (True, False):
         yield "attach_kernel", [HALF, FP32, FP32, HALF, INT, "fp32", C(scaled), W, C(1024)]
 
@@ -90,20 +102,35 @@ def cross_entropy():
 
 
 def grouped_gemm():
-    for data, sizes, (warps, stages), precision in ((HALF, (128, 128, 64), (8, 3), "ieee"), (FP32, (64, 64, 32), (4, 2), "ieee"),
-                                                    (FP32, (64, 64, 32), (4, 2), "tf32")):
+    for data, sizes, (warps, stages), precision in (
+        (HALF, (128, 128, 64), (8, 3), "ieee"),
+        (FP32, (64, 64, 32), (4, 2), "ieee"),
+        (FP32, (64, 64, 32), (4, 2), "tf32"),
+    ):
         options = {"num_warps": warps, "num_stages": stages}
         one, other, depth = (C(size) for size in sizes)
         # strides of 1 are constants, as they are at a launch: column by column for the forward, row by row for the gradient
         for strides in ([C(1), INT], [INT, C(1)]):
-            yield "rows_kernel", [data, data, data, "*i32", *[INT] * 6, *strides, INT, C(precision), one, other, depth, C(64), C(8)], options
+            yield (
+                "rows_kernel",
+                [data, data, data, "*i32", *[INT] * 6, *strides, INT, C(precision), one, other, depth, C(64), C(8)],
+                options,
+            )
         yield "weight_kernel", [data, data, data, "*i32", *[INT] * 4, C(precision), depth, one, other], options
 
 
 def quantize():
     for fmt in ([C(448.0), C(3), C(2.0**-6)], [C(57344.0), C(2), C(2.0**-14)]):
-        for power, square, rows, columns, warps in ((True, False, 32, 128, 4), (False, True, 128, 128, 16), (True, False, 128, 32, 4)):
-            yield "block_kernel", [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(power), C(square), C(rows), C(columns)], {"num_warps": warps}
+        for power, square, rows, columns, warps in (
+            (True, False, 32, 128, 4),
+            (False, True, 128, 128, 16),
+            (True, False, 128, 32, 4),
+        ):
+            yield (
+                "block_kernel",
+                [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(power), C(square), C(rows), C(columns)],
+                {"num_warps": warps},
+            )
         yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(8), C(512)]
     yield "amax_kernel", [HALF, FP32, *[INT] * 4, C(8), C(512)]
 
@@ -121,7 +148,11 @@ def delta_rule():
     for documents in (False, True):
         ids = I32 if documents else HALF
         yield "convolve_kernel", [HALF, HALF, ids, HALF, *[INT] * 5, C(4), C(documents), W, C(64), C(64)]
-        yield "gradient_kernel", [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 7, C(4), C(documents), W, C(64), C(64)], {"num_warps": 8}
+        yield (
+            "gradient_kernel",
+            [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 7, C(4), C(documents), W, C(64), C(64)],
+            {"num_warps": 8},
+        )
 
 
 def delta_chunks():
@@ -132,19 +163,56 @@ def delta_chunks():
         walk = {} if (data, width) == (HALF, 128) else {"num_warps": 8, "num_stages": 2}
         yield "states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
         yield "grad_states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
-        yield "chunk_kernel", [*[data] * 5, FP32, *[data] * 11, *[FP32] * 4, data, *numbers, *[INT] * 4, *size, C(64), C(32)], eight
+        yield (
+            "chunk_kernel",
+            [*[data] * 5, FP32, *[data] * 11, *[FP32] * 4, data, *numbers, *[INT] * 4, *size, C(64), C(32)],
+            eight,
+        )
         if data == FP32:
             continue
         for keep in (False, True):  # without: with documents
-            yield "prepare_kernel", [*[data] * 5, data if keep else I32, FP32, *[data] * 3, *numbers, *[INT] * 4, C(width**-0.5), C(1e-6), C(not keep),
-                                     C(keep), C(True), C("tf32x3"), W, C(64), C(width), C(width), C(64)], eight
+            yield (
+                "prepare_kernel",
+                [
+                    *[data] * 5,
+                    data if keep else I32,
+                    FP32,
+                    *[data] * 3,
+                    *numbers,
+                    *[INT] * 4,
+                    C(width**-0.5),
+                    C(1e-6),
+                    C(not keep),
+                    C(keep),
+                    C(True),
+                    C("tf32x3"),
+                    W,
+                    C(64),
+                    C(width),
+                    C(width),
+                    C(64),
+                ],
+                eight,
+            )
         yield "outputs_kernel", [data, FP32, *[data] * 3, *numbers, *size, C(64)]
         yield "scores_kernel", [data, FP32, *[data] * 4, FP32, *numbers, *size, C(64)]
         yield "keys_kernel", [data, FP32, FP32, FP32, *[data] * 3, *numbers, C(width**-0.5), *size, C(width)], eight
 
 
-MODULES = (blocks, pointwise, norm, rope, permute, router, cross_entropy, grouped_gemm, quantize, latent_attention, delta_rule,
-           delta_chunks)
+MODULES = (
+    blocks,
+    pointwise,
+    norm,
+    rope,
+    permute,
+    router,
+    cross_entropy,
+    grouped_gemm,
+    quantize,
+    latent_attention,
+    delta_rule,
+    delta_chunks,
+)
 
 
 def of_ones(arguments: list) -> list:
@@ -169,26 +237,36 @@ def compile_one(kernel, arguments: list, capability: int, options: dict):
 
 
 def resources(made) -> dict[str, int]:
-    """Of a compiled kernel: bytes of shared memory, registers of a thread, bytes of its stack (where registers are spilled to)."""
+    """Of a compiled kernel.
+
+    Bytes of shared memory, registers of a thread, bytes of its stack (where registers are spilled to).
+    """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "STACK"))
     return {"shared": made.metadata.shared, "warps": made.metadata.num_warps, "registers": registers, "stack": stack}
 
 
 def main(capability: int) -> None:
-    """Print what every kernel takes, as JSON."""
+    """Print the resources of every kernel, as JSON."""
+    # the recorded names are older than the modules' names
+    modules = {
+        "quantize": "moe_trainer.quantization.triton_quantize",
+        "latent_attention": "moe_trainer.ops.triton_absorbed_mla",
+    }
     found = {}
     for make in MODULES:
-        module = importlib.import_module(f"moe_trainer.ops.triton_{make.__name__}")
+        module = importlib.import_module(modules.get(make.__name__, f"moe_trainer.ops.triton_{make.__name__}"))
         known = {name for name in vars(module) if name.endswith("_kernel")}
         used = set()
         for name, arguments, *options in make():
             if capability != 90 and name in used and make is not grouped_gemm:
-                continue  # one variant of each tells whether the backend takes the kernel
+                continue  # one variant of each determines whether the backend takes the kernel
             made = compile_one(getattr(module, name), arguments, capability, options[0] if options else {})
             assert made.asm["cubin"], name
             if name not in used and capability == 90:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from toy import Toy, loss_of, machinery, one_step
+from toy import Toy, build_training, compute_loss, train_step
 
 from moe_trainer.optim.clip import clip_factor
 
 
 def _step(clip_grad):
     model = Toy()
-    outcome = one_step(model, *machinery(model, optimizer="sgd", clip_grad=clip_grad), [0], weight_decay=0.0)
+    outcome = train_step(model, *build_training(model, optimizer="sgd", clip_grad=clip_grad), [0], weight_decay=0.0)
     return outcome.grad_norm, [param.detach().clone() for param in model.parameters()]
 
 
@@ -27,11 +27,11 @@ def test_the_factor(norm, limit, factor):
 
 def test_sgd_without_momentum_is_plain_descent():
     model, plain = Toy(), Toy()
-    grads, optimizer = machinery(model, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0)
+    grads, optimizer = build_training(model, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0)
     for seed in range(2):
-        one_step(model, grads, optimizer, [seed], lr=0.05, weight_decay=0.0)
+        train_step(model, grads, optimizer, [seed], lr=0.05, weight_decay=0.0)
         plain.zero_grad()
-        loss_of(plain, seed).backward()
+        compute_loss(plain, seed).backward()
         with torch.no_grad():
             for param in plain.parameters():
                 param.sub_(0.05 * param.grad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import nn
-from toy import Toy, loss_of, machinery, one_step
+from toy import Toy, build_training, compute_loss, train_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
@@ -21,36 +21,45 @@ MODES = ((False, False, False), (True, False, False), (False, True, False), (Tru
 
 
 def _parallel(overlap, distributed, gather, **more):
-    return ParallelArgs(overlap_grad_reduce=overlap, use_distributed_optimizer=distributed, overlap_param_gather=gather,
-                        **{"ddp_bucket_size": 400 if overlap else None, **more})
+    return ParallelArgs(
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=gather,
+        **{"ddp_bucket_size": 400 if overlap else None, **more},
+    )
 
 
 def _train(rank, n, mode, dtype=torch.float32, kind="adam", break_reduction=False, clip_grad=1.0, **more):
     """Train on this rank's share: micro-batches rank, rank + n of 2n a step. Returns norms, weights, gathered state."""
     if break_reduction:
-        collectives.all_reduce = lambda x, group, op="sum", async_op=False: collectives.Done() if async_op else x
+        collectives.all_reduce = lambda x, group, op="sum", async_op=False: (
+            collectives.CompletedWork() if async_op else x
+        )
     ps = ParallelState.create(n, rank)
     model = Toy(dtype)
     precision = PrecisionArgs(bf16=dtype == torch.bfloat16, grad_reduce_in_bf16=more.pop("grad_reduce_in_bf16", False))
-    grads, optimizer = machinery(model, parallel=_parallel(*mode, **more), precision=precision, ps=ps, optimizer=kind,
-                                 clip_grad=clip_grad)
+    grads, optimizer = build_training(
+        model, parallel=_parallel(*mode, **more), precision=precision, ps=ps, optimizer=kind, clip_grad=clip_grad
+    )
     norms = []
     for step in range(STEPS):
         seeds = [2 * n * step + rank, 2 * n * step + rank + n]
-        norms.append(one_step(model, grads, optimizer, seeds, lr=0.05).grad_norm)
+        norms.append(train_step(model, grads, optimizer, seeds, lr=0.05).grad_norm)
     optimizer.wait_params()
-    owned = sum(state.stop - state.start for state in optimizer.tensors() if state.state_name in ("exp_avg", "momentum_buffer"))
+    owned = sum(
+        state.stop - state.start for state in optimizer.tensors() if state.state_name in ("exp_avg", "momentum_buffer")
+    )
     return norms, [p.detach().clone() for p in model.parameters()], owned
 
 
 def _one_process(n, dtype=torch.float32, kind="adam"):
     model = Toy(dtype)
-    grads, optimizer = machinery(model, precision=PrecisionArgs(bf16=dtype == torch.bfloat16), optimizer=kind)
+    grads, optimizer = build_training(model, precision=PrecisionArgs(bf16=dtype == torch.bfloat16), optimizer=kind)
     norms = []
     for step in range(STEPS):
         # the same micro-batches, rank by rank
         seeds = [2 * n * step + rank + n * index for rank in range(n) for index in range(2)]
-        norms.append(one_step(model, grads, optimizer, seeds, lr=0.05).grad_norm)
+        norms.append(train_step(model, grads, optimizer, seeds, lr=0.05).grad_norm)
     return norms, [p.detach().clone() for p in model.parameters()], sum(p.numel() for p in model.parameters())
 
 
@@ -76,8 +85,10 @@ def test_every_mode_equals_one_process(n, kind):
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_modes_agree_bitwise_on_two_ranks(kind):
     """A sum of two gradients has one order. (The norm has not: its parts lie differently; so no clipping here.)"""
-    results = {mode: run_ranks(lambda rank, n, mode=mode: _train(rank, n, mode, kind=kind, clip_grad=0.0), 2)[0]
-               for mode in MODES}
+    results = {
+        mode: run_ranks(lambda rank, n, mode=mode: _train(rank, n, mode, kind=kind, clip_grad=0.0), 2)[0]
+        for mode in MODES
+    }
     for mode, other in itertools.combinations(MODES, 2):
         assert results[mode][0] == pytest.approx(results[other][0], rel=1e-6)
         assert all(torch.equal(a, b) for a, b in zip(results[mode][1], results[other][1])), (mode, other)
@@ -99,8 +110,14 @@ def test_bf16(mode):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("more", [{"ddp_average_in_collective": True}, {"ddp_bucket_size": None, "ddp_num_buckets": 5},
-                                  {"ddp_pad_buckets_for_high_nccl_busbw": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ddp_average_in_collective": True},
+        {"ddp_bucket_size": None, "ddp_num_buckets": 5},
+        {"ddp_pad_buckets_for_high_nccl_busbw": True},
+    ],
+)
 @pytest.mark.parametrize("mode", [MODES[1], MODES[3]])
 def test_options_do_not_change_the_numbers(mode, more):
     reference = _one_process(2)
@@ -117,7 +134,7 @@ def test_reducing_in_bf16_is_close():
 def _launched_by_hooks(rank, n):
     ps = ParallelState.create(n, rank)
     model = Toy()
-    grads, _ = machinery(model, parallel=_parallel(True, False, False), ps=ps)
+    grads, _ = build_training(model, parallel=_parallel(True, False, False), ps=ps)
     counts = []
     launch = collectives.all_reduce
     collectives.all_reduce = lambda *args, **kwargs: (counts.append(1), launch(*args, **kwargs))[1]
@@ -126,9 +143,9 @@ def _launched_by_hooks(rank, n):
         grads.zero()
         counts.clear()
         with grads.accumulate():
-            loss_of(model, 0).backward()
+            compute_loss(model, 0).backward()
         within = len(counts)
-        loss_of(model, 1).backward()
+        compute_loss(model, 1).backward()
         after_backward = len(counts)
         grads.finish()
         history.append((within, after_backward, len(counts)))
@@ -156,7 +173,7 @@ class Branches(nn.Module):
 def _different_branches(rank, n, distributed):
     ps = ParallelState.create(n, rank)
     model = Branches()
-    grads, _ = machinery(model, parallel=_parallel(True, distributed, False, ddp_bucket_size=1), ps=ps)
+    grads, _ = build_training(model, parallel=_parallel(True, distributed, False, ddp_bucket_size=1), ps=ps)
     for _ in range(2):  # the second iteration must not see the first one's gradients
         grads.zero()
         x = torch.ones(1, 8)
@@ -175,7 +192,7 @@ def _expert_gradient(rank, n, average):
     ps = ParallelState.create(n, rank, ep=2)
     model = nn.Linear(4, 4, bias=False)
     model.weight.info = ParamInfo((f"experts.{ps.ep.rank}.weight",), kind="expert")
-    grads, _ = machinery(model, parallel=ParallelArgs(ddp_average_in_collective=average), ps=ps)
+    grads, _ = build_training(model, parallel=ParallelArgs(ddp_average_in_collective=average), ps=ps)
     (model.weight * (rank + 1.0)).sum().backward()
     grads.finish()
     return model.weight.main_grad[0, 0].item()
@@ -190,10 +207,10 @@ def test_expert_gradients_are_summed_over_edp_and_divided_by_dp(average):
 def _per_token(rank, n, distributed):
     ps = ParallelState.create(n, rank)
     model = Toy()
-    grads, _ = machinery(model, parallel=_parallel(False, distributed, False), ps=ps, per_token_loss=True)
+    grads, _ = build_training(model, parallel=_parallel(False, distributed, False), ps=ps, per_token_loss=True)
     grads.zero()
     rows = 8 if rank == 0 else 3
-    (loss_of(model, rank, rows) * rows).backward()
+    (compute_loss(model, rank, rows) * rows).backward()
     grads.finish()
     grads.scale(1 / collectives.all_reduce(torch.tensor(float(rows)), ps.dp_cp).item())
     grads.gather()
@@ -203,7 +220,7 @@ def _per_token(rank, n, distributed):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_per_token_loss_divides_by_the_tokens_of_all_ranks(distributed):
     plain = Toy()
-    ((loss_of(plain, 0, 8) * 8 + loss_of(plain, 1, 3) * 3) / 11).backward()
+    ((compute_loss(plain, 0, 8) * 8 + compute_loss(plain, 1, 3) * 3) / 11).backward()
     for result in run_ranks(_per_token, 2, distributed):
         for param, main_grad in zip(plain.parameters(), result):
             torch.testing.assert_close(main_grad, param.grad, rtol=1e-5, atol=2e-6)
@@ -240,7 +257,7 @@ class Nested(nn.Module):
 def _waits(rank, n):
     ps = ParallelState.create(n, rank)
     model = Nested()
-    grads, optimizer = machinery(model, parallel=_parallel(True, True, True, ddp_bucket_size=1), ps=ps)
+    grads, optimizer = build_training(model, parallel=_parallel(True, True, True, ddp_bucket_size=1), ps=ps)
     model.gather = optimizer._gather
     history = []
     for _ in range(2):
@@ -269,13 +286,13 @@ def _resume(rank, n, mode, dtype):
     def fresh():
         model = Toy(dtype)
         precision = PrecisionArgs(bf16=dtype == torch.bfloat16)
-        return model, *machinery(model, parallel=_parallel(*mode), precision=precision, ps=ps)
+        return model, *build_training(model, parallel=_parallel(*mode), precision=precision, ps=ps)
 
     straight, first, second = fresh(), fresh(), fresh()
     for step in range(4):
-        one_step(*straight, [2 * step + rank])
+        train_step(*straight, [2 * step + rank])
     for step in range(2):
-        one_step(*first, [2 * step + rank])
+        train_step(*first, [2 * step + rank])
     first[2].wait_params()
     with torch.no_grad():
         for a, b in zip(second[0].parameters(), first[0].parameters()):
@@ -285,7 +302,7 @@ def _resume(rank, n, mode, dtype):
     second[2].load_scalars(first[2].scalars())
     second[2].after_load(params_changed=True, state_loaded=True)
     for step in range(2, 4):
-        one_step(*second, [2 * step + rank])
+        train_step(*second, [2 * step + rank])
     for optimizer in (straight[2], second[2]):
         optimizer.wait_params()
     assert all(torch.equal(a, b) for a, b in zip(straight[0].parameters(), second[0].parameters()))

@@ -26,8 +26,9 @@ def _holder(dtype, **infos):
 
 def _grads_after(module, ps, rank, distributed, precision=None, overlap=False, per_token=False):
     """Give every parameter the gradient rank + 1, twice; return the whole reduced gradients by name."""
-    parallel = ParallelArgs(use_distributed_optimizer=distributed, overlap_grad_reduce=overlap,
-                            ddp_bucket_size=100 if overlap else None)
+    parallel = ParallelArgs(
+        use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, ddp_bucket_size=100 if overlap else None
+    )
     grads = DataParallelGrads(module.parameters(), ps, parallel, precision or PrecisionArgs(), per_token_loss=per_token)
     for _ in range(2):  # twice: nothing of the first iteration may be left
         grads.zero()
@@ -47,9 +48,14 @@ def _grads_after(module, ps, rank, distributed, precision=None, overlap=False, p
 def _tensor_parallel(rank, n, distributed, overlap, per_token):
     """4 ranks, tp 2 (ranks 01, 23), dp 2, ep 2 over tp; and the experts' etp 1."""
     ps = ParallelState.create(n, rank, tp=2, ep=2)
-    module = _holder(torch.float32, cut=((7, 33), {"sharded_dim": 0, "shard_rank": ps.tp.rank, "shard_count": 2}),
-                     norm=((33,), {"partial": True}), replicated=((11,), {}), router=((4, 33), {"partial": True}),
-                     expert=((5, 19), {"kind": "expert"}))
+    module = _holder(
+        torch.float32,
+        cut=((7, 33), {"sharded_dim": 0, "shard_rank": ps.tp.rank, "shard_count": 2}),
+        norm=((33,), {"is_grad_partial": True}),
+        replicated=((11,), {}),
+        router=((4, 33), {"is_grad_partial": True}),
+        expert=((5, 19), {"kind": "expert"}),
+    )
     return _grads_after(module, ps, rank, distributed, overlap=overlap, per_token=per_token)
 
 
@@ -65,9 +71,14 @@ def test_partial_gradients_are_summed_over_tp(distributed, overlap, per_token):
 def _expert_tensor_parallel(rank, n, distributed):
     """4 ranks, etp 2 (01, 23), edp 2, tp 1: the experts' partial parameters are summed over etp, the dense ones stay."""
     ps = ParallelState.create(n, rank, etp=2)
-    stack = {"names": ("experts.0", "experts.1"), "stacked": True, "kind": "expert", "partial": True}
-    module = _holder(torch.float32, bias=((9,), {"kind": "expert", "partial": True}), norm=((33,), {}), biases=((2, 9), stack),
-                     fc1=((3, 4), {"kind": "expert", "sharded_dim": 0, "shard_rank": ps.etp.rank, "shard_count": 2}))
+    stack = {"names": ("experts.0", "experts.1"), "stacked": True, "kind": "expert", "is_grad_partial": True}
+    module = _holder(
+        torch.float32,
+        bias=((9,), {"kind": "expert", "is_grad_partial": True}),
+        norm=((33,), {}),
+        biases=((2, 9), stack),
+        fc1=((3, 4), {"kind": "expert", "sharded_dim": 0, "shard_rank": ps.etp.rank, "shard_count": 2}),
+    )
     return _grads_after(module, ps, rank, distributed)
 
 
@@ -83,17 +94,32 @@ def _stages(rank, n, distributed, overlap, dtype):
     ps = ParallelState.create(n, rank, pp=2, tp=2)
     cut = {"sharded_dim": 0, "shard_rank": ps.tp.rank, "shard_count": 2}
     if ps.pp.rank == 0:
-        infos = {"embedding": ((37, 19), {"tied": True, **cut}), "positions": ((5, 19), {"tied": True}),
-                 "first": ((129,), {"partial": True}), "more": ((2, 300), cut)}
+        infos = {
+            "embedding": ((37, 19), {"tied": True, **cut}),
+            "positions": ((5, 19), {"tied": True}),
+            "first": ((129,), {"is_grad_partial": True}),
+            "more": ((2, 300), cut),
+        }
     else:
-        infos = {"last": ((7, 7), cut), "positions": ((5, 19), {"tied": True, "copy": True}), "norm": ((33,), {"partial": True}),
-                 "embedding": ((37, 19), {"tied": True, "copy": True, **cut})}
+        infos = {
+            "last": ((7, 7), cut),
+            "positions": ((5, 19), {"tied": True, "is_replica": True}),
+            "norm": ((33,), {"is_grad_partial": True}),
+            "embedding": ((37, 19), {"tied": True, "is_replica": True, **cut}),
+        }
     precision = PrecisionArgs(bf16=dtype == torch.bfloat16, grad_reduce_in_bf16=dtype == torch.bfloat16)
     return _grads_after(_holder(dtype, **infos), ps, rank, distributed, precision, overlap)
 
 
-@pytest.mark.parametrize("distributed, overlap, dtype", [(False, False, torch.float32), (True, False, torch.float32),
-                                                         (True, True, torch.float32), (True, True, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "distributed, overlap, dtype",
+    [
+        (False, False, torch.float32),
+        (True, False, torch.float32),
+        (True, True, torch.float32),
+        (True, True, torch.bfloat16),
+    ],
+)
 def test_tied_gradients_are_summed_over_the_stages(distributed, overlap, dtype):
     """8 ranks: stage 0 is ranks 0-3 (tp 01, 23), stage 1 is 4-7; rank r of the first stage is tied to r + 4."""
     for rank, found in enumerate(run_ranks(_stages, 8, distributed, overlap, dtype)):
@@ -108,7 +134,7 @@ def test_tied_gradients_are_summed_over_the_stages(distributed, overlap, dtype):
 
 def _different(rank, n):
     ps = ParallelState.create(n, rank, tp=2)
-    return _grads_after(_holder(torch.float32, norm=((8 + rank,), {"partial": True})), ps, rank, False)
+    return _grads_after(_holder(torch.float32, norm=((8 + rank,), {"is_grad_partial": True})), ps, rank, False)
 
 
 def test_ranks_that_disagree_about_what_is_partial_are_told():
@@ -119,7 +145,7 @@ def test_ranks_that_disagree_about_what_is_partial_are_told():
 def _collectives(rank, n):
     """Number of collectives that finalize_grads needs once the layouts are known to agree."""
     ps = ParallelState.create(n, rank, tp=2)
-    module = _holder(torch.float32, **{f"norm{i}": ((8 + i,), {"partial": True}) for i in range(9)})
+    module = _holder(torch.float32, **{f"norm{i}": ((8 + i,), {"is_grad_partial": True}) for i in range(9)})
     grads = DataParallelGrads(module.parameters(), ps, ParallelArgs(), PrecisionArgs(), per_token_loss=False)
     calls, launch = [], collectives.all_reduce
     collectives.all_reduce = lambda *args, **kwargs: (calls.append(1), launch(*args, **kwargs))[1]

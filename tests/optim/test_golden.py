@@ -7,16 +7,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from toy import machinery
+from toy import build_training
 
 from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.training import TrainingArgs
-from moe_trainer.optim.param_groups import group_of
+from moe_trainer.optim.param_groups import get_param_group
 from moe_trainer.optim.schedules import build_batch_size_schedule, build_lr_schedule
 from moe_trainer.parallel.params import ParamInfo
 
-CASES = ("a_mixtral", "a_mixtral_bf16", "a_capacity_zloss", "a2_mixtral", "b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2")
+CASES = (
+    "a_mixtral",
+    "a_mixtral_bf16",
+    "a_capacity_zloss",
+    "a2_mixtral",
+    "b_deepseek_mtp",
+    "c_qwen3moe",
+    "d_dense_gpt2",
+)
 WITH_GRADS = tuple(case for case in CASES if case != "a_mixtral_bf16")
 
 
@@ -44,13 +52,18 @@ class Bag(nn.Module):
 def test_learning_rates(shared, case):
     meta = _meta(shared, case)
     argv = meta["argv"]
-    training = TrainingArgs(micro_batch_size=_value(argv, "--micro-batch-size", int),
-                            global_batch_size=_value(argv, "--global-batch-size", int),
-                            train_iters=_value(argv, "--train-iters", int))
-    settings = OptimizerArgs(lr=_value(argv, "--lr", float), min_lr=_value(argv, "--min-lr", float),
-                             lr_decay_style=_value(argv, "--lr-decay-style", str),
-                             lr_warmup_iters=_value(argv, "--lr-warmup-iters", int),
-                             lr_decay_iters=_value(argv, "--lr-decay-iters", int))
+    training = TrainingArgs(
+        micro_batch_size=_value(argv, "--micro-batch-size", int),
+        global_batch_size=_value(argv, "--global-batch-size", int),
+        train_iters=_value(argv, "--train-iters", int),
+    )
+    settings = OptimizerArgs(
+        lr=_value(argv, "--lr", float),
+        min_lr=_value(argv, "--min-lr", float),
+        lr_decay_style=_value(argv, "--lr-decay-style", str),
+        lr_warmup_iters=_value(argv, "--lr-warmup-iters", int),
+        lr_decay_iters=_value(argv, "--lr-decay-iters", int),
+    )
     batch = build_batch_size_schedule(training, dp_size=1, seq_length=64)
     schedule = build_lr_schedule(settings, training, batch.final_global_batch_size)
     consumed = 0
@@ -66,7 +79,7 @@ def test_parameter_groups(shared, case):
     meta = _meta(shared, case)
     bag = Bag(load_file(shared / "golden" / case / "init.safetensors"))
     recorded = {name: group["wd_mult"] for group in meta["param_groups"] for name in group["params"]}
-    ours = {param.info.names[0]: group_of(param, OptimizerArgs(), False).wd_mult for param in bag.params}
+    ours = {param.info.names[0]: get_param_group(param, OptimizerArgs(), False).wd_mult for param in bag.params}
     assert {name: ours[name] for name in recorded} == recorded
 
 
@@ -78,7 +91,7 @@ def test_first_gradient_norm(shared, case, distributed):
     gradients = load_file(folder / "grads_step1.safetensors")
     weights = {name: w for name, w in load_file(folder / "init.safetensors").items() if name in gradients}
     bag = Bag(weights)
-    grads, optimizer = machinery(bag, parallel=ParallelArgs(use_distributed_optimizer=distributed))
+    grads, optimizer = build_training(bag, parallel=ParallelArgs(use_distributed_optimizer=distributed))
     grads.zero()
     sum((param * gradients[param.info.names[0]]).sum() for param in bag.params).backward()
     grads.finish()
@@ -90,7 +103,7 @@ def test_first_gradient_norm(shared, case, distributed):
     for param in bag.params:
         name = param.info.names[0]
         g = gradients[name].double() * factor
-        decay = 0.1 * group_of(param, OptimizerArgs(), False).wd_mult
+        decay = 0.1 * get_param_group(param, OptimizerArgs(), False).wd_mult
         expected = weights[name].double() * (1 - step["lr_after"] * decay) - step["lr_after"] * g / (g.abs() + 1e-8)
         torch.testing.assert_close(param.detach().double(), expected, rtol=1e-6, atol=1e-7, msg=name)
 

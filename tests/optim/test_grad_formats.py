@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from toy import Toy, loss_of, machinery, one_step
+from toy import Toy, build_training, compute_loss, train_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
@@ -15,15 +15,22 @@ NARROW = PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
 AWARE = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
 
 
-@pytest.mark.parametrize("dtype, precision, more, expected", [
-    (torch.bfloat16, BF16, {}, torch.float32), (torch.bfloat16, NARROW, {}, torch.bfloat16), (torch.bfloat16, BF16, AWARE, torch.bfloat16),
-    (torch.bfloat16, NARROW, AWARE, torch.bfloat16), (torch.float16, PrecisionArgs(fp16=True, loss_scale=8.0), AWARE, torch.bfloat16),
-    (torch.float32, PrecisionArgs(), AWARE, torch.float32)])
+@pytest.mark.parametrize(
+    "dtype, precision, more, expected",
+    [
+        (torch.bfloat16, BF16, {}, torch.float32),
+        (torch.bfloat16, NARROW, {}, torch.bfloat16),
+        (torch.bfloat16, BF16, AWARE, torch.bfloat16),
+        (torch.bfloat16, NARROW, AWARE, torch.bfloat16),
+        (torch.float16, PrecisionArgs(fp16=True, loss_scale=8.0), AWARE, torch.bfloat16),
+        (torch.float32, PrecisionArgs(), AWARE, torch.float32),
+    ],
+)
 def test_format_of_main_gradients(dtype, precision, more, expected):
     model = Toy(dtype)
-    grads, optimizer = machinery(model, precision=precision, **more)
+    grads, optimizer = build_training(model, precision=precision, **more)
     before = [p.detach().clone() for p in model.parameters()]
-    assert one_step(model, grads, optimizer, [0, 1]).updated
+    assert train_step(model, grads, optimizer, [0, 1]).updated
     assert {p.main_grad.dtype for p in model.parameters()} == {expected}
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
 
@@ -32,20 +39,24 @@ def _gradients(model, seeds):
     """Of every micro-batch, in the model's own format."""
     found = []
     for seed in seeds:
-        found.append(torch.autograd.grad(loss_of(model, seed) / len(seeds), list(model.parameters())))
+        found.append(torch.autograd.grad(compute_loss(model, seed) / len(seeds), list(model.parameters())))
     return found
 
 
-@pytest.mark.parametrize("patterns, wide", [([], ()), (["all"], "all"), (["experts.*", "*norm.weight"], ("experts", "norm.weight"))])
+@pytest.mark.parametrize(
+    "patterns, wide", [([], ()), (["all"], "all"), (["experts.*", "*norm.weight"], ("experts", "norm.weight"))]
+)
 def test_accumulation_in_fp32_by_name(patterns, wide):
     model = Toy(torch.bfloat16)
-    grads, _ = machinery(model, precision=NARROW, parallel=ParallelArgs(ddp_param_name_patterns_for_fp32_local_accumulation=patterns))
+    grads, _ = build_training(
+        model, precision=NARROW, parallel=ParallelArgs(ddp_param_name_patterns_for_fp32_local_accumulation=patterns)
+    )
     seeds = range(6)
     parts = _gradients(model, seeds)
     for iteration in range(2):  # the second one must not begin with what the first one left
         grads.zero()
         for seed in seeds:
-            (loss_of(model, seed) / len(seeds)).backward()
+            (compute_loss(model, seed) / len(seeds)).backward()
         grads.finish()
         for number, (name, param) in enumerate(model.named_parameters()):
             narrow = wide_sum = None
@@ -59,9 +70,11 @@ def test_accumulation_in_fp32_by_name(patterns, wide):
 
 def test_a_parameter_without_gradient_adds_nothing_of_before():
     model = Toy(torch.bfloat16)
-    grads, _ = machinery(model, precision=NARROW, parallel=ParallelArgs(ddp_param_name_patterns_for_fp32_local_accumulation=["all"]))
+    grads, _ = build_training(
+        model, precision=NARROW, parallel=ParallelArgs(ddp_param_name_patterns_for_fp32_local_accumulation=["all"])
+    )
     grads.zero()
-    loss_of(model, 0).backward()
+    compute_loss(model, 0).backward()
     grads.finish()
     grads.zero()
     model.norm(torch.ones(2, 23, dtype=torch.bfloat16)).sum().backward()
@@ -72,27 +85,43 @@ def test_a_parameter_without_gradient_adds_nothing_of_before():
 def _reduced(rank, n, instances, overlap, average):
     """This rank's part of the reduced gradients; the local ones of all ranks; the largest thing sent."""
     ps = ParallelState.create(n, rank, optimizer_instances=instances)
-    flags = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": instances, "ddp_average_in_collective": average,
-             "overlap_grad_reduce": overlap, "ddp_bucket_size": 300, "overlap_param_gather": overlap}
+    flags = {
+        "use_distributed_optimizer": True,
+        "num_distributed_optimizer_instances": instances,
+        "ddp_average_in_collective": average,
+        "overlap_grad_reduce": overlap,
+        "ddp_bucket_size": 300,
+        "overlap_param_gather": overlap,
+    }
     found = []
     for wide in (False, True):
         model = Toy(torch.bfloat16)
-        grads, optimizer = machinery(model, ps=ps, precision=NARROW, clip_grad=0.0,
-                                     parallel=ParallelArgs(**flags, ddp_reduce_scatter_with_fp32_accumulation=wide))
-        one_step(model, grads, optimizer, [rank], lr=0.0, weight_decay=0.0)
+        grads, optimizer = build_training(
+            model,
+            ps=ps,
+            precision=NARROW,
+            clip_grad=0.0,
+            parallel=ParallelArgs(**flags, ddp_reduce_scatter_with_fp32_accumulation=wide),
+        )
+        train_step(model, grads, optimizer, [rank], lr=0.0, weight_decay=0.0)
         optimizer.wait_params()
-        one_step(model, grads, optimizer, [rank], lr=0.0, weight_decay=0.0)  # by now buckets are launched by hooks
+        train_step(model, grads, optimizer, [rank], lr=0.0, weight_decay=0.0)  # by now buckets are launched by hooks
         optimizer.wait_params()
         grads.gather()
         found.append([p.main_grad.clone() for p in model.parameters()])
     model = Toy(torch.bfloat16)
     factor = 1.0 if average else 1.0 / n
-    local = torch.autograd.grad(loss_of(model, rank), list(model.parameters()))
-    everyone = collectives.all_gather_object([(grad * factor if factor == 1.0 else (grad.float() * factor).bfloat16()) for grad in local], ps.world)
+    local = torch.autograd.grad(compute_loss(model, rank), list(model.parameters()))
+    everyone = collectives.all_gather_object(
+        [(grad * factor if factor == 1.0 else (grad.float() * factor).bfloat16()) for grad in local], ps.world
+    )
     return found, everyone
 
 
-@pytest.mark.parametrize("n, instances, overlap, average", [(2, 1, False, False), (4, 1, True, False), (4, 1, True, True), (4, 2, True, False)])
+@pytest.mark.parametrize(
+    "n, instances, overlap, average",
+    [(2, 1, False, False), (4, 1, True, False), (4, 1, True, True), (4, 2, True, False)],
+)
 def test_reduce_scatter_with_sums_in_fp32(n, instances, overlap, average):
     for (plain, wide), everyone in run_ranks(_reduced, n, instances, overlap, average):
         exact, errors = [], {"plain": 0.0, "wide": 0.0}
@@ -113,7 +142,7 @@ def test_reduce_scatter_with_sums_in_fp32(n, instances, overlap, average):
 def _thirds(rank, n):
     ps = ParallelState.create(n, rank)
     model = Toy(torch.bfloat16)
-    grads, _ = machinery(model, ps=ps, precision=BF16)
+    grads, _ = build_training(model, ps=ps, precision=BF16)
     grads.zero()
     model.first.bias.sum().backward()
     grads.finish()

@@ -6,11 +6,11 @@ A CPU plays both parts: what is offloaded goes through the same copies, from hos
 import pytest
 import torch
 from harness import run_ranks
-from toy import Toy, machinery, one_step
+from toy import Toy, build_training, train_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.optim.host_copies import Copies, HostLane
+from moe_trainer.optim.host_offload import CopyStream, HostUpdatePipeline
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -24,7 +24,11 @@ FORMATS = {
 OFFLOAD = {
     "all": {"optimizer_cpu_offload": True},
     "half": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
-    "half, overlap": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
+    "half, overlap": {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    },
     "none": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0},
     "between steps": {"chunked_optimizer_state_offload": True},
     "between steps, part": {"chunked_optimizer_state_offload": True, "optimizer_state_offload_fraction": 0.3},
@@ -32,25 +36,40 @@ OFFLOAD = {
 
 
 @pytest.fixture(autouse=True)
-def short_stretches(monkeypatch):
-    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 128)
+def short_segments(monkeypatch):
+    monkeypatch.setattr("moe_trainer.optim.optimizer_shard.MAX_SEGMENT_NUMEL_CPU", 128)
 
 
-def _train(rank, n, more, bf16, distributed=False, lane=None):
+def _train(rank, n, more, bf16, distributed=False, pipeline=None):
     """Weights and state after four steps; the bytes of the state on the host's side and in all."""
     ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
     model = Toy(torch.bfloat16 if bf16 else torch.float32)
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300} if distributed else {}
-    grads, optimizer = machinery(model, ps=ps, precision=BF16 if bf16 else None,
-                                 parallel=ParallelArgs(use_distributed_optimizer=distributed, **overlap), **more)
-    if lane is not None:
-        optimizer._updater.lane = lane
-    norms = [one_step(model, grads, optimizer, [n * step + rank], lr=1e-2).grad_norm for step in range(4)]
+    grads, optimizer = build_training(
+        model,
+        ps=ps,
+        precision=BF16 if bf16 else None,
+        parallel=ParallelArgs(use_distributed_optimizer=distributed, **overlap),
+        **more,
+    )
+    if pipeline is not None:
+        optimizer._updater.host_pipeline = pipeline
+    norms = [train_step(model, grads, optimizer, [n * step + rank], lr=1e-2).grad_norm for step in range(4)]
     optimizer.wait_params()
-    state = [(held.state_name, held.param.info.names, held.start, held.values().clone()) for held in optimizer.tensors()]
-    sizes = [(store.by_host or store.devices.apart, sum(kept.num_bytes for _, kept in store.kept()))
-             for whole in optimizer._states for store in whole.stores]
-    return norms, [p.detach().float() for p in model.parameters()], state, [sum(b for a, b in sizes if a), sum(b for _, b in sizes)]
+    state = [
+        (held.state_name, held.param.info.names, held.start, held.values().clone()) for held in optimizer.tensors()
+    ]
+    sizes = [
+        (block.is_updated_on_host or block.placement.always_copies, sum(kept.num_bytes for _, kept in block.storages()))
+        for whole in optimizer._shards
+        for block in whole.blocks
+    ]
+    return (
+        norms,
+        [p.detach().float() for p in model.parameters()],
+        state,
+        [sum(b for a, b in sizes if a), sum(b for _, b in sizes)],
+    )
 
 
 def _join(state):
@@ -86,7 +105,9 @@ def test_offload_changes_nothing(formats, bf16):
 @pytest.mark.parametrize("offload", ["half, overlap", "between steps, part"])
 def test_two_ranks_with_overlap(offload):
     plain = run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"]}, False, True)
-    for found, expected in zip(run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"], **OFFLOAD[offload]}, False, True), plain):
+    for found, expected in zip(
+        run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"], **OFFLOAD[offload]}, False, True), plain
+    ):
         _assert_equal(found, expected, False)
 
 
@@ -95,8 +116,8 @@ def test_sgd_between_steps():
     _assert_equal(_train(0, 1, {"optimizer": "sgd", **OFFLOAD["between steps"]}, True), expected, False)
 
 
-class Late(Copies):
-    """Copies that happen no sooner than they are waited for, or than the device goes on; until then the target holds nonsense."""
+class Late(CopyStream):
+    """CopyStream that happen no sooner than they are waited for, or than the device goes on; until then the target holds nonsense."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -111,9 +132,9 @@ class Late(Copies):
     def wait(self, mark):
         for number, entry in enumerate(self.started):
             if entry is mark:
-                for target, source in self.started[:number + 1]:  # a stream keeps its order
+                for target, source in self.started[: number + 1]:  # a stream keeps its order
                     target.copy_(source)
-                del self.started[:number + 1]
+                del self.started[: number + 1]
                 return
 
     def end(self):
@@ -125,16 +146,18 @@ class Late(Copies):
 def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_is_gone(overlap):
     expected = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True)
     copies = Late()
-    lane = HostLane(torch.device("cpu"), pinned_grads=True, pinned_params=True, overlap=overlap, copies=copies)
-    found = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True, lane=lane)
+    pipeline = HostUpdatePipeline(
+        torch.device("cpu"), pinned_grads=True, pinned_params=True, overlap=overlap, copies=copies
+    )
+    found = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True, pipeline=pipeline)
     _assert_equal(found, expected, False)
     assert copies.most >= 3 if overlap else copies.most <= 1, "copies are under way beside the update only with overlap"
 
 
 def test_chunk_size_limits_what_visits_the_device():
     model = Toy()
-    _, optimizer = machinery(model, chunked_optimizer_state_offload=True, optimizer_state_offload_chunk_size_mb=1)
-    plan_longest = max(stretch.stop - stretch.start for state in optimizer._states for stretch in state.stretches)
+    _, optimizer = build_training(model, chunked_optimizer_state_offload=True, optimizer_state_offload_chunk_size_mb=1)
+    plan_longest = max(segment.stop - segment.start for state in optimizer._shards for segment in state.update_segments)
     assert plan_longest <= 2**20 // 12
 
 
@@ -142,6 +165,11 @@ def test_exactly_the_share_moves_in_stretches():
     for share in (0.0, 0.25, 0.75, 1.0):
         model = torch.nn.Linear(64, 64, bias=False)
         model.weight.info = ParamInfo(("w",))
-        _, optimizer = machinery(model, **AWARE, optimizer_cpu_offload=True, optimizer_offload_fraction=share)
-        away = sum(store.stop - store.start for state in optimizer._states for store in state.stores if store.by_host)
+        _, optimizer = build_training(model, **AWARE, optimizer_cpu_offload=True, optimizer_offload_fraction=share)
+        away = sum(
+            block.stop - block.start
+            for state in optimizer._shards
+            for block in state.blocks
+            if block.is_updated_on_host
+        )
         assert away == share * 4096

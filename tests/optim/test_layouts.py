@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 from harness import run_ranks
-from optim.spread import MICROBATCHES, Part, Whole, assert_equal, one_process, spread, with_flags
-from toy import machinery
+from optim.sharded_toy_model import MICROBATCHES, Part, Whole, assert_equal, one_process, spread, with_flags
+from toy import build_training
 
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.finalize import finalize_grads
@@ -18,7 +18,12 @@ from moe_trainer.parallel.weight_grads import PendingGrads
 STEPS = 3
 PLAIN = {}
 ZERO1 = {"use_distributed_optimizer": True}
-OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 150}
+OVERLAPPED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 150,
+}
 EAGER = {"overlap_grad_reduce": True, "ddp_bucket_size": 150}
 MODES = {"plain": PLAIN, "eager": EAGER, "zero1": ZERO1, "overlapped": OVERLAPPED}
 # world size, degrees, virtual stages
@@ -81,15 +86,18 @@ def test_instances_under_a_pipeline_with_tied_embeddings():
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "ep": 4}, {"etp": 2, "ep": 2}])
 def test_bucket_options_with_experts_do_not_change_the_numbers(degrees):
-    options = ({"ddp_average_in_collective": True}, {"ddp_bucket_size": None, "ddp_num_buckets": 3},
-               {"ddp_pad_buckets_for_high_nccl_busbw": True})
+    options = (
+        {"ddp_average_in_collective": True},
+        {"ddp_bucket_size": None, "ddp_num_buckets": 3},
+        {"ddp_pad_buckets_for_high_nccl_busbw": True},
+    )
     equal_one_process(4, degrees, 1, tuple({**flags, **more} for flags in (EAGER, OVERLAPPED) for more in options))
 
 
 def _counted(rank, n, degrees, vpp, flags, instances):
     ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
     *_, built, _ = spread(ps, with_flags(**flags, num_distributed_optimizer_instances=instances), 1, vpp=vpp)
-    return sum(p.stop - p.start for state in built._states for p in state.pieces if p.counted)
+    return sum(p.stop - p.start for state in built._shards for p in state.param_shards if p.is_counted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,7 +107,12 @@ def test_every_element_is_counted_once_in_the_world(layout):
     whole = sum(weight.numel() for weight in one_process(1, 1, 1)[2].values())
     for flags in (PLAIN, ZERO1):
         assert sum(run_ranks(_counted, n, degrees, vpp, flags, 1)) == whole
-    if n == 4 and layout != "tp2_dp2_ep4_above_dp" and "pp" not in degrees and degrees.get("etp") != degrees.get("tp", 1):
+    if (
+        n == 4
+        and layout != "tp2_dp2_ep4_above_dp"
+        and "pp" not in degrees
+        and degrees.get("etp") != degrees.get("tp", 1)
+    ):
         assert sum(run_ranks(_counted, n, degrees, vpp, ZERO1, 2)) == whole
 
 
@@ -114,10 +127,13 @@ def test_gradients_with_etp_above_one_and_a_single_expert_group_are_synchronised
     equal_one_process(4, {"etp": 2}, 1, tuple(MODES.values()))
 
 
-@pytest.mark.parametrize("instances, degrees, expected_dense, expected_expert", [
-    (1, {"ep": 2}, 4, 2), (1, {"ep": 4}, 4, 1), (2, {"ep": 2}, 2, 1), (1, {"tp": 2, "ep": 2}, 2, 2)])
+@pytest.mark.parametrize(
+    "instances, degrees, expected_dense, expected_expert",
+    [(1, {"ep": 2}, 4, 2), (1, {"ep": 4}, 4, 1), (2, {"ep": 2}, 2, 1), (1, {"tp": 2, "ep": 2}, 2, 2)],
+)
 def test_expert_state_is_sharded_over_edp(instances, degrees, expected_dense, expected_expert):
     """A rank holds the moments of 1/dp_cp of its dense elements and of 1/edp of its experts' (of an instance's share)."""
+
     def held(rank, n):
         ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
         *_, chunks, built, _ = spread(ps, with_flags(**ZERO1, num_distributed_optimizer_instances=instances), 1)
@@ -126,8 +142,8 @@ def test_expert_state_is_sharded_over_edp(instances, degrees, expected_dense, ex
             local[param.info.kind] += param.numel()
         for state in built.tensors():
             kept[state.param.info.kind] += state.tensor.numel() if state.state_name == "exp_avg" else 0
-        for state in built._states:
-            allocated[state.layout.kind] += sum(store.moments["exp_avg"].flat.numel() for store in state.stores)
+        for state in built._shards:
+            allocated[state.layout.kind] += sum(block.moments["exp_avg"].flat.numel() for block in state.blocks)
             buffers[state.layout.kind] += state.layout.size
         return local, kept, allocated, buffers
 
@@ -158,8 +174,10 @@ def _overflow(rank, n, degrees, flags, spoiled):
 
 
 @pytest.mark.parametrize("flags", [PLAIN, ZERO1])
-@pytest.mark.parametrize("degrees, spoiled", [({"pp": 2, "tp": 2}, "qkv.weight"), ({"ep": 4}, "fc1.weight"),
-                                              ({"tp": 2, "ep": 2}, "fc2.weight")])
+@pytest.mark.parametrize(
+    "degrees, spoiled",
+    [({"pp": 2, "tp": 2}, "qkv.weight"), ({"ep": 4}, "fc1.weight"), ({"tp": 2, "ep": 2}, "fc2.weight")],
+)
 def test_overflow_on_one_rank_skips_on_all_and_lowers_one_scale(degrees, spoiled, flags):
     assert run_ranks(_overflow, 4, degrees, flags, spoiled) == [(True, 2.0**9)] * 4
 
@@ -182,6 +200,7 @@ def test_every_rank_stops_for_a_gradient_that_is_not_finite_on_one():
 
 def test_stages_have_equal_param_groups_although_some_lack_a_kind():
     """The decoupled rate lives on the first and last stage only; what is saved may not depend on which stage saves it."""
+
     def groups(rank, n):
         ps = ParallelState.create(n, rank, pp=4)
         *_, built, _ = spread(ps, with_flags(), 1, decoupled_lr=0.5)
@@ -194,12 +213,15 @@ def test_stages_have_equal_param_groups_although_some_lack_a_kind():
 
 def test_one_optimizer_step_under_bf16_gradients():
     """--grad-reduce-in-bf16: sums of partial gradients run in bf16 too, and stay within its precision."""
+
     def step(rank, n):
         ps = ParallelState.create(n, rank, tp=2, etp=2, pp=2)
         precision = PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
         outcomes, _, chunks, *_ = spread(ps, with_flags(**OVERLAPPED), 1, dtype=torch.bfloat16, precision=precision)
         # a section has lists, which no cache takes
-        expected, _, weights = one_process.__wrapped__(1, 1, 1, dtype=torch.bfloat16, precision=PrecisionArgs(bf16=True))
+        expected, _, weights = one_process.__wrapped__(
+            1, 1, 1, dtype=torch.bfloat16, precision=PrecisionArgs(bf16=True)
+        )
         assert outcomes[0].grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-2)
         assert_equal(chunks, ps, weights, 2e-2)
 
@@ -216,10 +238,11 @@ class _Nothing(Part):
 
 def test_a_stage_without_parameters_takes_part():
     """A layout may leave a stage empty: it must join every sum all the same, and know the norm."""
+
     def step(rank, n):
         ps = ParallelState.create(n, rank, pp=2)
         model = Whole(torch.float32) if rank == 0 else _Nothing(ps)
-        grads, built = machinery(model, parallel=with_flags(**OVERLAPPED), ps=ps, count_zeros=True)
+        grads, built = build_training(model, parallel=with_flags(**OVERLAPPED), ps=ps, count_zeros=True)
         built.zero_grad()
         if rank == 0:
             for microbatch in range(MICROBATCHES):
@@ -238,7 +261,7 @@ def _launches(rank, n):
     """Of each of three iterations: buckets launched before finish(), by chunk whose backward had just ended."""
     ps = ParallelState.create(n, rank, pp=2)
     chunks = [Part(ps, chunk * 2 + ps.pp.rank, 4, torch.float32) for chunk in range(2)]
-    grads, built = machinery(torch.nn.ModuleList(chunks), parallel=with_flags(**EAGER), ps=ps)
+    grads, built = build_training(torch.nn.ModuleList(chunks), parallel=with_flags(**EAGER), ps=ps)
     buckets = sum(len(buffer.layout.buckets) for buffer in grads.buffers)
     history = []
     for step in range(3):
@@ -276,7 +299,9 @@ class _Shared(torch.nn.Module):
 def _two_arrivals(rank, n, distributed):
     ps = ParallelState.create(n, rank)
     model = _Shared()
-    grads, _ = machinery(model, parallel=with_flags(overlap_grad_reduce=True, use_distributed_optimizer=distributed), ps=ps)
+    grads, _ = build_training(
+        model, parallel=with_flags(overlap_grad_reduce=True, use_distributed_optimizer=distributed), ps=ps
+    )
     for _ in range(3):
         grads.zero()
         (model.shared * 1.0 + model.plain).sum().backward()

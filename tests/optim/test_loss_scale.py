@@ -10,8 +10,25 @@ from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale, build_loss
 def test_sequence_by_hand():
     """hysteresis 2: the first overflow is forgiven, every further one halves; three clean iterations double and forgive."""
     scale = DynamicLossScale(16.0, minimum=2.0, window=3, hysteresis=2)
-    story = [(True, 16), (True, 8), (False, 8), (True, 4), (True, 2), (True, 2), (False, 2), (False, 2), (False, 4),
-             (True, 4), (True, 2), (False, 2), (False, 2), (False, 4), (False, 4), (False, 4), (False, 8)]
+    story = [
+        (True, 16),
+        (True, 8),
+        (False, 8),
+        (True, 4),
+        (True, 2),
+        (True, 2),
+        (False, 2),
+        (False, 2),
+        (False, 4),
+        (True, 4),
+        (True, 2),
+        (False, 2),
+        (False, 2),
+        (False, 4),
+        (False, 4),
+        (False, 4),
+        (False, 8),
+    ]
     for overflow, expected in story:
         scale.update(overflow)
         assert scale.scale == expected
@@ -23,8 +40,8 @@ def test_state_resumes_the_sequence(story, cut):
     resumed = DynamicLossScale(2.0**16, window=4, hysteresis=3)
     for index, overflow in enumerate(story):
         if index == cut:
-            state, resumed = resumed.state(), DynamicLossScale(1.0, window=4, hysteresis=3)
-            resumed.load_state(state)
+            state, resumed = resumed.state_dict(), DynamicLossScale(1.0, window=4, hysteresis=3)
+            resumed.load_state_dict(state)
         straight.update(overflow)
         resumed.update(overflow)
         assert resumed.scale == straight.scale >= 1.0

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 from harness import run_ranks
-from optim.spread import assert_equal, one_process, spread, with_flags
+from optim.sharded_toy_model import assert_equal, one_process, spread, with_flags
 from optim.test_layouts import EAGER, LAYOUTS, MODES, OVERLAPPED, ZERO1
 from torch import nn
-from toy import machinery
+from toy import build_training
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.newton_schulz import COEFFICIENTS, coefficients, orthogonalize
-from moe_trainer.optim.flat import EVEN, plan_layouts
+from moe_trainer.optim.buckets import MAX_IMBALANCE, plan_layouts
 from moe_trainer.optim.muon import Muon
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
@@ -44,18 +44,32 @@ def random(*shape, seed=0):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(12, 7), (7, 12), (9, 9)])
-@pytest.mark.parametrize("mode, extra, torch_mode", [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")])
+@pytest.mark.parametrize(
+    "mode, extra, torch_mode", [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")]
+)
 def test_is_torchs_where_conventions_agree(nesterov, shape, mode, extra, torch_mode):
     model = Bare(weight=(random(*shape), ParamInfo(("fc.weight",))))
-    grads, built = machinery(model, optimizer="muon", muon_coefficient_type="simple", muon_momentum=0.95, muon_nesterov=nesterov,
-                             muon_scale_mode=mode, muon_extra_scale_factor=extra, clip_grad=0.0)
+    grads, built = build_training(
+        model,
+        optimizer="muon",
+        muon_coefficient_type="simple",
+        muon_momentum=0.95,
+        muon_nesterov=nesterov,
+        muon_scale_mode=mode,
+        muon_extra_scale_factor=extra,
+        clip_grad=0.0,
+    )
     expected = nn.Parameter(model.weight.detach().clone())
-    torchs = torch.optim.Muon([expected], lr=0.1, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn=torch_mode)
+    torchs = torch.optim.Muon(
+        [expected], lr=0.1, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn=torch_mode
+    )
     for number in range(3):
         expected.grad = random(*shape, seed=number + 1)
         step(model, grads, built, [expected.grad])
         torchs.step()
-    torch.testing.assert_close(model.weight.detach(), expected.detach(), rtol=0, atol=0.1 * 3 * 2e-2)  # both iterate in bf16
+    torch.testing.assert_close(
+        model.weight.detach(), expected.detach(), rtol=0, atol=0.1 * 3 * 2e-2
+    )  # both iterate in bf16
     assert (model.weight - random(*shape)).abs().max() > 0.05
 
 
@@ -67,14 +81,27 @@ def plain_orthogonal(x, kind, steps):
     x = x / x.norm()
     for number in range(steps):
         sets = COEFFICIENTS[kind]
-        a, b, c = sets[min(number, len(sets) - 1) if kind in ("polar_express", "cans", "deepseekv4") else number % len(sets)]
+        a, b, c = sets[
+            min(number, len(sets) - 1) if kind in ("polar_express", "cans", "deepseekv4") else number % len(sets)
+        ]
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
 
 
-@pytest.mark.parametrize("kind, steps", [("quintic", 5), ("quintic", 7), ("simple", 6), ("polar_express", 9), ("cans", 5), ("aol", 4),
-                                         ("deepseekv4", 10), ("cubic5", 5)])
+@pytest.mark.parametrize(
+    "kind, steps",
+    [
+        ("quintic", 5),
+        ("quintic", 7),
+        ("simple", 6),
+        ("polar_express", 9),
+        ("cans", 5),
+        ("aol", 4),
+        ("deepseekv4", 10),
+        ("cubic5", 5),
+    ],
+)
 def test_orthogonalises_by_every_set(kind, steps):
     for shape in ((6, 15), (15, 6)):
         x = random(*shape)
@@ -97,7 +124,9 @@ def test_products_are_those_of_bf16_where_it_is_asked_for():
 @pytest.mark.parametrize("precision, rounds", [("medium", True), ("high", False)])
 def test_the_precision_of_products_is_the_flags(precision, rounds):
     model = Bare(weight=(torch.zeros(6, 15), ParamInfo(("fc.weight",))))
-    grads, built = machinery(model, optimizer="muon", muon_fp32_matmul_prec=precision, muon_scale_mode="unit_rms_norm", clip_grad=0.0)
+    grads, built = build_training(
+        model, optimizer="muon", muon_fp32_matmul_prec=precision, muon_scale_mode="unit_rms_norm", clip_grad=0.0
+    )
     step(model, grads, built, [random(6, 15)], lr=-1.0, weight_decay=0.0)
     factor = model.weight.detach() / math.sqrt(6 / 15)
     assert bool((factor - factor.bfloat16().float()).abs().max() < 1e-6) is rounds
@@ -111,7 +140,9 @@ def _query_group_over_ranks(rank, n):
         param = nn.Parameter(whole[rows].clone())
         param.info = ParamInfo(("linear_qkv.weight",), row_blocks=blocks, **cut)
         main, momentum = param.detach().flatten().clone(), torch.zeros(param.numel())
-        settings = OptimizerArgs(optimizer="muon", muon_fp32_matmul_prec="high", muon_tp_mode="distributed", muon_split_qkv=True)
+        settings = OptimizerArgs(
+            optimizer="muon", muon_fp32_matmul_prec="high", muon_tp_mode="distributed", muon_split_qkv=True
+        )
         Muon(settings, ps).update(param, main, grad[rows].flatten(), momentum, 0.1, 0.1)
         return main.view(-1, 10)
 
@@ -138,16 +169,23 @@ def test_projections_and_experts_are_matrices_of_their_own(mode, split):
     """Two groups of [2 heads of queries, gates, key, value] in a fused weight, and a stack of experts."""
     qkv, experts = random(2 * 12, 5), random(3, 4, 6, seed=1)
     blocks = (4, 4, 2, 2)
-    model = Bare(qkv=(qkv, ParamInfo(("linear_qkv.weight",), row_blocks=blocks)),
-                 experts=(experts, ParamInfo(tuple(f"experts.{e}.weight" for e in range(3)), kind="expert", stacked=True)))
-    grads, built = machinery(model, **HIGH, muon_scale_mode=mode, muon_split_qkv=split, muon_extra_scale_factor=0.5, clip_grad=0.0)
+    model = Bare(
+        qkv=(qkv, ParamInfo(("linear_qkv.weight",), row_blocks=blocks)),
+        experts=(experts, ParamInfo(tuple(f"experts.{e}.weight" for e in range(3)), kind="expert", stacked=True)),
+    )
+    grads, built = build_training(
+        model, **HIGH, muon_scale_mode=mode, muon_split_qkv=split, muon_extra_scale_factor=0.5, clip_grad=0.0
+    )
     given = [random(*qkv.shape, seed=2), random(*experts.shape, seed=3)]
     step(model, grads, built, given, lr=0.1, weight_decay=0.2)
 
     def update(x):  # momentum 0.9 from zero: a tenth of the gradient, whose length does not matter
         rows, columns = x.shape
-        scale = {"spectral": math.sqrt(max(rows, columns)), "unit_rms_norm": math.sqrt(rows / columns),
-                 "shape_scaling": math.sqrt(max(1, rows / columns))}[mode]
+        scale = {
+            "spectral": math.sqrt(max(rows, columns)),
+            "unit_rms_norm": math.sqrt(rows / columns),
+            "shape_scaling": math.sqrt(max(1, rows / columns)),
+        }[mode]
         return plain_orthogonal(x, "quintic", 5).float() * scale * 0.5
 
     if split:
@@ -158,18 +196,33 @@ def test_projections_and_experts_are_matrices_of_their_own(mode, split):
         wanted = update(given[0])
     torch.testing.assert_close(model.qkv.detach(), 0.98 * qkv - 0.1 * wanted, rtol=1e-4, atol=1e-5)
     for number in range(3):
-        torch.testing.assert_close(model.experts[number].detach(), 0.98 * experts[number] - 0.1 * update(given[1][number]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.experts[number].detach(),
+            0.98 * experts[number] - 0.1 * update(given[1][number]),
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("scalar", ["adam", "lion"])
 def test_vectors_embeddings_and_the_head_follow_the_other_rule(scalar):
-    infos = {"embedding": "embedding.word_embeddings.weight", "head": "output_layer.weight", "norm": "final_layernorm.weight",
-             "matrix": "mlp.linear_fc1.weight"}
-    values = {"embedding": random(8, 6), "head": random(8, 6, seed=1), "norm": random(6, seed=2), "matrix": random(6, 6, seed=3)}
+    infos = {
+        "embedding": "embedding.word_embeddings.weight",
+        "head": "output_layer.weight",
+        "norm": "final_layernorm.weight",
+        "matrix": "mlp.linear_fc1.weight",
+    }
+    values = {
+        "embedding": random(8, 6),
+        "head": random(8, 6, seed=1),
+        "norm": random(6, seed=2),
+        "matrix": random(6, 6, seed=3),
+    }
     given = [random(*value.shape, seed=9) for value in values.values()]
+
     def trained(**optimizer):
         model = Bare(**{name: (value, ParamInfo((infos[name],))) for name, value in values.items()})
-        grads, built = machinery(model, **optimizer)
+        grads, built = build_training(model, **optimizer)
         step(model, grads, built, given)
         return model, {(state.param.info.names[0], state.state_name) for state in built.tensors()}
 
@@ -179,14 +232,15 @@ def test_vectors_embeddings_and_the_head_follow_the_other_rule(scalar):
         assert torch.equal(getattr(model, name), getattr(alone, name)), name
     assert not torch.equal(model.matrix, alone.matrix)
     moments = {"adam": {"exp_avg", "exp_avg_sq"}, "lion": {"exp_avg"}}[scalar]
-    assert names == {(infos[name], moment) for name in ("embedding", "head", "norm") for moment in moments} \
-        | {("mlp.linear_fc1.weight", "momentum_buffer")}
+    assert names == {(infos[name], moment) for name in ("embedding", "head", "norm") for moment in moments} | {
+        ("mlp.linear_fc1.weight", "momentum_buffer")
+    }
 
 
 def test_lion_follows_its_equations():
     value, vector = random(5, 4), random(4, seed=1)
     model = Bare(matrix=(value, ParamInfo(("a.weight",))), vector=(vector, ParamInfo(("norm.weight",))))
-    grads, built = machinery(model, optimizer="lion", clip_grad=0.0, lion_beta1=0.8, lion_beta2=0.7)
+    grads, built = build_training(model, optimizer="lion", clip_grad=0.0, lion_beta1=0.8, lion_beta2=0.7)
     momentum = torch.zeros(5, 4)
     for number in range(3):
         given = random(5, 4, seed=number + 5)
@@ -202,10 +256,14 @@ def _equals_one_process(rank, n, degrees, vpp, modes, optimizer):
     expected, _, weights = one_process(ps.dp_cp.size, ps.edp.size, 2, **HIGH)
     for flags in modes:
         for tp_mode in ("duplicated", "distributed"):
-            outcomes, _, chunks, built, _ = spread(ps, with_flags(**flags), 2, vpp=vpp, **optimizer, muon_tp_mode=tp_mode)
+            outcomes, _, chunks, built, _ = spread(
+                ps, with_flags(**flags), 2, vpp=vpp, **optimizer, muon_tp_mode=tp_mode
+            )
             assert [outcome.updated for outcome in outcomes] == [True, True]
             assert [outcome.num_zeros for outcome in outcomes] == [reference.num_zeros for reference in expected]
-            assert [outcome.grad_norm for outcome in outcomes] == pytest.approx([reference.grad_norm for reference in expected], rel=1e-6)
+            assert [outcome.grad_norm for outcome in outcomes] == pytest.approx(
+                [reference.grad_norm for reference in expected], rel=1e-6
+            )
             assert_equal(chunks, ps, weights, 2e-4)
 
 
@@ -236,7 +294,11 @@ def _held(rank, n, degrees, flags):
     states = [state for state in built.tensors() if state.state_name == "momentum_buffer"]
     for state in states:
         assert (state.start, state.stop) == (0, state.param.numel()), "an owner has all of a matrix"
-    return ps.dp_cp.rank, ps.edp.rank, [(state.param.info.kind, state.param.info.names[0], state.tensor.numel()) for state in states]
+    return (
+        ps.dp_cp.rank,
+        ps.edp.rank,
+        [(state.param.info.kind, state.param.info.names[0], state.tensor.numel()) for state in states],
+    )
 
 
 @pytest.mark.parametrize("degrees", [{}, {"ep": 2}, {"tp": 2}])
@@ -252,7 +314,7 @@ def test_momentum_lives_with_one_owner_only(degrees, flags):
     assert max(loads) < 1.5 * min(loads), f"dealt out unevenly: {loads}"
 
 
-def test_buckets_of_matrices_are_dealt_out_evenly_or_kept_open():
+def test_buckets_of_matrices_are_balanced_or_kept_open():
     class Two:
         size, rank = 2, 1
 
@@ -262,10 +324,12 @@ def test_buckets_of_matrices_are_dealt_out_evenly_or_kept_open():
     for number, rows in enumerate((64, 64, 640, 64, 64, 64, 64, 320)):
         matrices.append(nn.Parameter(torch.zeros(rows, 8)))
         matrices[-1].info = ParamInfo((f"m{number}.weight",))
-    layout, = plan_layouts(matrices, ps, with_flags(**EAGER, use_distributed_optimizer=True), lambda param: True)
-    assert layout.whole and sorted(slot.position for slot in layout.slots) == list(range(8))
+    (layout,) = plan_layouts(matrices, ps, with_flags(**EAGER, use_distributed_optimizer=True), lambda param: True)
+    assert layout.has_whole_params and sorted(slot.position for slot in layout.slots) == list(range(8))
     for bucket in layout.buckets:
         half = (bucket.stop - bucket.start) // 2
-        parts = [[slot for slot in bucket.slots if (slot.start >= bucket.start + half) == bool(owner)] for owner in range(2)]
-        assert all(slot.stop <= bucket.start + half for slot in parts[0]), "a matrix reaches over the end of a part"
-    assert layout.size <= EVEN * sum(param.numel() for param in matrices) + 256 * len(layout.buckets)
+        parts = [
+            [slot for slot in bucket.slots if (slot.start >= bucket.start + half) == bool(owner)] for owner in range(2)
+        ]
+        assert all(slot.stop <= bucket.start + half for slot in parts[0]), "a matrix spans two parts"
+    assert layout.size <= MAX_IMBALANCE * sum(param.numel() for param in matrices) + 256 * len(layout.buckets)

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 from harness import run_ranks
-from toy import Toy, ToyChunk, loss_of, machinery, one_step
+from toy import Toy, ToyChunk, build_training, compute_loss, train_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.checkpoint.checkpoint import AsyncSaver, CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.inspect import differences
-from moe_trainer.optim.formats import FORMATS, decode, encode
+from moe_trainer.checkpoint.manager import AsyncSaver, CheckpointState, LoadOptions, SaveOptions, load, save
+from moe_trainer.optim.state_formats import FORMATS, decode, encode
 from moe_trainer.parallel.state import ParallelState
 
 BF16 = PrecisionArgs(bf16=True)
@@ -20,7 +20,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 AWARE = {"use_precision_aware_optimizer": True}
 NARROW = {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 FP8 = {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
-HALF = {**AWARE, "main_params_dtype": "fp16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
+HALF = {
+    **AWARE,
+    "main_params_dtype": "fp16",
+    "exp_avg_dtype": "fp8",
+    "exp_avg_sq_dtype": "bf16",
+    "main_grads_dtype": "bf16",
+}
 
 
 def _rounded(x, name, positive=False):
@@ -35,11 +41,13 @@ def _state(optimizer):
 def test_moments_in_every_pair_of_formats(first, second):
     """Adam in fp32 on what is kept, then rounded, one tensor after the other; the gradients are those of the model itself."""
     model = Toy()
-    grads, optimizer = machinery(model, clip_grad=0.0, adam_beta2=0.95, **AWARE, exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    grads, optimizer = build_training(
+        model, clip_grad=0.0, adam_beta2=0.95, **AWARE, exp_avg_dtype=first, exp_avg_sq_dtype=second
+    )
     params = [p.detach().clone() for p in model.parameters()]
     kept = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
     for step in range(1, 5):
-        one_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.0)
+        train_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.0)
         for number, (param, (m, v)) in enumerate(zip(params, kept)):
             grad = list(model.parameters())[number].main_grad
             m.lerp_(grad, 0.1)
@@ -56,25 +64,27 @@ def test_moments_in_every_pair_of_formats(first, second):
         assert torch.equal(tensor, _rounded(tensor, first if kind == "exp_avg" else second))
 
 
-@pytest.mark.parametrize("stretch", [64, 1 << 17])
-def test_fp32_formats_equal_the_plain_optimizer(stretch, monkeypatch):
-    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", stretch)
+@pytest.mark.parametrize("segment", [64, 1 << 17])
+def test_fp32_formats_equal_the_plain_optimizer(segment, monkeypatch):
+    monkeypatch.setattr("moe_trainer.optim.optimizer_shard.MAX_SEGMENT_NUMEL_CPU", segment)
     plain, aware = Toy(), Toy()
     for model, more in ((plain, {}), (aware, AWARE)):
-        grads, optimizer = machinery(model, **more)
+        grads, optimizer = build_training(model, **more)
         for step in range(4):
-            one_step(model, grads, optimizer, [step])
+            train_step(model, grads, optimizer, [step])
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), aware.parameters()))
 
 
 def test_remainders_are_the_fp32_main_parameters():
     """Bit by bit those of the plain optimizer, in half the memory; the model parts from plain rounding at ties only."""
-    (plain, plain_run), (aware, aware_run) = ((model, machinery(model, precision=BF16, clip_grad=0.0, **more))
-                                              for model, more in ((Toy(torch.bfloat16), {}), (Toy(torch.bfloat16), AWARE)))
+    (plain, plain_run), (aware, aware_run) = (
+        (model, build_training(model, precision=BF16, clip_grad=0.0, **more))
+        for model, more in ((Toy(torch.bfloat16), {}), (Toy(torch.bfloat16), AWARE))
+    )
     for step in range(4):
         for model, (grads, optimizer) in ((plain, plain_run), (aware, aware_run)):
             optimizer.zero_grad()
-            loss_of(plain, step).backward() if model is plain else None
+            compute_loss(plain, step).backward() if model is plain else None
             for ours, theirs in zip(aware.parameters(), plain.parameters()):
                 if model is aware:
                     ours.main_grad.copy_(theirs.main_grad)  # the same gradients, whatever the models became
@@ -84,7 +94,7 @@ def test_remainders_are_the_fp32_main_parameters():
         expected, found = _state(plain_run[1]), _state(aware_run[1])
         assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
     assert plain_run[1].params_norm() == aware_run[1].params_norm()
-    main, = {store.main.flat.dtype for state in aware_run[1]._states for store in state.stores}
+    (main,) = {block.main.flat.dtype for state in aware_run[1]._shards for block in state.blocks}
     assert main == torch.int16
     for ours, theirs in zip(aware.parameters(), plain.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
@@ -92,21 +102,31 @@ def test_remainders_are_the_fp32_main_parameters():
 
 @pytest.mark.parametrize("formats", [NARROW, FP8, HALF])
 def test_no_fp32_copy_of_everything(formats, monkeypatch):
-    """What the update opens at once is a stretch, however large the state."""
-    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 64)
+    """What the update opens at once is a segment, however large the state."""
+    monkeypatch.setattr("moe_trainer.optim.optimizer_shard.MAX_SEGMENT_NUMEL_CPU", 64)
     model = Toy(torch.bfloat16)
-    grads, optimizer = machinery(model, precision=BF16, **formats)
+    grads, optimizer = build_training(model, precision=BF16, **formats)
     opened, update = [], optimizer._updater._update
-    monkeypatch.setattr(optimizer._updater, "_update", lambda stretches, grads, *rest: (
-        opened.append(sum(grad.numel() for grad in grads)), update(stretches, grads, *rest))[1])
-    one_step(model, grads, optimizer, [0])
+    monkeypatch.setattr(
+        optimizer._updater,
+        "_update",
+        lambda segments, grads, *rest: (
+            opened.append(sum(grad.numel() for grad in grads)),
+            update(segments, grads, *rest),
+        )[1],
+    )
+    train_step(model, grads, optimizer, [0])
     assert max(opened) <= 64 and sum(opened) >= sum(p.numel() for p in model.parameters())
 
 
 def _train(model, grads, optimizer, steps, rank=0, size=1):
     norms = []
     for step in steps:
-        norms.append(one_step(model, grads, optimizer, [step * 8 + rank] if size > 1 else [step * 8, step * 8 + 1], lr=1e-2).grad_norm)
+        norms.append(
+            train_step(
+                model, grads, optimizer, [step * 8 + rank] if size > 1 else [step * 8, step * 8 + 1], lr=1e-2
+            ).grad_norm
+        )
     return norms
 
 
@@ -114,8 +134,13 @@ def _spread(rank, n, formats, distributed, bf16):
     model = Toy(torch.bfloat16 if bf16 else torch.float32)
     ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300} if distributed else {}
-    built = machinery(model, ps=ps, precision=BF16 if bf16 else None, parallel=ParallelArgs(use_distributed_optimizer=distributed, **overlap),
-                      **formats)
+    built = build_training(
+        model,
+        ps=ps,
+        precision=BF16 if bf16 else None,
+        parallel=ParallelArgs(use_distributed_optimizer=distributed, **overlap),
+        **formats,
+    )
     norms = _train(model, *built, range(4), rank, n)
     built[1].wait_params()
     return norms, [p.detach().float() for p in model.parameters()]
@@ -143,7 +168,7 @@ def test_two_ranks_of_a_bf16_model_are_near_one(formats):
 def test_a_row_without_gradient_is_not_thrown_away(name):
     """Its second moment is far below the largest, its first is not: over eps alone that would be a leap."""
     model = Toy()
-    grads, optimizer = machinery(model, clip_grad=0.0, **AWARE, exp_avg_dtype="fp32", exp_avg_sq_dtype=name)
+    grads, optimizer = build_training(model, clip_grad=0.0, **AWARE, exp_avg_dtype="fp32", exp_avg_sq_dtype=name)
     before = model.word_embeddings.weight.detach().clone()
     for step in range(3):
         optimizer.zero_grad()
@@ -159,8 +184,17 @@ def test_a_row_without_gradient_is_not_thrown_away(name):
 def _make(rank, n, formats, bf16, distributed, seed=0):
     ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
     model = ToyChunk(torch.bfloat16 if bf16 else torch.float32, seed=seed)
-    return ps, model, machinery(model, ps=ps, precision=BF16 if bf16 else None, parallel=ParallelArgs(use_distributed_optimizer=distributed),
-                                **formats)
+    return (
+        ps,
+        model,
+        build_training(
+            model,
+            ps=ps,
+            precision=BF16 if bf16 else None,
+            parallel=ParallelArgs(use_distributed_optimizer=distributed),
+            **formats,
+        ),
+    )
 
 
 def _straight_and_saved(rank, n, folder, formats, bf16):
@@ -191,7 +225,9 @@ def test_resume(tmp_path, formats, bf16):
         assert all(torch.equal(a, b) for a, b in zip(params, other))
         assert state.keys() == other_state.keys() and all(torch.equal(state[key], other_state[key]) for key in state)
     # a remainder rounds ties away from zero: into it only what is no tie of the coarser fp16
-    for number, (n, here) in enumerate(((1, formats), (3, formats), (1, {}), *(((2, AWARE),) if formats is not HALF else ()))):
+    for number, (n, here) in enumerate(
+        ((1, formats), (3, formats), (1, {}), *(((2, AWARE),) if formats is not HALF else ()))
+    ):
         target = tmp_path / str(number)
         run_ranks(_resumed, n, tmp_path / "a", target, here, bf16, False)
         assert differences(tmp_path / "a/iter_0000003", target / "iter_0000003") == []
@@ -218,20 +254,20 @@ def test_saved_in_the_background_and_loaded_in_parallel(tmp_path):
 def test_weights_loaded_alone_reach_the_main_parameters():
     for formats in (NARROW, HALF):
         model = Toy(torch.bfloat16)
-        grads, optimizer = machinery(model, precision=BF16, **formats)
-        one_step(model, grads, optimizer, [0])
+        grads, optimizer = build_training(model, precision=BF16, **formats)
+        train_step(model, grads, optimizer, [0])
         with torch.no_grad():
             model.first.weight.fill_(3.0)
         optimizer.after_load(params_changed=True, state_loaded=False)
-        one_step(model, grads, optimizer, [1], lr=0.0)
+        train_step(model, grads, optimizer, [1], lr=0.0)
         assert torch.equal(model.first.weight, torch.full_like(model.first.weight, 3.0))
 
 
 def test_fp16_main_parameters_remember_more_than_the_model():
     model = Toy(torch.bfloat16)
-    grads, optimizer = machinery(model, precision=BF16, clip_grad=0.0, **AWARE, main_params_dtype="fp16")
+    grads, optimizer = build_training(model, precision=BF16, clip_grad=0.0, **AWARE, main_params_dtype="fp16")
     for step in range(10):
-        one_step(model, grads, optimizer, [step], lr=3e-4, weight_decay=0.0)
+        train_step(model, grads, optimizer, [step], lr=3e-4, weight_decay=0.0)
     main = {held.param: held.values() for held in optimizer.tensors() if held.state_name == "fp32_param"}
     assert all(torch.equal(values.bfloat16(), param.detach().flatten()) for param, values in main.items())
     assert any(not torch.equal(values, values.bfloat16().float()) for values in main.values())
@@ -242,7 +278,7 @@ def test_the_model_becomes_what_its_main_parameters_can_hold():
     model = Toy(torch.bfloat16)
     with torch.no_grad():
         model.first.weight[0, 0] = 1e-14  # fp16 beside numbers around 1 has none so small
-    _, optimizer = machinery(model, precision=BF16, **AWARE, main_params_dtype="fp16")
+    _, optimizer = build_training(model, precision=BF16, **AWARE, main_params_dtype="fp16")
     main = {held.param: held.values() for held in optimizer.tensors() if held.state_name == "fp32_param"}
     assert all(torch.equal(values, param.detach().float().flatten()) for param, values in main.items())
     assert model.first.weight[0, 0] == 0 and model.first.weight.any()
@@ -251,7 +287,7 @@ def test_the_model_becomes_what_its_main_parameters_can_hold():
 def test_main_parameters_at_a_tie_survive_loading():
     """A plain run's model has been rounded to even, remainders round away from zero: what is loaded must bring its own half along."""
     model = Toy(torch.bfloat16)
-    _, optimizer = machinery(model, precision=BF16, **AWARE)
+    _, optimizer = build_training(model, precision=BF16, **AWARE)
     optimizer.begin_load()
     main = [held.tensor for held in optimizer.tensors() if held.state_name == "fp32_param"]
     with torch.no_grad():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from arguments.optimizer import OptimizerArgs
 from arguments.training import TrainingArgs
-from moe_trainer.optim.schedule_record import resume_schedules, schedule_record
+from moe_trainer.optim.scheduler_state import resume_schedules, scheduler_state_dict
 from moe_trainer.optim.schedules import (
     BatchSizeSchedule,
     LrSchedule,
@@ -17,7 +17,7 @@ from moe_trainer.optim.schedules import (
     build_lr_schedule,
     build_weight_decay_schedule,
 )
-from moe_trainer.shape.batch_sizes import parse_step_schedule
+from moe_trainer.pipeline.batch_sizes import batch_stages
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -28,29 +28,41 @@ def _lr(style, wsd_style="linear", **more):
     return LrSchedule(style=style, wsd_style=wsd_style, **options)
 
 
-@pytest.mark.parametrize("schedule, values", [
-    (_lr("constant"), {0: 0.0, 5: 0.25, 19: 0.95, 20: 1.0, 60: 1.0, 1000: 1.0}),
-    (_lr("linear"), {0: 0.0, 19: 0.95, 20: 1.0, 60: 0.55, 100: 0.1, 101: 0.1}),
-    (_lr("cosine"), {19: 0.95, 20: 1.0, 40: 0.1 + 0.9 * 0.5 * (1 + math.sqrt(0.5)), 60: 0.55, 100: 0.1}),
-    (_lr("inverse-square-root"), {20: 1.0, 80: 0.5, 100: math.sqrt(0.2), 101: 0.1}),
-    (_lr("inverse-square-root", warmup_samples=0), {0: 1.0, 1: 1.0, 4: 0.5, 100: 0.1}),
-    (_lr("WSD"), {20: 1.0, 60: 1.0, 80: 0.55, 100: 0.1, 101: 0.1}),
-    (_lr("WSD", "cosine"), {60: 1.0, 80: 0.55, 100: 0.1}),
-    (_lr("WSD", "exponential"), {60: 1.0, 80: 0.1 + 0.9 * (math.sqrt(2) - 1), 100: 0.1}),
-    (_lr("WSD", "minus_sqrt"), {60: 1.0, 70: 0.55, 100: 0.1}),
-    (_lr("linear", init_lr=0.2), {0: 0.2, 10: 0.6, 20: 1.0}),
-    (_lr("linear", warmup_samples=0), {0: 1.0, 50: 0.55}),
-])
+@pytest.mark.parametrize(
+    "schedule, values",
+    [
+        (_lr("constant"), {0: 0.0, 5: 0.25, 19: 0.95, 20: 1.0, 60: 1.0, 1000: 1.0}),
+        (_lr("linear"), {0: 0.0, 19: 0.95, 20: 1.0, 60: 0.55, 100: 0.1, 101: 0.1}),
+        (_lr("cosine"), {19: 0.95, 20: 1.0, 40: 0.1 + 0.9 * 0.5 * (1 + math.sqrt(0.5)), 60: 0.55, 100: 0.1}),
+        (_lr("inverse-square-root"), {20: 1.0, 80: 0.5, 100: math.sqrt(0.2), 101: 0.1}),
+        (_lr("inverse-square-root", warmup_samples=0), {0: 1.0, 1: 1.0, 4: 0.5, 100: 0.1}),
+        (_lr("WSD"), {20: 1.0, 60: 1.0, 80: 0.55, 100: 0.1, 101: 0.1}),
+        (_lr("WSD", "cosine"), {60: 1.0, 80: 0.55, 100: 0.1}),
+        (_lr("WSD", "exponential"), {60: 1.0, 80: 0.1 + 0.9 * (math.sqrt(2) - 1), 100: 0.1}),
+        (_lr("WSD", "minus_sqrt"), {60: 1.0, 70: 0.55, 100: 0.1}),
+        (_lr("linear", init_lr=0.2), {0: 0.2, 10: 0.6, 20: 1.0}),
+        (_lr("linear", warmup_samples=0), {0: 1.0, 50: 0.55}),
+    ],
+)
 def test_hand_values(schedule, values):
     for samples, expected in values.items():
         assert schedule.lr(samples) == pytest.approx(expected, rel=1e-12), samples
 
 
-@given(style=st.sampled_from(STYLES), wsd_style=st.sampled_from(WSD_STYLES), low=st.floats(0, 1e-3), span=st.floats(0, 1e-2),
-       decay=st.integers(2, 10_000), warmup=st.floats(0, 0.99), wsd=st.floats(0.01, 1.0), samples=st.integers(0, 20_000))
+@given(
+    style=st.sampled_from(STYLES),
+    wsd_style=st.sampled_from(WSD_STYLES),
+    low=st.floats(0, 1e-3),
+    span=st.floats(0, 1e-2),
+    decay=st.integers(2, 10_000),
+    warmup=st.floats(0, 0.99),
+    wsd=st.floats(0.01, 1.0),
+    samples=st.integers(0, 20_000),
+)
 def test_rates_stay_in_range_and_fall_after_the_warmup(style, wsd_style, low, span, decay, warmup, wsd, samples):
-    schedule = LrSchedule(style, low + span, low, decay, warmup * decay, wsd_style=wsd_style,
-                          wsd_samples=max(1, int(wsd * decay)))
+    schedule = LrSchedule(
+        style, low + span, low, decay, warmup * decay, wsd_style=wsd_style, wsd_samples=max(1, int(wsd * decay))
+    )
     here, after = schedule.lr(samples), schedule.lr(samples + 1)
     slack = 1e-12
     assert -slack <= here <= low + span + slack
@@ -68,9 +80,16 @@ def test_decoupled_range_follows_the_same_curve():
     assert _lr("cosine", decoupled_max_lr=10.0).decoupled_lr(100) == 0.1  # without its own minimum: the common one
 
 
-@pytest.mark.parametrize("more, words", [
-    ({"min_lr": 2.0}, "--min-lr 2.0"), ({"init_lr": 2.0}, "--lr-warmup-init"), ({"decay_samples": 0}, "longer than 0"),
-    ({"warmup_samples": 100}, "must be shorter"), ({"wsd_samples": None}, "--lr-wsd-decay-iters")])
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"min_lr": 2.0}, "--min-lr 2.0"),
+        ({"init_lr": 2.0}, "--lr-warmup-init"),
+        ({"decay_samples": 0}, "longer than 0"),
+        ({"warmup_samples": 100}, "must be shorter"),
+        ({"wsd_samples": None}, "--lr-wsd-decay-iters"),
+    ],
+)
 def test_impossible_rates_are_refused(more, words):
     with pytest.raises(ValueError, match=words):
         _lr("WSD", **more)
@@ -83,13 +102,20 @@ def _training(**options):
 def test_lengths_in_iterations_and_in_samples_agree():
     by_iterations = build_lr_schedule(
         OptimizerArgs(lr=1.0, lr_warmup_iters=3, lr_decay_iters=50, lr_wsd_decay_iters=10, lr_decay_style="WSD"),
-        _training(train_iters=100), 8)
+        _training(train_iters=100),
+        8,
+    )
     by_samples = build_lr_schedule(
-        OptimizerArgs(lr=1.0, lr_warmup_samples=24, lr_decay_samples=400, lr_wsd_decay_samples=80, lr_decay_style="WSD"),
-        _training(train_samples=800), 8)
+        OptimizerArgs(
+            lr=1.0, lr_warmup_samples=24, lr_decay_samples=400, lr_wsd_decay_samples=80, lr_decay_style="WSD"
+        ),
+        _training(train_samples=800),
+        8,
+    )
     assert by_iterations == by_samples
-    fraction = build_lr_schedule(OptimizerArgs(lr=1.0, lr_warmup_fraction=0.06, lr_decay_iters=50),
-                                 _training(train_iters=100), 8)
+    fraction = build_lr_schedule(
+        OptimizerArgs(lr=1.0, lr_warmup_fraction=0.06, lr_decay_iters=50), _training(train_iters=100), 8
+    )
     assert fraction.warmup_samples == pytest.approx(24)
     whole = build_lr_schedule(OptimizerArgs(lr=1.0), _training(train_iters=100), 8)
     assert (whole.decay_samples, whole.warmup_samples) == (800, 0)
@@ -114,7 +140,9 @@ def test_weight_decay():
     assert {constant.weight_decay(s) for s in (0, 40, 80, 81)} == {0.2}
     grown = build_weight_decay_schedule(
         OptimizerArgs(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=1.0),
-        _training(train_iters=10), 8)
+        _training(train_iters=10),
+        8,
+    )
     assert grown.weight_decay(40) == 0.5
 
 
@@ -128,7 +156,16 @@ def test_constant_batch_size():
 def test_rampup_by_hand():
     """From 8 to 32 in three steps of 8, over 300 samples: a step every 100 consumed samples."""
     schedule = build_batch_size_schedule(_training(global_batch_size=32, rampup_batch_size=[8, 8, 300]), 2, 64)
-    assert [schedule.global_batch_size(s) for s in (0, 99, 100, 199, 200, 299, 300, 10**6)] == [8, 8, 16, 16, 24, 24, 32, 32]
+    assert [schedule.global_batch_size(s) for s in (0, 99, 100, 199, 200, 299, 300, 10**6)] == [
+        8,
+        8,
+        16,
+        16,
+        24,
+        24,
+        32,
+        32,
+    ]
     assert schedule.num_microbatches(0) == 2 and schedule.num_microbatches(300) == 8
     assert schedule.final_global_batch_size == 32
 
@@ -138,17 +175,23 @@ def test_rampup_over_no_samples_is_the_final_size():
     assert schedule.global_batch_size(0) == 32
 
 
+def _step_stages(text, seq_length):
+    return batch_stages(_training(global_batch_size=None, step_batch_size_schedule=text), 2, seq_length)
+
+
 def test_step_schedule_counts_tokens():
-    assert parse_step_schedule("0:384 200B:768 400B:1152", 4096) == ((0, 384), (48828125, 768), (97656250, 1152))
-    assert parse_step_schedule("0:16, 0.5K:1K", 10) == ((0, 16), (50, 1000))
-    schedule = build_batch_size_schedule(_training(global_batch_size=None, step_batch_size_schedule="0:4 640:8 2K:12"), 2, 64)
+    assert _step_stages("0:384 200B:768 400B:1152", 4096) == ((0, 384), (48828125, 768), (97656250, 1152))
+    assert _step_stages("0:16, 0.5K:1000", 10) == ((0, 16), (50, 1000))
+    assert _step_stages("0:16 4.1B:32", 1) == ((0, 16), (4_100_000_000, 32))
+    schedule = build_batch_size_schedule(
+        _training(global_batch_size=None, step_batch_size_schedule="0:4 640:8 2K:12"), 2, 64
+    )
     assert [schedule.global_batch_size(s) for s in (0, 9, 10, 30, 31, 99)] == [4, 4, 8, 8, 12, 12]
 
 
-@pytest.mark.parametrize("text", ["", "5:16", "0:16 640", "0:x", "0:16 10:8 5:4 10:4", "0:0"])
-def test_bad_step_schedules_are_named(text):
+def test_step_schedule_with_entries_at_one_sample_is_rejected():
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
-        parse_step_schedule(text, 1)
+        _step_stages("0:16 10:32", 64)
 
 
 @pytest.mark.parametrize("rampup", [[0, 8, 100], [8, 0, 100], [8, 8, -1], [64, 8, 100], [8, 9, 100]])
@@ -167,10 +210,17 @@ def test_indivisible_batches_are_refused_or_rounded():
         build_batch_size_schedule(_training(global_batch_size=6, decrease_batch_size_if_needed=True), 4, 64)
 
 
-@given(start=st.integers(1, 4), steps=st.integers(0, 5), increment=st.integers(1, 4), ramp=st.integers(0, 500),
-       train=st.integers(0, 3000))
+@given(
+    start=st.integers(1, 4),
+    steps=st.integers(0, 5),
+    increment=st.integers(1, 4),
+    ramp=st.integers(0, 500),
+    train=st.integers(0, 3000),
+)
 def test_iterations_for_equals_walking_through_them(start, steps, increment, ramp, train):
-    training = _training(micro_batch_size=1, global_batch_size=start + steps * increment, rampup_batch_size=[start, increment, ramp])
+    training = _training(
+        micro_batch_size=1, global_batch_size=start + steps * increment, rampup_batch_size=[start, increment, ramp]
+    )
     schedule = build_batch_size_schedule(training, 1, 64)
     consumed = iterations = last = 0
     while consumed + schedule.global_batch_size(consumed) <= train:
@@ -192,13 +242,22 @@ def test_stages_behind_need_not_fit():
 
 def _recorded():
     lr, decay = _lr("cosine"), WeightDecaySchedule(0.1, 0.1, 800)
-    return lr, decay, schedule_record(lr, decay, 24)
+    return lr, decay, scheduler_state_dict(lr, decay, 24)
 
 
 def test_record_has_megatrons_names():
     assert _recorded()[2] == {
-        "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 20, "lr_decay_steps": 100, "lr_decay_style": "cosine", "num_steps": 24,
-        "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 800, "wd_incr_style": "constant"}
+        "max_lr": 1.0,
+        "min_lr": 0.1,
+        "lr_warmup_steps": 20,
+        "lr_decay_steps": 100,
+        "lr_decay_style": "cosine",
+        "num_steps": 24,
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "wd_incr_steps": 800,
+        "wd_incr_style": "constant",
+    }
 
 
 def test_resuming_with_the_same_schedules_changes_nothing():
@@ -211,7 +270,9 @@ def test_resuming_with_the_same_schedules_changes_nothing():
 def test_resuming_with_other_schedules_needs_a_decision():
     _, _, saved = _recorded()
     lr, decay = _lr("linear", max_lr=2.0), WeightDecaySchedule(0.1, 0.2, 900, "linear")
-    with pytest.raises(ValueError, match=r"--lr is 2.0 here and 1.0 .*--lr-decay-style .*the length of the training is 900"):
+    with pytest.raises(
+        ValueError, match=r"--lr is 2.0 in this run and 1.0 .*--lr-decay-style .*the length of the training is 900"
+    ):
         resume_schedules(lr, decay, saved, override=False, use_saved=False)
     assert resume_schedules(lr, decay, saved, override=True, use_saved=False) == (lr, decay)
     assert resume_schedules(lr, decay, saved, override=False, use_saved=True) == _recorded()[:2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import Toy, loss_of, machinery, one_step
+from toy import Toy, build_training, compute_loss, train_step
 
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.optimizer import NonFiniteGradientError
@@ -20,8 +20,10 @@ UNDECAYED = ("first.bias", "norm.weight", "norm.bias", "expert_bias")
 
 def torch_optimizer(model, kind, weight_decay, **options):
     named = dict(model.named_parameters())
-    groups = [{"params": [p for n, p in named.items() if n not in UNDECAYED], "weight_decay": weight_decay},
-              {"params": [p for n, p in named.items() if n in UNDECAYED], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for n, p in named.items() if n not in UNDECAYED], "weight_decay": weight_decay},
+        {"params": [p for n, p in named.items() if n in UNDECAYED], "weight_decay": 0.0},
+    ]
     return kind(groups, **options)
 
 
@@ -29,16 +31,16 @@ def torch_optimizer(model, kind, weight_decay, **options):
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_equals_torch_loops(kind, clip):
     ours, plain = Toy(), Toy()
-    grads, optimizer = machinery(ours, optimizer=kind, clip_grad=clip, adam_beta2=0.95)
+    grads, optimizer = build_training(ours, optimizer=kind, clip_grad=clip, adam_beta2=0.95)
     if kind == "adam":
         reference = torch_optimizer(plain, torch.optim.AdamW, 0.1, lr=0.05, betas=(0.9, 0.95), eps=1e-8)
     else:
         reference = torch_optimizer(plain, torch.optim.SGD, 0.1, lr=0.05, momentum=0.9)
     for step in range(5):
-        outcome = one_step(ours, grads, optimizer, [2 * step, 2 * step + 1], lr=0.05)
+        outcome = train_step(ours, grads, optimizer, [2 * step, 2 * step + 1], lr=0.05)
         reference.zero_grad()
         for seed in (2 * step, 2 * step + 1):
-            (loss_of(plain, seed) / 2).backward()
+            (compute_loss(plain, seed) / 2).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         if clip:
             for param in plain.parameters():
@@ -52,15 +54,17 @@ def test_equals_torch_loops(kind, clip):
 
 def test_clipping_takes_no_pass_of_its_own():
     model, passes = Toy(), []
-    grads, optimizer = machinery(model, optimizer="adam", clip_grad=1e-3)
+    grads, optimizer = build_training(model, optimizer="adam", clip_grad=1e-3)
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            passes.extend([function] if function._schema.name in ("aten::mul", "aten::mul_") and args[0].numel() > 1 else [])
+            passes.extend(
+                [function] if function._schema.name in ("aten::mul", "aten::mul_") and args[0].numel() > 1 else []
+            )
             return function(*args, **(kwargs or {}))
 
     optimizer.zero_grad()
-    loss_of(model, 1).backward()
+    compute_loss(model, 1).backward()
     grads.finish()
     with Watch():
         outcome = optimizer.step(0.1, 0.1)
@@ -70,7 +74,7 @@ def test_clipping_takes_no_pass_of_its_own():
 def test_vectors_and_biases_are_not_decayed():
     model = Toy()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    grads, optimizer = machinery(model)
+    grads, optimizer = build_training(model)
     optimizer.zero_grad()
     grads.finish()  # no backward at all: gradients are zero, only the decay acts
     optimizer.step(0.1, 0.5)
@@ -90,7 +94,7 @@ def test_apply_wd_to_qk_layernorm():
 
     for apply, decoupled in itertools.product((False, True), (None, 0.01)):
         model = Norms()
-        grads, optimizer = machinery(model, apply_wd_to_qk_layernorm=apply, decoupled_lr=decoupled)
+        grads, optimizer = build_training(model, apply_wd_to_qk_layernorm=apply, decoupled_lr=decoupled)
         grads.finish()
         optimizer.step(0.1, 1.0)
         shrunk = {name.split(".")[0] for name, p in model.named_parameters() if p[0].item() != 1.0}
@@ -100,8 +104,8 @@ def test_apply_wd_to_qk_layernorm():
 def test_decoupled_lr_moves_only_embedding_and_output():
     model = Toy()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    grads, optimizer = machinery(model, decoupled_lr=1.0)
-    one_step(model, grads, optimizer, [0], lr=0.0, weight_decay=0.0, decoupled_lr=0.01)
+    grads, optimizer = build_training(model, decoupled_lr=1.0)
+    train_step(model, grads, optimizer, [0], lr=0.0, weight_decay=0.0, decoupled_lr=0.01)
     moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
     assert moved == {"word_embeddings.weight", "output_layer.weight"}
 
@@ -109,15 +113,19 @@ def test_decoupled_lr_moves_only_embedding_and_output():
 @pytest.mark.parametrize("dtype, flag", [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_low_precision_keeps_fp32_main_parameters(dtype, flag):
     model = Toy(dtype)
-    grads, optimizer = machinery(model, precision=PrecisionArgs(**{flag: True}, loss_scale=64.0), clip_grad=0.0)
+    grads, optimizer = build_training(model, precision=PrecisionArgs(**{flag: True}, loss_scale=64.0), clip_grad=0.0)
     main = {s.param: s.tensor for s in optimizer.tensors() if s.state_name == "fp32_param"}
     assert all(torch.equal(tensor.to(dtype), param.detach().flatten()) for param, tensor in main.items())
     for step in range(10):
-        outcome = one_step(model, grads, optimizer, [step], lr=1e-5, weight_decay=0.0)  # far below a bf16 ulp of most weights
+        outcome = train_step(
+            model, grads, optimizer, [step], lr=1e-5, weight_decay=0.0
+        )  # far below a bf16 ulp of most weights
         assert outcome.updated
     assert all(tensor.dtype == torch.float32 for tensor in main.values())
     assert all(torch.equal(tensor.to(dtype), param.detach().flatten()) for param, tensor in main.items())
-    assert any(not torch.equal(t, t.to(dtype).float()) for t in main.values())  # they remember what the model cannot hold
+    assert any(
+        not torch.equal(t, t.to(dtype).float()) for t in main.values()
+    )  # they remember what the model cannot hold
     assert all(p.main_grad.dtype == torch.float32 for p in model.parameters())
 
 
@@ -125,8 +133,8 @@ def test_loss_scale_does_not_change_the_update():
     results = []
     for scale in (1.0, 1024.0):
         model = Toy(torch.bfloat16)
-        grads, optimizer = machinery(model, precision=PrecisionArgs(bf16=True, loss_scale=scale))
-        outcomes = [one_step(model, grads, optimizer, [s]) for s in range(3)]
+        grads, optimizer = build_training(model, precision=PrecisionArgs(bf16=True, loss_scale=scale))
+        outcomes = [train_step(model, grads, optimizer, [s]) for s in range(3)]
         results.append(([o.grad_norm for o in outcomes], [p.detach().clone() for p in model.parameters()]))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1]))
@@ -135,19 +143,19 @@ def test_loss_scale_does_not_change_the_update():
 def test_fp16_overflow_skips_and_halves():
     model = Toy(torch.float16)
     precision = PrecisionArgs(fp16=True, initial_loss_scale=2.0**32, hysteresis=2, loss_scale_window=2)
-    grads, optimizer = machinery(model, precision=precision)
+    grads, optimizer = build_training(model, precision=precision)
     before = [param.detach().clone() for param in model.parameters()]
-    outcome = one_step(model, grads, optimizer, [0])
+    outcome = train_step(model, grads, optimizer, [0])
     assert (outcome.updated, outcome.found_inf, outcome.grad_norm) == (False, True, None)
     assert optimizer.loss_scale == 2.0**32 and optimizer.step_count == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     scales = []
     while not outcome.updated:
-        outcome = one_step(model, grads, optimizer, [0], lr=1e-4)
+        outcome = train_step(model, grads, optimizer, [0], lr=1e-4)
         scales.append(optimizer.loss_scale)
     assert scales[0] == 2.0**31 and scales[-1] < 2.0**32 and optimizer.step_count == 1
     assert all(torch.isfinite(param).all() for param in model.parameters())
-    one_step(model, grads, optimizer, [1], lr=1e-4)
+    train_step(model, grads, optimizer, [1], lr=1e-4)
     assert optimizer.loss_scale == 2 * scales[-1]  # two clean iterations in a row
 
 
@@ -155,9 +163,9 @@ def test_a_nan_gradient_is_named_or_skipped():
     for check in (True, False):
         model = Toy()
         before = [param.detach().clone() for param in model.parameters()]
-        grads, optimizer = machinery(model, check_for_nan=check)
+        grads, optimizer = build_training(model, check_for_nan=check)
         optimizer.zero_grad()
-        loss_of(model, 0).backward()
+        compute_loss(model, 0).backward()
         grads.finish()
         model.first.weight.main_grad[3, 4] = float("nan")
         if check:
@@ -171,13 +179,13 @@ def test_a_nan_gradient_is_named_or_skipped():
 
 def test_zeros_in_gradients_and_params_norm():
     model = Toy()
-    grads, optimizer = machinery(model, count_zeros=True)
+    grads, optimizer = build_training(model, count_zeros=True)
     expected_norm = torch.cat([p.detach().flatten() for p in model.parameters()]).double().norm().item()
     assert optimizer.params_norm() == pytest.approx(expected_norm, rel=1e-6)
     plain = Toy()
-    loss_of(plain, 0).backward()
+    compute_loss(plain, 0).backward()
     expected = sum(int((p.grad == 0).sum()) for p in plain.parameters())
-    outcome = one_step(model, grads, optimizer, [0])
+    outcome = train_step(model, grads, optimizer, [0])
     assert expected > 0 and outcome.num_zeros == expected
 
 
@@ -185,7 +193,7 @@ def test_norm_of_a_large_gradient_is_exact():
     """A single fp32 sum over this many squares is off by more than 1e-5."""
     model = nn.Linear(2048, 1024, bias=False)
     model.weight.info = ParamInfo(("w",))
-    grads, optimizer = machinery(model)
+    grads, optimizer = build_training(model)
     grads.zero()
     model.weight.grad = None
     (model.weight * torch.randn(1024, 2048)).sum().backward()
@@ -197,30 +205,38 @@ def test_norm_of_a_large_gradient_is_exact():
 def test_bf16_gradients_are_clipped_in_fp32():
     model = Toy(torch.bfloat16)
     precision = PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
-    grads, optimizer = machinery(model, precision=precision, clip_grad=0.1)
-    outcome = one_step(model, grads, optimizer, [0])
+    grads, optimizer = build_training(model, precision=precision, clip_grad=0.1)
+    outcome = train_step(model, grads, optimizer, [0])
     assert model.first.weight.main_grad.dtype == torch.bfloat16
     factor = 0.1 / (outcome.grad_norm + 1e-6)
     moment = next(s for s in optimizer.tensors() if s.param is model.first.weight and s.state_name == "exp_avg")
-    torch.testing.assert_close(moment.tensor, 0.1 * factor * model.first.weight.main_grad.float().flatten(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        moment.tensor, 0.1 * factor * model.first.weight.main_grad.float().flatten(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-@pytest.mark.parametrize("dtype, precision", [
-    (torch.float32, PrecisionArgs()), (torch.bfloat16, PrecisionArgs(bf16=True)),
-    (torch.float16, PrecisionArgs(fp16=True, initial_loss_scale=2.0**12, loss_scale_window=3))])
+@pytest.mark.parametrize(
+    "dtype, precision",
+    [
+        (torch.float32, PrecisionArgs()),
+        (torch.bfloat16, PrecisionArgs(bf16=True)),
+        (torch.float16, PrecisionArgs(fp16=True, initial_loss_scale=2.0**12, loss_scale_window=3)),
+    ],
+)
 def test_state_restores_bitwise(kind, dtype, precision):
     """Six steps, or three, save, build anew, load, three: the same bits."""
+
     def fresh():
         model = Toy(dtype)
-        return model, *machinery(model, precision=precision, optimizer=kind)
+        return model, *build_training(model, precision=precision, optimizer=kind)
 
     straight = fresh()
     for step in range(6):
-        one_step(*straight, [step], lr=0.01)
+        train_step(*straight, [step], lr=0.01)
     first = fresh()
     for step in range(3):
-        one_step(*first, [step], lr=0.01)
+        train_step(*first, [step], lr=0.01)
     saved = [(s.param.info.names, s.state_name, s.start, s.stop, s.tensor.clone()) for s in first[2].tensors()]
     weights = [p.detach().clone() for p in first[0].parameters()]
     scalars = first[2].scalars()
@@ -234,7 +250,7 @@ def test_state_restores_bitwise(kind, dtype, precision):
     second[2].load_scalars(scalars)
     second[2].after_load(params_changed=True, state_loaded=True)
     for step in range(3, 6):
-        one_step(*second, [step], lr=0.01)
+        train_step(*second, [step], lr=0.01)
     assert all(torch.equal(a, b) for a, b in zip(straight[0].parameters(), second[0].parameters()))
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(straight[2].tensors(), second[2].tensors()))
     assert straight[2].scalars() == second[2].scalars()
@@ -242,17 +258,17 @@ def test_state_restores_bitwise(kind, dtype, precision):
 
 def test_weights_loaded_alone_reach_the_main_parameters():
     model = Toy(torch.bfloat16)
-    grads, optimizer = machinery(model, precision=PrecisionArgs(bf16=True))
+    grads, optimizer = build_training(model, precision=PrecisionArgs(bf16=True))
     with torch.no_grad():
         model.first.weight.fill_(3.0)
     optimizer.after_load(params_changed=True, state_loaded=False)
-    one_step(model, grads, optimizer, [0], lr=0.0)
+    train_step(model, grads, optimizer, [0], lr=0.0)
     assert torch.equal(model.first.weight, torch.full_like(model.first.weight, 3.0))
 
 
 def test_scalars_of_another_optimizer_are_refused():
-    _, adam = machinery(Toy())
-    _, sgd = machinery(Toy(), optimizer="sgd")
+    _, adam = build_training(Toy())
+    _, sgd = build_training(Toy(), optimizer="sgd")
     with pytest.raises(ValueError, match="--optimizer sgd"):
         adam.load_scalars(sgd.scalars())
 
@@ -261,12 +277,12 @@ def test_a_parameter_without_info_is_refused():
     model = Toy()
     del model.first.weight.info
     with pytest.raises(ValueError, match="no ParamInfo"):
-        machinery(model)
+        build_training(model)
 
 
 def test_parameters_become_views_without_changing():
     model, plain = Toy(), Toy()
-    machinery(model)
+    build_training(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(storages) == 2  # dense and expert
@@ -279,14 +295,20 @@ def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
 
     def steps():
         model = Toy(dtype=torch.bfloat16)
-        grads, optimizer = machinery(model, optimizer=kind, precision=PrecisionArgs(bf16=True, grad_reduce_in_bf16=True))
-        cut.append(max(stretch.stop - stretch.start for state in optimizer._states for stretch in state.stretches))
+        grads, optimizer = build_training(
+            model, optimizer=kind, precision=PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
+        )
+        cut.append(
+            max(segment.stop - segment.start for state in optimizer._shards for segment in state.update_segments)
+        )
         for step in range(3):
-            one_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.1)
-        return {(held.state_name, held.param.info.names, held.start): held.tensor.clone() for held in optimizer.tensors()}
+            train_step(model, grads, optimizer, [step], lr=0.05, weight_decay=0.1)
+        return {
+            (held.state_name, held.param.info.names, held.start): held.tensor.clone() for held in optimizer.tensors()
+        }
 
     at_once = steps()
-    monkeypatch.setattr("moe_trainer.optim.kept_state.STRETCH_CPU", 64)
+    monkeypatch.setattr("moe_trainer.optim.optimizer_shard.MAX_SEGMENT_NUMEL_CPU", 64)
     in_parts = steps()
     assert cut[0] > 64 and cut[1] == 64
     assert at_once.keys() == in_parts.keys() and all(torch.equal(at_once[key], in_parts[key]) for key in at_once)

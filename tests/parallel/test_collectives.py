@@ -26,16 +26,16 @@ def _all(rank, n, async_op):
     got = _wait(collectives.all_gather_flat(out, mine, group, async_op=async_op), out, async_op)
     assert torch.equal(got, every.flatten())
     inside = torch.zeros(4 * n)
-    inside[4 * rank:4 * rank + 4] = mine
-    got = collectives.all_gather_flat(inside, inside[4 * rank:4 * rank + 4], group)
+    inside[4 * rank : 4 * rank + 4] = mine
+    got = collectives.all_gather_flat(inside, inside[4 * rank : 4 * rank + 4], group)
     assert torch.equal(got, every.flatten())
     full = torch.arange(4.0 * n) * (rank + 1)
     part = torch.empty(4)
     got = _wait(collectives.reduce_scatter_flat(part, full, group, async_op=async_op), part, async_op)
-    assert torch.equal(got, torch.arange(4.0 * n)[4 * rank:4 * rank + 4] * sum(range(1, n + 1)))
+    assert torch.equal(got, torch.arange(4.0 * n)[4 * rank : 4 * rank + 4] * sum(range(1, n + 1)))
     aliased = full.clone()
-    collectives.reduce_scatter_flat(aliased[4 * rank:4 * rank + 4], aliased, group)
-    assert torch.equal(aliased[4 * rank:4 * rank + 4], got)
+    collectives.reduce_scatter_flat(aliased[4 * rank : 4 * rank + 4], aliased, group)
+    assert torch.equal(aliased[4 * rank : 4 * rank + 4], got)
     x = mine.clone()
     assert torch.equal(collectives.broadcast(x, group, src=n - 1), every[n - 1])
     collectives.barrier(group)
@@ -109,6 +109,7 @@ def _raise_on_one(rank, n):
 def _hang_on_one(rank, n):
     if rank == 1:
         import time
+
         time.sleep(60)
 
 

@@ -72,14 +72,17 @@ def test_coordinates_invert_the_order():
     assert grid.coordinates(23) == {"tp": 1, "cp": 2, "ep": 0, "dp": 1, "pp": 1}
 
 
-@pytest.mark.parametrize("sizes, words", [
-    ({"tp": 3}, "not divisible by tp"),
-    ({"ep": 16}, "not divisible by etp"),
-    ({"pp": 0}, "pp must be at least 1"),
-    ({"order": "tp-cp-dp-pp", "ep": 2}, "lacks ep"),
-    ({"order": "tp-tp-ep-dp-pp"}, "at most once"),
-    ({"order": "tp-cp-ep-pp-dp", "pp": 2, "ep": 2}, "pipelines would differ"),
-])
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ({"tp": 3}, "not divisible by tp"),
+        ({"ep": 16}, "not divisible by etp"),
+        ({"pp": 0}, "pp must be at least 1"),
+        ({"order": "tp-cp-dp-pp", "ep": 2}, "lacks ep"),
+        ({"order": "tp-tp-ep-dp-pp"}, "at most once"),
+        ({"order": "tp-cp-ep-pp-dp", "pp": 2, "ep": 2}, "pipelines would differ"),
+    ],
+)
 def test_impossible_sizes_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         make_layout(8, **sizes)

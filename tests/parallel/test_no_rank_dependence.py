@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from moe_trainer.parallel.params import ParamInfo, info_of, logical_ndim
+from moe_trainer.parallel.params import ParamInfo, get_param_info, logical_ndim
 from moe_trainer.parallel.rng import init_parameter, named_generator
 
 
@@ -81,7 +81,9 @@ def test_distribution():
     xavier = _param((512, 256), init="xavier_uniform")
     bound = (6 / 768) ** 0.5
     assert 0.99 * bound < xavier.abs().max().item() <= bound
-    assert torch.equal(_param((4,), init="ones"), torch.ones(4)) and torch.equal(_param((4,), init="zeros"), torch.zeros(4))
+    assert torch.equal(_param((4,), init="ones"), torch.ones(4)) and torch.equal(
+        _param((4,), init="zeros"), torch.zeros(4)
+    )
 
 
 def test_streams_are_stable_over_versions():
@@ -91,4 +93,4 @@ def test_streams_are_stable_over_versions():
 
 def test_a_parameter_without_info_is_an_error():
     with pytest.raises(ValueError, match="no ParamInfo"):
-        info_of(Parameter(torch.zeros(2)))
+        get_param_info(Parameter(torch.zeros(2)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_trainer.parallel.sequence import SequenceShard, natural_order, rank_order
+from moe_trainer.parallel.sequence import SequenceShard, sequential_to_zigzag, zigzag_to_sequential
 from moe_trainer.parallel.state import Group, ParallelState
 from tests.harness import run_ranks
 
@@ -33,8 +33,8 @@ def test_ranks_share_out_all_positions_and_causal_work(size):
     assert sorted(torch.cat(positions).tolist()) == list(range(12 * size))
     assert len({int((p + 1).sum()) for p in positions}) == 1, "every rank attends to the same number of keys"
     x = torch.cat(positions)
-    assert natural_order(x, size).tolist() == list(range(12 * size))
-    assert torch.equal(rank_order(natural_order(x, size), size), x)
+    assert zigzag_to_sequential(x, size).tolist() == list(range(12 * size))
+    assert torch.equal(sequential_to_zigzag(zigzag_to_sequential(x, size), size), x)
 
 
 def test_length_must_give_every_rank_two_equal_chunks():
@@ -44,7 +44,7 @@ def test_length_must_give_every_rank_two_equal_chunks():
 
 def _round_trip(rank, size):
     ps = ParallelState.create(size, rank, cp=size)
-    x = torch.arange((4 * size)**3).view([4 * size] * 3)
+    x = torch.arange((4 * size) ** 3).view([4 * size] * 3)
     mine = SequenceShard(ps.cp)
     return [torch.equal(mine.full(mine.local(x, dim), dim), x) for dim in range(3)]
 

@@ -84,7 +84,15 @@ def _embedding(rank, n, stages):
 
 def test_embedding_stages():
     assert [ranks for ranks, _, _ in run_ranks(_embedding, 8, (0, 2, 3))] == [
-        (0, 4, 6), (1, 5, 7), (2,), (3,), (0, 4, 6), (1, 5, 7), (0, 4, 6), (1, 5, 7)]
+        (0, 4, 6),
+        (1, 5, 7),
+        (2,),
+        (3,),
+        (0, 4, 6),
+        (1, 5, 7),
+        (0, 4, 6),
+        (1, 5, 7),
+    ]
     assert run_ranks(_embedding, 4, (0,)) == [((rank,), 0, True) for rank in range(4)]
 
 

@@ -21,7 +21,7 @@ def test_a_call_is_open_until_it_is_done_and_knows_its_place():
     seen = []
     communicate(trace, "ep", (0, 1), "all_to_all", None, False, lambda: seen.append(trace.oldest()))
     assert trace.oldest() is None and trace.last is seen[0]
-    text = seen[0].site()
+    text = seen[0].describe()
     assert text.startswith("all_to_all number 1 of group ep (ranks 0 1) in test_a_call_is_open")
     assert "test_trace.py:" in text and text.endswith("layer 3, forward-backward, microbatch 2, iteration 17")
 
@@ -96,8 +96,15 @@ def one_leaves_the_other_alone(rank, n, kind, word):
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("wait", "all_reduce"), ("message", "receive from rank 0"), ("barrier", "barrier"),
-                                            ("object", "all_gather_object")])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("wait", "all_reduce"),
+        ("message", "receive from rank 0"),
+        ("barrier", "barrier"),
+        ("object", "all_gather_object"),
+    ],
+)
 def test_a_rank_that_waits_in_vain_says_where(tmp_path, kind, told):
     _, message = run_ranks(one_leaves_the_other_alone, 2, kind, tmp_path / "word")
     assert message.startswith(f"{told} number 1 of group dp (ranks 0 1) in one_leaves_the_other_alone")

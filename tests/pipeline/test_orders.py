@@ -4,31 +4,30 @@ import itertools
 
 import pytest
 
-from moe_trainer.pipeline.plan import Launch, Message, channel, program
-from moe_trainer.shape import interleaved, one_f_one_b
-from moe_trainer.shape.timetable import (
+from moe_trainer.pipeline.orders import interleaved_order, one_f_one_b_order, split_backward
+from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
+from moe_trainer.pipeline.simulate import (
     BACKWARD,
     FORWARD,
     WEIGHT,
     Action,
-    Costs,
     Pair,
-    actions_of,
+    UniformCosts,
+    simulate_schedule,
     source,
+    step_actions,
     target,
-    timetable,
 )
-from moe_trainer.shape.zero_bubble import split_backward
 
-SPLIT = Costs(1.0, 1.0, 1.0)
+SPLIT = UniformCosts(1.0, 1.0, 1.0)
 
 
 def plain(pp, m, pairs=False):
-    return [one_f_one_b.order(rank, pp, m, pairs) for rank in range(pp)]
+    return [one_f_one_b_order(rank, pp, m, pairs) for rank in range(pp)]
 
 
 def virtual(pp, vpp, m, group=None, pairs=False):
-    return [interleaved.order(rank, pp, vpp, m, group or pp, pairs) for rank in range(pp)]
+    return [interleaved_order(rank, pp, vpp, m, group or pp, pairs) for rank in range(pp)]
 
 
 def split(orders):
@@ -37,13 +36,26 @@ def split(orders):
 
 CASES = {
     **{f"1f1b pp{pp} m{m}": (plain(pp, m), 1) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 3, 7, 16)},
-    **{f"interleaved pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group), vpp)
-       for pp, vpp, m, group in ((2, 2, 2, 2), (2, 3, 4, 2), (2, 2, 5, 3), (4, 2, 8, 4), (4, 3, 4, 4), (4, 2, 11, 6), (8, 4, 16, 8), (2, 2, 8, 8))},
+    **{
+        f"interleaved pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group), vpp)
+        for pp, vpp, m, group in (
+            (2, 2, 2, 2),
+            (2, 3, 4, 2),
+            (2, 2, 5, 3),
+            (4, 2, 8, 4),
+            (4, 3, 4, 4),
+            (4, 2, 11, 6),
+            (8, 4, 16, 8),
+            (2, 2, 8, 8),
+        )
+    },
 }
 PAIRED = {
     **{f"pairs pp{pp} m{m}": (plain(pp, m, True), 1) for pp in (1, 2, 4) for m in (1, 2, 3, 7, 16)},
-    **{f"pairs pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group, True), vpp)
-       for pp, vpp, m, group in ((2, 2, 2, 2), (2, 3, 4, 2), (2, 2, 5, 3), (4, 2, 8, 4), (4, 2, 11, 6), (2, 2, 8, 8))},
+    **{
+        f"pairs pp{pp} vpp{vpp} m{m} group {group}": (virtual(pp, vpp, m, group, True), vpp)
+        for pp, vpp, m, group in ((2, 2, 2, 2), (2, 3, 4, 2), (2, 2, 5, 3), (4, 2, 8, 4), (4, 2, 11, 6), (2, 2, 8, 8))
+    },
 }
 CASES.update({f"zero bubble {name}": (split(orders), chunks) for name, (orders, chunks) in CASES.items()})
 
@@ -51,9 +63,9 @@ CASES.update({f"zero bubble {name}": (split(orders), chunks) for name, (orders, 
 @pytest.mark.parametrize("name", [*CASES, *PAIRED])
 def test_every_action_once_and_in_a_possible_order(name):
     orders, chunks = (CASES | PAIRED)[name]
-    ends = timetable(orders, chunks)
+    ends = simulate_schedule(orders, chunks)
     for rank, order in enumerate(orders):
-        actions = [action for step in order for action in actions_of(step)]
+        actions = [action for step in order for action in step_actions(step)]
         assert len(set(actions)) == len(actions) == len(ends[rank])
         seen = set()
         for action in actions:
@@ -98,12 +110,18 @@ def rendezvous(programs, pp, chunks, batched, channels=1):
                     started[queue // channels] |= batch
                     open_batches[queue] = [batch]
                     moved = True
-                if open_batches[queue] and all(sum(message in s for s in started) == 2 for message in open_batches[queue][0]):
+                if open_batches[queue] and all(
+                    sum(message in s for s in started) == 2 for message in open_batches[queue][0]
+                ):
                     open_batches[queue].pop()
                     moved = True
 
     def under_way(rank):
-        return [batch for queue in range(rank * channels, (rank + 1) * channels) for batch in (*unlaunched[queue], *open_batches[queue])]
+        return [
+            batch
+            for queue in range(rank * channels, (rank + 1) * channels)
+            for batch in (*unlaunched[queue], *open_batches[queue])
+        ]
 
     moved = True
     while moved:
@@ -114,20 +132,28 @@ def rendezvous(programs, pp, chunks, batched, channels=1):
                 step = programs[rank][place[rank]]
                 if any(sent in batch for sent in leaving[rank] for batch in under_way(rank)):
                     break
-                if isinstance(step, Launch):
+                if isinstance(step, P2PBatch):
                     leaving[rank] = [ident(rank, a, True) for a in sends(step)]
-                    messages = [(channel(rank, message, pp) % channels, ident(rank, *message)) for message in step.messages]
-                    for which, messages in [(0, {message for _, message in messages})] if batched else [(number, {message}) for number, message in messages]:
+                    messages = [
+                        (channel(rank, message, pp) % channels, ident(rank, *message)) for message in step.messages
+                    ]
+                    for which, messages in (
+                        [(0, {message for _, message in messages})]
+                        if batched
+                        else [(number, {message}) for number, message in messages]
+                    ):
                         unlaunched[rank * channels + which].append(messages)
                 else:
                     pending = under_way(rank)
-                    needed = {source(rank, action, pp, chunks) for action in actions_of(step)} - {None}
+                    needed = {source(rank, action, pp, chunks) for action in step_actions(step)} - {None}
                     if needed - started[rank] or any(needed & batch for batch in pending):
                         break
                 place[rank] += 1
                 moved = True
                 settle()
-    return all(place[rank] == len(programs[rank]) for rank in range(pp)) and not any(open_batches) and not any(unlaunched)
+    return (
+        all(place[rank] == len(programs[rank]) for rank in range(pp)) and not any(open_batches) and not any(unlaunched)
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -137,17 +163,28 @@ def test_blocking_messages_never_deadlock(name, ahead):
     pp = len(orders)
     programs = [program(orders, chunks, rank, ahead) for rank in range(pp)]
     for rank, steps in enumerate(programs):
-        assert tuple(step for step in steps if not isinstance(step, Launch)) == orders[rank]
+        assert tuple(step for step in steps if not isinstance(step, P2PBatch)) == orders[rank]
         done = set()
         for step in steps:
-            if isinstance(step, Launch):
+            if isinstance(step, P2PBatch):
                 assert set(sends(step)) <= done and not set(receives(step)) & done
             else:
-                done.update(actions_of(step))
+                done.update(step_actions(step))
     for a, b in itertools.permutations(range(pp), 2):  # both ends of a channel see one sequence
-        sent = [target(a, x, pp, chunks)[1] for step in programs[a] if isinstance(step, Launch) for x in sends(step)
-                if target(a, x, pp, chunks)[0] == b]
-        received = [x for step in programs[b] if isinstance(step, Launch) for x in receives(step) if source(b, x, pp, chunks)[0] == a]
+        sent = [
+            target(a, x, pp, chunks)[1]
+            for step in programs[a]
+            if isinstance(step, P2PBatch)
+            for x in sends(step)
+            if target(a, x, pp, chunks)[0] == b
+        ]
+        received = [
+            x
+            for step in programs[b]
+            if isinstance(step, P2PBatch)
+            for x in receives(step)
+            if source(b, x, pp, chunks)[0] == a
+        ]
         assert sent == received
     assert rendezvous(programs, pp, chunks, batched=True)
     assert all(rendezvous(programs, pp, chunks, batched=False, channels=channels) for channels in (1, 2))
@@ -161,7 +198,7 @@ def test_neither_way_waits_for_the_other(name):
     pp, carried = len(orders), {}
     for rank in range(pp):
         for step in program(orders, chunks, rank, 1):
-            for message in step.messages if isinstance(step, Launch) else ():
+            for message in step.messages if isinstance(step, P2PBatch) else ():
                 which = channel(rank, message, pp)
                 carried.setdefault((rank, which), set()).add(message.is_send if pp == 2 else message.action.kind)
                 if message.is_send:
@@ -183,7 +220,7 @@ def test_the_warm_up_of_virtual_stages_is_that_of_megatron(pp, vpp, m, group, pa
     steady state's; at most all. More would hold more activations than planned, fewer would stall the pipeline."""
     found = []
     for order in virtual(pp, vpp, m, group, pairs):
-        actions = [action for step in order for action in actions_of(step)]
+        actions = [action for step in order for action in step_actions(step)]
         found.append(next(place for place, action in enumerate(actions) if action.kind == BACKWARD))
     assert found == forwards
 
@@ -192,19 +229,19 @@ def test_pairs_fill_the_steady_state():
     for rank, order in enumerate(plain(2, 9, True)):
         assert sum(isinstance(step, Pair) for step in order) == 9 - (2 - rank)
     alone = plain(1, 4, True)[0]
-    assert [len(actions_of(step)) for step in alone] == [1, 2, 2, 2, 1]
+    assert [len(step_actions(step)) for step in alone] == [1, 2, 2, 2, 1]
 
 
 def makespan(orders, chunks, costs):
-    return max(max(rank.values()) for rank in timetable(orders, chunks, costs))
+    return max(max(rank.values()) for rank in simulate_schedule(orders, chunks, costs))
 
 
 @pytest.mark.parametrize("pp, m", [(2, 4), (4, 8), (4, 13), (8, 16)])
 def test_bubbles_are_those_of_the_papers(pp, m):
-    assert makespan(plain(pp, m), 1, Costs()) == 3 * (m + pp - 1)
+    assert makespan(plain(pp, m), 1, UniformCosts()) == 3 * (m + pp - 1)
     assert makespan(split(plain(pp, m)), 1, SPLIT) == 3 * m + pp - 1  # (pp - 1)(F + B - W)
     if m % pp == 0:  # a chunk is half a stage: all costs count half
-        assert makespan(virtual(pp, 2, m), 2, Costs()) / 2 == 3 * m + 3 * (pp - 1) / 2
+        assert makespan(virtual(pp, 2, m), 2, UniformCosts()) / 2 == 3 * m + 3 * (pp - 1) / 2
 
 
 @pytest.mark.parametrize("pp, m", [(2, 5), (4, 9)])
@@ -224,4 +261,4 @@ def test_an_order_that_cannot_run_is_refused():
     forward = [Action(FORWARD, 0, 0), Action(FORWARD, 0, 1)]
     backward = [Action(BACKWARD, 0, 0), Action(BACKWARD, 0, 1)]
     with pytest.raises(ValueError, match="rank 0 waits before"):
-        timetable([(forward[0], backward[0], forward[1], backward[1]), (*forward, *backward)], 1)
+        simulate_schedule([(forward[0], backward[0], forward[1], backward[1]), (*forward, *backward)], 1)

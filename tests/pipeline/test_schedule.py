@@ -6,13 +6,13 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import nn
-from toy import Toy, loss_of, machinery
+from toy import Toy, build_training, compute_loss
 
 from moe_trainer.parallel import p2p
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
-from moe_trainer.pipeline.feed import MicrobatchFeed
-from moe_trainer.pipeline.schedule import Work, choose
+from moe_trainer.pipeline.microbatches import MicrobatchCache
+from moe_trainer.pipeline.schedule import ScheduleInputs, make_schedule
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 5
@@ -69,7 +69,9 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
     zero_bubble = kind == "zero-bubble"
     queues = [WeightGradQueue() for _ in range(vpp)] if zero_bubble else None
     chunks = [Chunk(index * pp + rank, queues[index] if zero_bubble else None) for index in range(vpp)]
-    schedule = choose(kind, ps.pp, vpp, CPU, second=ps.pp_second, group_size=group_size, overlap=overlap, queues=queues)
+    schedule = make_schedule(
+        kind, ps.pp, vpp, CPU, second=ps.pp_second, group_size=group_size, overlap=overlap, queues=queues
+    )
     depth, reduced, totals = [0], [], {}
 
     @contextlib.contextmanager
@@ -96,22 +98,37 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
 
     specs = [((ROWS, WIDTH), torch.float64)] * vpp
     with torch.no_grad():
-        evaluated = schedule.run(Work(forward_step, m, specs, forward_only=True))
-    losses = schedule.run(Work(forward_step, m, specs, grad_scale=0.25, accumulate=accumulate))
+        evaluated = schedule.run(ScheduleInputs(forward_step, m, specs, forward_only=True))
+    losses = schedule.run(ScheduleInputs(forward_step, m, specs, grad_scale=0.25, accumulate=accumulate))
     # two ranks: a communicator for what each sends; else one for what goes forward and one for what goes back
-    assert [group for group, _ in used] == [(ps.pp, ps.pp_second)[rank if pp == 2 else to != (rank + 1) % pp] for _, to in used]
+    assert [group for group, _ in used] == [
+        (ps.pp, ps.pp_second)[rank if pp == 2 else to != (rank + 1) % pp] for _, to in used
+    ]
     assert bool(used) == (ps.pp.handle is not ps.pp_second.handle) == (overlap and pp > 1)
     assert losses == evaluated
     assert sorted(reduced) == [(index, name) for index in range(vpp) for name in ("bias", "weight")]
     return [(totals[index, "weight"], totals[index, "bias"]) for index in range(vpp)], losses
 
 
-@pytest.mark.parametrize("kind, pp, vpp, m, group_size", [
-    ("1f1b", 1, 1, 3, None), ("1f1b", 2, 1, 1, None), ("1f1b", 2, 1, 4, None), ("1f1b", 4, 1, 3, None), ("1f1b", 4, 1, 9, None),
-    ("interleaved", 2, 2, 2, None), ("interleaved", 2, 3, 6, None), ("interleaved", 4, 2, 8, None), ("interleaved", 2, 2, 7, 4),
-    ("interleaved", 3, 2, 8, 4), ("zero-bubble", 1, 1, 2, None), ("zero-bubble", 2, 1, 5, None), ("zero-bubble", 4, 1, 6, None),
-    ("zero-bubble", 2, 2, 4, None),
-])
+@pytest.mark.parametrize(
+    "kind, pp, vpp, m, group_size",
+    [
+        ("1f1b", 1, 1, 3, None),
+        ("1f1b", 2, 1, 1, None),
+        ("1f1b", 2, 1, 4, None),
+        ("1f1b", 4, 1, 3, None),
+        ("1f1b", 4, 1, 9, None),
+        ("interleaved", 2, 2, 2, None),
+        ("interleaved", 2, 3, 6, None),
+        ("interleaved", 4, 2, 8, None),
+        ("interleaved", 2, 2, 7, 4),
+        ("interleaved", 3, 2, 8, 4),
+        ("zero-bubble", 1, 1, 2, None),
+        ("zero-bubble", 2, 1, 5, None),
+        ("zero-bubble", 4, 1, 6, None),
+        ("zero-bubble", 2, 2, 4, None),
+    ],
+)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_equal_to_one_process(kind, pp, vpp, m, group_size, overlap):
     expected, expected_losses = one_process(pp * vpp, m)
@@ -133,7 +150,7 @@ def _outputs_are_freed(rank, pp):
         weakest.append(sum(len(entry) for entry in alive))
         return (y.square().mean(), None) if rank == pp - 1 else (y, None)
 
-    choose("1f1b", ps.pp, 1, CPU).run(Work(forward_step, 4, [((ROWS, WIDTH), torch.float64)]))
+    make_schedule("1f1b", ps.pp, 1, CPU).run(ScheduleInputs(forward_step, 4, [((ROWS, WIDTH), torch.float64)]))
     return max(weakest)
 
 
@@ -142,23 +159,23 @@ def test_an_output_is_freed_once_it_is_sent():
 
 
 def single(**options):
-    return choose(None, Group.single("pp"), 1, CPU, **options)
+    return make_schedule(None, Group.single("pp"), 1, CPU, **options)
 
 
 def test_one_rank_gradients_equal_the_mean_over_microbatches():
     model, plain = Toy(), Toy()
-    grads, _ = machinery(model)
+    grads, _ = build_training(model)
     grads.zero()
 
     def forward_step(_, microbatch, x):
         assert x is None
-        loss = loss_of(model, 3 + microbatch)
+        loss = compute_loss(model, 3 + microbatch)
         return loss, microbatch
 
-    results = single().run(Work(forward_step, 3, [None], grad_scale=1 / 3, accumulate=grads.accumulate))
+    results = single().run(ScheduleInputs(forward_step, 3, [None], grad_scale=1 / 3, accumulate=grads.accumulate))
     grads.finish()
     assert results == [0, 1, 2]
-    (sum(loss_of(plain, seed) for seed in (3, 4, 5)) / 3).backward()
+    (sum(compute_loss(plain, seed) for seed in (3, 4, 5)) / 3).backward()
     for a, b in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(a.main_grad, b.grad, rtol=1e-5, atol=1e-6)
         assert a.grad is None
@@ -180,18 +197,18 @@ def test_only_the_last_backward_is_outside_accumulate_and_timers_see_every_pass(
 
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda grad: seen.append((depth[0], grad.item())))
-    single().run(Work(lambda *_: (x.sum() * 2, None), 3, [None], torch.tensor(0.5), accumulate, timer))
+    single().run(ScheduleInputs(lambda *_: (x.sum() * 2, None), 3, [None], torch.tensor(0.5), accumulate, timer))
     assert seen == [(1, 1.0), (1, 1.0), (0, 1.0)]
     assert names == ["forward-compute", "backward-compute"] * 3
 
 
 def test_zero_microbatches_are_a_mistake():
     with pytest.raises(AssertionError, match="num_microbatches 0"):
-        single().run(Work(lambda *_: None, 0, [None]))
+        single().run(ScheduleInputs(lambda *_: None, 0, [None]))
 
 
 def test_feed_keeps_a_microbatch_until_its_last_chunk():
     read = iter(range(10))
-    feed = MicrobatchFeed(lambda: next(read), 2)
+    feed = MicrobatchCache(lambda: next(read), 2)
     assert [feed(index) for index in (0, 1, 0, 2, 1, 2)] == [0, 1, 0, 2, 1, 2]
-    assert next(read) == 3 and not feed._held
+    assert next(read) == 3 and not feed._cached

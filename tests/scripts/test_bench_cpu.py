@@ -1,19 +1,30 @@
-"""bench_cpu.py has a result whatever its peers do."""
+"""bench_cpu.py has a result whatever its baselines do."""
 
 import argparse
 import itertools
 
-import fake_peers
+import fake_baselines
 import pytest
 
-from scripts import bench_cpu, peers
+from scripts import bench_baselines, bench_cpu
 
-REASONS = {"hangs": "no answer within 2 s", "misses_a_package": "ModuleNotFoundError: No module named 'triton'", "dies": "its process ended with exit code 7"}
+REASONS = {
+    "hangs": "no answer within 2 s",
+    "misses_a_package": "ModuleNotFoundError: No module named 'triton'",
+    "dies": "its process ended with exit code 7",
+}
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_a_peer_that_hangs_fails_or_dies_is_ended(name):
-    one = bench_cpu.Contender(name, getattr(fake_peers, name), peers.MODELS["small"], "fp32", 1, 2.0 if name == "hangs" else 300.0)
+    one = bench_cpu.Contender(
+        name,
+        getattr(fake_baselines, name),
+        bench_baselines.MODELS["small"],
+        "fp32",
+        1,
+        2.0 if name == "hangs" else 300.0,
+    )
     with pytest.raises(bench_cpu.Absent) as caught:
         one.ready()
         one.turn(3)
@@ -60,8 +71,10 @@ def test_the_race_goes_on_without_them(monkeypatch, capsys, model, turns):
     monkeypatch.setattr(bench_cpu, "Contender", lambda name, build, *rest: made.append(Quick(name, build)) or made[-1])
     found = {"moe-trainer": 99, "transformers/eager": turns, "transformers/grouped_mm": 99, "other": turns, "gemm": 99}
     given = argparse.Namespace(contenders=None, threads=1, limit=20.0, rounds=3, steps=2)
-    results = bench_cpu.race(peers.MODELS[model], "bf16", found, given)
-    enough = turns >= (7 if model == "small" else 4)  # to warm up, (be tried three times,) and take part in three rounds
+    results = bench_cpu.race(bench_baselines.MODELS[model], "bf16", found, given)
+    enough = turns >= (
+        7 if model == "small" else 4
+    )  # to warm up, (be tried three times,) and take part in three rounds
     text = bench_cpu.table({model: {"bf16": results}})
     assert "| moe-trainer (quick) |" in text and "| transformers (quick) |" in text
     assert ("| other | not measured: gone |" in text) == (not enough)

@@ -29,8 +29,12 @@ def test_dispatch(monkeypatch):
 
 
 def test_index_of_many_documents(monkeypatch, capsys):
-    monkeypatch.setattr(bench_index, "timed", lambda label, action: (print(label), None if "10 million" in label else action())[1])
-    monkeypatch.setattr(sys, "argv", "bench_index.py --documents 4000 --mean-length 600 --seq-length 128 --blend 2".split())
+    monkeypatch.setattr(
+        bench_index, "timed", lambda label, action: (print(label), None if "10 million" in label else action())[1]
+    )
+    monkeypatch.setattr(
+        sys, "argv", "bench_index.py --documents 4000 --mean-length 600 --seq-length 128 --blend 2".split()
+    )
     bench_index.main()
     out = capsys.readouterr().out
     assert "4000 documents" in out and "the same 1,000 samples again" in out

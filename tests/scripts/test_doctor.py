@@ -1,4 +1,4 @@
-"""scripts/doctor.py: what is there, what is not and what that costs; ranks that talk, that give wrong results, that never come."""
+"""Tests of scripts/doctor.py: libraries that are installed, missing or broken; ranks that work, are wrong, or hang."""
 
 import importlib.util
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from commands import environment, rank_variables
 
-from moe_trainer.guard import self_test
 from moe_trainer.parallel import collectives
+from moe_trainer.resilience import self_test
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "doctor.py"
 
@@ -21,13 +21,13 @@ def doctor(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("doctor", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["doctor"] = module  # its records' annotations are looked up there
+    sys.modules["doctor"] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     return module
 
 
-def package(tmp_path, monkeypatch, name, text, *folders):
-    """An installed package of that name, for this test only."""
+def install_package(tmp_path, monkeypatch, name, text, *folders):
+    """Make a package importable for this test only."""
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(text)
     for folder in folders:
@@ -36,79 +36,103 @@ def package(tmp_path, monkeypatch, name, text, *folders):
     monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def finding(doctor, name):
-    return next(each for each in doctor.look_around() if each.name == name)
+def get_finding(doctor, name):
+    return next(finding for finding in doctor.collect_environment() if finding.name == name)
 
 
-def test_alone_it_forks_two_ranks_that_talk(doctor, capsys):
+def test_a_single_process_forks_two_ranks(doctor, capsys):
     assert doctor.main(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and told["missing"] == [] and [each["name"] for each in told["findings"]] == list(doctor.NAMES)
-    test = told["self_test"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["missing"] == []
+    assert [finding["name"] for finding in report["findings"]] == list(doctor.NAMES)
+    test = report["self_test"]
     assert (test["backend"], test["world_size"], test["problems"]) == ("gloo", 2, []) and test["gb_s"] > 0
-    assert test["passed"] == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_and_receive"]
+    assert test["passed"] == [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "send_and_receive",
+    ]
 
 
-def test_a_wrong_result_is_named(doctor, monkeypatch, capsys):
+def test_a_wrong_result_is_reported(doctor, monkeypatch, capsys):
     monkeypatch.setattr(collectives, "reduce_scatter_flat", lambda out, x, group: out.fill_(7.0))
     assert doctor.main([]) == 1
     assert "rank 0: reduce_scatter over gloo gave a wrong result" in capsys.readouterr().out
 
 
-def test_a_rank_that_hangs_is_named(doctor, monkeypatch, capsys):
-    monkeypatch.setattr(self_test, "PATIENCE_S", 4.0)
+def test_a_hanging_rank_is_reported(doctor, monkeypatch, capsys):
+    monkeypatch.setattr(self_test, "STEP_TIMEOUT_S", 4.0)
     monkeypatch.setattr(collectives, "broadcast", lambda x, group, src: self_test.time.sleep(60))
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
-    assert "has not ended after 4 s" in out and out.endswith("the self-test failed\n")
+    assert "did not finish within 4 s" in out and out.endswith("the self-test failed\n")
 
 
-def test_what_is_required_and_absent_makes_the_exit_code(doctor, monkeypatch, capsys):
+def test_a_missing_required_library_sets_the_exit_code(doctor, monkeypatch, capsys):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in ("deep_ep", "wandb") else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in ("deep_ep", "wandb") else real(name, *rest)
+    )
     assert doctor.main(["--no-self-test"]) == 0
     out = capsys.readouterr().out
-    assert "absent   deepep " in out and "falls back to alltoall" in out and "everything that is needed is here" in out
+    assert "absent   deepep " in out and "falls back to alltoall" in out
+    assert out.endswith("all required libraries are installed\n")
     assert doctor.main(["--no-self-test", "--require", "deepep", "wandb"]) == 1
     out = capsys.readouterr().out
     assert "MISSING  deepep " in out and out.endswith("missing: deepep, wandb\n")
 
 
-def test_the_apex_of_the_package_index_is_not_nvidias(doctor, tmp_path, monkeypatch):
-    package(tmp_path, monkeypatch, "apex", "raise RuntimeError('must not be imported')")
-    assert "another program of the same name" in finding(doctor, "apex").problem
+def test_the_apex_of_pypi_is_not_nvidias(doctor, tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "apex", "raise RuntimeError('must not be imported')")
+    assert "another package of the same name" in get_finding(doctor, "apex").problem
     (tmp_path / "apex" / "multi_tensor_apply").mkdir()
-    found = finding(doctor, "apex")
-    assert found.problem is None and found.version == "without its CUDA extensions"
+    apex = get_finding(doctor, "apex")
+    assert apex.problem is None and apex.version == "without its CUDA extensions"
 
 
-def test_three_products_in_one_package_name(doctor, tmp_path, monkeypatch):
-    package(tmp_path, monkeypatch, "deep_ep", "class Buffer: pass\nclass HybridEPBuffer: pass\n")
-    problems = {each.name: each.problem for each in doctor.find_deep_ep()}
+def test_three_libraries_share_one_package_name(doctor, tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "deep_ep", "class Buffer: pass\nclass HybridEPBuffer: pass\n")
+    problems = {finding.name: finding.problem for finding in doctor.find_deep_ep()}
     assert problems == {"deepep": None, "deepep_v2": "the installed deep_ep has no ElasticBuffer", "hybridep": None}
 
 
-def test_a_broken_library_is_told_not_raised(doctor, tmp_path, monkeypatch):
-    package(tmp_path, monkeypatch, "deep_ep", "raise OSError('libnvshmem.so: cannot open')")
-    assert finding(doctor, "hybridep").problem == "the installed deep_ep cannot be imported (OSError: libnvshmem.so: cannot open)"
+def test_a_broken_library_is_a_finding(doctor, tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "deep_ep", "raise OSError('libnvshmem.so: cannot open')")
+    assert (
+        get_finding(doctor, "hybridep").problem
+        == "the installed deep_ep cannot be imported (OSError: libnvshmem.so: cannot open)"
+    )
 
 
-def test_an_environment_that_makes_no_sense(doctor, monkeypatch, capsys):
+def test_a_malformed_environment_is_a_user_error(doctor, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert doctor.main([]) == 2
     assert "WORLD_SIZE must be an integer" in capsys.readouterr().err
 
 
-def test_the_ranks_of_a_launcher_test_each_other_and_compare_what_they_have(tmp_path):
-    """Rank 1's node has a DeepEP that rank 0's has not."""
+def test_launched_ranks_run_the_self_test_and_compare_environments(tmp_path):
+    """Only the node of rank 1 has DeepEP."""
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").write_text("class Buffer: pass\n")
     with rank_variables(2) as variables:
-        ranks = [subprocess.Popen([sys.executable, str(SCRIPT), "--json"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                  env=environment(**each, **more))
-                 for each, more in zip(variables, ({}, {"PYTHONPATH": str(tmp_path)}), strict=True)]
-        (out, err), (other, _) = [process.communicate(timeout=600) for process in ranks]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), "--json"],
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment(**of_rank, **extra),
+            )
+            for of_rank, extra in zip(variables, ({}, {"PYTHONPATH": str(tmp_path)}), strict=True)
+        ]
+        (out, err), (out_of_rank_1, _) = [process.communicate(timeout=600) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], err
-    told = json.loads(out)
-    assert other == "" and told["self_test"]["world_size"] == 2 and told["self_test"]["problems"] == []
-    assert any("rank 1 on " in line and ": deepep is there, on rank 0 the package deep_ep is not installed" in line for line in told["differences"])
+    report = json.loads(out)
+    assert out_of_rank_1 == "" and report["self_test"]["world_size"] == 2 and report["self_test"]["problems"] == []
+    assert any(
+        "rank 1 on " in line and ": deepep is installed, on rank 0 the package deep_ep is not installed" in line
+        for line in report["differences"]
+    )

@@ -1,4 +1,4 @@
-"""scripts/explain.py: who holds what and where values come from; everything that is wrong at once."""
+"""Tests of scripts/explain.py: sources of values, what each rank holds, and all errors at once."""
 
 import importlib.util
 from pathlib import Path
@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "explain.py"
-V3 = ("--preset deepseek_v3 --mock-data --world-size 64 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
-      "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --pipeline-model-parallel-layout Et*4|(tttt|)*14tmL")
+V3 = (
+    "--preset deepseek_v3 --mock-data --world-size 64 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-tensor-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
+    "--pipeline-model-parallel-layout Et*4|(tttt|)*14tmL"
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,30 +21,40 @@ def explain():
     return module
 
 
-def test_who_holds_what(explain, capsys):
+def test_prints_grids_stages_and_experts(explain, capsys):
     assert explain.main(V3.split()) == 0
     out = capsys.readouterr().out
     assert "attention  tp 2 x cp 1 x dp 8 x pp 4" in out and "experts    etp 1 x ep 8 x edp 2 x pp 4" in out
     assert "chunk 0: embedding, dense layers 0-2, MoE layers 3\n" in out
     assert "chunk 3: MoE layers 60, final norm, multi-token prediction (1), head and loss" in out
-    assert "ep 7: experts 224-255" in out and "stage 1: 24,548,474,880 parameters a rank" in out
+    assert "ep 7: experts 224-255" in out and "stage 1: 24,548,474,880 parameters per rank" in out
     assert "pipeline_model_parallel_size" in out and "(command line)" in out and "adam_eps" not in out
-    assert "--world-size 64 is idle" not in out and "  ep              8 x 8" in out
+    assert "--world-size 64 has no effect" not in out and "  ep              8 x 8" in out
 
 
-def test_one_rank(explain, capsys):
+def test_describes_one_rank(explain, capsys):
     assert explain.main([*V3.split(), "--rank", "21", "--all"]) == 0
     out = capsys.readouterr().out
     assert "rank 21: tp 1, cp 0, dp 2, pp 1, etp 0, ep 5, edp 0" in out and "experts 160-191 of every MoE layer" in out
     assert "chunk 1: MoE layers 20-23" in out and "[16-23]" in out and "adam_eps" in out
 
 
-def test_everything_that_is_wrong(explain, capsys):
+def test_reports_all_errors(explain, capsys):
     assert explain.main([*V3.split(), "--num-layers", "60", "--expert-model-parallel-size", "7"]) == 2
     out = capsys.readouterr().out
     assert "problems:" in out and "--num-experts" in out and "--pipeline-model-parallel-layout" in out
-    assert explain.main(["torchrun", "--nnodes", "2", "pretrain_moe.py", "--preset", "mixtral_tiny", "--mock-data"]) == 0
+    assert (
+        explain.main(["torchrun", "--nnodes", "2", "pretrain_moe.py", "--preset", "mixtral_tiny", "--mock-data"]) == 0
+    )
     assert "the number of ranks is not known" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         explain.main([*V3.split(), "--rank", "64"])
-    assert end.value.code == 2
+    assert exit_info.value.code == 2
+
+
+def test_help_exits_with_0_and_no_words_with_2(explain, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        explain.main(["--help"])
+    text = capsys.readouterr().out
+    assert exit_info.value.code == 0 and "--rank R" in text and "Exit code: 0, or 2" in text
+    assert explain.main([]) == 2

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from structure.source import ROOT
-from train.tiny import MOCK, TINY
+from training.tiny import MOCK, TINY
 
 SCRIPTS = ROOT / "scripts"
 
@@ -16,7 +16,7 @@ SCRIPTS = ROOT / "scripts"
 def stand_in(folder, name, *lines):
     """A program of that name in the folder; its arguments are in folder/NAME.calls, a line a call, in single quotes where bash needs them."""
     path = folder / name
-    path.write_text("\n".join(["#!/usr/bin/env bash", f"echo {name} \"${{*@Q}}\" >>{folder}/{name}.calls", *lines, ""]))
+    path.write_text("\n".join(["#!/usr/bin/env bash", f'echo {name} "${{*@Q}}" >>{folder}/{name}.calls', *lines, ""]))
     path.chmod(0o755)
 
 
@@ -37,8 +37,14 @@ class Job:
         stand_in(self.bin, "sleep")
         stand_in(self.bin, "scancel")
         settings = dict(MODEL="mixtral_tiny", EP="2", GPUS_PER_NODE="2", OUTPUT_PATH=str(folder / "out"), VALIDATE="0")
-        done = subprocess.run(["bash", str(SCRIPTS / "sbatch_train.sh"), *flags], cwd=folder, env={**self.env, **settings, **variables},
-                              capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", str(SCRIPTS / "sbatch_train.sh"), *flags],
+            cwd=folder,
+            env={**self.env, **settings, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         self.file = folder / "out" / "logs" / "job-7.sh"
         self.tracker = folder / "out" / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -51,25 +57,37 @@ class Job:
         stand_in(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
         for name in ("srun", "scontrol", "scancel"):
             (self.bin / f"{name}.calls").unlink(missing_ok=True)
-        slurm = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-3]", SLURM_JOB_NUM_NODES="3", SLURM_RESTART_COUNT=str(number))
-        return subprocess.run(["bash", str(self.file)], cwd=self.folder, env={**self.env, **slurm, **env}, capture_output=True, text=True,
-                              check=False, timeout=600)
+        slurm = dict(
+            SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-3]", SLURM_JOB_NUM_NODES="3", SLURM_RESTART_COUNT=str(number)
+        )
+        return subprocess.run(
+            ["bash", str(self.file)],
+            cwd=self.folder,
+            env={**self.env, **slurm, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
 
     @property
     def requeued(self):
         return "scontrol requeue 7" in calls(self.bin, "scontrol")
 
 
-@pytest.mark.parametrize("code, state, again", [
-    (75, "RUNNING Reason=None", True),
-    (138, "RUNNING Reason=None", True),
-    (143, "RUNNING Reason=None", True),
-    (75, "COMPLETING Reason=TimeLimit", True),
-    (75, "COMPLETING Reason=None", False),  # scancel
-    (0, "RUNNING Reason=None", False),
-    (1, "RUNNING Reason=None", False),
-    (137, "RUNNING Reason=None", False),
-])
+@pytest.mark.parametrize(
+    "code, state, again",
+    [
+        (75, "RUNNING Reason=None", True),
+        (138, "RUNNING Reason=None", True),
+        (143, "RUNNING Reason=None", True),
+        (75, "COMPLETING Reason=TimeLimit", True),
+        (75, "COMPLETING Reason=None", False),  # scancel
+        (0, "RUNNING Reason=None", False),
+        (1, "RUNNING Reason=None", False),
+        (137, "RUNNING Reason=None", False),
+    ],
+)
 def test_what_is_requeued(tmp_path, code, state, again):
     job = Job(tmp_path)
     done = job.attempt(code=code, state=state)
@@ -81,11 +99,37 @@ def test_without_a_slurm_that_takes_it_nothing_is_left(tmp_path):
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
     (tmp_path / "bin").mkdir()
-    env = {**os.environ, "MODEL": str(recipe), "OUTPUT_PATH": str(tmp_path / "out"), "VALIDATE": "0", "PYTHON": sys.executable}
+    env = {
+        **os.environ,
+        "MODEL": str(recipe),
+        "OUTPUT_PATH": str(tmp_path / "out"),
+        "VALIDATE": "0",
+        "PYTHON": sys.executable,
+    }
     for word in ("there is no sbatch here", "sbatch has not taken the job"):
-        for name in ("bash", "dirname", "basename", "sed", "mkdir", "mktemp", "rm", "grep", "tail", "sort", "tr", "cat"):
+        for name in (
+            "bash",
+            "dirname",
+            "basename",
+            "sed",
+            "mkdir",
+            "mktemp",
+            "rm",
+            "grep",
+            "tail",
+            "sort",
+            "tr",
+            "cat",
+        ):
             (tmp_path / "bin" / name).is_symlink() or (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-        done = subprocess.run(["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env={**env, "PATH": str(tmp_path / "bin")}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", str(SCRIPTS / "sbatch_train.sh")],
+            cwd=tmp_path,
+            env={**env, "PATH": str(tmp_path / "bin")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 2 and word in done.stderr, done.stderr
         stand_in(tmp_path / "bin", "sbatch", "echo 'sbatch: error: no partition' >&2", "exit 1")
     assert "no partition" in done.stderr and not list((tmp_path / "out" / "logs").iterdir())
@@ -93,7 +137,9 @@ def test_without_a_slurm_that_takes_it_nothing_is_left(tmp_path):
 
 def test_requeueing_has_an_end(tmp_path):
     job = Job(tmp_path, MAX_REQUEUES="3")
-    assert [(job.attempt(number, saved=number).returncode, job.requeued) for number in range(4)] == [(75, True)] * 3 + [(75, False)]
+    assert [(job.attempt(number, saved=number).returncode, job.requeued) for number in range(4)] == [(75, True)] * 3 + [
+        (75, False)
+    ]
     (tmp_path / "other").mkdir()
     never = Job(tmp_path / "other", REQUEUE="0")
     assert never.attempt(saved=1).returncode == 75 and not never.requeued
@@ -117,7 +163,9 @@ def test_attempts_that_slurm_ended_and_requeued_itself_count_too(tmp_path, flags
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / job.tracker.name).write_text("30")
     killed = "COMPLETING Reason=NodeDown"
-    assert job.attempt(0, state=killed).returncode == job.attempt(1, state=killed, saved=31).returncode == 75  # 31: not where it saves
+    assert (
+        job.attempt(0, state=killed).returncode == job.attempt(1, state=killed, saved=31).returncode == 75
+    )  # 31: not where it saves
     done = job.attempt(2)
     assert done.returncode == 1 and "(newest iteration: 30)" in done.stdout
     assert calls(job.bin, "srun") == []  # nothing was started
@@ -156,17 +204,46 @@ def test_the_jobs_log_has_what_its_first_and_last_rank_say(tmp_path):
     job = Job(tmp_path)
     logs = tmp_path / "out" / "logs" / "7-0"
     logs.mkdir(parents=True)
-    for rank, text in ((0, "---- arguments ----\n  lr ... 1\n---- end of arguments ----\nsaved\n"), (4, "hush\n"), (5, "iteration 1\niteration 2\n")):
+    for rank, text in (
+        (0, "---- arguments ----\n  lr ... 1\n---- end of arguments ----\nsaved\n"),
+        (4, "hush\n"),
+        (5, "iteration 1\niteration 2\n"),
+    ):
         (logs / f"rank-{rank}.log").write_text(text)
-    stand_in(job.bin, "srun", "echo 'srun: error: node1: task 0: Exited with exit code 75' >&2", "echo 'srun: error: node2 is lost' >&2", "exit 75")
+    stand_in(
+        job.bin,
+        "srun",
+        "echo 'srun: error: node1: task 0: Exited with exit code 75' >&2",
+        "echo 'srun: error: node2 is lost' >&2",
+        "exit 75",
+    )
     stand_in(job.bin, "scontrol", "[ $1 != show ] || echo JobId=7 JobState=RUNNING Reason=None Dependency=")
-    done = subprocess.run(["bash", str(job.file)], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=600, env={
-        **job.env, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_NUM_NODES": "3", "SLURM_RESTART_COUNT": "0"})
+    done = subprocess.run(
+        ["bash", str(job.file)],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={
+            **job.env,
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-3]",
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_RESTART_COUNT": "0",
+        },
+    )
     lines = done.stdout.splitlines()
-    assert {"saved", "iteration 1", "iteration 2"} <= set(lines) and lines.index("iteration 1") < lines.index("iteration 2")
-    assert "lr ..." not in done.stdout and "hush" not in done.stdout and "attempt 0: 6 ranks on node[1-3]" in done.stdout
+    assert {"saved", "iteration 1", "iteration 2"} <= set(lines) and lines.index("iteration 1") < lines.index(
+        "iteration 2"
+    )
+    assert (
+        "lr ..." not in done.stdout and "hush" not in done.stdout and "attempt 0: 6 ranks on node[1-3]" in done.stdout
+    )
     assert done.stderr == "srun: error: node2 is lost\n"
-    assert "interrupted, and saved (exit code 75)" in lines[-2] and lines[-1].startswith("requeued: attempt 1 starts when nodes are free")
+    assert "interrupted, and saved (exit code 75)" in lines[-2] and lines[-1].startswith(
+        "requeued: attempt 1 starts when nodes are free"
+    )
 
 
 def test_a_rejected_result_asks_for_other_nodes(tmp_path):
@@ -177,18 +254,24 @@ def test_a_rejected_result_asks_for_other_nodes(tmp_path):
 def test_a_containers_command_modules_and_environment(tmp_path):
     """pyxis' options in front, the environment set inside the container, modules and setup before it, and a record of it."""
     cluster = tmp_path / "cluster.conf"
-    cluster.write_text("CONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\nMODULES='cuda gcc'\nSETUP='export FROM_SETUP=yes'\n"
-                       "SRUN_OPTIONS=(--cpu-bind=none)\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n")
+    cluster.write_text(
+        "CONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\nMODULES='cuda gcc'\nSETUP='export FROM_SETUP=yes'\n"
+        "SRUN_OPTIONS=(--cpu-bind=none)\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n"
+    )
     job = Job(tmp_path, CLUSTER=str(cluster))
     module = {"BASH_FUNC_module%%": f'() {{ echo "module $*" >>{job.bin}/module.calls; }}'}
     done = job.attempt(code=0, HF_TOKEN="hush", **module)
     assert calls(job.bin, "module") == ["module load cuda gcc"]
-    line, = calls(job.bin, "srun")
+    (line,) = calls(job.bin, "srun")
     out = tmp_path / "out"
-    for wanted in (f"--container-image=/images/torch.sqsh --container-mounts={ROOT}:{ROOT},{out}:{out},/data:/data --container-workdir={ROOT}",
-                   "--no-container-mount-home --cpu-bind=none env CUDA_DEVICE_MAX_CONNECTIONS=1 ", " A=x y NCCL_DEBUG=INFO bash ",
-                   f"bash {SCRIPTS}/rank.sh {sys.executable} -u {ROOT}/pretrain_moe.py --preset mixtral_tiny",
-                   "srun --nodes=3 --ntasks=6 ", "--output=" + str(out / "logs" / "7-0" / "rank-%t.log")):
+    for wanted in (
+        f"--container-image=/images/torch.sqsh --container-mounts={ROOT}:{ROOT},{out}:{out},/data:/data --container-workdir={ROOT}",
+        "--no-container-mount-home --cpu-bind=none env CUDA_DEVICE_MAX_CONNECTIONS=1 ",
+        " A=x y NCCL_DEBUG=INFO bash ",
+        f"bash {SCRIPTS}/rank.sh {sys.executable} -u {ROOT}/pretrain_moe.py --preset mixtral_tiny",
+        "srun --nodes=3 --ntasks=6 ",
+        "--output=" + str(out / "logs" / "7-0" / "rank-%t.log"),
+    ):
         assert wanted in line, wanted
     recorded = (out / "logs" / "7-0" / "environment.txt").read_text().splitlines()
     assert {"A=x y", "NCCL_DEBUG=INFO", "FROM_SETUP=yes", "SLURM_JOB_ID=7"} <= set(recorded)
@@ -210,9 +293,19 @@ def ranked(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done;
     """The binding that rank.sh tells of and the numactl calls it made. The command prints the threads it was given."""
     stand_in(folder / "bin", "nvidia-smi", smi)
     stand_in(folder / "bin", "numactl", numactl)
-    settings = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SYSFS": str(folder / "sys"), "SLURM_LOCALID": "0", "RANKS_PER_NODE": "4"}
-    done = subprocess.run(["bash", str(SCRIPTS / "rank.sh"), "bash", "-c", "echo ran with $OMP_NUM_THREADS"], env={**settings, **env}, check=False,
-                          capture_output=True, text=True)
+    settings = {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "SYSFS": str(folder / "sys"),
+        "SLURM_LOCALID": "0",
+        "RANKS_PER_NODE": "4",
+    }
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "rank.sh"), "bash", "-c", "echo ran with $OMP_NUM_THREADS"],
+        env={**settings, **env},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and done.stdout.startswith("ran with "), done.stderr
     return done.stderr.partition(": ")[2].split(", OMP")[0], calls(folder / "bin", "numactl"), done.stdout.split()[-1]
 
@@ -230,9 +323,28 @@ def test_without_a_gpu_ranks_share_the_numa_nodes(node, rank, wanted):
 
 
 def test_what_names_the_node_is_read_on_the_node(node):
-    settings = {"PATH": os.environ["PATH"], "BIND": "none", "SLURM_NODEID": "3", "SLURM_PROCID": "1", "CACHE": "/tmp/a_$SLURM_NODEID/${SLURM_NODEID}"}
-    done = subprocess.run(["bash", str(SCRIPTS / "rank.sh"), "bash", "-c", 'echo "$CACHE $1 $TRITON_CACHE_DIR"', "x", "--path=/tmp/$SLURM_NODEID"],
-                          env=settings, check=True, capture_output=True, text=True)
+    settings = {
+        "PATH": os.environ["PATH"],
+        "BIND": "none",
+        "SLURM_NODEID": "3",
+        "SLURM_PROCID": "1",
+        "CACHE": "/tmp/a_$SLURM_NODEID/${SLURM_NODEID}",
+    }
+    done = subprocess.run(
+        [
+            "bash",
+            str(SCRIPTS / "rank.sh"),
+            "bash",
+            "-c",
+            'echo "$CACHE $1 $TRITON_CACHE_DIR"',
+            "x",
+            "--path=/tmp/$SLURM_NODEID",
+        ],
+        env=settings,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     cache, path, triton = done.stdout.split()
     assert (cache, path) == ("/tmp/a_3/3", "--path=/tmp/3") and triton == f"/tmp/triton_cache_{os.geteuid()}_3"
 
@@ -240,8 +352,24 @@ def test_what_names_the_node_is_read_on_the_node(node):
 @pytest.mark.parametrize("rank, ranks, profiled", [("0", "0", True), ("1", "0", False), ("9", "0 9", True)])
 def test_the_ranks_to_profile_run_under_nsys(node, rank, ranks, profiled):
     output = node / "nsys" / "run"
-    settings = {"PATH": f"{node / 'bin'}:{os.environ['PATH']}", "BIND": "none", "SLURM_PROCID": rank, "NSYS_OUTPUT": str(output)}
-    command = ["bash", str(SCRIPTS / "rank.sh"), "echo", "--profile-ranks", "7", "--profile", "--profile-ranks", *ranks.split(), "--lr", "1"]
+    settings = {
+        "PATH": f"{node / 'bin'}:{os.environ['PATH']}",
+        "BIND": "none",
+        "SLURM_PROCID": rank,
+        "NSYS_OUTPUT": str(output),
+    }
+    command = [
+        "bash",
+        str(SCRIPTS / "rank.sh"),
+        "echo",
+        "--profile-ranks",
+        "7",
+        "--profile",
+        "--profile-ranks",
+        *ranks.split(),
+        "--lr",
+        "1",
+    ]
     if profiled:
         absent = subprocess.run(command, env=settings, check=False, capture_output=True, text=True)
         assert absent.returncode == 2 and "there is no nsys on" in absent.stderr
@@ -250,7 +378,11 @@ def test_the_ranks_to_profile_run_under_nsys(node, rank, ranks, profiled):
     made = calls(node / "bin", "nsys")
     assert bool(made) == profiled == (not done.stdout)
     if profiled:
-        assert "profile" in made[0] and "--capture-range=cudaProfilerApi" in made[0] and f"--output={output}-rank{rank} echo --profile-ranks" in made[0]
+        assert (
+            "profile" in made[0]
+            and "--capture-range=cudaProfilerApi" in made[0]
+            and f"--output={output}-rank{rank} echo --profile-ranks" in made[0]
+        )
 
 
 def test_binding_can_be_off_or_anothers_or_impossible(node):
@@ -265,11 +397,31 @@ def test_launch_records_the_environment_beside_the_ranks_logs(tmp_path):
     (tmp_path / "bin").mkdir()
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-    stand_in(tmp_path / "bin", "python", 'exit 75')
-    env = {**os.environ, "PYTHON": str(tmp_path / "bin" / "python"), "MODEL": str(recipe), "GPUS_PER_NODE": "2", "VALIDATE": "0",
-           "OUTPUT_PATH": str(tmp_path / "out"), "ENVIRONMENT": "NCCL_DEBUG=INFO", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0"}
-    done = subprocess.run(["bash", str(SCRIPTS / "launch.sh"), *TINY, *MOCK], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    stand_in(tmp_path / "bin", "python", "exit 75")
+    env = {
+        **os.environ,
+        "PYTHON": str(tmp_path / "bin" / "python"),
+        "MODEL": str(recipe),
+        "GPUS_PER_NODE": "2",
+        "VALIDATE": "0",
+        "OUTPUT_PATH": str(tmp_path / "out"),
+        "ENVIRONMENT": "NCCL_DEBUG=INFO",
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "host0",
+    }
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "launch.sh"), *TINY, *MOCK],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 75, done.stderr
     assert "NCCL_DEBUG=INFO" in (tmp_path / "out/logs/node1/environment.txt").read_text().splitlines()
-    line, = calls(tmp_path / "bin", "python")
-    assert f"torchrun.py --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 2 --log-dir {tmp_path}/out/logs/node1" in line
+    (line,) = calls(tmp_path / "bin", "python")
+    assert (
+        f"torchrun.py --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 2 --log-dir {tmp_path}/out/logs/node1"
+        in line
+    )

@@ -15,16 +15,24 @@ import pytest
 from commands import environment, read_metrics
 from harness import wait_until
 from structure.source import ROOT
-from train.tiny import MOCK, TINY
+from training.tiny import MOCK, TINY
 
-from scripts.launch_fixes import as_variables
-from scripts.pipeline_layout import layout
+from scripts.launch_fixes import flags_to_variables
+from scripts.pipeline_layout import make_layout
 from scripts.torchrun import exit_code
 
 SCRIPTS = ROOT / "scripts"
 WRAPPERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
-NAMES = {"MODEL", "CLUSTER", "WORKSPACE", "CUDA_DEVICE_MAX_CONNECTIONS", "MEGATRON_PATH", "WANDB_API_KEY", "TRITON_CACHE_DIR",
-         *(SCRIPTS / "launch_flags.sh").read_text().partition('VARIABLES="')[2].partition('"')[0].split()} - {"PYTHON"}
+NAMES = {
+    "MODEL",
+    "CLUSTER",
+    "WORKSPACE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "MEGATRON_PATH",
+    "WANDB_API_KEY",
+    "TRITON_CACHE_DIR",
+    *(SCRIPTS / "launch_flags.sh").read_text().partition('VARIABLES="')[2].partition('"')[0].split(),
+} - {"PYTHON"}
 
 
 def surroundings(**extra):
@@ -33,8 +41,14 @@ def surroundings(**extra):
 
 
 def dry(script, cwd, *flags, code=0, **variables):
-    done = subprocess.run(["bash", str(SCRIPTS / script), *flags], cwd=cwd, env=surroundings(DRY_RUN="1", **variables),
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script), *flags],
+        cwd=cwd,
+        env=surroundings(DRY_RUN="1", **variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr
     return done
 
@@ -50,26 +64,57 @@ def value(flags, name):
 
 
 def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
-    done = dry("sbatch_train.sh", tmp_path, "--log-interval", "7", MODEL="DeepSeek-V3", TP="2", PP="8", EP="64", NNODES="128", PR="fp8",
-               DISPATCHER="deepep", A2A_OVERLAP="1", RECOMPUTE="mla_up_proj mlp")
+    done = dry(
+        "sbatch_train.sh",
+        tmp_path,
+        "--log-interval",
+        "7",
+        MODEL="DeepSeek-V3",
+        TP="2",
+        PP="8",
+        EP="64",
+        NNODES="128",
+        PR="fp8",
+        DISPATCHER="deepep",
+        A2A_OVERLAP="1",
+        RECOMPUTE="mla_up_proj mlp",
+    )
     flags = flags_in(done.stdout)
-    for name, wanted in {"--preset": "DeepSeek-V3", "--tensor-model-parallel-size": "2", "--expert-model-parallel-size": "64",
-                         "--expert-tensor-parallel-size": "1", "--fp8-recipe": "blockwise", "--moe-flex-dispatcher-backend": "deepep",
-                         "--pipeline-model-parallel-layout": "Et|(tt|)*30mL", "--save": f"{tmp_path}/runs/DeepSeek-V3/checkpoints"}.items():
+    for name, wanted in {
+        "--preset": "DeepSeek-V3",
+        "--tensor-model-parallel-size": "2",
+        "--expert-model-parallel-size": "64",
+        "--expert-tensor-parallel-size": "1",
+        "--fp8-recipe": "blockwise",
+        "--moe-flex-dispatcher-backend": "deepep",
+        "--pipeline-model-parallel-layout": "Et|(tt|)*30mL",
+        "--save": f"{tmp_path}/runs/DeepSeek-V3/checkpoints",
+    }.items():
         assert value(flags, name) == wanted, name
     assert {"--sequence-parallel", "--overlap-moe-expert-parallel-comm", "--auto-resume", "--mock-data"} <= set(flags)
     assert flags[-2:] == ["--log-interval", "7"]  # extra flags come last and win
-    for wanted in ("#SBATCH --nodes=128\n", "#SBATCH --ntasks-per-node=8\n", "#SBATCH --signal=USR1@120\n", "#SBATCH --requeue\n",
-                   "CUDA_DEVICE_MAX_CONNECTIONS=32"):
+    for wanted in (
+        "#SBATCH --nodes=128\n",
+        "#SBATCH --ntasks-per-node=8\n",
+        "#SBATCH --signal=USR1@120\n",
+        "#SBATCH --requeue\n",
+        "CUDA_DEVICE_MAX_CONNECTIONS=32",
+    ):
         assert wanted in done.stdout
     assert "tokens/s/GPU" in done.stdout and "1024 x h100" in done.stdout
     assert "(command line)" in done.stdout and "(default)" not in done.stdout
     assert not (tmp_path / "runs").exists()  # a dry run leaves nothing behind
 
 
-@pytest.mark.parametrize("words, wanted, mock", [
-    ((), {}, True), (("--data-path", "text"), {}, False), (("--train-data-path=text", "--log-interval", "7"), {}, False),
-    ((), {"DATA_PATH": "0.7 a 0.3 b"}, False)])
+@pytest.mark.parametrize(
+    "words, wanted, mock",
+    [
+        ((), {}, True),
+        (("--data-path", "text"), {}, False),
+        (("--train-data-path=text", "--log-interval", "7"), {}, False),
+        ((), {"DATA_PATH": "0.7 a 0.3 b"}, False),
+    ],
+)
 def test_mock_data_where_nothing_names_data_and_it_is_said(tmp_path, words, wanted, mock):
     done = dry("sbatch_train.sh", tmp_path, *words, MODEL="mixtral_tiny", HARDWARE="h200", VALIDATE="0", **wanted)
     flags = flags_in(done.stdout)
@@ -79,8 +124,14 @@ def test_mock_data_where_nothing_names_data_and_it_is_said(tmp_path, words, want
 
 
 def test_the_quickstarts_help_touches_nothing(tmp_path):
-    told = subprocess.run(["bash", str(SCRIPTS / "quickstart.sh"), "--help"], cwd=tmp_path, env=surroundings(RUN=str(tmp_path / "run")),
-                          capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["bash", str(SCRIPTS / "quickstart.sh"), "--help"],
+        cwd=tmp_path,
+        env=surroundings(RUN=str(tmp_path / "run")),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert "TEXT=my.txt" in told and "set -euo" not in told and "[1/5]" not in told and not any(tmp_path.iterdir())
 
 
@@ -97,10 +148,19 @@ def test_what_does_not_run_is_not_submitted(tmp_path):
     for script, name, given in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
         refusal = dry(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: given}).stderr
         assert refusal == f"error: {name}={given}: a whole number above 0 is needed\n"
-    assert "PR=fp9: one of bf16 fp8 mxfp8" in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
+    assert (
+        "PR=fp9: one of bf16 fp8 mxfp8"
+        in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
+    )
     env = surroundings(MODEL="mixtral_8x7b", TP="3")
-    submitted = subprocess.run(["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert submitted.returncode == 2 and "--tensor-model-parallel-size 3" in submitted.stderr and not (tmp_path / "runs").exists()
+    submitted = subprocess.run(
+        ["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert (
+        submitted.returncode == 2
+        and "--tensor-model-parallel-size 3" in submitted.stderr
+        and not (tmp_path / "runs").exists()
+    )
     assert "CLUSTER=nowhere" in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", CLUSTER="nowhere", code=2).stderr
 
 
@@ -112,7 +172,9 @@ def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
         assert "cheapest changes that fit:" in done.stderr
         changes = [line.split(": fits ")[0] for line in done.stderr.splitlines() if ": fits with" in line]
         assert changes
-        assert not [line for line in changes if "--micro-batch" in line or "parallel-size" in line or "--recompute" in line]
+        assert not [
+            line for line in changes if "--micro-batch" in line or "parallel-size" in line or "--recompute" in line
+        ]
     dry("launch.sh", tmp_path, "--report", "own.json", MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
     assert json.loads((tmp_path / "own.json").read_text())["fits"] is False
     done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
@@ -120,26 +182,54 @@ def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
     assert "there are a100" in dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
 
 
-@pytest.mark.parametrize("flags, variables", [
-    ("--micro-batch-size 1 --world-size 20", "MBS=1 NNODES=3"),
-    ("--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1", "TP=4 ETP=1"),
-    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL", "PP=2 LAYOUT='Et|tL'"),
-    ("--recompute-granularity selective --recompute-modules mlp moe_act --optimizer-cpu-offload", "RECOMPUTE='mlp moe_act' and flags --optimizer-cpu-offload"),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "RECOMPUTE=full"),
-    ("--offload-modules a b", "flags --offload-modules a b"),
-])
+@pytest.mark.parametrize(
+    "flags, variables",
+    [
+        ("--micro-batch-size 1 --world-size 20", "MBS=1 NNODES=3"),
+        ("--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1", "TP=4 ETP=1"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL", "PP=2 LAYOUT='Et|tL'"),
+        (
+            "--recompute-granularity selective --recompute-modules mlp moe_act --optimizer-cpu-offload",
+            "RECOMPUTE='mlp moe_act' and flags --optimizer-cpu-offload",
+        ),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "RECOMPUTE=full"),
+        ("--offload-modules a b", "flags --offload-modules a b"),
+    ],
+)
 def test_changes_of_a_plan_as_variables(flags, variables):
-    assert as_variables(flags.split(), 8) == variables
+    assert flags_to_variables(flags.split(), 8) == variables
 
 
 def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
     cluster = tmp_path / "cluster.conf"
-    cluster.write_text("ACCOUNT=ours\nPARTITION=slow\nGPUS_PER_NODE=4\nCONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\n"
-                       "MODULES='cuda gcc'\nSBATCH_OPTIONS=(--mem=0 '--comment=two words')\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n")
-    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="2", CLUSTER=str(cluster), PARTITION="fast", OUTPUT_PATH="out",
-               HARDWARE="gb300")
-    for wanted in ("--account=ours", "--partition=fast", "--ntasks-per-node=4", "--mem=0", '#SBATCH "--comment=two words"\n',
-                   "--container-image=/images/torch.sqsh", "MODULES=cuda\\ gcc", "A=x\\ y", "NCCL_DEBUG=INFO", "PYTHON=" + sys.executable):
+    cluster.write_text(
+        "ACCOUNT=ours\nPARTITION=slow\nGPUS_PER_NODE=4\nCONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\n"
+        "MODULES='cuda gcc'\nSBATCH_OPTIONS=(--mem=0 '--comment=two words')\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n"
+    )
+    done = dry(
+        "sbatch_train.sh",
+        tmp_path,
+        MODEL="mixtral_8x7b",
+        EP="8",
+        PP="1",
+        NNODES="2",
+        CLUSTER=str(cluster),
+        PARTITION="fast",
+        OUTPUT_PATH="out",
+        HARDWARE="gb300",
+    )
+    for wanted in (
+        "--account=ours",
+        "--partition=fast",
+        "--ntasks-per-node=4",
+        "--mem=0",
+        '#SBATCH "--comment=two words"\n',
+        "--container-image=/images/torch.sqsh",
+        "MODULES=cuda\\ gcc",
+        "A=x\\ y",
+        "NCCL_DEBUG=INFO",
+        "PYTHON=" + sys.executable,
+    ):
         assert wanted in done.stdout, wanted
     assert f":{tmp_path}/out\\,/data:/data" in done.stdout
 
@@ -149,21 +239,36 @@ def test_a_dry_run_opens_the_files(tmp_path):
     done = dry("launch.sh", tmp_path, code=2, **given)
     assert "none_text_document" in done.stderr
     assert "2 x h100" in dry("launch.sh", tmp_path, CHECK_FILES="0", **given).stdout
-    assert "can be written" not in dry("launch.sh", tmp_path, **{**given, "DATA_PATH": ""}).stdout  # nothing is named: a plan may be another machine's
+    assert (
+        "can be written" not in dry("launch.sh", tmp_path, **{**given, "DATA_PATH": ""}).stdout
+    )  # nothing is named: a plan may be another machine's
 
 
 ZOO_BARE = {
-    "Mixtral-8x2B": "tp=1 pp=1 ep=8 mbs=2 gbs=256 nodes=8", "Mixtral-8x7B": "tp=1 pp=4 ep=8 vpp=8 mbs=1 gbs=256 nodes=8",
-    "Mixtral-8x22B": "tp=2 pp=8 ep=8 vpp=7 mbs=1 gbs=256 nodes=16", "DeepSeek-V2": "tp=1 pp=16 ep=8 first=2 last=2 vpp=2 mbs=1 gbs=1024 nodes=32",
-    "DeepSeek-V2-Lite": "tp=1 pp=1 ep=8 mbs=1 gbs=512 nodes=1", "DeepSeek-V3": "tp=1 pp=16 ep=64 first=4 last=1 mbs=1 gbs=8192 nodes=128",
+    "Mixtral-8x2B": "tp=1 pp=1 ep=8 mbs=2 gbs=256 nodes=8",
+    "Mixtral-8x7B": "tp=1 pp=4 ep=8 vpp=8 mbs=1 gbs=256 nodes=8",
+    "Mixtral-8x22B": "tp=2 pp=8 ep=8 vpp=7 mbs=1 gbs=256 nodes=16",
+    "DeepSeek-V2": "tp=1 pp=16 ep=8 first=2 last=2 vpp=2 mbs=1 gbs=1024 nodes=32",
+    "DeepSeek-V2-Lite": "tp=1 pp=1 ep=8 mbs=1 gbs=512 nodes=1",
+    "DeepSeek-V3": "tp=1 pp=16 ep=64 first=4 last=1 mbs=1 gbs=8192 nodes=128",
     "DeepSeek-V3-Proxy": "tp=1 pp=4 ep=16 first=2 last=2 mbs=1 gbs=512 nodes=8",
     "Qwen2-57B-A14B": "tp=2 pp=4 ep=4 vpp=7 mbs=1 gbs=256 nodes=8",
-    "Qwen3-235B-A22B": "tp=2 pp=8 ep=32 layout=Ett|(ttt|)*30ttL mbs=1 gbs=256 nodes=32", "Qwen3-30B-A3B": "tp=1 pp=1 ep=8 mbs=1 gbs=256 nodes=4",
-    "Qwen3-Next-80B-A3B": "tp=1 pp=4 ep=8 vpp=3 mbs=1 gbs=256 nodes=8", "Kimi-K2": "tp=1 pp=4 ep=64 layout=Ettt|ttt|(tttt|)*13tttL mbs=1 gbs=128 nodes=32",
+    "Qwen3-235B-A22B": "tp=2 pp=8 ep=32 layout=Ett|(ttt|)*30ttL mbs=1 gbs=256 nodes=32",
+    "Qwen3-30B-A3B": "tp=1 pp=1 ep=8 mbs=1 gbs=256 nodes=4",
+    "Qwen3-Next-80B-A3B": "tp=1 pp=4 ep=8 vpp=3 mbs=1 gbs=256 nodes=8",
+    "Kimi-K2": "tp=1 pp=4 ep=64 layout=Ettt|ttt|(tttt|)*13tttL mbs=1 gbs=128 nodes=32",
 }
-SHORT = {"--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp", "--expert-model-parallel-size": "ep",
-         "--num-virtual-stages-per-pipeline-rank": "vpp", "--decoder-first-pipeline-num-layers": "first", "--decoder-last-pipeline-num-layers": "last",
-         "--pipeline-model-parallel-layout": "layout", "--micro-batch-size": "mbs", "--global-batch-size": "gbs"}
+SHORT = {
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--expert-model-parallel-size": "ep",
+    "--num-virtual-stages-per-pipeline-rank": "vpp",
+    "--decoder-first-pipeline-num-layers": "first",
+    "--decoder-last-pipeline-num-layers": "last",
+    "--pipeline-model-parallel-layout": "layout",
+    "--micro-batch-size": "mbs",
+    "--global-batch-size": "gbs",
+}
 
 
 @pytest.mark.parametrize("model", ZOO_BARE)
@@ -171,7 +276,7 @@ def test_a_bare_model_has_the_zoos_mapping(tmp_path, model):
     done = dry("sbatch_train.sh", tmp_path, MODEL=model, VALIDATE="0")
     flags = flags_in(done.stdout)
     found = [f"{SHORT[name]}={flags[index + 1]}" for index, name in enumerate(flags) if name in SHORT]
-    nodes, = re.findall(r"^#SBATCH --nodes=(\d+)$", done.stdout, re.MULTILINE)
+    (nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", done.stdout, re.MULTILINE)
     assert " ".join([*found, f"nodes={nodes}"]) == ZOO_BARE[model]
     assert value(flags, "--moe-flex-dispatcher-backend") == "deepep" and "--seq-length" not in flags
     assert f"note: the model zoo's defaults for {model}: TP=" in done.stdout
@@ -180,23 +285,43 @@ def test_a_bare_model_has_the_zoos_mapping(tmp_path, model):
 def test_the_zoos_defaults_stand_below_everything_else(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("NNODES=2 PP=2\n")
-    flags = flags_in(dry("launch.sh", tmp_path, MODEL="Mixtral-8x7B", CLUSTER=str(cluster), PP="1", VALIDATE="0").stdout.replace("command: ", "FLAGS="))
+    flags = flags_in(
+        dry("launch.sh", tmp_path, MODEL="Mixtral-8x7B", CLUSTER=str(cluster), PP="1", VALIDATE="0").stdout.replace(
+            "command: ", "FLAGS="
+        )
+    )
     assert value(flags, "--pipeline-model-parallel-size") == "1" and value(flags, "--nnodes") == "2"
     assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the zoo's VPP goes with its PP
     assert value(flags, "--moe-token-dispatcher-type") == "alltoall"  # the other launcher of the zoo takes its table's
     env = surroundings(MODEL="Mixtral-8x7B", VALIDATE="0")
-    several = subprocess.run(["bash", str(SCRIPTS / "launch.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert several.returncode == 2 and "NNODES=8, the default of the model zoo for Mixtral-8x7B, needs NODE_RANK" in several.stderr
+    several = subprocess.run(
+        ["bash", str(SCRIPTS / "launch.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert (
+        several.returncode == 2
+        and "NNODES=8, the default of the model zoo for Mixtral-8x7B, needs NODE_RANK" in several.stderr
+    )
 
 
-@pytest.mark.parametrize("variables, words, wanted", [
-    (dict(VPP="4", PP_LAST="2"), ("--pipeline-model-parallel-layout", "Et|(tt|)*30mL"), []),
-    (dict(VPP="4", LAYOUT="Et|(tt|)*30mL"), (), ["--pipeline-model-parallel-layout"]),
-    (dict(VPP="1", LAYERS_PER_VP="false", PP_FIRST="false", PP_LAST="false"), (), ["--pipeline-model-parallel-layout"]),
-    (dict(PP_FIRST="7", PP_LAST="6"), (), ["--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"]),
-    (dict(LAYERS_PER_VP="2"), (), ["--num-layers-per-virtual-pipeline-stage"]),
-    (dict(VPP="4"), ("--num-layers-per-virtual-pipeline-stage", "2"), []),
-])
+@pytest.mark.parametrize(
+    "variables, words, wanted",
+    [
+        (dict(VPP="4", PP_LAST="2"), ("--pipeline-model-parallel-layout", "Et|(tt|)*30mL"), []),
+        (dict(VPP="4", LAYOUT="Et|(tt|)*30mL"), (), ["--pipeline-model-parallel-layout"]),
+        (
+            dict(VPP="1", LAYERS_PER_VP="false", PP_FIRST="false", PP_LAST="false"),
+            (),
+            ["--pipeline-model-parallel-layout"],
+        ),
+        (
+            dict(PP_FIRST="7", PP_LAST="6"),
+            (),
+            ["--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"],
+        ),
+        (dict(LAYERS_PER_VP="2"), (), ["--num-layers-per-virtual-pipeline-stage"]),
+        (dict(VPP="4"), ("--num-layers-per-virtual-pipeline-stage", "2"), []),
+    ],
+)
 def test_stages_are_said_once(tmp_path, variables, words, wanted):
     done = dry("sbatch_train.sh", tmp_path, *words, MODEL="DeepSeek-V3", PP="8", EP="32", VALIDATE="0", **variables)
     flags = flags_in(done.stdout)
@@ -208,7 +333,19 @@ def test_stages_are_said_once(tmp_path, variables, words, wanted):
 
 def test_a_wrong_flag_makes_no_second_mistake(tmp_path):
     """94 layers over 8 stages need the launcher's own layout, whatever else is wrong."""
-    done = dry("sbatch_train.sh", tmp_path, "--cuda-graph-warmup-steps", "x", MODEL="Qwen3-235B-A22B", TP="2", PP="8", VPP="4", EP="32", NNODES="32", code=2)
+    done = dry(
+        "sbatch_train.sh",
+        tmp_path,
+        "--cuda-graph-warmup-steps",
+        "x",
+        MODEL="Qwen3-235B-A22B",
+        TP="2",
+        PP="8",
+        VPP="4",
+        EP="32",
+        NNODES="32",
+        code=2,
+    )
     assert "1 problem" in done.stdout and "--num-layers" not in done.stderr
 
 
@@ -222,7 +359,15 @@ export OUTPUT_PATH=${OUTPUT_PATH:-"/results/${MODEL}-TP${TP}PP${PP}EP${EP}VPP${V
 declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
 """)
     given = dict(MODEL="Mixtral-8x7B", CLUSTER="OURS", VALIDATE="0", ACCOUNT="us", PARTITION="")
-    done = dry("sbatch_train.sh", tmp_path, DATASET="Pile", RUN_NAME="baseline", COMMENT="v1", MEGATRON_PATH="/opt/megatron", **given)
+    done = dry(
+        "sbatch_train.sh",
+        tmp_path,
+        DATASET="Pile",
+        RUN_NAME="baseline",
+        COMMENT="v1",
+        MEGATRON_PATH="/opt/megatron",
+        **given,
+    )
     flags = flags_in(done.stdout)
     assert value(flags, "--save") == "/results/Mixtral-8x7B-TP1PP4EP8VPP8-MBS1GBS256/checkpoints"
     assert value(flags, "--data-path") == "/data/pile_text_document" and "--mock-data" not in flags
@@ -230,7 +375,10 @@ declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
     assert "note: MEGATRON_PATH=/opt/megatron has no effect" in done.stdout
     assert "DATASET=Dolma: neither" in dry("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **given).stderr
-    assert "no THEIRS.conf in cluster_configs" in dry("sbatch_train.sh", tmp_path, code=2, **{**given, "CLUSTER": "THEIRS"}).stderr
+    assert (
+        "no THEIRS.conf in cluster_configs"
+        in dry("sbatch_train.sh", tmp_path, code=2, **{**given, "CLUSTER": "THEIRS"}).stderr
+    )
 
 
 ZOO_FILE = """ENV_VARS:
@@ -271,12 +419,36 @@ MODEL_ARGS:
 def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
     recipe = tmp_path / "Mixtral-8x7B.yaml"
     recipe.write_text(ZOO_FILE)
-    done = dry("sbatch_train.sh", tmp_path, "--log-interval", "7", TRAINING_PARAMS_PATH=str(recipe), TRAINING_PARAMS="--lr 2e-4 --min-lr 1e-5",
-               WANDB_PROJECT="ours", HARDWARE="b200")
+    done = dry(
+        "sbatch_train.sh",
+        tmp_path,
+        "--log-interval",
+        "7",
+        TRAINING_PARAMS_PATH=str(recipe),
+        TRAINING_PARAMS="--lr 2e-4 --min-lr 1e-5",
+        WANDB_PROJECT="ours",
+        HARDWARE="b200",
+    )
     flags = flags_in(done.stdout)
-    assert value(flags, "--preset") == str(recipe) and flags[-6:] == ["--lr", "2e-4", "--min-lr", "1e-5", "--log-interval", "7"]
+    assert value(flags, "--preset") == str(recipe) and flags[-6:] == [
+        "--lr",
+        "2e-4",
+        "--min-lr",
+        "1e-5",
+        "--log-interval",
+        "7",
+    ]
     exports = done.stdout.partition("EXPORTS=(")[2].partition("\n")[0].split()
-    assert {"TP=1", "PP=4", "EP=8", "LAYERS_PER_VP=1", "SEQ_LEN=4096", "DATA_PATH=", "WANDB_PROJECT=", f"WORKSPACE={tmp_path}"} <= set(exports)
+    assert {
+        "TP=1",
+        "PP=4",
+        "EP=8",
+        "LAYERS_PER_VP=1",
+        "SEQ_LEN=4096",
+        "DATA_PATH=",
+        "WANDB_PROJECT=",
+        f"WORKSPACE={tmp_path}",
+    } <= set(exports)
     assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the file says it
     assert "valid for 64 ranks" in done.stdout and "64 x b200" in done.stdout
     assert "WANDB_PROJECT=ours has no effect" in done.stdout
@@ -291,8 +463,18 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
     (tmp_path / "zoo.yaml").write_text("\n".join([*lines, f"  {flag}: BASH_VERSINFO[$(>ran)]", ""]))
     given = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")
     for script in ("launch.sh", "sbatch_train.sh"):
-        done = subprocess.run(["bash", str(SCRIPTS / script)], cwd=tmp_path, env=surroundings(DRY_RUN="1", **given), capture_output=True, text=True)
-        assert not (tmp_path / "ran").exists() and "syntax error" not in done.stderr and "integer expression" not in done.stderr
+        done = subprocess.run(
+            ["bash", str(SCRIPTS / script)],
+            cwd=tmp_path,
+            env=surroundings(DRY_RUN="1", **given),
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            not (tmp_path / "ran").exists()
+            and "syntax error" not in done.stderr
+            and "integer expression" not in done.stderr
+        )
         if flag == "--num-layers":
             assert done.returncode == 2 and "--num-layers BASH_VERSINFO[$(>ran)] is no whole number" in done.stderr
         else:
@@ -302,8 +484,16 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
 def test_lists_may_stand_on_several_lines_and_the_recipe_in_another_folder(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/own.yaml").write_text(ZOO_FILE)
-    done = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH="recipes/own.yaml", VALIDATE="0", TRAINING_PARAMS="--lr 2e-4\n--min-lr\n1e-5\n",
-               DATA_PATH="0.5 a\n0.5 b\n", RECOMPUTE="moe_act\nlayernorm", SEQ_LEN="512")
+    done = dry(
+        "launch.sh",
+        tmp_path,
+        TRAINING_PARAMS_PATH="recipes/own.yaml",
+        VALIDATE="0",
+        TRAINING_PARAMS="--lr 2e-4\n--min-lr\n1e-5\n",
+        DATA_PATH="0.5 a\n0.5 b\n",
+        RECOMPUTE="moe_act\nlayernorm",
+        SEQ_LEN="512",
+    )
     text = " ".join(done.stdout.partition("command: ")[2].split())
     assert f"--preset {tmp_path}/recipes/own.yaml " in text  # the ranks may start elsewhere
     assert "--max-position-embeddings" not in text  # the file has been read: it has more positions
@@ -313,9 +503,19 @@ def test_lists_may_stand_on_several_lines_and_the_recipe_in_another_folder(tmp_p
 
 def test_a_recipe_in_megatrons_shape_is_read_too(tmp_path):
     """ARGS, and names with underscores."""
-    (tmp_path / "own.yaml").write_text("ENV_VARS:\n  data_path: not a flag\nARGS:\n  num_layers: 4\n  max_position_embeddings: 4096\n"
-                                       "  'data_path': somewhere  # else\n  moe_grouped_gemm: true\n")
-    done = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH="own.yaml", VALIDATE="0", SEQ_LEN="512", MOE_GROUPED_GEMM="false", PP="2")
+    (tmp_path / "own.yaml").write_text(
+        "ENV_VARS:\n  data_path: not a flag\nARGS:\n  num_layers: 4\n  max_position_embeddings: 4096\n"
+        "  'data_path': somewhere  # else\n  moe_grouped_gemm: true\n"
+    )
+    done = dry(
+        "launch.sh",
+        tmp_path,
+        TRAINING_PARAMS_PATH="own.yaml",
+        VALIDATE="0",
+        SEQ_LEN="512",
+        MOE_GROUPED_GEMM="false",
+        PP="2",
+    )
     assert "--mock-data" not in done.stdout and "--max-position-embeddings" not in done.stdout
     assert "MOE_GROUPED_GEMM=false has no effect" in done.stdout
 
@@ -323,26 +523,49 @@ def test_a_recipe_in_megatrons_shape_is_read_too(tmp_path):
 def test_other_variables_of_the_zoo_act(tmp_path):
     def flags_of(script="sbatch_train.sh", **variables):
         done = dry(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
-        return flags_in(done.stdout.replace("command: ", "FLAGS=") if script == "launch.sh" else done.stdout), done.stdout
+        return flags_in(
+            done.stdout.replace("command: ", "FLAGS=") if script == "launch.sh" else done.stdout
+        ), done.stdout
 
-    flags, text = flags_of(MOE_TOKEN_DISPATCHER="alltoall", MOE_GROUPED_GEMM="true", SEQ_LEN="4096", DATA_PATH="mock", TOKENIZER_MODEL="mock",
-                           LOAD_PATH="/weights", PRETRAIN="1")
+    flags, text = flags_of(
+        MOE_TOKEN_DISPATCHER="alltoall",
+        MOE_GROUPED_GEMM="true",
+        SEQ_LEN="4096",
+        DATA_PATH="mock",
+        TOKENIZER_MODEL="mock",
+        LOAD_PATH="/weights",
+        PRETRAIN="1",
+    )
     assert value(flags, "--moe-token-dispatcher-type") == "alltoall" and "--moe-grouped-gemm" in flags
     assert value(flags, "--seq-length") == "4096" and "--max-position-embeddings" not in flags  # raised, not lowered
-    assert "--mock-data" in flags and "--tokenizer-model" not in flags and "--load" not in flags and "names data" not in text
+    assert (
+        "--mock-data" in flags
+        and "--tokenizer-model" not in flags
+        and "--load" not in flags
+        and "names data" not in text
+    )
     assert value(flags_of(SEQ_LEN="131072")[0], "--max-position-embeddings") == "131072"
     assert "MOE_GROUPED_GEMM=false has no effect" in flags_of(MOE_GROUPED_GEMM="false")[1]
-    flags, text = flags_of(PR="mxfp8", OPTIMIZER_OFFLOAD="1", WANDB_API_KEY="secret", WANDB_PROJECT="ours", COMMENT="first", PROFILE="nsys")
+    flags, text = flags_of(
+        PR="mxfp8", OPTIMIZER_OFFLOAD="1", WANDB_API_KEY="secret", WANDB_PROJECT="ours", COMMENT="first", PROFILE="nsys"
+    )
     assert "--fp8-param-gather" not in flags and value(flags, "--wandb-project") == "ours"
     assert value(flags, "--wandb-exp-name") == "qwen3_30b_a3b-TP1PP1EP8CP1VPP1-MBS1GBS256-first"
-    assert "WANDB_MODE=online" in text and "secret" not in text and f"NSYS_OUTPUT={tmp_path}/runs/qwen3_30b_a3b/nsys/qwen3_30b_a3b-" in text
+    assert (
+        "WANDB_MODE=online" in text
+        and "secret" not in text
+        and f"NSYS_OUTPUT={tmp_path}/runs/qwen3_30b_a3b/nsys/qwen3_30b_a3b-" in text
+    )
     program = tmp_path / "mine.py"
     program.touch()
     for script in ("sbatch_train.sh", "launch.sh"):
         flags, text = flags_of(script, GB200_CLUSTER="1", TRAINING_SCRIPT_PATH=str(program))
         assert f" -u {program} --preset" in text and "NVLINK_DOMAIN_SIZE=72" in text
         assert ("--ntasks-per-node=4" if script == "sbatch_train.sh" else "--nproc-per-node 4") in text
-    assert "TRAINING_SCRIPT_PATH=none.py" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
+    assert (
+        "TRAINING_SCRIPT_PATH=none.py"
+        in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
+    )
     assert "TP=x: a whole number" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
 
 
@@ -350,21 +573,45 @@ def test_other_variables_of_the_zoo_act(tmp_path):
 @pytest.mark.parametrize("script", ["sbatch_train.sh", "launch.sh"])
 def test_every_best_practice_line_of_the_zoo(tmp_path, script):
     """Each is accepted, and planned to fit the hardware it was measured on."""
-    lines = [line for line in Path(__file__).with_name("zoo_lines.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in Path(__file__).with_name("zoo_lines.txt").read_text().splitlines() if not line.startswith("#")
+    ]
     assert len(lines) == 33
     codes = {}
     for line in lines:
         hardware, *words = shlex.split(line)  # (one layout comes in quotes of its own)
         count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
         env = surroundings(DRY_RUN="1", HARDWARE=hardware, **dict(word.split("=", 1) for word in words[:count]))
-        codes[line] = subprocess.run(["bash", str(SCRIPTS / script), *words[count:]], cwd=tmp_path, env=env, capture_output=True, check=False).returncode
+        codes[line] = subprocess.run(
+            ["bash", str(SCRIPTS / script), *words[count:]], cwd=tmp_path, env=env, capture_output=True, check=False
+        ).returncode
     assert {line: code for line, code in codes.items() if code != 0} == {}
 
 
 def test_arrays_dependencies_and_requeueing_are_sbatchs(tmp_path):
-    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", ARRAY="5", DEPENDENCY="afterok:12", SIGNAL_SECONDS="300",
-               RUN_TIME="1:00:00", GB200_CLUSTER="1", NNODES="2", SEGMENT="2", HARDWARE="gb200")
-    for wanted in ("--array=1-5%1", "--dependency=afterok:12", "--signal=USR1@300", "--time=1:00:00", "--ntasks-per-node=4", "--segment=2"):
+    done = dry(
+        "sbatch_train.sh",
+        tmp_path,
+        MODEL="mixtral_8x7b",
+        EP="8",
+        PP="1",
+        ARRAY="5",
+        DEPENDENCY="afterok:12",
+        SIGNAL_SECONDS="300",
+        RUN_TIME="1:00:00",
+        GB200_CLUSTER="1",
+        NNODES="2",
+        SEGMENT="2",
+        HARDWARE="gb200",
+    )
+    for wanted in (
+        "--array=1-5%1",
+        "--dependency=afterok:12",
+        "--signal=USR1@300",
+        "--time=1:00:00",
+        "--ntasks-per-node=4",
+        "--segment=2",
+    ):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
 
 
@@ -380,10 +627,10 @@ def test_every_preset_has_a_wrapper():
 
 
 def test_layouts_hold_every_layer_once():
-    assert layout(61, 1, 8, None, True) == "Et|(tt|)*30mL"
-    assert layout(32, 0, 8, None, False) is layout(32, 0, 4, 8, True) is None  # an even split does
-    assert layout(7, 0, 2, None, False) == "Etttt|tttL"
-    assert layout(7, 0, 2, 2, False) == "Ett|(tt|)*2tL"
+    assert make_layout(61, 1, 8, None, True) == "Et|(tt|)*30mL"
+    assert make_layout(32, 0, 8, None, False) is make_layout(32, 0, 4, 8, True) is None  # an even split does
+    assert make_layout(7, 0, 2, None, False) == "Etttt|tttL"
+    assert make_layout(7, 0, 2, 2, False) == "Ett|(tt|)*2tL"
 
 
 def test_the_exit_code_is_the_ranks():
@@ -396,9 +643,13 @@ def test_the_exit_code_is_the_ranks():
 
 def test_a_signal_for_torchrun_is_an_exit_code_and_no_traceback(tmp_path):
     """As Ctrl-C is, which the terminal sends to torchrun and its ranks."""
-    (tmp_path / "rank.py").write_text("import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\npathlib.Path('ready').touch()\ntime.sleep(600)\n")
+    (tmp_path / "rank.py").write_text(
+        "import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\npathlib.Path('ready').touch()\ntime.sleep(600)\n"
+    )
     words = [sys.executable, str(SCRIPTS / "torchrun.py"), "--standalone", "--nproc-per-node", "1", "rank.py"]
-    process = subprocess.Popen(words, cwd=tmp_path, env=surroundings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=surroundings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_until((tmp_path / "ready").exists)
         process.send_signal(signal.SIGINT)
@@ -406,25 +657,44 @@ def test_a_signal_for_torchrun_is_an_exit_code_and_no_traceback(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err, err
-    assert err.endswith("the run has been ended by SIGINT\n")
+    assert err.endswith("the run was terminated by SIGINT\n")
 
 
 def test_the_shell_scripts_are_clean():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", *map(str, sorted(SCRIPTS.glob("*.sh")))], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["shellcheck", *map(str, sorted(SCRIPTS.glob("*.sh")))], capture_output=True, text=True, check=False
+    )
     assert done.stdout == ""
 
 
 def test_torchruns_ranks_save_and_the_same_command_goes_on(tmp_path):
     """SIGTERM to the launcher: both ranks save together, exit code 75; then the same command does the rest."""
     recipe = tmp_path / "tiny.yaml"
-    line = [*TINY, *MOCK, "--train-iters", "100000", "--lr-decay-iters", "100", "--save-interval", "100000", "--distributed-backend", "gloo"]
+    line = [
+        *TINY,
+        *MOCK,
+        "--train-iters",
+        "100000",
+        "--lr-decay-iters",
+        "100",
+        "--save-interval",
+        "100000",
+        "--distributed-backend",
+        "gloo",
+    ]
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
     env = surroundings(MODEL=str(recipe), GPUS_PER_NODE="2", OUTPUT_PATH=str(tmp_path / "out"), BIND="none")
     metrics = tmp_path / "out" / "checkpoints" / "metrics.jsonl"
-    launcher = subprocess.Popen(["bash", str(SCRIPTS / "launch.sh"), *line], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True)
+    launcher = subprocess.Popen(
+        ["bash", str(SCRIPTS / "launch.sh"), *line],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.stat().st_size) and launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -433,8 +703,15 @@ def test_torchruns_ranks_save_and_the_same_command_goes_on(tmp_path):
     assert launcher.returncode == 75, output[-3000:]
     done = len(read_metrics(metrics))
     assert "receiving SIGUSR1" in output
-    again = subprocess.run(["bash", str(SCRIPTS / "launch.sh"), *line, "--exit-interval", str(done + 1)], cwd=tmp_path, env=env,
-                           capture_output=True, text=True, timeout=600, check=False)
+    again = subprocess.run(
+        ["bash", str(SCRIPTS / "launch.sh"), *line, "--exit-interval", str(done + 1)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert [record["iteration"] for record in read_metrics(metrics)] == list(range(1, done + 2))
     assert len(list((tmp_path / "out" / "logs").rglob("std*.log"))) >= 4

@@ -69,7 +69,9 @@ def test_an_environment_of_another_checkout_is_not_up_to_date(tmp_path):
     """Installed editable, it would run the other one's code."""
     stub = tmp_path / "venv" / "bin" / "python"
     stub.parent.mkdir(parents=True)
-    stub.write_text(f'#!/bin/bash\n[ "$1" = -m ] && echo "$*" >>{tmp_path}/calls\n[ "$1" != --version ] || echo Python 3.11.0\nexit 0\n')
+    stub.write_text(
+        f'#!/bin/bash\n[ "$1" = -m ] && echo "$*" >>{tmp_path}/calls\n[ "$1" != --version ] || echo Python 3.11.0\nexit 0\n'
+    )
     stub.chmod(0o755)
     said = []
     for name in ("one", "one", "two", "one"):
@@ -78,14 +80,27 @@ def test_an_environment_of_another_checkout_is_not_up_to_date(tmp_path):
         for file in ("setup.py", "constraints.txt", "scripts/environment.sh"):
             (other / file).write_bytes((ROOT / file).read_bytes())
         env = {**os.environ, "PYTHON": str(stub), "MOE_TRAINER_VENV": str(tmp_path / "venv")}
-        done = subprocess.run(["bash", "-euc", f'. "{other}/scripts/environment.sh"; make_environment test'], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash", "-euc", f'. "{other}/scripts/environment.sh"; make_environment test'],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         said.append("up to date" in done.stdout)
     assert said == [False, True, False, False]
-    assert [line.rpartition("/")[2] for line in (tmp_path / "calls").read_text().splitlines() if "--editable" in line] == ["one", "two", "one"]
+    assert [
+        line.rpartition("/")[2] for line in (tmp_path / "calls").read_text().splitlines() if "--editable" in line
+    ] == ["one", "two", "one"]
 
 
 def test_the_unigram_loss_is_this_checkouts(tmp_path):
     (tmp_path / "moe_trainer").mkdir()
     (tmp_path / "moe_trainer" / "__init__.py").write_text("raise RuntimeError('another checkout')")
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "unigram_loss.py"), "--help"], env={**os.environ, "PYTHONPATH": str(tmp_path)},
-                   cwd=tmp_path, capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "unigram_loss.py"), "--help"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )

@@ -12,12 +12,13 @@ import torch
 from commands import environment, rank_variables, run
 from safetensors.torch import load_file, save_file
 
-import moe_trainer.proof.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
-from moe_trainer.guard import record, rejection
-from moe_trainer.guard.record import Record
+import moe_trainer.verification.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
+from moe_trainer.debug import step_record
+from moe_trainer.debug.step_record import Record
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.moe.router import TopKRouter
+from moe_trainer.resilience import rejection
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"
 MODEL = (
@@ -77,7 +78,7 @@ def four_ranks(tmp_path_factory):
 def test_the_same_flags_give_the_same_bits(one_rank, replay):
     code, out, err = replay(one_rank)
     assert code == 0 and "quantities within their tolerances, bit for bit" in out, out + err
-    assert "chosen experts: 2, 0 part" in out and "token losses loss" in out and "gradient norm" in out
+    assert "chosen experts: 2, 0 differ" in out and "token losses loss" in out and "gradient norm" in out
 
 
 @pytest.mark.parametrize("flags", [
@@ -93,21 +94,23 @@ def test_the_same_flags_give_the_same_bits(one_rank, replay):
 def test_another_mapping_is_equal_within_fp32(one_rank, replay, flags):
     code, out, err = replay(one_rank, *flags.split())
     assert code == 0, out + err
-    assert "allowed (fp32)" in out and "\n*" not in out
+    assert "(fp32): outputs" in out and "\n*" not in out
 
 
 def test_recorded_on_four_ranks_and_run_again_on_them_and_on_one(four_ranks, replay):
     code, out, err = replay(four_ranks)
     assert code == 0 and "pp 2 dp 2 ep 2 on 4 ranks" in out and "bit for bit" in out, out + err
     code, out, err = replay(four_ranks, "--one-process")
-    assert code == 0 and "here:     one process" in out, out + err
+    assert code == 0 and "replayed: one process" in out, out + err
 
 
 def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, replay):
     """The runs were the same up to rounding, one step before: their records say so."""
     one, four = Record.open(one_rank), Record.open(four_ranks)
     assert one.head["sample_numbers"] == four.head["sample_numbers"] == list(range(8, 16))
-    assert one.names(record.TRACE) == four.names(record.TRACE) or set(one.names(record.TRACE)) == set(four.names(record.TRACE))
+    assert one.names(step_record.TRACE) == four.names(step_record.TRACE) or set(one.names(step_record.TRACE)) == set(
+        four.names(step_record.TRACE)
+    )
     for name, tensor in one.batch().items():
         assert torch.equal(tensor, four.batch()[name]), name
     weights = load_file(one.weights), load_file(four.weights)
@@ -118,33 +121,53 @@ def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, repla
 
 def test_another_dtype_says_which_tolerances_count_and_what_rounding_does(one_rank, replay):
     code, out, err = replay(one_rank, "--bf16")
-    assert "allowed (bf16, the coarser of fp32 and bf16)" in out and "fp32 was recorded, here it is bf16" in out, out + err
-    assert code == int("the first tensor that parts" in out) and ("\n*" in out) == bool(code)
+    assert "(bf16, the lower precision of fp32 and bf16)" in out and "recorded with fp32, replayed with bf16" in out, (
+        out + err
+    )
+    assert code == int("first difference" in out) and ("\n*" in out) == bool(code)
     if code:
-        assert "the recorded flags again, on this machine: 0\n" in out
+        assert "with the recorded flags, run again on this machine: 0\n" in out
 
 
 def test_with_bf16_recorded_fp32_is_asked_for_by_a_word(tmp_path, replay):
     folder = recorded(tmp_path, "--bf16")
     assert replay(folder)[1].count("bit for bit") == 1
     code, out, err = replay(folder, "--fp32")
-    assert code in (0, 1) and "here:     one process, fp32" in out and "bf16 was recorded, here it is fp32" in out, out + err
+    assert (
+        code in (0, 1) and "replayed: one process, fp32" in out and "recorded with bf16, replayed with fp32" in out
+    ), out + err
 
 
 def test_dropout_is_the_same_on_the_same_ranks_and_cannot_be_on_others(tmp_path, replay):
-    folder = recorded(tmp_path, "--hidden-dropout", "0.1", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2)
+    folder = recorded(
+        tmp_path, "--hidden-dropout", "0.1", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2
+    )
     code, out, err = replay(folder)
     assert code == 0 and "bit for bit" in out, out + err
     code, out, _ = replay(folder, "--one-process")
-    assert code == 1 and "the first tensor that parts: output of embedding" in out
-    assert "cannot be equal: --hidden-dropout: every rank draws its own random numbers" in out
+    assert code == 1 and "first difference: output of embedding" in out
+    assert "expected difference: --hidden-dropout: every rank draws its own random numbers" in out
 
 
 def test_what_a_mapping_drops_is_said(tmp_path, replay):
-    folder = recorded(tmp_path, "--moe-expert-capacity-factor", "1.0", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2)
+    folder = recorded(
+        tmp_path,
+        "--moe-expert-capacity-factor",
+        "1.0",
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        ranks=2,
+    )
     code, out, err = replay(folder, "--one-process")
-    assert code == 1 and "cannot be equal: --moe-expert-capacity-factor: a capacity counts the tokens of one rank" in out, out + err
-    assert "the first tensor that parts: chosen experts of decoder.layers.1.mlp.router" in out and "dropped otherwise, or a fault" in out
+    assert (
+        code == 1
+        and "expected difference: --moe-expert-capacity-factor: the capacity counts the tokens of one rank" in out
+    ), out + err
+    assert (
+        "first difference: chosen experts of decoder.layers.1.mlp.router" in out
+        and "other tokens dropped, or a fault" in out
+    )
 
 
 MANY_TOKENS = "--bf16 --num-experts 8 --seq-length 64 --max-position-embeddings 64 --global-batch-size 16".split()
@@ -153,8 +176,8 @@ MANY_TOKENS = "--bf16 --num-experts 8 --seq-length 64 --max-position-embeddings 
 def test_a_near_tie_is_no_fault_and_a_fault_no_near_tie(tmp_path, replay, monkeypatch):
     folder = recorded(tmp_path, *MANY_TOKENS)
     _, out, err = replay(folder, "--fp32")
-    assert "near ties of the routing: " in out and "not judged, behind near ties" in out, out + err
-    assert "chosen experts: 2, 0 part" in out and "that parts: chosen experts" not in out, out
+    assert "near ties of the routing: " in out and "excluded because they follow near ties" in out, out + err
+    assert "chosen experts: 2, 0 differ" in out and "first difference: chosen experts" not in out, out
     right = TopKRouter._route
 
     def wrong(self, logits_TE, *chosen):
@@ -163,20 +186,37 @@ def test_a_near_tie_is_no_fault_and_a_fault_no_near_tie(tmp_path, replay, monkey
 
     monkeypatch.setattr(TopKRouter, "_route", wrong)
     code, out, err = replay(folder)
-    assert code == 1 and "the first tensor that parts: chosen experts of decoder.layers.1.mlp.router\n" in out, out + err
+    assert code == 1 and "first difference: chosen experts of decoder.layers.1.mlp.router\n" in out, out + err
     assert "tokens, first in decoder.layers.1" not in out and "token 2; 8 of 1024 tokens" in out, out
 
 
 EVEN = "--num-layers 4 --moe-layer-freq 1 "
 KINDS = {
-    "zero bubble, tied": (EVEN + "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --untie-embeddings-and-output-weights=false", 2),
-    "virtual stages, overlap, bf16": (EVEN + "--moe-token-dispatcher-type alltoall --bf16 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 "
-                                      "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4),
+    "zero bubble, tied": (
+        EVEN
+        + "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --untie-embeddings-and-output-weights=false",
+        2,
+    ),
+    "virtual stages, overlap, bf16": (
+        EVEN
+        + "--moe-token-dispatcher-type alltoall --bf16 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        4,
+    ),
     "fully sharded": ("--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist", 2),
-    "Megatron's full sharding": ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
-                                 "--use-distributed-optimizer --ckpt-format fsdp_dtensor", 2),
-    "one layer for two depths": ("--mtp-num-layers 2 --mtp-use-repeated-layer --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1", 2),
-    "documents over context ranks": ("--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask --reset-position-ids --eod-mask-loss", 2),
+    "Megatron's full sharding": (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+        "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+        2,
+    ),
+    "one layer for two depths": (
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
+        2,
+    ),
+    "documents over context ranks": (
+        "--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask --reset-position-ids --eod-mask-loss",
+        2,
+    ),
     "a loss per token": ("--calculate-per-token-loss --context-parallel-size 2 --tensor-model-parallel-size 2", 4),
     "fp16": ("--fp16", 2),
     "global balance": ("--moe-router-load-balancing-type global_aux_loss", 1),
@@ -195,18 +235,25 @@ def test_every_kind_of_run_comes_again_to_the_bit_and_on_one_process(kind, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--fp8-format hybrid --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel",
-                                   "--fp8-format e4m3 --fp8-recipe blockwise --expert-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-format hybrid --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel",
+        "--fp8-format e4m3 --fp8-recipe blockwise --expert-model-parallel-size 2",
+    ],
+)
 def test_a_run_in_8_bits_comes_again_to_the_bit(flags, tmp_path, replay):
     code, out, err = replay(recorded(tmp_path, "--bf16", *flags.split(), ranks=2))
-    assert code == 0 and "bit for bit" in out and "allowed (8 or 4 bits)" in out, out + err
+    assert code == 0 and "bit for bit" in out and "(fp8 or fp4): outputs" in out, out + err
 
 
 @pytest.mark.slow
 def test_ranks_of_a_launcher_do_it_together(one_rank):
     command = [sys.executable, SCRIPT, one_rank, "--tensor-model-parallel-size", "2"]
     with rank_variables(2) as variables:
-        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**each)) for each in variables]
+        ranks = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**each)) for each in variables
+        ]
         told = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0] and "quantities within their tolerances" in told[0], told
 
@@ -220,9 +267,11 @@ def test_a_mistake_in_a_layer_is_found_where_it_is(one_rank, replay, monkeypatch
     monkeypatch.setattr(MoELayer, "forward", wrong)
     code, out, err = replay(one_rank, "--expert-model-parallel-size", "2")
     assert code == 1, out + err
-    assert "the first tensor that parts: output of decoder.layers.1.mlp\n" in out
+    assert "first difference: output of decoder.layers.1.mlp\n" in out
     assert "first in microbatch 1, sample 8, token 0; 256 of 256 tokens" in out
-    assert "it is the first of" in out and "\n*   decoder.layers.2.self_attention" in out
+    assert (
+        "quantities differ; those before this one are equal" in out and "\n*   decoder.layers.2.self_attention" in out
+    )
 
 
 def test_a_mistake_at_one_token_is_named_with_microbatch_and_sample(one_rank, replay, monkeypatch):
@@ -238,19 +287,19 @@ def test_a_mistake_at_one_token_is_named_with_microbatch_and_sample(one_rank, re
     monkeypatch.setattr(MLP, "forward", wrong)
     code, out, err = replay(one_rank)
     assert code == 1, out + err
-    assert "the first tensor that parts: output of decoder.layers.0.mlp\n" in out
+    assert "first difference: output of decoder.layers.0.mlp\n" in out
     assert "first in microbatch 3, sample 13, token 17; 1 of 256 tokens" in out
 
 
 def altered(folder, target, name, change):
     """A copy of a record with another weight, whole again."""
     shutil.copytree(folder, target)
-    weights = load_file(target / record.WEIGHTS)
+    weights = load_file(target / step_record.WEIGHTS)
     change(weights[name])
-    save_file(weights, target / record.WEIGHTS)
-    head = json.loads((target / record.HEAD).read_text())
+    save_file(weights, target / step_record.WEIGHTS)
+    head = json.loads((target / step_record.HEAD).read_text())
     beside = target.rename(target.with_name("unsealed"))
-    record.seal(beside, target, head, head["files"])
+    step_record.finalize_record(beside, target, head, head["files"])
     return target
 
 
@@ -266,32 +315,38 @@ def test_another_weight_shows_first_where_it_is_used(one_rank, replay, tmp_path,
         weight.add_(torch.linspace(-0.5, 0.5, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
 
     code, out, err = replay(altered(one_rank, tmp_path / "record", name, change))
-    assert code == 1 and f"the first tensor that parts: {first}\n" in out, out + err
+    assert code == 1 and f"first difference: {first}\n" in out, out + err
 
 
 def test_a_loss_that_is_not_finite_is_recorded_before_the_run_ends(tmp_path, replay, monkeypatch):
     right = MLP.forward
     monkeypatch.setattr(MLP, "forward", lambda self, x_SBH: right(self, x_SBH) * float("nan"))
     finished = run([*MODEL[:-1], "1"], tmp_path)
-    assert finished.returncode not in (0, 2) and "iteration 1 is recorded in ck/recorded_step_1" in finished.stderr, finished.stderr
+    assert finished.returncode not in (0, 2) and "iteration 1 is recorded in ck/recorded_step_1" in finished.stderr, (
+        finished.stderr
+    )
     found = Record.open(tmp_path / "ck" / "recorded_step_1")
     assert "nan" in found.head["failure"]
     assert found.joined("trace/embedding").isfinite().all() and found.joined("trace/decoder.layers.0.mlp").isnan().all()
     code, out, err = replay(found.folder)
-    assert code == 0 and "the recorded run ended so: " in out and "bit for bit" in out, out + err
+    assert code == 0 and "the recorded run failed: " in out and "bit for bit" in out, out + err
 
 
 def test_an_iteration_that_was_skipped_comes_again_to_the_bit(tmp_path, replay, monkeypatch):
-    spike = rejection.Reason("spike", "the loss is a spike")
-    monkeypatch.setattr(rejection.History, "judge_loss", lambda self, loss, rules: spike if rules.spikes else None)
+    spike = rejection.RejectionReason("spike", "the loss is a spike")
+    monkeypatch.setattr(rejection.LossHistory, "judge_loss", lambda self, loss, rules: spike if rules.spikes else None)
     finished = run([*MODEL, "--check-for-spiky-loss", "--on-loss-spike", "skip", "--rerun-mode", "disabled"], tmp_path)
     found = Record.open(tmp_path / "ck" / "recorded_step_2")
     assert finished.returncode == 0 and found.head["skipped"] == "the loss is a spike", finished.stderr
     code, out, err = replay(found.folder)
-    assert code == 0 and "the recorded run made no update: the loss is a spike\n" in out and "bit for bit" in out, out + err
+    assert code == 0 and "the recorded run skipped the update: the loss is a spike\n" in out and "bit for bit" in out, (
+        out + err
+    )
 
 
-@pytest.mark.parametrize("name", [record.WEIGHTS, record.GRADIENTS, "rank_00000.safetensors", "random_00000.pt", record.HEAD])
+@pytest.mark.parametrize(
+    "name", [step_record.WEIGHTS, step_record.GRADIENTS, "rank_00000.safetensors", "random_00000.pt", step_record.HEAD]
+)
 def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
     shutil.copytree(one_rank, tmp_path / "record")
     path = tmp_path / "record" / name
@@ -313,7 +368,7 @@ def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
     (["--against", "nowhere"], "nowhere: there is no such folder"),
     (["--against", "nowhere", "--swiglu"], "it takes no flags"),
     (["--timeout", "nan"], "--timeout nan"),
-    (["--keep", "/"], "--keep /: there is something already"),
+    (["--keep", "/"], "--keep /: already exists"),
 ])  # fmt: skip
 def test_wrong_input_ends_with_2_and_without_a_traceback(one_rank, replay, words, said):
     code, out, err = replay(one_rank, *words)
@@ -325,14 +380,18 @@ def test_what_is_no_record_is_refused(replay, tmp_path):
     code, _, err = replay(tmp_path)
     assert code == 2 and "record.json: there is no such file" in err
     code, _, err = replay("--one-process")
-    assert code == 2 and "the folder of the record comes first" in err
+    assert code == 2 and "the directory of the record comes first" in err
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / "recorded_step_2.unfinished").write_text("in the way")
     finished = run(MODEL, tmp_path)
-    assert finished.returncode == 0 and "this iteration is not recorded" in finished.stderr and "the run goes on" in finished.stderr
+    assert (
+        finished.returncode == 0
+        and "this iteration is not recorded" in finished.stderr
+        and "the run goes on" in finished.stderr
+    )
     assert not (tmp_path / "ck" / "recorded_step_2").exists() and (tmp_path / "ck" / "iter_0000003").is_dir()
 
 
@@ -345,7 +404,7 @@ def test_recording_changes_nothing(tmp_path, one_rank):
 
 
 def test_record_step_needs_a_place(tmp_path):
-    words = MODEL[:MODEL.index("--save")]
+    words = MODEL[: MODEL.index("--save")]
     finished = run([*words, "--record-step", "2"], tmp_path)
     assert finished.returncode == 2 and "--record-step 2 needs --save DIR" in finished.stderr
 

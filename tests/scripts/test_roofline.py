@@ -1,4 +1,4 @@
-"""scripts/roofline.py: a step of several pipeline stages from what they launch, and what it says where it cannot."""
+"""Tests of scripts/roofline.py: a step of several pipeline stages, and errors."""
 
 import importlib.util
 import json
@@ -9,8 +9,11 @@ import pytest
 from emulated_cuda import build
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "roofline.py"
-TINY = ("--preset mixtral_tiny --mock-data --bf16 --world-size 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
-        "--moe-token-dispatcher-type alltoall --global-batch-size 32 --micro-batch-size 1 --seq-length 512")
+TINY = (
+    "--preset mixtral_tiny --mock-data --bf16 --world-size 4 --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32 --micro-batch-size 1 "
+    "--seq-length 512"
+)
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def roofline():
     return module
 
 
-def test_a_step_of_two_stages(roofline, capsys, tmp_path):
+def test_estimates_a_step_of_two_stages(roofline, capsys, tmp_path):
     try:
         build.library()
     except build.CannotBuild as error:
@@ -30,28 +33,34 @@ def test_a_step_of_two_stages(roofline, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "4 x gb200; executed: pipeline stages 0 1 of 2, of 16 microbatches 3" in out
     assert "the 10 most expensive lines" in out and "nearest published run" in out and "why the two differ" in out
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert found["step_s"] == pytest.approx(sum(found["step"].values()))
-    last = found["stages"]["1"]
-    # a wait of each layer and microbatch, and three of the iteration
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["step_s"] == pytest.approx(sum(report["step"].values()))
+    last = report["stages"]["1"]
+    # one wait per layer and microbatch, and three per iteration
     assert last["host_waits"] == 2 * 16 + 3
-    # one after the other takes longest, and nothing is faster than the device's peaks
+    # sequential execution takes longest, and nothing is faster than the device's peaks
     assert last["at_peaks_s"] < last["host_ahead_s"] < 1.001 * last["operators_s"]
     lines = {line.split(":")[0] for line in last["lines"]}
     assert {"ops/grouped_gemm.py", "optim/update.py", "layers/linear.py"} <= lines
     assert {"decoder.layers.2", "backward of decoder.layers.3"} <= set(last["layers_s"])
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    ("--hardware q100", "--hardware q100: there are a100"), ("--hardware cpu", "--hardware cpu: "), ("--micro-batch-size 3", "--global-batch-size"),
-    ("--skip-train", "--skip-train"), ("--moe-router-topk 9 --moe-rooter", "--moe-rooter"),
-])
-def test_refusals_name_the_flag(roofline, capsys, flags, named):
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--hardware q100", "--hardware q100: there are a100"),
+        ("--hardware cpu", "--hardware cpu: "),
+        ("--micro-batch-size 3", "--global-batch-size"),
+        ("--skip-train", "--skip-train"),
+        ("--moe-router-topk 9 --moe-rooter", "--moe-rooter"),
+    ],
+)
+def test_errors_name_the_flag(roofline, capsys, flags, named):
     assert roofline.main([*TINY.split(), *flags.split()]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_where_there_is_no_device(roofline, capsys, monkeypatch, tmp_path):
+def test_a_missing_device_is_an_error(roofline, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(roofline, "DEVICE", tmp_path)
     assert roofline.main(TINY.split()) == 2
     assert f"{tmp_path} is missing" in capsys.readouterr().err

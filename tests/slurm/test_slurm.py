@@ -15,12 +15,22 @@ from pathlib import Path
 import pytest
 from commands import environment, read_metrics, run
 from structure.source import ROOT
-from train.tiny import MOCK, TINY
+from training.tiny import MOCK, TINY
 
 ITERATIONS = 150
 SCRIPTS = ROOT / "scripts"
-LINE = [*TINY, *MOCK, "--train-iters", str(ITERATIONS), "--lr-decay-iters", str(ITERATIONS), "--save-interval", "1000",
-        "--distributed-backend", "gloo"]
+LINE = [
+    *TINY,
+    *MOCK,
+    "--train-iters",
+    str(ITERATIONS),
+    "--lr-decay-iters",
+    str(ITERATIONS),
+    "--save-interval",
+    "1000",
+    "--distributed-backend",
+    "gloo",
+]
 LONG = [*LINE, "--train-iters", "1000000"]
 
 
@@ -37,10 +47,26 @@ class Cluster:
     def submit(self, folder, *flags, **variables):
         recipe = folder / "tiny.yaml"
         recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-        settings = dict(MODEL=str(recipe), NNODES="2", GPUS_PER_NODE="1", GRES="none", RUN_TIME="60:00", PYTHON=sys.executable, BIND="none",
-                        OUTPUT_PATH=str(folder / "out"), ENVIRONMENT="OMP_NUM_THREADS=1 MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo")
-        done = subprocess.run(["bash", str(ROOT / "scripts" / "sbatch_train.sh"), *flags], cwd=folder, env={**self.env, **settings, **variables},
-                              capture_output=True, text=True, check=False, timeout=600)
+        settings = dict(
+            MODEL=str(recipe),
+            NNODES="2",
+            GPUS_PER_NODE="1",
+            GRES="none",
+            RUN_TIME="60:00",
+            PYTHON=sys.executable,
+            BIND="none",
+            OUTPUT_PATH=str(folder / "out"),
+            ENVIRONMENT="OMP_NUM_THREADS=1 MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo",
+        )
+        done = subprocess.run(
+            ["bash", str(ROOT / "scripts" / "sbatch_train.sh"), *flags],
+            cwd=folder,
+            env={**self.env, **settings, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[2].rstrip(":")
 
@@ -51,7 +77,9 @@ class Cluster:
     def wait(self, what, true, folder, seconds=900):
         deadline = time.monotonic() + seconds
         while not true():
-            logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted((folder / "out" / "logs").rglob("*.log")))
+            logs = "\n".join(
+                path.read_text(errors="replace")[-2000:] for path in sorted((folder / "out" / "logs").rglob("*.log"))
+            )
             assert time.monotonic() < deadline, f"waited in vain: {what}\n{logs}"
             time.sleep(0.2)
 
@@ -68,7 +96,13 @@ class Cluster:
         def started():
             if self.job(job, "JobState") not in ("PENDING", "COMPLETING"):
                 return True
-            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=self.env, capture_output=True, check=False, timeout=300)
+            subprocess.run(
+                ["scontrol", "update", f"JobId={job}", "StartTime=now"],
+                env=self.env,
+                capture_output=True,
+                check=False,
+                timeout=300,
+            )
             time.sleep(0.5)
             return False
 
@@ -83,7 +117,11 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(shared, tmp_path_factory):
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") is None]
+    missing = [
+        name
+        for name in ("slurmctld", "slurmd", "sbatch", "munged")
+        if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") is None
+    ]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (apt-get install --no-install-recommends slurm-wlm munge)")
     if os.geteuid() != 0:
@@ -94,15 +132,27 @@ def cluster(shared, tmp_path_factory):
     environ = {**os.environ, "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
     # to a file: the daemons keep their output open, a pipe would never end
     with open(folder.parent / "up.log", "w") as log:
-        up = subprocess.run(["bash", str(tools / "slurm_up.sh"), "-n", "2", "-c", "2", "-g", "0", "-d", str(folder)], env=environ, check=False,
-                            stdout=log, stderr=log, timeout=300)
+        up = subprocess.run(
+            ["bash", str(tools / "slurm_up.sh"), "-n", "2", "-c", "2", "-g", "0", "-d", str(folder)],
+            env=environ,
+            check=False,
+            stdout=log,
+            stderr=log,
+            timeout=300,
+        )
     try:
         if up.returncode != 0:
             pytest.skip(f"SLURM does not come up here: {(folder.parent / 'up.log').read_text()[-500:]}")
         yield preempting(folder / "slurm.conf")
     finally:
-        subprocess.run(["bash", str(tools / "slurm_down.sh"), "-d", str(folder)], env=environ, check=False, timeout=300,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            ["bash", str(tools / "slurm_down.sh"), "-d", str(folder)],
+            env=environ,
+            check=False,
+            timeout=300,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def preempting(configuration):
@@ -110,8 +160,12 @@ def preempting(configuration):
     # A job that starts in the second in which it was ended is refused, its credential taken for the old one's. Elsewhere SLURM lets two
     # minutes pass; here, where nobody waits, three seconds (in microseconds).
     text = configuration.read_text().replace("sched_min_interval=0", "sched_min_interval=3000000")
-    configuration.write_text(text.replace("PartitionName=batch", "PartitionName=batch PriorityTier=1 GraceTime=60") + (
-        "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2\nPreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"))
+    configuration.write_text(
+        text.replace("PartitionName=batch", "PartitionName=batch PriorityTier=1 GraceTime=60")
+        + (
+            "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2\nPreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+        )
+    )
     cluster = Cluster(configuration)
     cluster("scontrol", "reconfigure")
     return cluster
@@ -141,19 +195,47 @@ def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model")]
     prefix = str(folder / "text")
-    for command in (["quickstart_text.py", str(folder), "--megabytes", "2", "--vocab-size", "4096"],
-                    ["preprocess_data.py", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod", *tokenizer]):
-        subprocess.run([sys.executable, str(SCRIPTS / command[0]), *command[1:]], env=environment(), check=True, capture_output=True, timeout=600)
-    return f"{prefix}_text_document", ["--split", "90,5,5", *tokenizer, "--micro-batch-size", "8", "--train-iters", "14",
-            "--lr-decay-iters", "14", "--log-interval", "1", "--eval-interval", "6", "--eval-iters", "1", "--save-interval", "1000",
-            "--distributed-backend", "gloo"]
+    for command in (
+        ["quickstart_text.py", str(folder), "--megabytes", "2", "--vocab-size", "4096"],
+        ["preprocess_data.py", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--append-eod", *tokenizer],
+    ):
+        subprocess.run(
+            [sys.executable, str(SCRIPTS / command[0]), *command[1:]],
+            env=environment(),
+            check=True,
+            capture_output=True,
+            timeout=600,
+        )
+    return f"{prefix}_text_document", [
+        "--split",
+        "90,5,5",
+        *tokenizer,
+        "--micro-batch-size",
+        "8",
+        "--train-iters",
+        "14",
+        "--lr-decay-iters",
+        "14",
+        "--log-interval",
+        "1",
+        "--eval-interval",
+        "6",
+        "--eval-iters",
+        "1",
+        "--save-interval",
+        "1000",
+        "--distributed-backend",
+        "gloo",
+    ]
 
 
 def curves(folder):
     """Everything that metrics.jsonl tells of training and validation, but times and memory."""
     clocks = ("elapsed", "memory", "throughput", "tokens_per", "flop", "mfu", "timers", "resumed_from", "run")
-    return [{name: value for name, value in record.items() if not any(word in name.lower() for word in clocks)}
-            for record in read_metrics(folder / "out" / "checkpoints" / "metrics.jsonl")]
+    return [
+        {name: value for name, value in record.items() if not any(word in name.lower() for word in clocks)}
+        for record in read_metrics(folder / "out" / "checkpoints" / "metrics.jsonl")
+    ]
 
 
 def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster, tmp_path, quickstart):
@@ -165,7 +247,9 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     cluster("scancel", "--signal=USR1", job)
     cluster.wait_for_requeue(job, 1, tmp_path)
     first = newest_checkpoint(tmp_path)
-    assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job) and first == len(records(tmp_path))
+    assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job) and first == len(
+        records(tmp_path)
+    )
     cluster.start_now(job, tmp_path)
     cluster.wait(f"iteration {first + 1}", lambda: len(records(tmp_path)) > first, tmp_path)
     cluster("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
@@ -175,17 +259,43 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     cluster.wait_for_state(job, "COMPLETED", folder=tmp_path)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    whole = run(["--preset", "mixtral_tiny", "--data-path", data, *flags, "--save", "out/checkpoints", "--tensorboard-dir", "out/tensorboard"], undisturbed, 2,
-                apart=True)
+    whole = run(
+        [
+            "--preset",
+            "mixtral_tiny",
+            "--data-path",
+            data,
+            *flags,
+            "--save",
+            "out/checkpoints",
+            "--tensorboard-dir",
+            "out/tensorboard",
+        ],
+        undisturbed,
+        2,
+        new_interpreter=True,
+    )
     assert whole.returncode == 0, whole.stderr
     assert curves(tmp_path) == curves(undisturbed)
     assert [record["iteration"] for record in records(tmp_path)] == list(range(1, 15))
     assert scalars(tmp_path) == scalars(undisturbed)
-    text = log_of(tmp_path, job)  # what a user reads: every iteration once and in order, saves, why it ended and what then
+    text = log_of(
+        tmp_path, job
+    )  # what a user reads: every iteration once and in order, saves, why it ended and what then
     assert [int(number) for number in re.findall(r"\] iteration +(\d+)/ +14 \|", text)] == list(range(1, 15))
-    told = [r"attempt 0: 2 ranks on \S+, newest checkpoint: none", "successfully saved checkpoint", "receiving SIGUSR1", r"attempt 0: interrupted, and saved",
-            r"attempt 1 starts when nodes are free", rf"attempt 1: 2 ranks on \S+, newest checkpoint: {first}", "attempt 1: interrupted, and saved",
-            "attempt 2 starts when nodes are free", "attempt 2: ", "validation loss at iteration 12", r"attempt 2: done \(exit code 0\), newest checkpoint: 14"]
+    told = [
+        r"attempt 0: 2 ranks on \S+, newest checkpoint: none",
+        "successfully saved checkpoint",
+        "receiving SIGUSR1",
+        r"attempt 0: interrupted, and saved",
+        r"attempt 1 starts when nodes are free",
+        rf"attempt 1: 2 ranks on \S+, newest checkpoint: {first}",
+        "attempt 1: interrupted, and saved",
+        "attempt 2 starts when nodes are free",
+        "attempt 2: ",
+        "validation loss at iteration 12",
+        r"attempt 2: done \(exit code 0\), newest checkpoint: 14",
+    ]
     assert re.search(".*".join(told), text, re.DOTALL)
     assert "Terminated" not in text and "exit code 75\n" not in text  # what looks like an error to bash and srun
     assert "end of arguments" not in text and "end of arguments" in ranks_of(tmp_path, f"{job}-0", 0)
@@ -200,7 +310,11 @@ def scalars(folder):
     """TensorBoard's losses: name -> [(step, value)], in the order of the files."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder / "out" / "tensorboard"), {"scalars": 0}).Reload()
-    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if "loss" in tag}
+    found = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+        if "loss" in tag
+    }
     assert found
     return found
 
@@ -210,10 +324,14 @@ def test_scancel_saves_and_is_final(cluster, tmp_path):
     cluster.wait("training", lambda: len(records(tmp_path)) >= 3, tmp_path)
     cluster("scancel", job)
     cluster.wait_for_state(job, "CANCELLED", folder=tmp_path)
-    cluster.wait("the save", lambda: (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").exists(), tmp_path)
+    cluster.wait(
+        "the save", lambda: (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").exists(), tmp_path
+    )
     cluster.wait("no job left", lambda: cluster("squeue", "-h") == "", tmp_path)
     assert cluster.job(job, "Restarts") == "0"
-    assert (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").read_text() == str(records(tmp_path)[-1]["iteration"])
+    assert (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").read_text() == str(
+        records(tmp_path)[-1]["iteration"]
+    )
 
 
 def test_a_killed_rank_ends_the_job_with_its_words(cluster, tmp_path):
@@ -251,7 +369,9 @@ def processes():
 
 def test_an_arrays_tasks_go_on_one_after_the_other(cluster, tmp_path):
     before = cluster("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
-    array = cluster.submit(tmp_path, *LINE, "--train-iters", "2", "--exit-duration-in-mins", "0", ARRAY="5", DEPENDENCY=f"afterok:{before}")
+    array = cluster.submit(
+        tmp_path, *LINE, "--train-iters", "2", "--exit-duration-in-mins", "0", ARRAY="5", DEPENDENCY=f"afterok:{before}"
+    )
     assert cluster.job(array, "Dependency") == f"afterok:{before}(unfulfilled)"
     cluster("scontrol", "release", before)
     cluster.wait("the end of the array", lambda: cluster("squeue", "-h") == "", tmp_path)
@@ -276,7 +396,9 @@ def test_a_node_that_goes_down_costs_the_work_since_the_last_save(cluster, tmp_p
         cluster.cancel(tmp_path)
     finally:
         # (its slurmd lives: SLURM may have taken it back already, and then refuses this)
-        subprocess.run(["scontrol", "update", "NodeName=node2", "State=RESUME"], env=cluster.env, capture_output=True, check=False)
+        subprocess.run(
+            ["scontrol", "update", "NodeName=node2", "State=RESUME"], env=cluster.env, capture_output=True, check=False
+        )
         cluster.wait("node2", lambda: cluster("sinfo", "-h", "-n", "node2", "-o", "%T").strip() == "idle", tmp_path)
     assert f"going on from iteration {saved} " in ranks_of(tmp_path, f"{job}-1", 0)
     assert not (tmp_path / "out" / "logs" / f"{job}-1" / "rank-1.log").exists()
@@ -288,7 +410,9 @@ def test_a_node_that_goes_down_costs_the_work_since_the_last_save(cluster, tmp_p
 def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
     """SLURM's own signal before the time limit: saved and requeued, with time left. Then attempts that cannot save end the job."""
     python = tmp_path / "python"  # of the later attempts a signal ends the interpreter before it has begun
-    python.write_text(f'#!/bin/bash\n[ "$SLURM_RESTART_COUNT" = "" ] || [ "$SLURM_RESTART_COUNT" = 0 ] || kill -TERM $$\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/bash\n[ "$SLURM_RESTART_COUNT" = "" ] || [ "$SLURM_RESTART_COUNT" = 0 ] || kill -TERM $$\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     job = cluster.submit(tmp_path, *LONG, RUN_TIME="1:00", SIGNAL_SECONDS="15", PYTHON=str(python))
     cluster.wait_for_requeue(job, 1, tmp_path)  # SLURM looks every thirty seconds
@@ -320,7 +444,7 @@ def test_a_node_that_dies_under_the_ranks_requeues_the_job(cluster, tmp_path):
     cluster.wait("training", lambda: len(records(tmp_path)) >= 12, tmp_path)
     rank = rank_1(tmp_path)
     step = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    daemon, = [process for process, line in processes() if "slurmd -D -N node2" in line]
+    (daemon,) = [process for process, line in processes() if "slurmd -D -N node2" in line]
     for process in (daemon, step, rank):
         os.kill(process, signal.SIGKILL)
     cluster.wait_for_requeue(job, 1, tmp_path)

@@ -1,7 +1,7 @@
-"""A room imports only from lower floors, and nothing imports in circles.
+"""Check the dependency rules: a module imports only from lower levels, and nothing imports in circles.
 
-Every import counts, also those inside functions and under TYPE_CHECKING. A new room or a new file directly under
-moe_trainer/ has to be entered in the table: where something stands is a decision.
+Every import counts, including those inside functions and under TYPE_CHECKING. A new package, or a new file directly
+under moe_trainer/, must be entered in LEVELS.
 """
 
 import subprocess
@@ -10,47 +10,77 @@ import sys
 import pytest
 from structure.source import PACKAGES, ROOT, imports, imports_of, known_modules, module_name, product_files
 
-GROUND = frozenset({"errors", "exit_codes", "backends", "place", "shape", "arguments"})
-MODEL_WING = frozenset({"ops", "parallel", "memory"}) | GROUND
-MACHINERY = frozenset({"parallel", "ops"}) | GROUND
-
-# room -> rooms it may import besides itself. `errors`, `exit_codes` and `place` are single files without imports of their own.
-ALLOWED = {
-    "model_zoo": frozenset(),
-    "arguments": frozenset({"model_zoo"}),
-    "errors": frozenset(),
-    "exit_codes": frozenset(),
-    "place": frozenset({"errors"}),
-    "backends": frozenset({"errors"}),
-    "shape": frozenset({"arguments"}),
-    "ops": frozenset(),
-    "parallel": frozenset({"errors"}),
-    "memory": frozenset({"ops", "parallel"}),
-    "pipeline": frozenset({"parallel", "ops", "memory", "shape"}),
-    "layers": MODEL_WING,
-    "moe": MODEL_WING | {"layers"},
-    "model": MODEL_WING | {"layers", "moe"},
-    "optim": MACHINERY,
-    "data": MACHINERY,
-    "checkpoint": MACHINERY,
-    "report": MACHINERY,
-    "guard": MACHINERY,
-    "planner": frozenset({"arguments", "exit_codes", "shape", "parallel"}),
-    "initialize": GROUND | {"parallel", "report"},
-    "proof": GROUND | {"training", "run", "initialize", "model", "moe", "pipeline", "data", "parallel", "ops", "guard", "checkpoint"},
+LEVELS = {
+    "errors": 0,
+    "exit_codes": 0,
+    "io": 0,
+    "launch_env": 0,
+    "backends": 0,
+    "model_zoo": 0,
+    "ops": 1,
+    "parallel": 1,
+    "arguments": 1,
+    "memory": 2,
+    "quantization": 2,
+    "pipeline": 2,
+    "estimate": 2,
+    "layers": 3,
+    "optim": 3,
+    "data": 3,
+    "checkpoint": 3,
+    "metrics": 3,
+    "resilience": 3,
+    "debug": 3,
+    "moe": 4,
+    "model": 5,
+    "training": 6,
+    "verification": 7,
+    "pretrain_moe": 8,
+    "scripts": 9,
+    "setup": 9,
 }
-# The roof may import everything: the loop and what belongs to it, and the entry points.
-ROOF = ("train", "training", "run", "pretrain_moe", "scripts", "setup")
-WITHOUT_TORCH = (
-    "arguments", "model_zoo", "moe_trainer.shape", "moe_trainer.place", "moe_trainer.errors", "moe_trainer.exit_codes", "moe_trainer.parallel.groups",
-    "moe_trainer.proof.shrink", "moe_trainer.proof.carried", "moe_trainer.proof.definitions", "moe_trainer.proof.low_precision",
-    "moe_trainer.proof.random_layouts", "moe_trainer.proof.mapping", "moe_trainer.proof.sizes", "moe_trainer.planner",
+MODEL = ("layers", "moe", "model")
+MACHINERY = ("pipeline", "optim", "data", "checkpoint", "metrics", "resilience", "debug")
+LEAVES = ("errors", "exit_codes", "io", "launch_env", "backends")
+# Pairs (importer, imported) that the levels alone would allow.
+FORBIDDEN = frozenset(
+    {(a, b) for a in MODEL for b in MACHINERY}
+    | {("arguments", leaf) for leaf in LEAVES}
+    | {("ops", leaf) for leaf in LEAVES}
 )
-ONLY_GRID = ("planner",)
+# Imports inside one level.
+SAME_LEVEL = frozenset(
+    {
+        ("launch_env", "errors"),
+        ("backends", "errors"),
+        ("pipeline", "memory"),
+        ("estimate", "pipeline"),
+    }
+)
+WITHOUT_TORCH = (
+    "arguments",
+    "model_zoo",
+    "moe_trainer.estimate",
+    "moe_trainer.launch_env",
+    "moe_trainer.errors",
+    "moe_trainer.exit_codes",
+    "moe_trainer.parallel.grid",
+    "moe_trainer.parallel.groups",
+    "moe_trainer.pipeline.orders",
+    "moe_trainer.pipeline.simulate",
+    "moe_trainer.pipeline.batch_sizes",
+    "moe_trainer.verification.definitions",
+    "moe_trainer.verification.kept_flags",
+    "moe_trainer.verification.low_precision",
+    "moe_trainer.verification.mapping",
+    "moe_trainer.verification.random_layouts",
+    "moe_trainer.verification.shrink",
+    "moe_trainer.verification.sizes",
+)
 
 
-def room(module: str) -> str:
-    """Return the room of a module: the part after moe_trainer, or the top-level name."""
+def package(module: str) -> str:
+    """Return the package of a module: the part after moe_trainer, or the top-level name."""
     parts = module.split(".")
     return parts[1] if parts[0] == "moe_trainer" and len(parts) > 1 else parts[0]
 
@@ -59,24 +89,30 @@ def is_ours(module: str) -> bool:
     return module.split(".")[0] in (*PACKAGES, "pretrain_moe", "scripts", "tests")
 
 
-def offences(module: str, found: list) -> list[str]:
-    """List the imports of a module that go up or across."""
-    here = room(module)
-    if here in ROOF:
-        return []
-    if here == "moe_trainer":
+def may_import(importer: str, imported: str) -> bool:
+    """Return True if the dependency rules let one package import another."""
+    if importer == imported or (importer, imported) in SAME_LEVEL:
+        return True
+    if imported not in LEVELS or (importer, imported) in FORBIDDEN:
+        return False
+    return LEVELS[imported] < LEVELS[importer]
+
+
+def violations(module: str, found: list) -> list[str]:
+    """List the imports of a module that break the dependency rules."""
+    importer = package(module)
+    if importer == "moe_trainer":
         return [f"{module}:{each.line} the package file must stay empty" for each in found]
-    if here not in ALLOWED:
-        return [f"{module}: enter the room {here!r} into the table of this test"]
+    if importer not in LEVELS:
+        return [f"{module}: enter the package {importer!r} in LEVELS of this test"]
     bad = []
     for each in found:
-        there = room(each.module)
-        if is_ours(each.module) and there != here and there not in ALLOWED[here]:
+        if is_ours(each.module) and not may_import(importer, package(each.module)):
             bad.append(f"{module}:{each.line} imports {each.module}")
-        elif here in ONLY_GRID and there == "parallel" and each.module != "moe_trainer.parallel.grid":
-            bad.append(f"{module}:{each.line} imports {each.module}: a plan may only use parallel/grid.py")
         elif module.startswith(WITHOUT_TORCH) and each.module.split(".")[0] in ("torch", "numpy"):
-            bad.append(f"{module}:{each.line} imports {each.module}: this room works without it")
+            bad.append(f"{module}:{each.line} imports {each.module}: this module must work without it")
+        elif module.startswith(WITHOUT_TORCH) and is_ours(each.module) and not each.module.startswith(WITHOUT_TORCH):
+            bad.append(f"{module}:{each.line} imports {each.module}, which may import torch")
     return bad
 
 
@@ -103,9 +139,9 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_import_goes_up_or_across():
+def test_imports_follow_the_levels():
     known = known_modules()
-    bad = [line for path in product_files() for line in offences(module_name(path), imports_of(path, known))]
+    bad = [line for path in product_files() for line in violations(module_name(path), imports_of(path, known))]
     assert not bad, "\n".join(bad)
 
 
@@ -120,24 +156,29 @@ def test_no_import_circles():
     assert not loop, " -> ".join(loop)
 
 
+def test_every_package_is_in_the_table():
+    names = {package(module_name(path)) for path in product_files()} - {"moe_trainer"}
+    assert names <= set(LEVELS) and set(LEVELS) - names <= {"setup"}
+
+
 def test_package_files_are_empty():
-    """Rooms have no door of their own: an import names the file. The doors are arguments, its rules and model_zoo."""
-    doors = {ROOT / door / "__init__.py" for door in ("arguments", "arguments/rules", "model_zoo")}
+    """An import names the file it needs. arguments, its rules and model_zoo have an interface in their package file."""
+    interfaces = {ROOT / name / "__init__.py" for name in ("arguments", "arguments/rules", "model_zoo")}
     filled = [
         path
         for path in product_files()
-        if path.name == "__init__.py" and path not in doors and path.read_text().strip()
+        if path.name == "__init__.py" and path not in interfaces and path.read_text().strip()
     ]
     assert not filled
 
 
-def test_flags_and_counts_work_without_torch():
+def test_flags_and_estimates_work_without_torch():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import arguments, model_zoo\n"
-        "from moe_trainer.shape import counts, flops\n"
+        "from moe_trainer.estimate import flops, parameters\n"
         "args = arguments.parse_args(['--preset', 'mixtral_tiny', '--mock-data'])\n"
-        "assert counts.count_parameters(args).total > 0 and flops.training_flops(args, 1, 8, 128) > 0\n"
-        "from moe_trainer.proof import report, shrink\n"
+        "assert parameters.count_parameters(args).total > 0 and flops.training_flops(args, 1, 8, 128) > 0\n"
+        "from moe_trainer.verification import report, shrink\n"
         "assert shrink.shrink(['--preset', 'mixtral_tiny', '--mock-data', '--expert-model-parallel-size', '4'], 8).cases"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -153,32 +194,33 @@ def test_flags_and_counts_work_without_torch():
             "moe_trainer.model.x",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_trainer.optim.build import y",
         ),
-        ("moe_trainer.data.x", "from ..checkpoint import checkpoint"),
+        ("moe_trainer.data.x", "from ..checkpoint import manager"),
         ("moe_trainer.checkpoint.x", "import importlib\nimportlib.import_module('moe_trainer.optim.build')"),
-        ("moe_trainer.planner.x", "from moe_trainer.parallel import state"),
-        ("moe_trainer.layers.x", "from moe_trainer import train"),
-        ("moe_trainer.shape.x", "import torch.nn"),
-        ("moe_trainer.cellar.x", "import os"),
-        ("arguments.x", "from moe_trainer.shape import counts"),
+        ("moe_trainer.estimate.x", "from moe_trainer.parallel import state"),
+        ("moe_trainer.layers.x", "from moe_trainer.training import pretrain"),
+        ("moe_trainer.training.x", "from moe_trainer.verification import parity"),
+        ("moe_trainer.estimate.x", "import torch.nn"),
+        ("moe_trainer.new_package.x", "import os"),
+        ("arguments.x", "from moe_trainer.estimate import flops"),
     ],
 )
-def test_an_offence_is_caught(module, text):
-    known = known_modules() | {"moe_trainer.train", "moe_trainer.parallel.state", "moe_trainer.checkpoint.checkpoint"}
-    assert offences(module, imports(text, module, known=known))
+def test_a_violation_is_caught(module, text):
+    known = known_modules() | {"moe_trainer.parallel.state", "moe_trainer.checkpoint.manager"}
+    assert violations(module, imports(text, module, known=known))
 
 
 @pytest.mark.parametrize(
     ("module", "text"),
     [
         ("moe_trainer.moe.x", "from moe_trainer.layers.linear import y\nimport torch\nfrom arguments import Arguments"),
-        ("moe_trainer.planner.x", "from moe_trainer.parallel import grid"),
-        ("moe_trainer.train", "from moe_trainer.model import build\nfrom moe_trainer.optim import build as b"),
+        ("moe_trainer.estimate.x", "from moe_trainer.parallel import grid"),
+        ("moe_trainer.training.x", "from moe_trainer.model import build\nfrom moe_trainer.optim import build as b"),
         ("moe_trainer.data.x", "from . import loader"),
     ],
 )
-def test_what_is_allowed_passes(module, text):
+def test_an_allowed_import_passes(module, text):
     known = known_modules() | {"moe_trainer.parallel.grid"}
-    assert not offences(module, imports(text, module, known=known))
+    assert not violations(module, imports(text, module, known=known))
 
 
 def test_a_circle_is_caught():

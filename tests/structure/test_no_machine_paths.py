@@ -7,7 +7,7 @@ import pytest
 from structure.source import ROOT
 
 SKIPPED_FOLDERS = frozenset(
-    ".git .venv .pytest_cache .ruff_cache .hypothesis __pycache__ build dist runs shared".split()
+    ".git .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ build dist runs shared".split()
 )
 BINARY = frozenset(".bin .idx .npy .npz .model .safetensors .pt .gz .zst .png .distcp".split())
 # Spelled in pieces, so that this file does not find itself.

@@ -8,4 +8,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "refused_flags.md"
 
 
 def test_the_page_is_what_the_tables_say():
-    assert PAGE.read_text(encoding="utf-8") == refused.page(), "make it again: python -m arguments.refused > docs/refused_flags.md"
+    assert PAGE.read_text(encoding="utf-8") == refused.page(), (
+        "make it again: python -m arguments.refused > docs/refused_flags.md"
+    )

@@ -1,17 +1,14 @@
-"""The dispatcher interface: six phases, composed into dispatch() and combine().
+"""The dispatcher interface: Megatron-Core's six phases, composed into dispatch() and combine().
 
-A dispatcher brings every token to the ranks that hold its experts and the results back. The phases are separate so that an
-overlapping schedule can run them one by one (communication of one microbatch beside the computation of another):
+    dispatch_preprocess -> token_dispatch -> dispatch_postprocess     (dispatch)
+    combine_preprocess  -> token_combine  -> combine_postprocess      (combine)
 
-    preprocess -> exchange -> postprocess      (together: dispatch)
-    regroup    -> exchange_back -> restore     (together: combine)
+Only token_dispatch and token_combine wait for other ranks; dispatch_preprocess may start the exchange of token
+counts. Both are split into a start, which returns while tokens are in flight where the backend allows it, and a
+finish, so that an overlapping schedule can compute in between. State travels in the returned `DispatchState`: a
+dispatcher holds constants only, so recompute and two microbatches in flight are safe.
 
-Only `exchange` and `exchange_back` wait for other ranks; `preprocess` may start the exchange of a few counts. Both are made
-of a start, which returns while rows are under way where a dispatcher can do that, and a finish. State travels in the
-`Dispatched` value that preprocess makes and later phases receive: a dispatcher object holds constants only, so that recomputation and
-two microbatches in flight are safe.
-
-Shape letters: T local tokens, E experts, e local experts, R rows received by this rank, H hidden.
+Shape letters: T local tokens, E experts, e local experts, R routed tokens received by this rank, H hidden.
 """
 
 from abc import ABC, abstractmethod
@@ -26,138 +23,164 @@ from moe_trainer.parallel.state import ParallelState
 
 T = TypeVar("T")
 
+CacheFn = Callable[[Callable[[], T]], T]
+"""Compute a value that decides on sizes, or return the one that the first pass of a recomputed region computed."""
 
-def ep_ranks(ps: ParallelState) -> tuple[int, ...]:
-    """For every member of ps.tp_ep its rank in its expert-parallel group: which part of the experts it holds.
 
-    Either axis may vary faster inside tp_ep; where the members of this rank's own ep group stand in it tells.
+def no_cache(compute: Callable[[], T]) -> T:
+    return compute()
+
+
+def expert_ranks(ps: ParallelState) -> tuple[int, ...]:
+    """Return the expert-parallel rank of every member of ps.tp_ep, which identifies the experts that the member holds.
+
+    Either axis may vary faster inside tp_ep. The positions of this rank's ep group in it show which one does.
     """
-    place = [ps.tp_ep.ranks.index(rank) for rank in ps.ep.ranks]
-    stride = place[1] - place[0] if len(place) > 1 else ps.tp_ep.size
+    positions = [ps.tp_ep.ranks.index(rank) for rank in ps.ep.ranks]
+    stride = positions[1] - positions[0] if len(positions) > 1 else ps.tp_ep.size
     return tuple(member // stride % ps.ep.size for member in range(ps.tp_ep.size))
 
 
-class Members:
-    """The members of tp_ep as holders of experts: each counts as one that holds experts of its own, though those of one etp group
-    hold pieces of the same ones."""
+class EtpExpansion:
+    """Expansion of expert columns to one column per member of tp_ep that holds a shard of the expert.
+
+    Libraries that know no expert tensor parallelism then treat every shard as an expert.
+    """
 
     def __init__(self, ps: ParallelState):
-        self.part_of = ep_ranks(ps)
-        self.num_parts = ps.ep.size
+        self.expert_ranks = expert_ranks(ps)
+        self.ep_size = ps.ep.size
 
-    def columns(self, table_TE: Tensor) -> Tensor:
-        """[T, E] -> [T, V]: the columns of every member's experts, one member after the other. Differentiable."""
-        if self.num_parts == len(self.part_of):
+    def expand(self, table_TE: Tensor) -> Tensor:
+        """Return [T, V]: the columns of every member's experts, in the order of the members. Differentiable."""
+        if self.ep_size == len(self.expert_ranks):
             return table_TE
-        parts = table_TE.unflatten(1, (self.num_parts, -1))
-        return torch.cat([parts[:, part] for part in self.part_of], 1)
+        columns = table_TE.unflatten(1, (self.ep_size, -1))
+        return torch.cat([columns[:, rank] for rank in self.expert_ranks], 1)
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of the rows before the routing is read: rows of this rank in all, and if they are known those of each expert from each
-    rank: one number if these are all equal, or one list of all columns from each rank of ep (then that is the group of experts)."""
+class KnownCounts:
+    """Counts of routed tokens that the host knows before it reads the routing.
 
-    num_rows: int
+    Attributes:
+        num_tokens: routed tokens that this rank sends in all.
+        per_expert: tokens that each rank sends to each expert, if all these numbers are equal.
+        by_rank: tokens for each column, one list for each rank of ep (which then is the dispatcher's group).
+    """
+
+    num_tokens: int
     per_expert: int | None = None
     by_rank: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
-class Hints:
-    """What is known besides the routing. Every dispatcher takes it and uses what it can.
+class DispatchHints:
+    """Optional inputs of dispatch_preprocess. Every dispatcher uses those that it supports.
 
-    expert_E: with clones of experts the expert that each column stands for, int64: where a token's rows are summed one by one, they are
-    summed in the order of these. known: of the rows; for dispatchers that have takes_known. captured: a graph captures `preprocess`, so
-    that nothing may be under way when it returns. buffer_rows: receive into so many rows, whatever arrives, and leave the counts on the
-    device; for dispatchers that have takes_buffer_rows.
+    Attributes:
+        expert_E: the expert of each column, int64, where hot experts are cloned; a token's results are summed in this
+            order.
+        known: counts known to the host, for dispatchers with `uses_known_counts`.
+        is_captured: a CUDA graph captures dispatch_preprocess, so no communication may be in flight when it returns.
+        buffer_size: tokens in the fixed receive buffer; counts stay on the device. For dispatchers with
+            `supports_fixed_buffer`.
     """
 
     expert_E: Tensor | None = None
-    known: Known | None = None
-    captured: bool = False
-    buffer_rows: int | None = None
+    known: KnownCounts | None = None
+    is_captured: bool = False
+    buffer_size: int | None = None
 
 
-Once = Callable[[Callable[[], T]], T]
-"""Ask for what reaches the host, or return what a region that is recomputed has asked for before."""
-
-
-def at_once(ask: Callable[[], T]) -> T:
-    return ask()
+NO_HINTS = DispatchHints()
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    """What this rank's experts get, and what combine needs to bring the results home."""
+class DispatchState:
+    """State passed from phase to phase.
 
-    x_RH: Tensor  # after postprocess: rows sorted by local expert, then by source rank, then by token
-    probs_R: Tensor  # probability of each row
-    # rows of each local expert, on the host; sums to R (empty until they are known). Received into a buffer: int64 on the device, and what
-    # stands behind these rows is undefined
+    Attributes:
+        x_RH: tokens; after dispatch_postprocess sorted by local expert, then by source rank, then by token.
+        probs_R: probability of each routed token.
+        tokens_per_expert_e: routed tokens of each local expert, on the host; sums to R, empty until it is known. With
+            a fixed receive buffer int64 on the device; what follows these tokens in the buffer is undefined.
+        handle: the dispatcher's own record (a permutation, split sizes, ...).
+        overflow: with a fixed receive buffer, integer [1] on the device, nonzero if tokens did not fit.
+    """
+
+    x_RH: Tensor
+    probs_R: Tensor
     tokens_per_expert_e: list[int] | Tensor
-    handle: Any  # the dispatcher's own record (a permutation, split sizes, ...)
-    overflow: Tensor | None = None  # received into a buffer: integer [1] on the device, not 0 where rows found no room in it
+    handle: Any
+    overflow: Tensor | None = None
 
 
 class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
-    takes_padding = True  # may a token be sent to more experts than the router chooses?
-    takes_known = False  # does it use what is known of the rows, so that preprocess waits for nothing and gives tensors alone?
-    takes_buffer_rows = False  # can it receive into a buffer of a size that is given beforehand?
+    supports_routing_padding = True  # a token may be sent to more experts than the router chooses
+    uses_known_counts = False  # with known counts dispatch_preprocess waits for nothing and returns tensors only
+    supports_fixed_buffer = False  # receives into a buffer of a given size
 
     @abstractmethod
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Order the local tokens for sending. Hints change no number beyond the last bits, so a dispatcher may ignore them."""
+    def dispatch_preprocess(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: DispatchHints = NO_HINTS
+    ) -> DispatchState:
+        """Sort the local tokens by destination. Hints change results in the last bits at most."""
 
-    def exchange(self, sent: Dispatched) -> Dispatched:
-        """Communicate to the ranks that hold the experts. Nothing to do on one rank."""
-        return self.finish_exchange(self.start_exchange(sent))
+    def token_dispatch(self, state: DispatchState) -> DispatchState:
+        """Send tokens to the ranks that hold their experts; does nothing on one rank."""
+        return self.finish_token_dispatch(self.start_token_dispatch(state))
 
-    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
-        """Begin to communicate. The rows must not be touched before finish_exchange. once: is asked for what reaches the host."""
-        return sent
+    def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
+        """Start to send tokens; they must not be read before finish_token_dispatch.
 
-    def finish_exchange(self, sent: Dispatched) -> Dispatched:
-        """Wait for the rows."""
-        return sent
+        Args:
+            state: output of dispatch_preprocess.
+            cache_fn: wraps the reads of counts by the host.
+        """
+        return state
 
-    def postprocess(self, sent: Dispatched) -> Dispatched:
-        """Sort received rows by local expert."""
-        return sent
+    def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
+        """Wait for the tokens."""
+        return state
 
-    def regroup(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Undo postprocess on the experts' output."""
+    def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
+        """Sort received tokens by local expert."""
+        return state
+
+    def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Undo dispatch_postprocess on the experts' output."""
         return y_RH
 
-    def exchange_back(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Communicate back to the tokens' ranks. Nothing to do on one rank."""
-        return self.finish_exchange_back(*self.start_exchange_back(y_RH, sent), sent)
+    def token_combine(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Send results back to the ranks of their tokens; does nothing on one rank."""
+        return self.finish_token_combine(*self.start_token_combine(y_RH, state), state)
 
-    def start_exchange_back(self, y_RH: Tensor, sent: Dispatched) -> tuple[Tensor, Any]:
-        """Begin to communicate back. Returns: what finish_exchange_back takes; the rows must not be touched before."""
+    def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
+        """Start to send results back. Return the inputs of finish_token_combine; they must not be read before it."""
         return y_RH, None
 
-    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
-        """Wait for the rows. Dispatchers that cannot return while rows are under way do all of it here."""
+    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
+        """Wait for the results. BackendPolicy that cannot return while tokens are in flight communicate here."""
         return y_RH
 
     @abstractmethod
-    def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Sum each token's rows into token order."""
+    def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Sum the results of each token and restore token order."""
 
-    def dispatch(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> Dispatched:
-        """Send every token to the ranks that hold its experts.
+    def dispatch(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> DispatchState:
+        """Run the three phases of dispatch.
 
-        Shapes: x_TH [T, hidden] params dtype; probs_TE floating; routing_TE bool.
-        Returns: Dispatched; x_RH sorted by local expert.
+        Shapes: x_TH [T, hidden] params dtype; probs_TE floating; routing_TE bool. Returns x_RH sorted by local expert.
         """
-        return self.postprocess(self.exchange(self.preprocess(x_TH, probs_TE, routing_TE)))
+        return self.dispatch_postprocess(self.token_dispatch(self.dispatch_preprocess(x_TH, probs_TE, routing_TE)))
 
-    def combine(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Bring the experts' outputs back and sum them per token.
+    def combine(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Run the three phases of combine.
 
-        Shapes: y_RH in the order of sent.x_RH, already multiplied by the probabilities. Returns y_TH.
+        Shapes: y_RH in the order of state.x_RH, already multiplied by the probabilities. Returns y_TH.
         """
-        return self.restore(self.exchange_back(self.regroup(y_RH, sent), sent), sent)
+        y_RH = self.token_combine(self.combine_preprocess(y_RH, state), state)
+        return self.combine_postprocess(y_RH, state)

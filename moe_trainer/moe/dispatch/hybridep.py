@@ -1,18 +1,19 @@
-"""Dispatch by HybridEP (--moe-token-dispatcher-type flex, backend hybridep): the library moves tokens and sorts them by expert.
+"""Dispatch by HybridEP (--moe-token-dispatcher-type flex, backend hybridep), which also sorts tokens by expert.
 
-Design: the library takes the dense routing map and probabilities, sends each token once to every rank that needs it, and lays the rows
-out by local expert there; on the way back it adds the rows of a token, on the rank and between ranks. What is left to this file is
-the gradient: that of a dispatch is a combine and that of a combine a dispatch along the same way (the handle). The rows are those of
-the all-to-all, in its order.
+The library takes the dense routing map and probabilities, sends each token once to every rank that needs it, and
+sorts what it receives by local expert; combine sums a token's results on the rank and between ranks. This file adds
+the gradients: that of a dispatch is a combine, and that of a combine a dispatch with the same handle. The order of
+tokens is the all-to-all's.
 
-Given a buffer's size beforehand, the library leaves the counts on the device and nothing waits for the host. It drops the rows that find
-no room and sets a flag, which the training loop reads once per iteration (training/step.py).
+With a fixed receive buffer the counts stay on the device and nothing waits for the host. Tokens that do not fit are
+dropped and set a flag, which the training loop reads once per iteration (training/step.py).
 
-All ranks must dispatch equally many tokens; --moe-hybridep-pad-uneven-dispatch-inputs fills up with tokens that no expert takes, to the
-number that the buffer was made for, which all ranks know: Megatron-Core asks for the largest number of the moment, and waits for it.
-With expert tensor parallelism every rank that holds a piece of an expert counts as one that holds an expert of its own.
+All ranks must dispatch equally many tokens. --moe-hybridep-pad-uneven-dispatch-inputs pads with tokens that no expert
+takes, to the size for which the buffer was made, which all ranks know; Megatron-Core exchanges the largest current
+number and waits for it. With expert tensor parallelism every shard of an expert counts as an expert.
 
-Shape letters: T local tokens, E experts, V experts counted once per rank of etp that holds a piece, e local experts, R rows, H hidden.
+Shape letters: T local tokens, E experts, V experts counted once per rank of etp that holds a shard, e local experts,
+R routed tokens, H hidden.
 """
 
 import importlib
@@ -24,153 +25,200 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.moe.dispatch import deepep
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, Members, Once, TokenDispatcher, at_once
+from moe_trainer.moe.dispatch.base import (
+    NO_HINTS,
+    CacheFn,
+    DispatchHints,
+    DispatchState,
+    EtpExpansion,
+    TokenDispatcher,
+    no_cache,
+)
 from moe_trainer.parallel.state import ParallelState
 
-FUSED_NEEDS_COUNTS = "the fused combine of --moe-permute-fusion-into-hybridep waits forever for a token of which all rows were dropped"
+FUSED_NEEDS_COUNTS = (
+    "the fused combine of --moe-permute-fusion-into-hybridep waits forever for a token that was dropped everywhere"
+)
 INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@hybrid-ep"
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What the library tells of a way. rows: that it gives, counts_e and overflow: of Dispatched."""
+class _LibraryHandle:
+    """Handle of the library, number of routed tokens that it returns, counts and overflow as in DispatchState."""
 
     handle: Any
-    rows: int
+    num_received: int
     counts_e: list[int] | Tensor
     overflow: Tensor | None = None
 
 
-class _Way:
-    """The way of one dispatch: the library's buffer and, once it is found, what the library tells of it.
+class _Exchange:
+    """One dispatch and its combine: the library's buffer and, after the dispatch, its handle.
 
-    buffer_rows: to receive into, without telling the host; None: as many as there are.
+    With a buffer_size the counts stay on the device; with None the library returns as many tokens as it receives.
     """
 
-    def __init__(self, buffer: Any, num_local: int, fused: bool, buffer_rows: int | None):
-        self.buffer, self.num_local, self.buffer_rows = buffer, num_local, buffer_rows
+    def __init__(self, buffer: Any, num_local: int, fused: bool, buffer_size: int | None):
+        self.buffer, self.num_local, self.buffer_size = buffer, num_local, buffer_size
         self.dispatch_options = {"fuse_permute_dispatch": True} if fused else {}
         self.combine_options = {"fuse_unpermute_combine": True} if fused else {}
-        if buffer_rows is not None:
+        if buffer_size is not None:
             self.dispatch_options["non_blocking"] = True
-        self.found: _Found | None = None
+        self.library: _LibraryHandle | None = None
 
-    def open(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_Found, Tensor, Tensor]:
-        """Dispatch on a new way. Without a buffer the host waits in here."""
-        size = {} if self.buffer_rows is None else {"num_permuted_tokens": self.buffer_rows}
+    def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_LibraryHandle, Tensor, Tensor]:
+        """Dispatch by a routing map. Without a fixed buffer the host waits for the counts."""
+        size = {} if self.buffer_size is None else {"num_permuted_tokens": self.buffer_size}
         x_RH, probs_R, _, counts_e, handle = self.buffer.dispatch_with_permute(
-            hidden=hidden, routing_map=routing, probs=probs, num_of_experts_per_rank=self.num_local, **size, **self.dispatch_options)
-        if self.buffer_rows is not None:
-            return _Found(handle, self.buffer_rows, counts_e, handle[-1]), x_RH, probs_R
+            hidden=hidden,
+            routing_map=routing,
+            probs=probs,
+            num_of_experts_per_rank=self.num_local,
+            **size,
+            **self.dispatch_options,
+        )
+        if self.buffer_size is not None:
+            return _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1]), x_RH, probs_R
         counts_e = counts_e.tolist()
-        return _Found(handle, sum(counts_e), counts_e), x_RH, probs_R
+        return _LibraryHandle(handle, sum(counts_e), counts_e), x_RH, probs_R
 
-    def dispatch(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Along the way taken before."""
+    def dispatch_with_handle(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Dispatch along the routes of the earlier dispatch."""
         return self.buffer.dispatch_with_permute(
-            hidden=hidden.contiguous(), probs=probs, num_of_experts_per_rank=self.num_local, num_permuted_tokens=self.found.rows,
-            handle=self.found.handle, **self.dispatch_options)[:2]
+            hidden=hidden.contiguous(),
+            probs=probs,
+            num_of_experts_per_rank=self.num_local,
+            num_permuted_tokens=self.library.num_received,
+            handle=self.library.handle,
+            **self.dispatch_options,
+        )[:2]
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.buffer.combine_with_unpermute(hidden=hidden.contiguous(), probs=probs, handle=self.found.handle, **self.combine_options)
+        return self.buffer.combine_with_unpermute(
+            hidden=hidden.contiguous(), probs=probs, handle=self.library.handle, **self.combine_options
+        )
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, once, x_TH, probs_TV, routing_TV):
-        ctx.way, tables = way, []
+    def forward(ctx, exchange, cache_fn, x_TH, probs_TV, routing_TV):
+        ctx.exchange, outputs = exchange, []
 
-        def ask() -> _Found:
-            found, *given = way.open(x_TH, probs_TV, routing_TV)
-            tables.extend(given)
-            return found
+        def dispatch() -> _LibraryHandle:
+            library, *tensors = exchange.dispatch(x_TH, probs_TV, routing_TV)
+            outputs.extend(tensors)
+            return library
 
-        way.found = once(ask)
-        return tuple(tables) or way.dispatch(x_TH, probs_TV)  # the host need not be told again
+        exchange.library = cache_fn(dispatch)
+        # without outputs this is a recomputed region: the host knows the counts already
+        return tuple(outputs) or exchange.dispatch_with_handle(x_TH, probs_TV)
 
     @staticmethod
     def backward(ctx, grad_RH, grad_R):
-        grad_TH, grad_TV = ctx.way.combine(grad_RH, grad_R.float().contiguous())
+        grad_TH, grad_TV = ctx.exchange.combine(grad_RH, grad_R.float().contiguous())
         return None, None, grad_TH, grad_TV, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, y_RH):
-        ctx.way = way
-        return way.combine(y_RH)[0]
+    def forward(ctx, exchange, y_RH):
+        ctx.exchange = exchange
+        return exchange.combine(y_RH)[0]
 
     @staticmethod
     def backward(ctx, grad_TH):
-        return None, ctx.way.dispatch(grad_TH)[0]
+        return None, ctx.exchange.dispatch_with_handle(grad_TH)[0]
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """What the phases of one dispatch tell each other: the routing, the way, how many tokens there were before padding, and whom to ask
-    for what reaches the host."""
+class _HybridEPState:
+    """State of one dispatch: routing, exchange, number of tokens before padding, cache of host reads."""
 
     routing_TV: Tensor
-    way: _Way
+    exchange: _Exchange
     num_tokens: int
-    once: Once = at_once
+    cache_fn: CacheFn = no_cache
 
 
 class HybridEPDispatcher(TokenDispatcher):
-    """Tokens once to every rank of tp_ep that holds one of their experts, sorted by the library."""
+    """Send each token once to every rank of tp_ep that holds one of its experts; the library sorts."""
 
     def __init__(self, ps: ParallelState, buffer: Any, *, fused: bool = False, pad_to: int | None = None):
-        """pad_to: a number of tokens to fill up to, the same on all ranks."""
+        """Store the buffer; inputs are padded to `pad_to` tokens, the same number on all ranks."""
         self.group = ps.tp_ep
-        self.members = Members(ps)
+        self.etp_expansion = EtpExpansion(ps)
         self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
-        self.takes_buffer_rows = not fused  # FUSED_NEEDS_COUNTS
+        self.supports_fixed_buffer = not fused  # FUSED_NEEDS_COUNTS
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Bring routing and probabilities into the library's form; fill up with tokens that no expert takes if asked to."""
+    def dispatch_preprocess(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: DispatchHints = NO_HINTS
+    ) -> DispatchState:
+        """Expand routing and probabilities over etp; pad with tokens that no expert takes."""
         num_tokens = x_TH.shape[0]
-        probs_TV, routing_TV = self.members.columns(probs_TE).float(), self.members.columns(routing_TE)
+        probs_TV, routing_TV = self.etp_expansion.expand(probs_TE).float(), self.etp_expansion.expand(routing_TE)
         if self.pad_to is not None and num_tokens < self.pad_to:
-            x_TH, probs_TV, routing_TV = (F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV))
-        way = _Way(self.buffer, routing_TV.shape[1] // self.group.size, self.fused, hints.buffer_rows)
-        return Dispatched(x_TH.contiguous(), probs_TV.contiguous(), [], _Sent(routing_TV.contiguous(), way, num_tokens))
+            x_TH, probs_TV, routing_TV = (
+                F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV)
+            )
+        exchange = _Exchange(self.buffer, routing_TV.shape[1] // self.group.size, self.fused, hints.buffer_size)
+        handle = _HybridEPState(routing_TV.contiguous(), exchange, num_tokens)
+        return DispatchState(x_TH.contiguous(), probs_TV.contiguous(), [], handle)
 
-    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
-        """Nothing yet."""
-        return replace(sent, handle=replace(sent.handle, once=once))
+    def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
+        """Note the cache; the library communicates in finish_token_dispatch."""
+        return replace(state, handle=replace(state.handle, cache_fn=cache_fn))
 
-    def finish_exchange(self, sent: Dispatched) -> Dispatched:
-        """Send, receive and sort. Without a buffer's size counts reach the host in here. In a region that is recomputed the second pass
-        takes the way of the first."""
-        record: _Sent = sent.handle
-        x_RH, probs_R = _Dispatch.apply(record.way, record.once, sent.x_RH, sent.probs_R, record.routing_TV)
-        found = record.way.found
-        return Dispatched(x_RH, probs_R, found.counts_e, record, found.overflow)
+    def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
+        """Send, receive, sort; wait for the counts unless the buffer is fixed. A recomputed pass reuses the handle."""
+        hybrid: _HybridEPState = state.handle
+        x_RH, probs_R = _Dispatch.apply(hybrid.exchange, hybrid.cache_fn, state.x_RH, state.probs_R, hybrid.routing_TV)
+        library = hybrid.exchange.library
+        return DispatchState(x_RH, probs_R, library.counts_e, hybrid, library.overflow)
 
-    def finish_exchange_back(self, y_RH: Tensor, under_way: Any, sent: Dispatched) -> Tensor:
-        """Bring the rows home; those of one token are added."""
-        return _Combine.apply(sent.handle.way, y_RH)
+    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
+        """Return the results to the ranks of their tokens; those of one token are summed."""
+        return _Combine.apply(state.handle.exchange, y_RH)
 
-    def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Tokens are in their order already; padding goes."""
-        return y_RH[:sent.handle.num_tokens]
+    def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Remove the padding; the results are in token order."""
+        return y_RH[: state.handle.num_tokens]
 
 
 def problem() -> str | None:
-    """What stands in the way of using the library; None if nothing does."""
+    """Return why the library cannot be used; None if it can."""
     return deepep.problem("HybridEPBuffer")
 
 
-def make_dispatcher(ps: ParallelState, *, hidden_size: int, num_experts: int, max_tokens: int, num_sms: int | None,
-                    num_sms_preprocessing: int | None, num_blocks_permute: int | None, num_blocks_unpermute: int | None,
-                    fused: bool, pad_uneven: bool) -> HybridEPDispatcher:
-    """A dispatcher with a communication buffer of its own. Collective over ps.tp_ep; on CUDA devices. None: the library's choice."""
+def make_dispatcher(
+    ps: ParallelState,
+    *,
+    hidden_size: int,
+    num_experts: int,
+    max_tokens: int,
+    num_sms: int | None,
+    num_sms_preprocessing: int | None,
+    num_blocks_permute: int | None,
+    num_blocks_unpermute: int | None,
+    fused: bool,
+    pad_uneven: bool,
+) -> HybridEPDispatcher:
+    """Build a dispatcher and its communication buffer, on CUDA devices; options that are None are left to the library.
+
+    Communication: collective over ps.tp_ep.
+    """
     deep_ep = importlib.import_module("deep_ep")
     options = {
-        "num_sms_dispatch_api": num_sms, "num_sms_combine_api": num_sms, "num_sms_preprocessing_api": num_sms_preprocessing,
-        "num_blocks_permute": num_blocks_permute, "num_blocks_unpermute": num_blocks_unpermute,
+        "num_sms_dispatch_api": num_sms,
+        "num_sms_combine_api": num_sms,
+        "num_sms_preprocessing_api": num_sms_preprocessing,
+        "num_blocks_permute": num_blocks_permute,
+        "num_blocks_unpermute": num_blocks_unpermute,
     }
     buffer = deep_ep.HybridEPBuffer(
-        group=ps.tp_ep.handle, hidden_dim=hidden_size, max_num_of_tokens_per_rank=max_tokens,
-        num_local_experts=num_experts // ps.ep.size, **{name: value for name, value in options.items() if value is not None})
+        group=ps.tp_ep.handle,
+        hidden_dim=hidden_size,
+        max_num_of_tokens_per_rank=max_tokens,
+        num_local_experts=num_experts // ps.ep.size,
+        **{name: value for name, value in options.items() if value is not None},
+    )
     return HybridEPDispatcher(ps, buffer, fused=fused, pad_to=max_tokens if pad_uneven else None)

@@ -9,16 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_trainer.memory.host_read import HostReads
-from moe_trainer.moe.dispatch.base import Dispatched, Hints, Once, TokenDispatcher, at_once
-from moe_trainer.moe.dispatch.eight_bits import EightBits
+from moe_trainer.memory.host_read import AsyncHostReader
+from moe_trainer.moe.dispatch.base import NO_HINTS, CacheFn, DispatchHints, DispatchState, TokenDispatcher, no_cache
+from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.permute import Permutation
 
 
 @dataclass(frozen=True)
-class _Sorted:
-    """routes: the sort; None as long as it is not known how many rows there are. counts: of each expert's rows, on their way. routing_TE:
-    what is still to be sorted."""
+class _LocalState:
+    """State of one dispatch.
+
+    Attributes:
+        routes: the local permutation; None until the number of routed tokens is known.
+        counts: pending host read of each expert's tokens.
+        routing_TE: routing that is not applied yet.
+    """
 
     routes: Any
     counts: Callable[[], list[int]] | None
@@ -26,40 +31,47 @@ class _Sorted:
 
 
 class LocalDispatcher(TokenDispatcher):
-    """Sort the local tokens by expert (stable); sum them back."""
+    """Sort the local tokens by expert (stable); sum their results."""
 
-    def __init__(self, permutation: Permutation, eight_bits: EightBits = EightBits()):
-        """eight_bits: what is rounded as if it travelled."""
-        self.permutation, self.eight_bits = permutation, eight_bits
-        self._reads = HostReads()
+    uses_known_counts = True
 
-    takes_known = True
+    def __init__(self, permutation: Permutation, mxfp8: Mxfp8Transport = HIGH_PRECISION):
+        """Store the permutation; `mxfp8` says which tokens are rounded as if they were sent."""
+        self.permutation, self.mxfp8 = permutation, mxfp8
+        self._reader = AsyncHostReader()
 
-    def preprocess(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: Hints = Hints()) -> Dispatched:
-        """Order tokens by expert, here or, where it is not known how many rows there are, when they are counted. Unless they are equal, the
-        counts of rows are on their way to the host when it returns."""
+    def dispatch_preprocess(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: DispatchHints = NO_HINTS
+    ) -> DispatchState:
+        """Sort tokens if the number of routed tokens is known; start to read the counts unless they are equal."""
         known = hints.known
         if known is None:
-            return Dispatched(x_TH, probs_TE, [], _Sorted(None, None if hints.captured else self._read(routing_TE.sum(0)), routing_TE))
-        x_RH, probs_R, routes = self.permutation.permute(self.eight_bits.dispatched(x_TH), probs_TE, routing_TE, num_rows=known.num_rows)
-        even = [] if known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
-        return Dispatched(x_RH, probs_R, even, _Sorted(routes, None if even or hints.captured else self._read(routes.counts_E)))
-
-    def start_exchange(self, sent: Dispatched, once: Once = at_once) -> Dispatched:
-        """The counts reach the host here, if they are not known: the only wait."""
-        if sent.tokens_per_expert_e:
-            return sent
-        kept: _Sorted = sent.handle
-        counts_e = once(kept.counts or self._read(kept.routing_TE.sum(0) if kept.routes is None else kept.routes.counts_E))
-        if kept.routes is not None:
-            return replace(sent, tokens_per_expert_e=counts_e)
+            counts = None if hints.is_captured else self._read(routing_TE.sum(0))
+            return DispatchState(x_TH, probs_TE, [], _LocalState(None, counts, routing_TE))
         x_RH, probs_R, routes = self.permutation.permute(
-            self.eight_bits.dispatched(sent.x_RH), sent.probs_R, kept.routing_TE, num_rows=sum(counts_e))
-        return Dispatched(x_RH, probs_R, counts_e, _Sorted(routes, None))
+            self.mxfp8.round_tokens(x_TH), probs_TE, routing_TE, num_rows=known.num_tokens
+        )
+        even = [] if known.per_expert is None else [known.per_expert] * routing_TE.shape[1]
+        counts = None if even or hints.is_captured else self._read(routes.counts_E)
+        return DispatchState(x_RH, probs_R, even, _LocalState(routes, counts))
+
+    def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
+        """Wait for the counts, the only wait for the device; sort the tokens if that is still to be done."""
+        if state.tokens_per_expert_e:
+            return state
+        local: _LocalState = state.handle
+        counts_e = cache_fn(
+            local.counts or self._read(local.routing_TE.sum(0) if local.routes is None else local.routes.counts_E)
+        )
+        if local.routes is not None:
+            return replace(state, tokens_per_expert_e=counts_e)
+        x_RH, probs_R, routes = self.permutation.permute(
+            self.mxfp8.round_tokens(state.x_RH), state.probs_R, local.routing_TE, num_rows=sum(counts_e)
+        )
+        return DispatchState(x_RH, probs_R, counts_e, _LocalState(routes, None))
 
     def _read(self, counts_E: Tensor) -> Callable[[], list[int]]:
-        return self._reads.start(lambda counts_E: counts_E, counts_E)
+        return self._reader.start(lambda counts_E: counts_E, counts_E)
 
-    def restore(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
-        """Sum each token's rows."""
-        return self.permutation.unpermute(self.eight_bits.combined(y_RH), sent.handle.routes)
+    def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        return self.permutation.unpermute(self.mxfp8.round_gradients(y_RH), state.handle.routes)

@@ -12,7 +12,9 @@ from emulation import DEVICE
 from pybind import Declarations
 
 SOURCES = Path(os.environ["DEEP_EP_SOURCES"], "csrc")
-declared = Declarations("\n".join((SOURCES / name).read_text() for name in ("config.hpp", "event.hpp", "deep_ep.hpp", "deep_ep.cpp")))
+declared = Declarations(
+    "\n".join((SOURCES / name).read_text() for name in ("config.hpp", "event.hpp", "deep_ep.hpp", "deep_ep.cpp"))
+)
 
 
 class _Config:
@@ -70,8 +72,27 @@ class _Buffer:
             made = work.made(in_rank.sum(0).int(), chosen_TE.sum(0).int(), in_rank)
         return made[0], None, made[1], made[2], work.event
 
-    def intranode_dispatch(self, x, scales, idx_TK, weights, per_rank, in_rank, per_expert, cached_rows, cached_ranks, cached_channels, alignment,
-                           worst, config, nvfp4, sf, previous_event, async_, on_comm_stream):
+    def intranode_dispatch(
+        self,
+        x,
+        scales,
+        idx_TK,
+        weights,
+        per_rank,
+        in_rank,
+        per_expert,
+        cached_rows,
+        cached_ranks,
+        cached_channels,
+        alignment,
+        worst,
+        config,
+        nvfp4,
+        sf,
+        previous_event,
+        async_,
+        on_comm_stream,
+    ):
         again, channels = cached_ranks is not None, config._sms // 2
         check(torch.bool, in_rank)
         _check_rows(x)
@@ -86,7 +107,12 @@ class _Buffer:
             check(torch.int32, per_rank, per_expert)
             check(torch.int64, idx_TK)
             check(torch.float32, weights)
-            assert per_rank.shape == (self._size,) and weights.shape == idx_TK.shape and len(x) == len(idx_TK) and idx_TK.shape[1] <= 32
+            assert (
+                per_rank.shape == (self._size,)
+                and weights.shape == idx_TK.shape
+                and len(x) == len(idx_TK)
+                and idx_TK.shape[1] <= 32
+            )
         with self._work(previous_event, async_, on_comm_stream, x, in_rank, idx_TK, weights, cached_ranks) as work:
             tokens = [in_rank[:, rank].nonzero().flatten() for rank in range(self._size)]
             sizes = [len(part) for part in tokens]
@@ -101,7 +127,19 @@ class _Buffer:
             order = torch.cat(tokens)
             (x_NH,) = work.made(self._exchange(x[order], sizes, arriving))
             if again:
-                outcome = (x_NH, None, None, None, None, [], cached_ranks, cached_channels, cached_channels, cached_ranks, cached_ranks)
+                outcome = (
+                    x_NH,
+                    None,
+                    None,
+                    None,
+                    None,
+                    [],
+                    cached_ranks,
+                    cached_channels,
+                    cached_channels,
+                    cached_ranks,
+                    cached_ranks,
+                )
             else:
                 num_local = len(per_expert) // self._size
                 idx_NK = self._exchange(idx_TK[order], sizes, arriving) - self._rank * num_local
@@ -112,19 +150,27 @@ class _Buffer:
                 source = self._exchange(order.int().unsqueeze(1), sizes, arriving).flatten()
                 channel = torch.zeros(self._size, channels, dtype=torch.int32, device=x.device)
                 head = torch.where(in_rank, in_rank.cumsum(0) - 1, -1).int()
-                idx_NK, weights_NK, ranks, channel, source, head = work.made(idx_NK, weights_NK, ranks, channel, source, head)
+                idx_NK, weights_NK, ranks, channel, source, head = work.made(
+                    idx_NK, weights_NK, ranks, channel, source, head
+                )
                 outcome = (x_NH, None, None, idx_NK, weights_NK, counts, ranks, channel, channel.clone(), source, head)
         if not again:  # the host waits for the counts
             DEVICE().wait("intranode_dispatch", x.device.index, self._stream.cuda_stream)
         return *outcome, work.event
 
-    def intranode_combine(self, x, weights, bias_0, bias_1, source, ranks, channel, head, config, previous_event, async_, on_comm_stream):
+    def intranode_combine(
+        self, x, weights, bias_0, bias_1, source, ranks, channel, head, config, previous_event, async_, on_comm_stream
+    ):
         check(torch.bfloat16, x)
         _check_rows(x)
         check(torch.int32, source, ranks, channel, head)
         assert bias_0 is None and bias_1 is None, "not emulated"
         assert config._sms % 2 == 0 and ranks.shape == (self._size, self._size)
-        assert source.shape == (len(x),) and head.shape[1] == self._size and channel.shape == (self._size, config._sms // 2)
+        assert (
+            source.shape == (len(x),)
+            and head.shape[1] == self._size
+            and channel.shape == (self._size, config._sms // 2)
+        )
         if weights is not None:
             check(torch.float32, weights)
             assert weights.dim() == 2 and len(weights) == len(x)
@@ -135,7 +181,9 @@ class _Buffer:
             for table in (x, weights):
                 if table is not None:
                     arrived = self._exchange(table, sizes, [len(part) for part in tokens])
-                    total = torch.zeros(len(head), table.shape[1], device=x.device).index_add(0, torch.cat(tokens), arrived.float())
+                    total = torch.zeros(len(head), table.shape[1], device=x.device).index_add(
+                        0, torch.cat(tokens), arrived.float()
+                    )
                     made += work.made(total.to(table.dtype))
         return made[0], made[1] if weights is not None else None, work.event
 

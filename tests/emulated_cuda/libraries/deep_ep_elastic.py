@@ -17,8 +17,15 @@ from emulation import DEVICE
 from pybind import Declarations
 
 SOURCES = Path(os.environ["DEEP_EP_SOURCES"], "csrc")
-FILES = ("jit/api.hpp", "kernels/backend/symmetric.hpp", "kernels/backend/api.cuh", "utils/event.hpp", "legacy/config.hpp", "legacy/buffer.hpp",
-         "elastic/buffer.hpp")
+FILES = (
+    "jit/api.hpp",
+    "kernels/backend/symmetric.hpp",
+    "kernels/backend/api.cuh",
+    "utils/event.hpp",
+    "legacy/config.hpp",
+    "legacy/buffer.hpp",
+    "elastic/buffer.hpp",
+)
 declared = Declarations("\n".join((SOURCES / name).read_text() for name in FILES))
 ALIGNMENT = int(re.search(r"kNumAlignmentBytes = (\d+)", declared.text).group(1))
 NOBODY = -12345
@@ -48,14 +55,21 @@ def _dispatch_bytes(max_tokens, hidden, num_topk, element_size, num_ranks):
 
 
 def _combine_bytes(max_tokens, hidden, num_topk, num_ranks, multiple_reduction):
-    return (min(num_ranks, num_topk) if multiple_reduction else num_topk) * max_tokens * _token_bytes(2 * hidden, num_topk, False)
+    return (
+        (min(num_ranks, num_topk) if multiple_reduction else num_topk)
+        * max_tokens
+        * _token_bytes(2 * hidden, num_topk, False)
+    )
 
 
 def _buffer_size(comm, max_tokens, hidden, num_topk, fp8, hybrid, multiple_reduction):
     assert max_tokens > 0 and hidden > 0
     assert not fp8, "not emulated"
     num_topk = num_topk or 32
-    needed = max(_dispatch_bytes(max_tokens, hidden, num_topk, 2, comm), _combine_bytes(max_tokens, hidden, num_topk, comm, multiple_reduction))
+    needed = max(
+        _dispatch_bytes(max_tokens, hidden, num_topk, 2, comm),
+        _combine_bytes(max_tokens, hidden, num_topk, comm, multiple_reduction),
+    )
     return _align(needed, ALIGNMENT)
 
 
@@ -73,12 +87,43 @@ class _Elastic:
     def get_logical_domain_size(self):
         return 1, self._size
 
-    def dispatch(self, x, sf, idx_TK, weights, stats, cached_rows, cached_expanded, cached_counts, cached_ranks, cached_experts, cached_unaligned,
-                 cached_slots, cached_forward, cached_metadata, cached_list, max_tokens, num_experts, alignment, num_sms, num_qps, previous_event,
-                 before_epilogue, async_, on_comm_stream, copy_idx, cpu_sync, expand, zero_padding, column_major):
+    def dispatch(
+        self,
+        x,
+        sf,
+        idx_TK,
+        weights,
+        stats,
+        cached_rows,
+        cached_expanded,
+        cached_counts,
+        cached_ranks,
+        cached_experts,
+        cached_unaligned,
+        cached_slots,
+        cached_forward,
+        cached_metadata,
+        cached_list,
+        max_tokens,
+        num_experts,
+        alignment,
+        num_sms,
+        num_qps,
+        previous_event,
+        before_epilogue,
+        async_,
+        on_comm_stream,
+        copy_idx,
+        cpu_sync,
+        expand,
+        zero_padding,
+        column_major,
+    ):
         again = cached_rows is not None
         self._check_call(x, idx_TK, num_sms, max_tokens, previous_event, on_comm_stream)
-        assert sf is None and stats is None and before_epilogue is None and not (expand or zero_padding or column_major), "not emulated"
+        assert (
+            sf is None and stats is None and before_epilogue is None and not (expand or zero_padding or column_major)
+        ), "not emulated"
         assert num_experts % self._size == 0 and not (again and cpu_sync)
         num_topk, num_local = idx_TK.shape[1], num_experts // self._size
         assert idx_TK.shape[0] == len(x)
@@ -89,9 +134,17 @@ class _Elastic:
         if again:
             check(torch.int32, cached_ranks, cached_experts, cached_unaligned, cached_slots, cached_metadata)
             assert cached_expanded is not None and cached_counts is not None
-            assert cached_experts.shape == cached_unaligned.shape == (num_local,) and cached_ranks.shape == (self._size,)
+            assert cached_experts.shape == cached_unaligned.shape == (num_local,) and cached_ranks.shape == (
+                self._size,
+            )
             assert cached_slots.shape == idx_TK.shape
-        with Work(_comm_stream(), previous_event, async_, EventHandle, [x, idx_TK, weights, cached_slots, cached_ranks, cached_metadata]) as work:
+        with Work(
+            _comm_stream(),
+            previous_event,
+            async_,
+            EventHandle,
+            [x, idx_TK, weights, cached_slots, cached_ranks, cached_metadata],
+        ) as work:
             holder_TK = torch.where(idx_TK < 0, -1, idx_TK // num_local)
             slots_TK = cached_slots if again else self._slots(holder_TK, max_tokens)
             tokens = self._tokens(holder_TK, slots_TK)
@@ -108,7 +161,13 @@ class _Elastic:
             weights_NK = None if weights is None else self._exchange(weights[order], sizes, arriving)
             if again:
                 num_rows, num_expanded, counts = cached_rows, cached_expanded, cached_counts
-                ranks, experts, unaligned, metadata, copied = cached_ranks, cached_experts, cached_unaligned, cached_metadata, None
+                ranks, experts, unaligned, metadata, copied = (
+                    cached_ranks,
+                    cached_experts,
+                    cached_unaligned,
+                    cached_metadata,
+                    None,
+                )
                 assert num_rows == len(x_NH)
             else:
                 unaligned = torch.stack([(idx_NK == expert).sum() for expert in range(num_local)]).int()
@@ -128,11 +187,46 @@ class _Elastic:
             work.made(*(tensor for tensor in made if tensor is not None))
         if cpu_sync:
             DEVICE().wait("ElasticBuffer.dispatch", x.device.index, _comm_stream().cuda_stream)
-        return (x_NH, None, idx_NK, weights_NK, copied, num_rows, num_expanded, counts, ranks, experts, unaligned, metadata, slots_TK, None, None,
-                work.event)
+        return (
+            x_NH,
+            None,
+            idx_NK,
+            weights_NK,
+            copied,
+            num_rows,
+            num_expanded,
+            counts,
+            ranks,
+            experts,
+            unaligned,
+            metadata,
+            slots_TK,
+            None,
+            None,
+            work.event,
+        )
 
-    def combine(self, x, weights, bias_0, bias_1, metadata, idx_TK, ranks, forward, linked, num_experts, max_tokens, num_sms, num_qps, previous_event,
-                before_epilogue, async_, on_comm_stream, expanded):
+    def combine(
+        self,
+        x,
+        weights,
+        bias_0,
+        bias_1,
+        metadata,
+        idx_TK,
+        ranks,
+        forward,
+        linked,
+        num_experts,
+        max_tokens,
+        num_sms,
+        num_qps,
+        previous_event,
+        before_epilogue,
+        async_,
+        on_comm_stream,
+        expanded,
+    ):
         self._check_call(x, idx_TK, num_sms, max_tokens, previous_event, on_comm_stream)
         check(torch.bfloat16, x)
         check(torch.int32, ranks, metadata)
@@ -151,8 +245,10 @@ class _Elastic:
             holder_TK = torch.where(idx_TK < 0, -1, idx_TK // num_local)
             chosen_RT = torch.stack([(holder_TK == rank).any(1) for rank in range(self._size)])
             arriving = chosen_RT.sum(1).tolist()
-            place = (torch.repeat_interleave(torch.tensor(arriving, device=x.device)),
-                     self._exchange(metadata[order, 0] % max_tokens, sizes, arriving).long())
+            place = (
+                torch.repeat_interleave(torch.tensor(arriving, device=x.device)),
+                self._exchange(metadata[order, 0] % max_tokens, sizes, arriving).long(),
+            )
 
             def arrived(table):
                 received = torch.full((self._size, num_tokens, table.shape[1]), torch.nan, device=x.device)
@@ -162,7 +258,12 @@ class _Elastic:
             y_TH = torch.where(chosen_RT.unsqueeze(2), arrived(x), 0.0).sum(0).to(x.dtype)
             weights_TK = None
             if weights is not None:  # each from the rank of its expert
-                weights_TK = arrived(weights).gather(0, holder_TK.clamp(min=0).unsqueeze(0)).squeeze(0).masked_fill(holder_TK < 0, 0.0)
+                weights_TK = (
+                    arrived(weights)
+                    .gather(0, holder_TK.clamp(min=0).unsqueeze(0))
+                    .squeeze(0)
+                    .masked_fill(holder_TK < 0, 0.0)
+                )
             work.made(*(tensor for tensor in (y_TH, weights_TK) if tensor is not None))
         return y_TH, weights_TK, work.event
 
@@ -181,7 +282,9 @@ class _Elastic:
         for rank in range(self._size):
             lane_T = torch.where(holder_TK == rank, lanes, -1).amax(1)
             token = (lane_T >= 0).nonzero().flatten().flip(0)
-            slots_TK[token, lane_T[token]] = self._rank * max_tokens + torch.arange(len(token), dtype=torch.int32, device=token.device)
+            slots_TK[token, lane_T[token]] = self._rank * max_tokens + torch.arange(
+                len(token), dtype=torch.int32, device=token.device
+            )
         return slots_TK
 
     def _tokens(self, holder_TK, slots_TK):

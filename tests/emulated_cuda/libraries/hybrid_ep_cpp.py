@@ -34,8 +34,16 @@ class _Config:
 class _Configurer:
     def __init__(self, hidden_dim, max_tokens, num_local, ranks, nodes, use_fp8, *_):
         config = BufferConfig()
-        config.hidden_dim, config.num_of_experts_per_rank, config.max_num_of_tokens_per_rank = hidden_dim, num_local, -(-max_tokens // 16) * 16
-        config.num_of_ranks_per_node, config.num_of_nodes, config.token_data_type = ranks, nodes, UINT8 if use_fp8 else UINT16
+        config.hidden_dim, config.num_of_experts_per_rank, config.max_num_of_tokens_per_rank = (
+            hidden_dim,
+            num_local,
+            -(-max_tokens // 16) * 16,
+        )
+        config.num_of_ranks_per_node, config.num_of_nodes, config.token_data_type = (
+            ranks,
+            nodes,
+            UINT8 if use_fp8 else UINT16,
+        )
         self.buffer_config = config
 
     def get_default_config(self, fuse_permute_dispatch):
@@ -72,12 +80,23 @@ class _Buffer:
     def metadata_preprocessing(self, *args, non_blocking, **kwargs):
         handle = self._metadata(*args, non_blocking=non_blocking, **kwargs)
         if not non_blocking:  # the host waits for the counts
-            DEVICE().wait("metadata_preprocessing", torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+            DEVICE().wait(
+                "metadata_preprocessing", torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+            )
         return handle
 
     @one_kernel
-    def _metadata(self, config, routing_map, num_of_tokens_per_rank, num_permuted_tokens, pad_multiple, enable_permute,
-                               fuse_permute_dispatch, non_blocking):
+    def _metadata(
+        self,
+        config,
+        routing_map,
+        num_of_tokens_per_rank,
+        num_permuted_tokens,
+        pad_multiple,
+        enable_permute,
+        fuse_permute_dispatch,
+        non_blocking,
+    ):
         assert routing_map.is_cuda and routing_map.is_contiguous() and routing_map.dtype == torch.bool
         assert routing_map.shape == (num_of_tokens_per_rank, config.num_of_experts_per_rank * self._size)
         sizes = [None] * self._size
@@ -85,9 +104,13 @@ class _Buffer:
         assert len(set(sizes)) == 1, "HybridEP hangs when ranks have different numbers of tokens"
         everywhere = self._gather(routing_map.to(torch.uint8)).bool()
         first = self._rank * config.num_of_experts_per_rank
-        local = everywhere[:, first:first + config.num_of_experts_per_rank].contiguous()
+        local = everywhere[:, first : first + config.num_of_experts_per_rank].contiguous()
         handle, unit = HandleImpl(), pad_multiple or 1
-        handle.config, handle.num_of_tokens_per_rank, handle.local_expert_routing_map = config, num_of_tokens_per_rank, local
+        handle.config, handle.num_of_tokens_per_rank, handle.local_expert_routing_map = (
+            config,
+            num_of_tokens_per_rank,
+            local,
+        )
         handle.sparse_to_dense_map = everywhere
         for name in ("rdma_to_attn_map", "attn_to_rdma_map", "dense_chunk_layout", "dense_to_expert_map"):
             setattr(handle, name, local.new_empty(0, dtype=torch.int32))
@@ -105,10 +128,14 @@ class _Buffer:
         return handle
 
     @one_kernel
-    def dispatch_with_permute(self, hidden, probs, scaling_factor, handle, pad_multiple, fuse_permute_dispatch, non_blocking, with_probs):
+    def dispatch_with_permute(
+        self, hidden, probs, scaling_factor, handle, pad_multiple, fuse_permute_dispatch, non_blocking, with_probs
+    ):
         assert hidden.is_cuda and hidden.is_contiguous() and hidden.shape[1] == handle.config.hidden_dim
         assert hidden.element_size() == 2 and len(hidden) == handle.num_of_tokens_per_rank
-        x = torch.empty((handle.num_permuted_tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device).fill_(torch.nan)
+        x = torch.empty((handle.num_permuted_tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device).fill_(
+            torch.nan
+        )
         token, expert, place = self._ways(handle, pad_multiple, len(x))
         x[place] = self._gather(hidden)[token]
         if not with_probs:

@@ -50,7 +50,7 @@ def bracket(text: str, start: int) -> str:
     while True:
         depth += (text[at] == "(") - (text[at] == ")")
         if depth == 0:
-            return text[first + 1:at]
+            return text[first + 1 : at]
         at += 1
 
 
@@ -66,18 +66,26 @@ class Declarations:
 
     @classmethod
     def read(cls, folder: Path) -> "Declarations":
-        return cls("\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*")) if path.suffix in SOURCES))
+        return cls(
+            "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*")) if path.suffix in SOURCES)
+        )
 
     def enumeration(self, name: str) -> type[enum.IntEnum]:
         body = re.search(rf'enum_<[^>]*>\(\s*m,\s*"{name}"[^)]*\)(.*?);', self.text, re.DOTALL).group(1)
-        made = enum.IntEnum(name, {value: number for number, value in enumerate(re.findall(r'\.value\(\s*"(\w+)"', body))})
+        made = enum.IntEnum(
+            name, {value: number for number, value in enumerate(re.findall(r'\.value\(\s*"(\w+)"', body))}
+        )
         self.classes[name] = made
         return made
 
     def make(self, name: str, implementation: type = object) -> type:
         """The class of that name. Methods that implementation lacks say so when they are called."""
         declared = self._declared(name)
-        space = {"declared": declared, "__setattr__": _set(declared, self), "__init__": _start(declared, self, implementation)}
+        space = {
+            "declared": declared,
+            "__setattr__": _set(declared, self),
+            "__init__": _start(declared, self, implementation),
+        }
         for method, signature in declared.methods.items():
             if method != "__init__":
                 space[method] = self._checked(name, method, signature, getattr(implementation, method, None))
@@ -120,7 +128,9 @@ class Declarations:
         return known is None or isinstance(value, known)
 
     def _declared(self, name: str) -> Declared:
-        bound = re.search(rf'class_<[^;]*?"{name}"\)(.*?)(?=\bclass_<|\benum_<|\bm\.def|\Z)', self.text, re.DOTALL).group(1)
+        bound = re.search(
+            rf'class_<[^;]*?"{name}"\)(.*?)(?=\bclass_<|\benum_<|\bm\.def|\Z)', self.text, re.DOTALL
+        ).group(1)
         body = re.search(rf"(?:struct|class) {name}\s*(?::[^{{]*)?\{{(.*?)\n\}};", self.text, re.DOTALL).group(1)
         made = Declared()
         for attribute in re.findall(r'\.def_readwrite\(\s*"(\w+)"', bound):
@@ -129,21 +139,27 @@ class Declarations:
         for found in re.finditer(r'\.def\((?!\s*"\w+"\s*,\s*\[)', bound):
             parts = split(bracket(bound, found.start()))
             if "init<" in parts[0]:
-                types, places, method = split(parts[0][parts[0].index("<") + 1:parts[0].rindex(">")]), (), "__init__"
+                types, places, method = split(parts[0][parts[0].index("<") + 1 : parts[0].rindex(">")]), (), "__init__"
             else:
                 (types, places), method = _arguments(body, parts[1]), parts[0].strip('"')
-            made.methods[method] = signature_of(types, places, [part for part in parts[1:] if "arg(" in part or "kw_only" in part])
+            made.methods[method] = signature_of(
+                types, places, [part for part in parts[1:] if "arg(" in part or "kw_only" in part]
+            )
         return made
 
     def bind(self, where: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if not self.takes(signature.parameters[name].annotation, value):
-                raise TypeError(f"{where}: {name} is a {signature.parameters[name].annotation}, given {type(value).__name__}")
+                raise TypeError(
+                    f"{where}: {name} is a {signature.parameters[name].annotation}, given {type(value).__name__}"
+                )
         bound.apply_defaults()
         return bound
 
-    def _checked(self, name: str, method: str, signature: inspect.Signature, implementation: Callable | None) -> Callable:
+    def _checked(
+        self, name: str, method: str, signature: inspect.Signature, implementation: Callable | None
+    ) -> Callable:
         def call(this, *args, **kwargs):
             bound = self.bind(f"{name}.{method}", signature, args, kwargs)
             if implementation is None:
@@ -167,7 +183,9 @@ def signature_of(types: Sequence[str], places: Sequence[str] = (), named: Sequen
             continue
         name, _, default = names[number].partition("=")
         value = inspect.Parameter.empty if not default else _value(default)
-        parameters.append(inspect.Parameter(re.search(r'"(\w+)"', name).group(1), kind, annotation=type_, default=value))
+        parameters.append(
+            inspect.Parameter(re.search(r'"(\w+)"', name).group(1), kind, annotation=type_, default=value)
+        )
     return inspect.Signature(parameters)
 
 
@@ -196,7 +214,9 @@ def _set(declared: Declared, declarations: Declarations) -> Callable:
         if name not in declared.attributes:
             raise AttributeError(f"{type(this).__name__} has no attribute {name}")
         if not declarations.takes(declared.attributes[name], value):
-            raise TypeError(f"{type(this).__name__}.{name} is a {declared.attributes[name]}, given {type(value).__name__}")
+            raise TypeError(
+                f"{type(this).__name__}.{name} is a {declared.attributes[name]}, given {type(value).__name__}"
+            )
         object.__setattr__(this, name, value)
 
     return set_attribute
@@ -204,7 +224,9 @@ def _set(declared: Declared, declarations: Declarations) -> Callable:
 
 def _start(declared: Declared, declarations: Declarations, implementation: type) -> Callable:
     def start(this, *args, **kwargs) -> None:
-        bound = declarations.bind(type(this).__name__, declared.methods.get("__init__", inspect.Signature()), args, kwargs)
+        bound = declarations.bind(
+            type(this).__name__, declared.methods.get("__init__", inspect.Signature()), args, kwargs
+        )
         for name, kind in declared.attributes.items():
             text = declared.defaults[name]
             known = declarations.classes.get(bare(kind))

@@ -1,6 +1,6 @@
 """Write down what TransformerEngine's pybind sources declare of its extension for torch, which its wheel does not hold:
 
-    python tests/emulated_cuda/libraries/record_transformer_engine.py CHECKOUT >tests/emulated_cuda/libraries/transformer_engine_torch.json
+python tests/emulated_cuda/libraries/record_transformer_engine.py CHECKOUT >tests/emulated_cuda/libraries/transformer_engine_torch.json
 """
 
 import json
@@ -34,7 +34,11 @@ def _arguments(parts: list[str], headers: str) -> list[str] | None:
     """'type' of each, or 'type name' or 'type name=default' where there are names."""
     named = [part for part in parts[1:] if "arg(" in part]
     found = None if "[" in parts[0] else re.search(rf"\b{parts[0].rsplit('::', 1)[-1].lstrip('&')}\s*\(", headers)
-    types = [re.sub(r"\s*=.*", "", part).rsplit(" ", 1)[0] for part in split(bracket(headers, found.start()))] if found else []
+    types = (
+        [re.sub(r"\s*=.*", "", part).rsplit(" ", 1)[0] for part in split(bracket(headers, found.start()))]
+        if found
+        else []
+    )
     types = [kind.removeprefix("const ") for kind in types]
     if named and len(types) != len(named):
         types = ["py::object"] * len(named)
@@ -42,14 +46,27 @@ def _arguments(parts: list[str], headers: str) -> list[str] | None:
         return None
     if not named:
         return types
-    names = [re.sub(r'.*arg\("(\w+)"\)\s*(?:=\s*(.*))?', lambda match: match[1] + (f"={match[2]}" if match[2] else ""), part, flags=re.DOTALL) for part in named]
+    names = [
+        re.sub(
+            r'.*arg\("(\w+)"\)\s*(?:=\s*(.*))?',
+            lambda match: match[1] + (f"={match[2]}" if match[2] else ""),
+            part,
+            flags=re.DOTALL,
+        )
+        for part in named
+    ]
     return [f"{kind} {name}" for kind, name in zip(types, names, strict=True)]
 
 
 def text(recorded: dict) -> str:
     """As JSON, a line for each name."""
+
     def lines(value):
-        return json.dumps(value) if not isinstance(value, dict) else "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "}"
+        return (
+            json.dumps(value)
+            if not isinstance(value, dict)
+            else "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "}"
+        )
 
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in recorded.items()) + "}\n"
 

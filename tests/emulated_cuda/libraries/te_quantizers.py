@@ -1,4 +1,4 @@
-"""TransformerEngine's quantisers in torch: what they make of a matrix, and the numbers that a product reads from it.
+"""TransformerEngine's quantizers in torch: what they make of a matrix, and the numbers that a product reads from it.
 
 Rowwise data is for products that contract the last dimension, columnwise data for those that contract the first one. Scales are found as the
 library's kernels find them, and stand in its shapes, padding included; scales that were to be swizzled for the product are not, since only this
@@ -44,7 +44,7 @@ def _amax(x_MK: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _spread(scales: Tensor, rows: int, cols: int, shape: torch.Size) -> Tensor:
-    return scales.repeat_interleave(rows, 0)[:shape[0]].repeat_interleave(cols, 1)[:, :shape[1]]
+    return scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(cols, 1)[:, : shape[1]]
 
 
 def _padded(scales: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -72,11 +72,16 @@ def _tensor(x: Tensor, quantizer) -> dict:
     data = _cast(x * scale, _kind(quantizer.dtype))
     # products of devices from 10.0 read either order of the same bytes
     wants = quantizer.columnwise_usage and torch.cuda.get_device_capability() < (10, 0)
-    return {"data": data if quantizer.rowwise_usage or not wants else None, "data_transpose": turned(data) if wants else None,
-            "fp8_scale_inv": (1 / scale).reshape(1)}
+    return {
+        "data": data if quantizer.rowwise_usage or not wants else None,
+        "data_transpose": turned(data) if wants else None,
+        "fp8_scale_inv": (1 / scale).reshape(1),
+    }
 
 
-def update_scales(amax: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, kind: torch.dtype, margin: float) -> None:
+def update_scales(
+    amax: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, kind: torch.dtype, margin: float
+) -> None:
     """End a step of delayed scaling. amax: one behind the other, the maxima of the step (0: take the history's); histories: [L, operands] of
     each module, where the first row is that of the step and the others go from the oldest to the latest; scales: fmax / amax / 2^margin."""
     assert algorithm in ("max", "most_recent"), algorithm
@@ -93,7 +98,10 @@ def update_scales(amax: Tensor, histories: list[Tensor], scales: list[Tensor], a
 def _blocks(x: Tensor, quantizer) -> dict:
     """Blocks of 128 x 128, or of 128 along the dimension that is contracted."""
     made, kind = {}, _kind(quantizer.dtype)
-    for name, wanted, x_MK in (("rowwise", quantizer.rowwise_usage, flat(x)), ("columnwise", quantizer.columnwise_usage, flat(x).t())):
+    for name, wanted, x_MK in (
+        ("rowwise", quantizer.rowwise_usage, flat(x)),
+        ("columnwise", quantizer.columnwise_usage, flat(x).t()),
+    ):
         rows = 128 if quantizer.block_scaling_dim == 2 else 1
         if not wanted:
             made |= {f"{name}_data": None, f"{name}_scale_inv": None}
@@ -102,7 +110,9 @@ def _blocks(x: Tensor, quantizer) -> dict:
         data = _cast(x_MK * _spread(scale, rows, 128, x_MK.shape), kind).contiguous()
         inverse = 1 / scale if rows == 128 else (1 / scale).t()
         made[f"{name}_data"] = data.view(x.shape if name == "rowwise" else (x.shape[-1], *x.shape[:-1]))
-        made[f"{name}_scale_inv"] = _padded(inverse, quantizer.get_scale_shape(x.shape, name == "columnwise")).contiguous()
+        made[f"{name}_scale_inv"] = _padded(
+            inverse, quantizer.get_scale_shape(x.shape, name == "columnwise")
+        ).contiguous()
     return made
 
 
@@ -110,7 +120,10 @@ def _mx(x: Tensor, quantizer) -> dict:
     """Blocks of 32 along the dimension that is contracted; scales are powers of two, rounded up, by their exponent."""
     x_MK, made, kind = flat(x), {}, _kind(quantizer.dtype)
     assert x_MK.shape[0] % 32 == 0 and x_MK.shape[1] % 32 == 0, f"MXFP8 takes multiples of 32, not {tuple(x.shape)}"
-    for name, wanted, block in (("rowwise", quantizer.rowwise_usage, (1, 32)), ("columnwise", quantizer.columnwise_usage, (32, 1))):
+    for name, wanted, block in (
+        ("rowwise", quantizer.rowwise_usage, (1, 32)),
+        ("columnwise", quantizer.columnwise_usage, (32, 1)),
+    ):
         if not wanted:
             made |= {f"{name}_data": None, f"{name}_scale_inv": None}
             continue
@@ -118,7 +131,9 @@ def _mx(x: Tensor, quantizer) -> dict:
         exponent = torch.where(mantissa == 0, -127, (exponent - (mantissa == 0.5).int()).clamp(-127, 127))
         data = _cast(x_MK * _spread(torch.ldexp(torch.ones_like(mantissa), -exponent), *block, x_MK.shape), kind)
         made[f"{name}_data"] = data.view(x.shape)
-        made[f"{name}_scale_inv"] = _padded((exponent + 127).to(torch.uint8), quantizer.get_scale_shape(x.shape, name == "columnwise"))
+        made[f"{name}_scale_inv"] = _padded(
+            (exponent + 127).to(torch.uint8), quantizer.get_scale_shape(x.shape, name == "columnwise")
+        )
     return made | {"with_gemm_swizzled_scales": quantizer.optimize_for_gemm}
 
 
@@ -126,7 +141,10 @@ def _nv(x: Tensor, quantizer) -> dict:
     """Blocks of 16, or 16 x 16: an E4M3 number each, below the maximum of the whole. Columnwise data is transformed first where asked."""
     assert not (quantizer.with_amax_reduction or quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6)
     made, rows = {}, 16 if quantizer.with_2d_quantization else 1
-    for name, wanted, x_MK in (("rowwise", quantizer.rowwise_usage, flat(x)), ("columnwise", quantizer.columnwise_usage, flat(x).t().contiguous())):
+    for name, wanted, x_MK in (
+        ("rowwise", quantizer.rowwise_usage, flat(x)),
+        ("columnwise", quantizer.columnwise_usage, flat(x).t().contiguous()),
+    ):
         if not wanted:
             made |= {f"{name}_data": None, f"{name}_scale_inv": None, f"amax_{name}": None}
             continue
@@ -142,7 +160,7 @@ def _nv(x: Tensor, quantizer) -> dict:
         data = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
         shape = x.shape if name == "rowwise" else (x.shape[-1], *x.shape[:-1])
         made[f"{name}_data"] = data.view(*shape[:-1], shape[-1] // 2)
-        inverse = stored.view(torch.uint8).repeat_interleave(rows, 0)[:x_MK.shape[0]]
+        inverse = stored.view(torch.uint8).repeat_interleave(rows, 0)[: x_MK.shape[0]]
         made[f"{name}_scale_inv"] = _padded(inverse, quantizer.get_scale_shape(x.shape, name == "columnwise"))
         made[f"amax_{name}"] = whole.reshape(1)
     return made | {"with_gemm_swizzled_scales": False}
@@ -160,10 +178,18 @@ def _codes(scaled: Tensor, stochastic: bool) -> Tensor:
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 KINDS = {
-    "Float8Quantizer": (_tensor, "Float8Tensor"), "Float8CurrentScalingQuantizer": (_tensor, "Float8Tensor"),
-    "Float8BlockQuantizer": (_blocks, "Float8BlockwiseQTensor"), "MXFP8Quantizer": (_mx, "MXFP8Tensor"), "NVFP4Quantizer": (_nv, "NVFP4Tensor"),
+    "Float8Quantizer": (_tensor, "Float8Tensor"),
+    "Float8CurrentScalingQuantizer": (_tensor, "Float8Tensor"),
+    "Float8BlockQuantizer": (_blocks, "Float8BlockwiseQTensor"),
+    "MXFP8Quantizer": (_mx, "MXFP8Tensor"),
+    "NVFP4Quantizer": (_nv, "NVFP4Tensor"),
 }
-KEPT = {"data": "_data", "data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv", "with_gemm_swizzled_scales": "_with_gemm_swizzled_scales"}
+KEPT = {
+    "data": "_data",
+    "data_transpose": "_transpose",
+    "fp8_scale_inv": "_scale_inv",
+    "with_gemm_swizzled_scales": "_with_gemm_swizzled_scales",
+}
 """Attributes of what is made, by the argument of its constructor; others are '_' and the argument."""
 
 
@@ -201,7 +227,9 @@ def numbers(x, rowwise: bool) -> Tensor:
     name = type(x).__name__.removesuffix("Storage")
     if name == "Float8Tensor":
         if rowwise or x._transpose is None or x._transpose_invalid:
-            assert rowwise or torch.cuda.get_device_capability() >= (10, 0), "a product of 8 bits before 10.0 reads its operands turned"
+            assert rowwise or torch.cuda.get_device_capability() >= (10, 0), (
+                "a product of 8 bits before 10.0 reads its operands turned"
+            )
             return _read(flat(x._data), x._fp8_dtype) * x._scale_inv
         return _read(x._transpose.reshape(x._transpose.shape[0], -1), x._fp8_dtype).t() * x._scale_inv
     which = "rowwise" if rowwise else "columnwise"
@@ -211,7 +239,9 @@ def numbers(x, rowwise: bool) -> Tensor:
         block = (1, 32) if rowwise else (32, 1)
         data = _read(flat(data), x._fp8_dtype)
         scales = torch.ldexp(torch.ones((), device=data.device), inverse.int() - 127)
-        return data * _spread(scales[:-(-data.shape[0] // block[0]), :-(-data.shape[1] // block[1])], *block, data.shape)
+        return data * _spread(
+            scales[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])], *block, data.shape
+        )
     data = flat(data) if rowwise else data.reshape(data.shape[0], -1)
     if name == "NVFP4Tensor":
         grid = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device)
@@ -221,7 +251,7 @@ def numbers(x, rowwise: bool) -> Tensor:
     else:
         data, cols = _read(data, x._fp8_dtype), 128
         scales, rows = (inverse, 128) if x._is_2D_scaled else (inverse.t(), 1)
-    data = data * _spread(scales[:, :math.ceil(data.shape[1] / cols)], rows, cols, data.shape)
+    data = data * _spread(scales[:, : math.ceil(data.shape[1] / cols)], rows, cols, data.shape)
     return data if rowwise else data.t()
 
 

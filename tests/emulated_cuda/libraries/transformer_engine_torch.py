@@ -18,7 +18,9 @@ _recorded = json.loads(Path(__file__).with_suffix(".json").read_text())
 _functions = _recorded["functions"]
 _declared = Declarations()
 for _name, _values in _recorded["enumerations"].items():
-    globals()[_name] = _declared.classes[_name] = enum.IntEnum(_name, {value: number for number, value in enumerate(_values)})
+    globals()[_name] = _declared.classes[_name] = enum.IntEnum(
+        _name, {value: number for number, value in enumerate(_values)}
+    )
 
 __all__ = [*_functions, *_recorded["enumerations"], *_recorded["classes"]]  # noqa: PLE0604 - names that the sources declare
 
@@ -35,7 +37,11 @@ def _signature(name: str) -> inspect.Signature | None:
     if not arguments or " " not in arguments[0]:
         return None if arguments is None else signature_of(arguments)
     types, named = zip(*(argument.split(" ", 1) for argument in arguments))
-    return signature_of(types, (), [f'"{name}"{default and "=" + default}' for name, _, default in (one.partition("=") for one in named)])
+    return signature_of(
+        types,
+        (),
+        [f'"{name}"{default and "=" + default}' for name, _, default in (one.partition("=") for one in named)],
+    )
 
 
 def __getattr__(name: str):
@@ -60,8 +66,15 @@ def __getattr__(name: str):
     return call
 
 
-_TYPES = {"kByte": torch.uint8, "kInt32": torch.int32, "kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torch.bfloat16,
-          "kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_TYPES = {
+    "kByte": torch.uint8,
+    "kInt32": torch.int32,
+    "kFloat32": torch.float32,
+    "kFloat16": torch.float16,
+    "kBFloat16": torch.bfloat16,
+    "kFloat8E4M3": torch.float8_e4m3fn,
+    "kFloat8E5M2": torch.float8_e5m2,
+}
 _COMPUTED = {}
 
 
@@ -86,12 +99,17 @@ def _on_device(*tensors) -> None:
 
 def _operands(A, transa, B, transb):
     """Both as matrices, and the product's shape: A is contracted along its last dimension where it is transposed, B where it is not."""
-    assert (type(A) in (torch.Tensor, torch.nn.Parameter)) == (type(B) in (torch.Tensor, torch.nn.Parameter)), (type(A), type(B))
+    assert (type(A) in (torch.Tensor, torch.nn.Parameter)) == (type(B) in (torch.Tensor, torch.nn.Parameter)), (
+        type(A),
+        type(B),
+    )
     matrices = []
     for x, last in ((A, transa), (B, not transb)):
         if type(x) in (torch.Tensor, torch.nn.Parameter):
             _on_device(x)
-            assert x.is_contiguous() and A.dtype == B.dtype, f"an operand {tuple(x.shape)} with strides {x.stride()}, {A.dtype} and {B.dtype}"
+            assert x.is_contiguous() and A.dtype == B.dtype, (
+                f"an operand {tuple(x.shape)} with strides {x.stride()}, {A.dtype} and {B.dtype}"
+            )
             matrices.append(_flat(x).float())
         else:
             matrices.append(te_quantizers.numbers(x, last))
@@ -106,8 +124,30 @@ def _put(y, out, accumulate):
 
 
 @_computed
-def _generic_gemm(A, transa, B, transb, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad, workspace, workspace_size, accumulate,
-                  split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=None):
+def _generic_gemm(
+    A,
+    transa,
+    B,
+    transb,
+    D,
+    quantizer,
+    output_dtype,
+    bias,
+    bias_type,
+    gelu,
+    gelu_in,
+    grad,
+    workspace,
+    workspace_size,
+    accumulate,
+    split_accumulator,
+    comm_overlap=None,
+    comm_type=None,
+    extra_output=None,
+    bulk_overlap=False,
+    alpha=1.0,
+    beta=None,
+):
     assert not gelu and comm_overlap is None and alpha == 1.0 and beta in (None, 0.0, 1.0)
     a, b = _operands(A, transa, B, transb)
     out_type, shape = A.dtype if output_dtype is None else _dtype(output_dtype), te_quantizers.shape(B)
@@ -123,8 +163,25 @@ def _generic_gemm(A, transa, B, transb, D, quantizer, output_dtype, bias, bias_t
 
 
 @_computed
-def _te_general_grouped_gemm(A, transa, B, transb, D, D_type, m_splits, bias, bias_type, single_output, pre_gelu_out, grad, workspace,
-                             workspace_size, accumulate, split_accumulator, math_sm_count):
+def _te_general_grouped_gemm(
+    A,
+    transa,
+    B,
+    transb,
+    D,
+    D_type,
+    m_splits,
+    bias,
+    bias_type,
+    single_output,
+    pre_gelu_out,
+    grad,
+    workspace,
+    workspace_size,
+    accumulate,
+    split_accumulator,
+    math_sm_count,
+):
     outs = D if not single_output else D[0].split([int(rows) for rows in m_splits])
     for a, b, out, one in zip(A, B, outs, bias, strict=True):
         if not te_quantizers.shape(b).numel():
@@ -225,7 +282,10 @@ def _fp8_transpose(input, dtype, out=None):
 
 @_computed
 def _split_quantize(tensor, split_sections, quantizers, *_, **__):
-    return [_quantize(part.contiguous(), quantizer) for part, quantizer in zip(tensor.split(split_sections), quantizers, strict=True)]
+    return [
+        _quantize(part.contiguous(), quantizer)
+        for part, quantizer in zip(tensor.split(split_sections), quantizers, strict=True)
+    ]
 
 
 @_computed
@@ -238,8 +298,13 @@ _COMPUTED |= {
     "scaled_masked_softmax_forward": lambda x, mask, scale: _softmax(x, scale, mask.bool()),
     "scaled_upper_triang_masked_softmax_forward": lambda x, scale: _softmax(x, scale, _later(x)),
     "scaled_aligned_causal_masked_softmax_forward": lambda x, scale: _softmax(x, scale, _later(x)),
-    **{f"scaled_{kind}softmax_backward": _softmax_backward for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")},
-    "get_cudnn_version": lambda: 91400, "get_cublasLt_version": lambda: 130200, "get_num_cublas_streams": lambda: 4,
+    **{
+        f"scaled_{kind}softmax_backward": _softmax_backward
+        for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
+    },
+    "get_cudnn_version": lambda: 91400,
+    "get_cublasLt_version": lambda: 130200,
+    "get_num_cublas_streams": lambda: 4,
     "is_non_tn_fp8_gemm_supported": lambda *_: torch.cuda.get_device_capability() >= (10, 0),
     "get_fused_attn_backend": lambda *_, **__: NVTE_Fused_Attn_Backend.NVTE_No_Backend,  # noqa: F821 - declared by the sources
 }

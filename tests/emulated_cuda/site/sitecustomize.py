@@ -5,7 +5,9 @@ import re
 import sys
 
 if os.environ.get("EMULATED_CUDA"):
-    count, capability, library = (os.environ.get(name, "") for name in ("EMULATED_CUDA", "EMULATED_CUDA_CAPABILITY", "EMULATED_CUDA_LIBRARY"))
+    count, capability, library = (
+        os.environ.get(name, "") for name in ("EMULATED_CUDA", "EMULATED_CUDA_CAPABILITY", "EMULATED_CUDA_LIBRARY")
+    )
     capability = capability or "9.0"
     problem = None
     if not count.isdecimal() or not 1 <= int(count) <= 8:

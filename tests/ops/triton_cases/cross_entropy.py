@@ -18,7 +18,11 @@ def case(tokens: int, columns: int, dtype: torch.dtype):
 @pytest.mark.parametrize("tokens,columns", SIZES)
 def test_softmax_and_gradient_in_place(tokens, columns, dtype):
     logits, labels = case(tokens, columns, dtype)
-    factor, at_label, mine = torch.randn(tokens, dtype=dtype), torch.randn(tokens, dtype=dtype), torch.rand(tokens) < 0.5
+    factor, at_label, mine = (
+        torch.randn(tokens, dtype=dtype),
+        torch.randn(tokens, dtype=dtype),
+        torch.rand(tokens) < 0.5,
+    )
     results = []
     for module in (triton_cross_entropy, plain):
         probs = logits.clone()
@@ -36,7 +40,10 @@ def test_softmax_and_gradient_in_place(tokens, columns, dtype):
 def test_loss_and_gradient_from_logits(tokens, columns):
     logits, labels = case(tokens, columns, torch.float64)
     results = []
-    for function in (triton_cross_entropy.cross_entropy, lambda x, y: torch.nn.functional.cross_entropy(x, y, reduction="none")):
+    for function in (
+        triton_cross_entropy.cross_entropy,
+        lambda x, y: torch.nn.functional.cross_entropy(x, y, reduction="none"),
+    ):
         leaf = logits.clone().requires_grad_()
         loss = function(leaf, labels)
         loss.backward(torch.linspace(0.5, 2.0, tokens, dtype=torch.float64))
@@ -48,7 +55,10 @@ def test_loss_and_gradient_from_logits(tokens, columns):
 def test_pieces_of_a_cut_vocabulary_merge_into_the_whole():
     logits, labels = case(6, 50, torch.float64)
     kept = logits.clone()
-    pieces = [triton_cross_entropy.vocabulary_pieces(part, torch.zeros(6, dtype=torch.int64)) for part in logits.split(20, dim=1)]
+    pieces = [
+        triton_cross_entropy.vocabulary_pieces(part, torch.zeros(6, dtype=torch.int64))
+        for part in logits.split(20, dim=1)
+    ]
     largest = torch.stack([top for top, _, _ in pieces]).amax(0)
     total = sum(amount * (top - largest).exp() for top, amount, _ in pieces)
     torch.testing.assert_close(largest + total.log(), logits.logsumexp(1), rtol=1e-12, atol=1e-12)

@@ -17,7 +17,10 @@ def leaves(length: int, batch: int, heads: Heads, dtype: torch.dtype) -> list[Te
     torch.manual_seed(3)
     channels = sum(heads.channels)
     joint = torch.randn(length, batch, channels + 2 * heads.values + 3, dtype=torch.float64).to(dtype).requires_grad_()
-    rest = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in ((channels, WIDTH), (heads.values,), (heads.values,))]
+    rest = [
+        torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((channels, WIDTH), (heads.values,), (heads.values,))
+    ]
     return [joint, *rest]
 
 
@@ -32,19 +35,32 @@ def run(function, given: list[Tensor], heads: Heads, ids: Tensor | None) -> list
     return [y.detach(), *(leaf.grad for leaf in given)]
 
 
-def both(length: int, batch: int, heads: Heads, dtype: torch.dtype, ids: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def both(
+    length: int, batch: int, heads: Heads, dtype: torch.dtype, ids: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     given = leaves(length, batch, heads, dtype)
     return run(triton_delta_rule.gated_delta, given, heads, ids), run(gated_delta_rule.gated_delta, given, heads, ids)
 
 
-@pytest.mark.parametrize("length,batch,heads", [
-    (1, 1, Heads(1, 1, 16, 16)), (2, 2, Heads(2, 4, 12, 20)), (63, 1, Heads(1, 1, 16, 16)), (64, 1, Heads(1, 1, 16, 16)),
-    (65, 1, Heads(1, 3, 16, 16)), (150, 1, Heads(2, 2, 12, 20))], ids=str)
+@pytest.mark.parametrize(
+    "length,batch,heads",
+    [
+        (1, 1, Heads(1, 1, 16, 16)),
+        (2, 2, Heads(2, 4, 12, 20)),
+        (63, 1, Heads(1, 1, 16, 16)),
+        (64, 1, Heads(1, 1, 16, 16)),
+        (65, 1, Heads(1, 3, 16, 16)),
+        (150, 1, Heads(2, 2, 12, 20)),
+    ],
+    ids=str,
+)
 def test_any_length(length, batch, heads):
     torch.testing.assert_close(*both(length, batch, heads, torch.float64), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("heads", [Heads(1, 2, 32, 64), Heads(1, 2, 64, 32), Heads(1, 1, 80, 144), Heads(1, 1, 256, 16)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [Heads(1, 2, 32, 64), Heads(1, 2, 64, 32), Heads(1, 1, 80, 144), Heads(1, 1, 256, 16)], ids=str
+)
 def test_any_width(heads):
     torch.testing.assert_close(*both(70, 1, heads, torch.float64), rtol=1e-9, atol=1e-9)
 
@@ -64,15 +80,22 @@ def test_half_precision():
         assert (found - right).norm() <= 3e-2 * right.norm()
 
 
-@pytest.mark.parametrize("lengths", [[[7, 3, 57, 1, 62], [64, 66]], [[1] * 130, [63, 1, 1, 65]]], ids=["several chunks", "one position each"])
+@pytest.mark.parametrize(
+    "lengths", [[[7, 3, 57, 1, 62], [64, 66]], [[1] * 130, [63, 1, 1, 65]]], ids=["several chunks", "one position each"]
+)
 def test_documents(lengths):
-    ids = torch.stack([torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in lengths])
+    ids = torch.stack(
+        [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
     torch.testing.assert_close(*both(130, 2, Heads(1, 1, 16, 16), torch.float64, ids), rtol=1e-9, atol=1e-9)
 
 
 @triton.jit
 def inverse_kernel(system, result, SPLIT: tl.constexpr):
-    tl.store(triton_delta_chunks._square(result, 0, 64), triton_delta_chunks._inverse(tl.load(triton_delta_chunks._square(system, 0, 64)), SPLIT, "ieee"))
+    tl.store(
+        triton_delta_chunks._square(result, 0, 64),
+        triton_delta_chunks._inverse(tl.load(triton_delta_chunks._square(system, 0, 64)), SPLIT, "ieee"),
+    )
 
 
 @pytest.mark.parametrize("split,near", [(False, 1e-6), (True, 2e-4)])
@@ -95,8 +118,13 @@ def test_similar_keys():
         joint[..., 48] = 9.0  # beta
         weight[16:32] = torch.tensor([0.0, 0.0, 0.0, 1.0])
         a_log.fill_(-9.0)
-    ours, exact = (run(function, values, heads, None) for function, values in (
-        (triton_delta_rule.gated_delta, given), (gated_delta_rule.gated_delta, [x.detach().double() for x in given])))
+    ours, exact = (
+        run(function, values, heads, None)
+        for function, values in (
+            (triton_delta_rule.gated_delta, given),
+            (gated_delta_rule.gated_delta, [x.detach().double() for x in given]),
+        )
+    )
     for found, right in zip(ours, exact, strict=True):
         assert (found - right).norm() <= 1e-3 * right.norm()
 
@@ -112,7 +140,9 @@ def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
 
 def test_what_is_kept_is_the_input():
     heads, kept = Heads(1, 2, 16, 16), []
-    x, beta, alpha, *rest = (torch.randn(shape, requires_grad=True) for shape in ((70, 1, 64), (70, 1, 2), (70, 1, 2), (64, 4), (2,), (2,)))
+    x, beta, alpha, *rest = (
+        torch.randn(shape, requires_grad=True) for shape in ((70, 1, 64), (70, 1, 2), (70, 1, 2), (64, 4), (2,), (2,))
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         triton_delta_rule.gated_delta(x, beta, alpha, *rest, heads)
     assert sum(kept) == sum(each.numel() for each in (x, beta, alpha, *rest))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_trainer.ops import triton_grouped_gemm, triton_permute
-from moe_trainer.ops.grouped_gemm import row_offsets
+from moe_trainer.ops.grouped_gemm import token_offsets
 
 COUNTS = [(1,), (0, 3, 0, 5), (70, 0, 1, 129, 64), (0, 0), (33, 31, 2)]
 
@@ -18,7 +18,7 @@ def test_products_of_every_expert(counts, width, depth, spare):
     x, grad = torch.randn(num_rows + spare, depth), torch.randn(num_rows + spare, width)
     x[num_rows:], grad[num_rows:] = float("nan"), float("nan")
     w = torch.randn(len(counts), width, depth)
-    offsets = row_offsets(counts, torch.device("cpu"))
+    offsets = token_offsets(counts, torch.device("cpu"))
     y = triton_grouped_gemm.grouped_forward(x, w, offsets)
     grad_x = triton_grouped_gemm.grouped_input_grad(grad, w, offsets)
     grad_w = triton_grouped_gemm.grouped_weight_grad(grad, x, offsets)
@@ -48,9 +48,14 @@ def test_experts_without_a_number_on_the_host():
 
 def test_operands_with_strides():
     counts = (5, 4)
-    offsets = row_offsets(counts, torch.device("cpu"))
+    offsets = token_offsets(counts, torch.device("cpu"))
     w, grad = torch.randn(2, 40, 24).transpose(1, 2), torch.randn(9, 31)[:, :24]
     for x in (torch.randn(40, 9).t(), torch.randn(9, 45)[:, :40]):
-        y, grad_w = triton_grouped_gemm.grouped_forward(x, w, offsets), triton_grouped_gemm.grouped_weight_grad(grad, x, offsets)
+        y, grad_w = (
+            triton_grouped_gemm.grouped_forward(x, w, offsets),
+            triton_grouped_gemm.grouped_weight_grad(grad, x, offsets),
+        )
         torch.testing.assert_close(y, torch.cat([x[:5] @ w[0].t(), x[5:] @ w[1].t()]), rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(grad_w, torch.stack([grad[:5].t() @ x[:5], grad[5:].t() @ x[5:]]), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            grad_w, torch.stack([grad[:5].t() @ x[:5], grad[5:].t() @ x[5:]]), rtol=1e-5, atol=1e-4
+        )

@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from train.layouts import argv_of
+from training.layouts import argv_of
 
 from arguments import parse_args
-from moe_trainer.backends import Backends
+from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import kernels
 from moe_trainer.model import build
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.proof.compare import Tolerances, compare
-from moe_trainer.proof.observe import train
+from moe_trainer.verification.compare_runs import Tolerances, compare
+from moe_trainer.verification.training_trace import train
 
 NEAR = Tolerances(loss=2e-5, norm=5e-5, grad=2e-4, weight=1e-4)
 # a program of the interpreter costs as much as a kernel: few tokens, one step
@@ -19,13 +19,15 @@ SMALL = "--seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --globa
 QUERIES = "--group-query-attention --num-query-groups 2 --qk-layernorm"
 
 
-SPARSE = ("--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1 "
-          "--dsa-indexer-use-sparse-loss --dsa-attention-form gathered")
+SPARSE = (
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1 "
+    "--dsa-indexer-use-sparse-loss --dsa-attention-form gathered"
+)
 
 
 def on_kernels(names, _backends):
     """As on a CUDA device; the interpreter takes tensors of a CPU."""
-    return kernels.choose_kernels(names, Backends("error", cuda=True))
+    return kernels.select_kernels(names, BackendPolicy("error", cuda=True))
 
 
 def noting(called: set):
@@ -41,18 +43,33 @@ def noting(called: set):
     def choose(names, backends):
         made = on_kernels(names, backends)
         return replace(
-            made, listed=type(made.listed)(*(spy("listed", step) for step in made.listed)), rms_norm=spy("norm", made.rms_norm), apply_rope=spy("rope", made.apply_rope), fused_topk=spy("router", made.fused_topk),
-            balancing=type(made.balancing)(*(spy("balancing", step) for step in made.balancing)), permutation=spy("permute", made.permutation),
-            loss_steps=type(made.loss_steps)(*(spy("loss", step) for step in made.loss_steps)),
-            products=type(made.products)(*(spy("products", product) for product in made.products)),
-            activations=tuple((kind, spy("dense", function) if function else None, type(block)(*(spy("experts", way) for way in block)))
-                              for kind, function, block in made.activations))
+            made,
+            sparse_attention=type(made.sparse_attention)(*(spy("listed", step) for step in made.sparse_attention)),
+            rms_norm=spy("norm", made.rms_norm),
+            apply_rope=spy("rope", made.apply_rope),
+            fused_topk=spy("router", made.fused_topk),
+            balancing=type(made.balancing)(*(spy("balancing", step) for step in made.balancing)),
+            permutation=spy("permute", made.permutation),
+            logit_kernels=type(made.logit_kernels)(*(spy("loss", step) for step in made.logit_kernels)),
+            grouped_gemms=type(made.grouped_gemms)(*(spy("products", product) for product in made.grouped_gemms)),
+            activations=tuple(
+                (
+                    kind,
+                    spy("dense", function) if function else None,
+                    type(block)(*(spy("experts", way) for way in block)),
+                )
+                for kind, function, block in made.activations
+            ),
+        )
 
     return choose
 
 
-@pytest.mark.parametrize("kind,more", [("plain", QUERIES), ("deepseek", ""), ("biases, tied head", ""), ("deepseek", SPARSE)],
-                         ids=["plain", "deepseek", "gelu", "sparse"])
+@pytest.mark.parametrize(
+    "kind,more",
+    [("plain", QUERIES), ("deepseek", ""), ("biases, tied head", ""), ("deepseek", SPARSE)],
+    ids=["plain", "deepseek", "gelu", "sparse"],
+)
 def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     """gelu: biases, experts one by one."""
     argv = [*argv_of(kind), *more.split(), *SMALL, "--num-layers", "2"]
@@ -62,11 +79,26 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
         argv.append("--no-bias-gelu-fusion")
     plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
     called = set()
-    monkeypatch.setattr(build, "choose_kernels", noting(called))
+    monkeypatch.setattr(build, "select_kernels", noting(called))
     ours = train(parse_args([*argv, "--triton-kernels", "all"], 1), 0, ParallelState.single(), steps=1)
     assert [str(difference) for difference in compare(plain, ours, NEAR)] == []
-    missing = {"plain": {"dense", "listed"}, "deepseek": set() if more == SPARSE else {"listed"}, "biases, tied head": {"dense", "products", "listed"}}[kind]
-    assert {"listed", "norm", "rope", "router", "balancing", "permute", "loss", "products", "dense", "experts"} - called == missing
+    missing = {
+        "plain": {"dense", "listed"},
+        "deepseek": set() if more == SPARSE else {"listed"},
+        "biases, tied head": {"dense", "products", "listed"},
+    }[kind]
+    assert {
+        "listed",
+        "norm",
+        "rope",
+        "router",
+        "balancing",
+        "permute",
+        "loss",
+        "products",
+        "dense",
+        "experts",
+    } - called == missing
 
 
 @pytest.mark.parametrize("recipe,blocks", [("blockwise", 2), ("mxfp8", 1), ("delayed", 1)])
@@ -86,7 +118,7 @@ def test_quantised_products_are_those_of_torch_bit_for_bit(recipe, blocks, monke
 
         return replace(made, quantize=quantize)
 
-    monkeypatch.setattr(build, "choose_kernels", choose)
+    monkeypatch.setattr(build, "select_kernels", choose)
     ours = train(parse_args([*argv, "--triton-kernels", "quantize"], 1), 0, ParallelState.single(), steps=1)
     exact = Tolerances(loss=0.0, norm=0.0, grad=0.0, weight=0.0, copies=0.0, tiny=0.0)
     assert [str(difference) for difference in compare(plain, ours, exact)] == [] and len(shapes) == blocks
@@ -99,4 +131,6 @@ def test_every_name_brings_its_kernels():
         changed = [part for part, value in vars(one).items() if value != getattr(kernels.Kernels(), part)]
         assert changed and all(getattr(one, part) == getattr(everything, part) for part in changed), name
     # of another package, by with_delta_rule
-    assert all(value != getattr(kernels.Kernels(), part) for part, value in vars(everything).items() if part != "gated_delta")
+    assert all(
+        value != getattr(kernels.Kernels(), part) for part, value in vars(everything).items() if part != "gated_delta"
+    )

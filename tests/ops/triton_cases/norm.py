@@ -24,7 +24,11 @@ def test_rms_norm(shape, gain, dtype):
         y.backward(grad)
         results.append([y, *(each.grad for each in inputs)])
     # the kernel takes epsilon as fp32
-    near = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.float64: {"rtol": 1e-9, "atol": 1e-9}, torch.bfloat16: {"rtol": 2e-2, "atol": 5e-2}}[dtype]
+    near = {
+        torch.float32: {"rtol": 1e-5, "atol": 2e-5},
+        torch.float64: {"rtol": 1e-9, "atol": 1e-9},
+        torch.bfloat16: {"rtol": 2e-2, "atol": 5e-2},
+    }[dtype]
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, **near)
 
@@ -34,7 +38,9 @@ def test_rows_too_long_are_refused():
         triton_rms_norm(torch.ones(1, 65537), None, 1e-6)
 
 
-@pytest.mark.parametrize("grad", [torch.randn(4, 2, 8, 3).transpose(2, 3), torch.randn(4, 2, 3, 13)[..., :8]], ids=["transposed", "slice"])
+@pytest.mark.parametrize(
+    "grad", [torch.randn(4, 2, 8, 3).transpose(2, 3), torch.randn(4, 2, 3, 13)[..., :8]], ids=["transposed", "slice"]
+)
 def test_rows_and_gradients_with_strides(grad):
     """Heads of a joint query-key-value projection are not contiguous."""
     results = []

@@ -6,7 +6,7 @@ Run by tests/ops/test_triton.py.
 import pytest
 import torch
 
-from scripts.kernel_pairs import NAMES, make
+from scripts.kernel_cases import NAMES, make
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -14,4 +14,4 @@ def test_both_sides_give_the_same(name):
     pair = make(name, "tiny", torch.float32, "cpu")
     for ours, theirs in zip(pair.kernel(), pair.plain(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
-    assert pair.moved > 0
+    assert pair.input_bytes > 0

@@ -64,8 +64,8 @@ def test_a_bound_instead_of_the_number_of_rows(spare):
     start = 0
     for expert in range(experts):
         chosen = routing[:, expert].nonzero().flatten()
-        expected[start:start + len(chosen)] = x.detach()[chosen]
-        expected_probs[start:start + len(chosen)] = probs.detach()[chosen, expert]
+        expected[start : start + len(chosen)] = x.detach()[chosen]
+        expected_probs[start : start + len(chosen)] = probs.detach()[chosen, expert]
         start += len(chosen)
     assert torch.equal(x_RH, expected) and torch.equal(probs_R, expected_probs)
     # spare rows hold rubbish after an expert with a bias: it must reach nobody
@@ -86,4 +86,6 @@ def test_too_many_experts_are_refused():
 
 def test_a_bound_that_is_too_small_is_an_error():
     with pytest.raises(RuntimeError, match="more rows"):
-        triton_permute.make_permute_map(torch.ones(4, 3, dtype=torch.bool), 10)  # of 12: one pair beyond has a row that is not
+        triton_permute.make_permute_map(
+            torch.ones(4, 3, dtype=torch.bool), 10
+        )  # of 12: one pair beyond has a row that is not

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from moe_trainer.ops import triton_pointwise
-from moe_trainer.ops.expert_mlp import choose_block
+from moe_trainer.ops.expert_mlp import get_activation_fns
 from moe_trainer.ops.pointwise import Activation, swiglu
 
-KINDS = {"swiglu": Activation("silu", gated=True), "gelu": Activation("gelu"), "squared_relu": Activation("squared_relu")}
+KINDS = {
+    "swiglu": Activation("silu", gated=True),
+    "gelu": Activation("gelu"),
+    "squared_relu": Activation("squared_relu"),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -15,7 +19,7 @@ KINDS = {"swiglu": Activation("silu", gated=True), "gelu": Activation("gelu"), "
 @pytest.mark.parametrize("weighed", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks(kind, weighed, rows, width, dtype):
-    torch_block = choose_block(KINDS[kind])
+    torch_block = get_activation_fns(KINDS[kind])
     forward, backward = (getattr(triton_pointwise, f"{kind}_{way}") for way in ("forward", "backward"))
     h = torch.randn(rows, width * KINDS[kind].in_per_out, dtype=dtype) * 3
     p = torch.rand(rows, dtype=dtype) if weighed else None

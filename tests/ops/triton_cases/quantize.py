@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moe_trainer.ops import quantize as plain
-from moe_trainer.ops.quantize import E2M1, E4M3, E5M2, FP32, POWER_OF_TWO, Scaling
-from moe_trainer.ops.triton_quantize import quantize
+from moe_trainer.quantization import quantize as plain
+from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, FP32, POWER_OF_TWO, Scaling
+from moe_trainer.quantization.triton_quantize import quantize
 
 SHAPES = [(1, 1), (3, 128), (5, 131), (130, 257), (0, 64), (37, 32)]
 
@@ -14,7 +14,7 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
     """Magnitudes over many binades, exact zeros, a row of zeros."""
     x = torch.randn(rows, columns) * torch.exp(torch.randn(rows, columns) * 4)
     x[torch.rand(rows, columns) < 0.05] = 0.0
-    x[rows // 2:rows // 2 + 1] = 0.0
+    x[rows // 2 : rows // 2 + 1] = 0.0
     return x
 
 
@@ -58,7 +58,9 @@ def test_every_number_of_the_format_and_what_lies_between(fmt):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("scaling", [Scaling(E4M3, 1, 32, POWER_OF_TWO), Scaling(E5M2, 128, 128), Scaling(E4M3)], ids=str)
+@pytest.mark.parametrize(
+    "scaling", [Scaling(E4M3, 1, 32, POWER_OF_TWO), Scaling(E5M2, 128, 128), Scaling(E4M3)], ids=str
+)
 def test_what_is_not_finite_shows(value, scaling):
     x = matrix(4, 300)
     x[2, 131] = value
@@ -71,8 +73,16 @@ def test_extremes():
         agree(x, Scaling(E4M3, 1, 32, scales))
 
 
-@pytest.mark.parametrize("scaling", [Scaling(E2M1, 1, 16), Scaling(E4M3, 1, 32, stochastic=True), Scaling(E4M3, 1, 32, hadamard=True),
-                                     Scaling(E4M3, 2, 32)], ids=str)
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        Scaling(E2M1, 1, 16),
+        Scaling(E4M3, 1, 32, stochastic=True),
+        Scaling(E4M3, 1, 32, hadamard=True),
+        Scaling(E4M3, 2, 32),
+    ],
+    ids=str,
+)
 def test_what_the_kernels_do_not_do_is_refused(scaling):
     with pytest.raises(ValueError, match="Triton"):
         quantize(torch.randn(4, 32), scaling)

@@ -9,10 +9,17 @@ from moe_trainer.ops.triton_rope import apply_rope as triton_apply_rope
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shape,rotated,offset", [
-    ((5, 2, 3, 8), 8, 0), ((7, 1, 1, 12), 6, 0), ((4, 3, 5, 19), 10, 9), ((3, 2, 70, 96), 32, 64), ((6, 1, 2, 11), 4, 3),
-    ((0, 2, 2, 8), 8, 0),
-])
+@pytest.mark.parametrize(
+    "shape,rotated,offset",
+    [
+        ((5, 2, 3, 8), 8, 0),
+        ((7, 1, 1, 12), 6, 0),
+        ((4, 3, 5, 19), 10, 9),
+        ((3, 2, 70, 96), 32, 64),
+        ((6, 1, 2, 11), 4, 3),
+        ((0, 2, 2, 8), 8, 0),
+    ],
+)
 def test_rotation(shape, rotated, offset, interleaved, dtype):
     cos, sin = rope_tables(inverse_frequencies(rotated, 10000.0), torch.arange(shape[0]) * 7)
     x, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)

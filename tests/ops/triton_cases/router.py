@@ -5,7 +5,7 @@ import torch
 
 from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe import balancing
-from moe_trainer.moe.router import score_topk
+from moe_trainer.moe.topk import score_topk
 from moe_trainer.ops import triton_router
 from moe_trainer.parallel.state import ParallelState
 
@@ -36,7 +36,13 @@ def agree(logits, topk, **options):
 @pytest.mark.parametrize("tokens,experts,topk", SIZES)
 @pytest.mark.parametrize("scaling", [None, 2.5])
 def test_scores(tokens, experts, topk, pre_softmax, score, scaling):
-    agree(torch.randn(tokens, experts) * 3, topk, score_function=score, use_pre_softmax=pre_softmax, scaling_factor=scaling)
+    agree(
+        torch.randn(tokens, experts) * 3,
+        topk,
+        score_function=score,
+        use_pre_softmax=pre_softmax,
+        scaling_factor=scaling,
+    )
 
 
 @pytest.mark.parametrize("experts,topk,groups,group_topk", [(12, 2, 4, 2), (15, 4, 3, 2), (24, 8, 8, 4), (6, 2, 2, 1)])
@@ -48,7 +54,9 @@ def test_groups_and_bias(experts, topk, groups, group_topk, score):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_half_precision_is_scored_in_fp32(score):
-    for ours, theirs in zip(*both((torch.randn(33, 24) * 2).bfloat16(), 6, score_function=score, use_pre_softmax=True), strict=True):
+    for ours, theirs in zip(
+        *both((torch.randn(33, 24) * 2).bfloat16(), 6, score_function=score, use_pre_softmax=True), strict=True
+    ):
         if ours.dtype == torch.bool:
             assert torch.equal(ours, theirs)
         else:
@@ -76,9 +84,13 @@ COEFFICIENTS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("wanted", [(0.1, 0.0, 0.0), (0.0, 0.2, 0.0), (0.0, 0.0, 0.3), (0.1, 0.2, 0.3), (0.0, 0.0, 0.0)])
-@pytest.mark.parametrize("score,length,sequences,experts,topk", [
-    ("softmax", 6, 1, 5, 2), ("sigmoid", 300, 3, 10, 3), ("sqrtsoftplus", 7, 2, 8, 1), ("softmax", 150, 2, 33, 4)])
+@pytest.mark.parametrize(
+    "wanted", [(0.1, 0.0, 0.0), (0.0, 0.2, 0.0), (0.0, 0.0, 0.3), (0.1, 0.2, 0.3), (0.0, 0.0, 0.0)]
+)
+@pytest.mark.parametrize(
+    "score,length,sequences,experts,topk",
+    [("softmax", 6, 1, 5, 2), ("sigmoid", 300, 3, 10, 3), ("sqrtsoftplus", 7, 2, 8, 1), ("softmax", 150, 2, 33, 4)],
+)
 @pytest.mark.parametrize("z_loss_coeff,per_token_loss", [(None, False), (1e-2, True)])
 def test_balancing_losses(dtype, wanted, score, length, sequences, experts, topk, z_loss_coeff, per_token_loss):
     """Losses of all kinds and their gradient are those of moe/balancing.py; the global loss has seen a microbatch before."""
@@ -91,11 +103,22 @@ def test_balancing_losses(dtype, wanted, score, length, sequences, experts, topk
     for own in (kernels, None):
         running = (torch.arange(experts, dtype=torch.float32), torch.ones(())) if wanted[2] else None
         losses = balancing.balancing_losses(
-            logits, num_sequences=sequences, topk=topk, score_function=score, coefficients=dict(zip(COEFFICIENTS, wanted)),
-            z_loss_coeff=z_loss_coeff, per_token_loss=per_token_loss, running=running, ps=ParallelState.single(), kernels=own)
+            logits,
+            num_sequences=sequences,
+            topk=topk,
+            score_function=score,
+            coefficients=dict(zip(COEFFICIENTS, wanted)),
+            z_loss_coeff=z_loss_coeff,
+            per_token_loss=per_token_loss,
+            running=running,
+            ps=ParallelState.single(),
+            kernels=own,
+        )
         found.append([losses.values, losses.grad_TE, *(running or ())])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-7, check_dtype=False)  # of fp64 logits the kernels give fp32 losses
+        torch.testing.assert_close(
+            ours, theirs, rtol=2e-5, atol=1e-7, check_dtype=False
+        )  # of fp64 logits the kernels give fp32 losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,4 +130,6 @@ def test_the_gradient_of_the_losses_is_added(shape, dtype, scale):
         leaf = torch.zeros(shape, dtype=dtype, requires_grad=True)
         attach(leaf, more, scale).backward(grad)
         results.append(leaf.grad)
-    torch.testing.assert_close(*results, **({"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}))
+    torch.testing.assert_close(
+        *results, **({"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2})
+    )

@@ -1,0 +1,78 @@
+"""Which decoder layers are MoE layers, and which have linear attention or a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arguments.model import ModelArgs
+
+
+def moe_layer_pattern(
+    num_layers: int, num_experts: int | None, moe_layer_freq: int | Sequence[int]
+) -> tuple[bool, ...]:
+    """Return for every decoder layer, first to last, whether it is an MoE layer.
+
+    An integer N of --moe-layer-freq makes the layers 0, N, 2N, ... MoE layers; a list gives one entry (0 or 1) per
+    layer. Without experts every layer is dense.
+
+    Raises:
+        ValueError: if the list has not one entry per layer, or entries other than 0 and 1.
+    """
+    if not num_experts:
+        return (False,) * num_layers
+    if isinstance(moe_layer_freq, int):
+        if moe_layer_freq < 1:
+            raise ValueError(f"--moe-layer-freq {moe_layer_freq}: an integer frequency must be at least 1")
+        return tuple(layer % moe_layer_freq == 0 for layer in range(num_layers))
+    entries = tuple(moe_layer_freq)
+    if len(entries) != num_layers:
+        raise ValueError(
+            f"--moe-layer-freq lists {len(entries)} layers, but --num-layers is {num_layers}; "
+            "one entry per layer is needed"
+        )
+    if any(entry not in (0, 1) for entry in entries):
+        raise ValueError(f"--moe-layer-freq {list(entries)}: every entry must be 0 (dense) or 1 (MoE)")
+    return tuple(bool(entry) for entry in entries)
+
+
+def linear_layer_pattern(
+    num_layers: int, variant: str | None, linear_attention_freq: int | Sequence[int] | None
+) -> tuple[bool, ...]:
+    """Return for every decoder layer whether it is a gated DeltaNet layer; `variant` is the attention variant.
+
+    An integer N of --linear-attention-freq leaves every N-th layer its softmax attention; a list is per layer.
+    """
+    if variant != "gdn" or linear_attention_freq is None:
+        return (False,) * num_layers
+    if isinstance(linear_attention_freq, int):
+        return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))
+    return tuple(bool(entry) for entry in linear_attention_freq)
+
+
+def is_linear(model: ModelArgs, number: int) -> bool:
+    """Whether a layer (counted from 0; those of multi-token prediction copy the last one) is a gated DeltaNet layer."""
+    pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
+    return pattern[min(number, model.num_layers - 1)]
+
+
+def uses_window(model: ModelArgs, layer_number: int) -> bool:
+    """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq.
+
+    An integer frequency N makes every N-th layer a full one; a list holds one flag per layer, the last one for
+    multi-token prediction too.
+    """
+    freq = model.window_attn_skip_freq
+    if model.window_size is None:
+        return False
+    if freq is None:
+        return True
+    if isinstance(freq, int):
+        return layer_number % freq != 0
+    return bool(freq[min(layer_number, len(freq)) - 1])
+
+
+def mtp_is_moe(pattern: Sequence[bool]) -> bool:
+    """Return whether the multi-token-prediction layers are MoE layers, as the last decoder layer."""
+    return bool(pattern) and pattern[-1]

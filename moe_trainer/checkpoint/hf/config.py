@@ -1,0 +1,257 @@
+"""config.json of a Hugging Face model <-> flags, by the tables of its family (families.py).
+
+Writing is checked by reading: the flags that the written config.json gives must be those that were asked for, so a model that a
+family cannot express is refused with the flag, not written wrongly.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from arguments.checkpoint_args import SHAPE
+from arguments.container import OPTIONS
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config_converters import expert_layers, linear_layers, sliding_layers
+from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, NEEDED, Family, get_family
+from moe_trainer.checkpoint.hf.rotary import Config, Flags
+
+# flags of the record that do not change the function of the model
+_FREE = frozenset(
+    {
+        "moe_grouped_gemm",
+        "make_vocab_size_divisible_by",
+        "padded_vocab_size",
+        "vocab_size",
+        "rope_type",
+        "group_query_attention",
+        "num_query_groups",
+        "kv_channels",
+        "mtp_use_repeated_layer",
+        "dsa_indexer_rotate_activation",
+    }
+)
+# flags that mean what their value here means where they are not set
+_UNSET = MappingProxyType(
+    {
+        "moe_router_topk_scaling_factor": 1.0,
+        "yarn_original_max_position_embeddings": 4096,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_correction_range_round_to_int": True,
+    }
+)
+_LATENT_ONLY = frozenset(
+    {
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rotary_scaling_factor",
+        "mscale",
+        "mscale_all_dim",
+    }
+)
+
+
+# keys that parts read, by what they hold where they are there
+_WHOLE = (
+    "num_key_value_heads",
+    "head_dim",
+    "decoder_sparse_step",
+    "sliding_window",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "full_attention_interval",
+)
+_NUMBERS, _TABLES, _LISTS = (
+    ("rope_theta", "partial_rotary_factor"),
+    ("rope_scaling", "rope_parameters"),
+    ("layer_types", "mlp_only_layers"),
+)
+
+
+def read_config(config: Config, source: str = "config.json") -> tuple[Family, Flags, list[str]]:
+    """Flags by destination that describe the model of a config.json, and remarks for the user.
+
+    Raises: CheckpointError naming the key that no flag stands for, or that is missing.
+    """
+    family = get_family(config, source)
+    config = {**family.defaults, **config}
+    flags: Flags = dict(family.fixed_flags)
+    for required, values in family.required_values.items():
+        if config.get(required, values[0]) not in (*values, None):
+            raise CheckpointError(
+                f"{source}: {required} is {config[required]!r}, and models of type {family.name} are read with {' or '.join(map(repr, values))} only"
+            )
+    for key in family.keys:
+        spellings = (key.name, ALIASES.get(key.name, key.name))
+        given = [config[name] for name in spellings if config.get(name) is not None]
+        value = given[0] if given else key.default
+        if value is NEEDED:
+            raise CheckpointError(f"{source} lacks {key.name}")
+        _check_kind(source, key.name, value, "number" if OPTIONS[key.dest].type_name == "float" else "whole")
+        flags[key.dest] = value
+    for kind, names in (("whole", _WHOLE), ("number", _NUMBERS), ("table", _TABLES), ("list", _LISTS)):
+        for name in names:
+            _check_kind(source, name, config.get(name), kind)
+    if config.get("layer_types") is not None and len(config["layer_types"]) != flags["num_layers"]:
+        raise CheckpointError(
+            f"{source}: layer_types names {len(config['layer_types'])} layers, and num_hidden_layers is {flags['num_layers']}"
+        )
+    for part in family.converters:
+        try:
+            flags |= part.read(config)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{source} lacks {error}" if isinstance(error, KeyError) else f"{source}: {error}"
+            ) from error
+    known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
+    notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
+    return family, flags, notes + _remarks(family, flags)
+
+
+def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
+    """None is no value. Raises: CheckpointError."""
+    fits, wanted = {
+        "whole": (type(value) is int and value >= 0, "a whole number"),
+        "number": (type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number, zero or above,"),
+        "table": (isinstance(value, Mapping), "a table"),
+        "list": (isinstance(value, (list, tuple)), "a list"),
+    }[kind]
+    if value is not None and not fits:
+        raise CheckpointError(f"{source}: {name} is {value!r}, and {wanted} is needed")
+
+
+def _remarks(family: Family, flags: Flags) -> list[str]:
+    """Where this program and the library compute something else from the same weights."""
+    notes = []
+    if family.name.startswith("deepseek_"):
+        if flags["layernorm_epsilon"] != 1e-6:
+            notes.append(
+                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with 1e-06, "
+                "here (as in Megatron-LM) all norms have the one"
+            )
+        best = flags.get("moe_router_group_topk")
+        here, there = (flags["moe_router_topk"] // best if best else 0), (1 if family.name == "deepseek_v2" else 2)
+        if best and here != there:
+            notes.append(
+                f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in Megatron-LM), by {there} in transformers"
+            )
+    if family.name == "deepseek_v32":
+        notes.append(
+            "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, any in transformers"
+        )
+    return notes
+
+
+def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The config.json of a model that flags describe. rows: of its embedding. kind: the model type; None takes the first that can express it.
+
+    Raises: CheckpointError with what no type can express.
+    """
+    if kind is not None and kind not in FAMILIES:
+        raise CheckpointError(f"the model type {kind!r} cannot be written; there are {', '.join(FAMILIES)}")
+    if flags.get("use_mup"):
+        raise CheckpointError(
+            "the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, logits and scores"
+        )
+    refusals = []
+    for family in FAMILIES.values() if kind is None else (FAMILIES[kind],):
+        try:
+            config = _write(family, flags, rows)
+            differing = _differing(flags, read_config(config)[1])
+        except (CheckpointError, KeyError, ValueError, TypeError) as error:
+            refusals.append(f"{family.name}: {error}")
+            continue
+        if not differing:
+            return family, config
+        refusals.append(f"{family.name}: {'; '.join(differing[:3])}")
+    raise CheckpointError(
+        "no Hugging Face model type that is known here expresses this model:\n  " + "\n  ".join(refusals)
+    )
+
+
+def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
+    for key in family.keys:
+        value = flags.get(key.dest)
+        if value is None:
+            value = {"moe_ffn_hidden_size": flags.get("ffn_hidden_size"), "moe_router_topk_scaling_factor": 1.0}.get(
+                key.dest
+            )
+        config[key.name] = value
+    for part in family.converters:
+        config |= part.write(flags)
+    return config | {key: values[0] for key, values in family.required_values.items()} | {"vocab_size": rows}
+
+
+def _differing(wanted: Mapping[str, Any], given: Flags) -> list[str]:
+    """The flags of the architecture whose meaning a config.json has lost."""
+    moe, latent = bool(wanted.get("num_experts")), bool(wanted.get("multi_latent_attention"))
+    sparse = wanted.get("experimental_attention_variant") == "dsa"
+    found = []
+    for dest in SHAPE:
+        if (
+            dest in _FREE
+            or dest not in OPTIONS
+            or (dest.startswith("moe_") and not moe)
+            or (dest in _LATENT_ONLY and not latent)
+        ):
+            continue
+        if dest.startswith("dsa_") and not sparse:
+            continue
+        default = OPTIONS[dest].default
+        here, there = (_meaning(dest, values.get(dest, default), default) for values in (wanted, given))
+        if here != there and not _equal_patterns(dest, wanted, given):
+            found.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
+    return found
+
+
+def _meaning(dest: str, value: Any, default: Any) -> Any:
+    if value is None:
+        value = _UNSET.get(dest, default)
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return value or None
+
+
+def _equal_patterns(dest: str, wanted: Mapping[str, Any], given: Flags) -> bool:
+    if dest == "window_attn_skip_freq" and wanted.get("window_size"):
+        return sliding_layers(wanted) == sliding_layers(given)
+    if dest == "moe_layer_freq":
+        return expert_layers(wanted) == expert_layers(given)
+    if dest == "linear_attention_freq":
+        return linear_layers(wanted) == linear_layers(given)
+    if dest == "mtp_num_layers" and given.get("experimental_attention_variant") == "gdn":
+        return wanted.get(dest) in (None, 0, 1)  # the tensors say it, not config.json
+    if dest == "dsa_indexer_k_norm_epsilon":
+        return (wanted.get("layernorm_epsilon") if wanted.get(dest) is None else wanted[dest]) == given.get(dest)
+    if dest == "moe_ffn_hidden_size":
+        return (wanted.get(dest) or wanted.get("ffn_hidden_size")) == (given.get(dest) or given.get("ffn_hidden_size"))
+    if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
+        return not _limits(wanted) and not _limits(given)
+    if dest == "rope_scaling_factor":
+        return not wanted.get("use_rope_scaling") and not given.get("use_rope_scaling")
+    if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
+        plain = wanted.get("rope_type") == "rope" and given.get("rope_type") == "rope"
+        return plain and (dest != "mscale_all_dim" or _scales_logits(wanted) == _scales_logits(given))
+    return False
+
+
+def _scales_logits(flags: Mapping[str, Any]) -> bool:
+    """Whether latent attention multiplies its logits by a temperature, which it does for positions of every kind."""
+    factor = flags.get("rotary_scaling_factor", OPTIONS["rotary_scaling_factor"].default)
+    return bool(flags.get("mscale_all_dim")) and factor > 1
+
+
+def _limits(flags: Mapping[str, Any]) -> bool:
+    best = flags.get("moe_router_group_topk")
+    return best is not None and 0 < best < (flags.get("moe_router_num_groups") or 1)

@@ -1,0 +1,298 @@
+"""What takes more than another name between a config.json and flags: one pair of functions per matter, one for each direction.
+
+Patterns of layers (experts, windows, linear attention), key-value groups, shared experts, groups of experts, tied embeddings,
+multi-token prediction; rotary positions have a file of their own. A reader gets the whole config.json and gives flags by destination,
+a writer gets all flags and gives keys. Which family has which parts is said in families.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.rotary import Config, Flags, read_rotary, write_explicit_rotary, write_rotary
+
+
+@dataclass(frozen=True)
+class ConfigConverter:
+    """What takes more than a name. read: config -> flags; write: flags -> config. Both raise CheckpointError."""
+
+    read: Callable[[Config], Flags]
+    write: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def _read_tied(config: Config) -> Flags:
+    return {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
+
+
+def _write_tied(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tie_word_embeddings": not flags.get("untie_embeddings_and_output_weights")}
+
+
+def _read_groups(config: Config) -> Flags:
+    heads = config["num_attention_heads"]
+    return {
+        "group_query_attention": True,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+    }
+
+
+def _write_groups(flags: Mapping[str, Any]) -> dict[str, Any]:
+    heads = flags["num_attention_heads"]
+    return {
+        "num_key_value_heads": flags["num_query_groups"] if flags.get("group_query_attention") else heads,
+        "head_dim": flags.get("kv_channels") or flags["hidden_size"] // heads,
+    }
+
+
+def _read_window(config: Config) -> Flags:
+    """Every layer of Mistral and Mixtral has the window, unless `layer_types` says otherwise."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    pattern = [1] if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
+    if not window or not any(pattern):
+        return {}
+    return {"window_size": (window - 1, 0)} | ({} if all(pattern) else {"window_attn_skip_freq": pattern})
+
+
+def _read_qwen_window(config: Config) -> Flags:
+    """A window acts only with `use_sliding_window`. Without `layer_types`, each model type has its own rule for which layers have it."""
+    if not config.get("use_sliding_window"):
+        return {}
+    layers, first, kinds = (
+        range(config["num_hidden_layers"]),
+        config.get("max_window_layers", 28),
+        config.get("layer_types"),
+    )
+    match config.get("model_type"):
+        case "qwen3_moe":  # transformers does not read layer_types here
+            slides = [True for _ in layers]
+        case "qwen2_moe":
+            slides = [layer % 2 == 0 and layer < first for layer in layers]
+        case _:
+            slides = [layer >= first for layer in layers]
+    if kinds is None or config.get("model_type") == "qwen3_moe":
+        kinds = [("full_attention", "sliding_attention")[slide] for slide in slides]
+    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": kinds})
+
+
+def _write_window(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": flags["window_size"][0] + 1 if flags.get("window_size") else None}
+
+
+def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
+    window = flags.get("window_size")
+    config: dict[str, Any] = {"use_sliding_window": bool(window)}
+    if window:
+        config |= {
+            "sliding_window": window[0] + 1,
+            "max_window_layers": 0,
+            "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding_layers(flags)],
+        }
+    return config
+
+
+def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
+    """Which layers have the window, where there is one."""
+    pattern, layers = flags.get("window_attn_skip_freq"), flags["num_layers"]
+    if isinstance(pattern, int):
+        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return [bool(slides) for slides in pattern or [1] * layers]
+
+
+def _read_alternating(config: Config) -> Flags:
+    """Every second layer of gpt-oss has the window, from the first on, where `layer_types` does not say otherwise."""
+    kinds = config.get("layer_types") or [
+        ("sliding_attention", "full_attention")[layer % 2] for layer in range(config["num_hidden_layers"])
+    ]
+    return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": kinds})
+
+
+def _write_alternating(flags: Mapping[str, Any]) -> dict[str, Any]:
+    config = _write_qwen_window(flags)
+    return {
+        "sliding_window": config.get("sliding_window"),
+        "layer_types": config.get("layer_types") or ["full_attention"] * flags["num_layers"],
+    }
+
+
+def _read_normalized(config: Config) -> Flags:
+    return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
+
+
+def _write_normalized(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"norm_topk_prob": not flags.get("moe_router_pre_softmax")}
+
+
+def _read_sparse_step(config: Config) -> Flags:
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(config["num_hidden_layers"])]
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _write_sparse_step(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, is_moe in enumerate(expert_layers(flags)) if not is_moe],
+    }
+
+
+def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Which layers have experts."""
+    return moe_layer_pattern(flags["num_layers"], flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
+
+
+def _read_first_dense(config: Config) -> Flags:
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    return {"moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1}
+
+
+def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = expert_layers(flags)
+    return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern)}
+
+
+def _read_shared(config: Config) -> Flags:
+    return {
+        "moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+        or None
+    }
+
+
+def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
+    width, expert = (
+        flags.get("moe_shared_expert_intermediate_size") or 0,
+        flags.get("moe_ffn_hidden_size") or flags["ffn_hidden_size"],
+    )
+    if not width or width % expert:
+        raise CheckpointError(
+            f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the width of the others; "
+            f"a multiple of --moe-ffn-hidden-size {expert} is needed"
+        )
+    return {"n_shared_experts": width // expert}
+
+
+def _read_groups_of_experts(config: Config) -> Flags:
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    limited = groups > 1 and best < groups and config.get("topk_method") != "greedy"
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": best} if limited else {}
+
+
+def _write_groups_of_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
+    limited = bool(flags.get("moe_router_group_topk"))
+    config = {
+        "n_group": flags["moe_router_num_groups"] if limited else 1,
+        "topk_group": flags["moe_router_group_topk"] if limited else 1,
+    }
+    if flags.get("moe_router_score_function") == "sigmoid":
+        return config | {"topk_method": "noaux_tc"}
+    return config | {"topk_method": "group_limited_greedy" if limited else "greedy"}
+
+
+def _write_latent_heads(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention has a key per head; the library's defaults are those of one model."""
+    return {"num_key_value_heads": flags["num_attention_heads"]}
+
+
+def _read_latent_heads(config: Config) -> Flags:
+    """Return the size of a head where Megatron-LM cannot derive it. Latent attention does not use it."""
+    return {"kv_channels": config["v_head_dim"]} if config["hidden_size"] % config["num_attention_heads"] else {}
+
+
+def _read_next(config: Config) -> Flags:
+    """The layers with linear attention. Where a config.json is silent, a quarter of each head is rotated."""
+    kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
+    layers = config["num_hidden_layers"]
+    pattern = (
+        [int((layer + 1) % every != 0) for layer in range(layers)]
+        if kinds is None
+        else [int(kind == "linear_attention") for kind in kinds]
+    )
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25
+    return {"linear_attention_freq": pattern, "rotary_percent": float(share)}
+
+
+def _write_next(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "layer_types": ["linear_attention" if linear else "full_attention" for linear in linear_layers(flags)],
+        "partial_rotary_factor": flags.get("rotary_percent", 1.0),
+    }
+
+
+def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Which layers have linear attention."""
+    return linear_layer_pattern(
+        flags["num_layers"], flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
+    )
+
+
+def _read_indexer(config: Config) -> Flags:
+    """Every layer has an indexer. The library leaves out the Hadamard rotation, on which no score depends; here it is on where it can be."""
+    kinds, experts = config.get("layer_types"), config.get("mlp_layer_types")
+    if kinds is not None and set(kinds) != {"indexed_attention"}:
+        raise CheckpointError(
+            f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in every layer"
+        )
+    dense = config.get("first_k_dense_replace") or 0
+    if experts is not None and list(experts) != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types is not first_k_dense_replace {dense} dense layers, and then sparse ones"
+        )
+    width = config["index_head_dim"]
+    return {
+        "dsa_indexer_n_heads": config["index_n_heads"],
+        "dsa_indexer_head_dim": width,
+        "dsa_indexer_topk": config["index_topk"],
+        "dsa_indexer_rotate_activation": not width & (width - 1),
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+    }
+
+
+def _write_indexer(flags: Mapping[str, Any]) -> dict[str, Any]:
+    if flags.get("experimental_attention_variant") != "dsa":
+        raise CheckpointError(
+            "a DeepSeek-V3.2 model has sparse attention; --experimental-attention-variant dsa is needed"
+        )
+    if not flags.get("q_lora_rank"):
+        raise CheckpointError(
+            "the indexer of a DeepSeek-V3.2 model reads the latent of queries; --q-lora-rank is needed"
+        )
+    return {
+        "index_n_heads": flags["dsa_indexer_n_heads"],
+        "index_head_dim": flags["dsa_indexer_head_dim"],
+        "index_topk": flags["dsa_indexer_topk"],
+    }
+
+
+def _read_mtp(config: Config) -> Flags:
+    return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or None}
+
+
+def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
+
+
+ROPE, EXPLICIT_ROPE = ConfigConverter(read_rotary, write_rotary), ConfigConverter(read_rotary, write_explicit_rotary)
+TIED, GROUPED = ConfigConverter(_read_tied, _write_tied), ConfigConverter(_read_groups, _write_groups)
+WINDOW, QWEN_WINDOW = (
+    ConfigConverter(_read_window, _write_window),
+    ConfigConverter(_read_qwen_window, _write_qwen_window),
+)
+ALTERNATING = ConfigConverter(_read_alternating, _write_alternating)
+NORMALIZED, SPARSE_STEP = (
+    ConfigConverter(_read_normalized, _write_normalized),
+    ConfigConverter(_read_sparse_step, _write_sparse_step),
+)
+FIRST_DENSE, SHARED = (
+    ConfigConverter(_read_first_dense, _write_first_dense),
+    ConfigConverter(_read_shared, _write_shared),
+)
+INDEXER = ConfigConverter(_read_indexer, _write_indexer)
+NEXT = ConfigConverter(_read_next, _write_next)
+LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
+EXPERT_GROUPS, MTP = (
+    ConfigConverter(_read_groups_of_experts, _write_groups_of_experts),
+    ConfigConverter(_read_mtp, _write_mtp),
+)

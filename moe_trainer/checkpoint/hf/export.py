@@ -1,0 +1,249 @@
+"""Ours -> Hugging Face: the plan of a folder that transformers reads, from the weights of any checkpoint of ours.
+
+Every tensor of theirs is a part of one of ours, or a slice of a stack of parts; those that several of theirs share are read once
+where they are asked for one behind the other. Before anything is written, the checkpoint's tensors must be exactly those that its
+flags describe.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.conversion_job import (
+    ConversionJob,
+    PlannedTensor,
+    fingerprint,
+    split_by_size,
+    write_safetensors,
+    write_text,
+)
+from moe_trainer.checkpoint.hf.files import CONFIG, INDEX, SINGLE
+from moe_trainer.checkpoint.hf.folder import SENTENCEPIECE_CONFIG, tokenizer_files
+from moe_trainer.checkpoint.hf.names import (
+    TensorMapping,
+    duplicated_tensors,
+    model_sizes,
+    raise_problems,
+    tensor_mappings,
+)
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
+from moe_trainer.io import flush_file
+
+logger = logging.getLogger(__name__)
+
+_SCALING = "fp8."
+_SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer")
+
+
+def _yarn_length(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of positions that YaRN's factor reaches, which transformers wants to find under max_position_embeddings."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "yarn":
+        return {}
+    reached, given = (
+        round(scaling["factor"] * scaling["original_max_position_embeddings"]),
+        config.get("max_position_embeddings"),
+    )
+    if given == reached:
+        return {}
+    logger.info(
+        "  max_position_embeddings: %d, as far as YaRN reaches (factor %g x %d original positions); the run had %s",
+        reached,
+        scaling["factor"],
+        scaling["original_max_position_embeddings"],
+        given,
+    )
+    return {"max_position_embeddings": reached}
+
+
+def plan_hf_folder(
+    folder: Path,
+    target: Path,
+    most: int,
+    kind: str | None = None,
+    rows: int | None = None,
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, Any] | None = None,
+    tokenizer: Path | None = None,
+) -> ConversionJob:
+    """The weights of a checkpoint folder of ours, as a Hugging Face folder.
+
+    kind: the model type, None for the first that fits. rows: of the embedding, None for all that are stored. extra: further keys of
+    config.json. tokenizer: the folder whose tokenizer files go with it.
+    Raises: CheckpointError naming what is missing, left over or of another shape, or the flags that no model type has.
+    """
+    index = read_index(folder)
+    state, _, _ = common_state.parse(common_state.read(folder, index))
+    tensors = {
+        tensor.name: tensor
+        for tensor in logical_tensors(index)
+        if tensor.state is None and not tensor.name.startswith(_SCALING)
+    }
+    embedding = tensors.get("embedding.word_embeddings.weight")
+    if embedding is None:
+        raise CheckpointError(f"{folder} has no embedding.word_embeddings.weight")
+    stored = embedding.shape[0]
+    if rows is not None and not 0 < rows <= stored:
+        raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
+    flags = dict(state.args) | {"rows": stored}
+    family, config = write_config(flags, rows or stored, kind)
+    config |= _yarn_length(config)
+    found = tensor_mappings(family.name, flags)
+    _check_native(found, tensors)
+    cut = rows if rows not in (None, stored) else None
+    last = _LastTensorCache(
+        lambda mapping: mapping.transform.to_hf(_read_native(folder, index, tensors, mapping), model_sizes(flags))
+    )
+    parts = [
+        item
+        for mapping in found
+        if mapping.native == (mapping.siblings or (mapping.native,))[0]
+        for item in _plan_hf_tensors(mapping, last, tensors[mapping.native].dtype, cut, dtype)
+    ]
+    items = _stacks_joined(parts)
+    by_name = {item.name: item for item in items}
+    items += [
+        PlannedTensor(name, by_name[original].dtype, by_name[original].shape, by_name[original].make)
+        for name, original in duplicated_tensors(family.name, flags).items()
+        if name != "lm_head.weight"
+    ]
+    runs = split_by_size(items, most)
+    names = (
+        [SINGLE]
+        if len(runs) == 1
+        else [f"model-{number + 1:05d}-of-{len(runs):05d}.safetensors" for number in range(len(runs))]
+    )
+    words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
+    for note in read_config(config)[2]:
+        logger.info("  %s", note)
+    config |= {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words}
+    options = {
+        "to": "hf",
+        "most": most,
+        "rows": rows,
+        "dtype": dtype,
+        "config": json.dumps(config, sort_keys=True, default=str),
+    }
+
+    def finish(folder: Path, notes: Mapping[str, Any]) -> None:
+        for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
+            flush_file(Path(shutil.copyfile(path, folder / path.name)))
+        if flags.get("tokenizer_type") in _SENTENCEPIECE and {path.name for path in folder.glob("tokenizer*")} == {
+            "tokenizer.model"
+        }:
+            write_text(folder / "tokenizer_config.json", json.dumps(dict(SENTENCEPIECE_CONFIG)) + "\n")
+        if len(notes) > 1:
+            table = {name: file for file, known in notes.items() for name in known}
+            write_text(
+                folder / INDEX,
+                json.dumps(
+                    {"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": table}, indent=1
+                ),
+            )
+        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+    data = sorted(path for path in folder.iterdir() if path.is_file())
+    return ConversionJob(
+        target,
+        fingerprint(data, **options),
+        tuple(zip(names, map(tuple, runs), strict=True)),
+        write_safetensors,
+        finish,
+    )
+
+
+def _read_native(
+    folder: Path, index: Metadata, tensors: Mapping[str, LogicalTensor], mapping: TensorMapping
+) -> Tensor | list[Tensor]:
+    """What the transform of a mapping parts."""
+    if mapping.siblings:
+        return [read_logical(folder, index, tensors[name]) for name in mapping.siblings]
+    return read_logical(folder, index, tensors[mapping.native])
+
+
+def _check_native(found: Sequence[TensorMapping], tensors: Mapping[str, LogicalTensor]) -> None:
+    """Raises: CheckpointError naming every tensor that is missing, left over or of another shape."""
+    problems = []
+    for mapping in found:
+        tensor = tensors.get(mapping.native)
+        if tensor is None:
+            problems.append(f"{mapping.native} is missing; {list(mapping.shape)} is needed")
+        elif tensor.shape != mapping.shape:
+            problems.append(f"{mapping.native} has the shape {list(tensor.shape)}, and {list(mapping.shape)} is needed")
+    known = {mapping.native for mapping in found}
+    problems += [
+        f"{name} is there, and no tensor of the other model is made of it" for name in tensors if name not in known
+    ]
+    raise_problems(problems)
+
+
+class _LastTensorCache:
+    """The parts of the tensor that was read last: gate and up, or queries, keys and values, are asked for one behind the other."""
+
+    def __init__(self, read: Callable[[TensorMapping], Sequence[Tensor]]):
+        self._read, self._native = read, ""
+        self._parts: Sequence[Tensor] = ()
+
+    def part(self, mapping: TensorMapping, position: int) -> Tensor:
+        if self._native != mapping.native:
+            self._parts = ()  # before the next one is there
+            self._native, self._parts = mapping.native, self._read(mapping)
+        return self._parts[position]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part of a stack: slice `index` of `count`."""
+
+    item: PlannedTensor
+    index: int
+    count: int
+
+
+def _plan_hf_tensors(
+    mapping: TensorMapping, last: _LastTensorCache, stored: torch.dtype, rows: int | None, dtype: torch.dtype | None
+) -> Iterator[PlannedTensor | _Slice]:
+    kept = torch.float32 if mapping.keeps_fp32 else dtype or stored
+    vocabulary = mapping.native in ("embedding.word_embeddings.weight", "output_layer.weight")
+    for position, ref in enumerate(mapping.sources):
+
+        def make(position: int = position) -> Iterator[Tensor]:
+            value = last.part(mapping, position)
+            yield (value[:rows] if vocabulary else value).to(kept)
+
+        shape = (rows, *ref.shape[1:]) if vocabulary and rows is not None else ref.shape
+        item = PlannedTensor(ref.name, kept, shape, make)
+        yield item if ref.index is None else _Slice(item, ref.index, ref.stack)
+
+
+def _stacks_joined(parts: Sequence[PlannedTensor | _Slice]) -> list[PlannedTensor]:
+    """Slices of one stack become one tensor, made slice by slice."""
+    stacks: dict[str, list[_Slice]] = {}
+    for part in parts:
+        if isinstance(part, _Slice):
+            stacks.setdefault(part.item.name, []).append(part)
+    found: list[PlannedTensor] = []
+    for part in parts:
+        if isinstance(part, PlannedTensor):
+            found.append(part)
+        elif part.index == 0:
+            slices = sorted(stacks[part.item.name], key=lambda each: each.index)
+
+            def make(slices: Sequence[_Slice] = slices) -> Iterator[Tensor]:
+                for each in slices:
+                    yield from each.item.make()
+
+            found.append(PlannedTensor(part.item.name, part.item.dtype, (part.count, *part.item.shape), make))
+    return found

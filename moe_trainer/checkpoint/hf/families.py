@@ -1,0 +1,355 @@
+"""The families of Hugging Face models that are converted: one table each, of what config.json says and which flags that is.
+
+A family says which flags always hold, which values of config.json must hold, which keys are which flags, and which parts
+(config_converters.py) it has. Flags are by destination.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config_converters import (
+    ALTERNATING,
+    EXPERT_GROUPS,
+    EXPLICIT_ROPE,
+    FIRST_DENSE,
+    GROUPED,
+    INDEXER,
+    LATENT_HEADS,
+    MTP,
+    NEXT,
+    NORMALIZED,
+    QWEN_WINDOW,
+    ROPE,
+    SHARED,
+    SPARSE_STEP,
+    TIED,
+    WINDOW,
+    ConfigConverter,
+)
+from moe_trainer.checkpoint.hf.rotary import Config
+
+NEEDED = "(needed)"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of config.json and the flag that it is. default: where the key is missing."""
+
+    name: str
+    dest: str
+    default: Any = NEEDED
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type.
+
+    always: flags. must: values that keys of config.json may have where they are there, the first one is written. defaults: values
+    that transformers takes for keys that a config.json lacks, where they are not those of the key or of the part that reads it.
+    """
+
+    name: str
+    architecture: str
+    keys: tuple[Key, ...]
+    converters: tuple[ConfigConverter, ...]
+    fixed_flags: Mapping[str, Any]
+    required_values: Mapping[str, tuple[Any, ...]]
+    ignored: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_KEYS = (
+    Key("num_hidden_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("vocab_size", "vocab_size"),
+    Key("max_position_embeddings", "max_position_embeddings"),
+    Key("rms_norm_eps", "layernorm_epsilon", 1e-6),
+    Key("initializer_range", "init_method_std", 0.02),
+    Key("attention_dropout", "attention_dropout", 0.0),
+)
+_LATENT_KEYS = (
+    Key("q_lora_rank", "q_lora_rank", None),
+    Key("kv_lora_rank", "kv_lora_rank"),
+    Key("qk_nope_head_dim", "qk_head_dim"),
+    Key("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    Key("v_head_dim", "v_head_dim"),
+)
+_DEEPSEEK_KEYS = _LATENT_KEYS + (
+    Key("n_routed_experts", "num_experts"),
+    Key("num_experts_per_tok", "moe_router_topk"),
+    Key("moe_intermediate_size", "moe_ffn_hidden_size"),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+)
+_QWEN_MOE_KEYS = (Key("num_experts_per_tok", "moe_router_topk"), Key("moe_intermediate_size", "moe_ffn_hidden_size"))
+_ALWAYS = MappingProxyType(
+    {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": 1,
+    }
+)
+_MOE = MappingProxyType({"moe_grouped_gemm": True, "moe_router_score_function": "softmax"})
+_GPT_OSS = MappingProxyType(
+    {
+        "swiglu": False,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "softmax_type": "learnable",
+    }
+)
+_DEEPSEEK = MappingProxyType(
+    {
+        **_ALWAYS,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "moe_grouped_gemm": True,
+        "moe_router_dtype": "fp32",
+    }
+)
+_BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True})
+_MUST = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
+_DEEPSEEK_MUST = MappingProxyType(
+    {"hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,), "rope_interleave": (True,)}
+)
+_DEEPSEEK_V3_DEFAULTS = MappingProxyType(
+    {
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    }
+)
+# keys that say nothing about the mathematics of the model
+IGNORED = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "aux_loss_alpha",
+    "bos_token_id",
+    "dtype",
+    "ep_size",
+    "eos_token_id",
+    "id2label",
+    "label2id",
+    "max_window_layers",
+    "model_type",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "full_attention_interval",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "seq_aux",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "unsloth_version",
+    "problem_type",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder",
+    "num_key_value_heads",
+    "head_dim",
+    "qk_head_dim",
+    "num_local_experts",
+    "num_mtp_layers",
+    "num_experts",
+    "n_group",
+    "topk_group",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "tie_word_embeddings",
+    "partial_rotary_factor",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_nextn_predict_layers",
+    "topk_method",
+    "scoring_func",
+    "use_mtp",
+    "mlp_layer_types",
+    "use_return_dict",
+    "torchscript",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "is_decoder",
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "num_return_sequences",
+    "task_specific_params",
+    "finetuning_task",
+    "tokenizer_class",
+    "prefix",
+    "pruned_heads",
+    "per_layer_config",
+)
+
+
+def _dense(
+    name: str, architecture: str, always: Mapping[str, Any], defaults: Mapping[str, Any], *parts: ConfigConverter
+) -> Family:
+    return Family(name, architecture, _KEYS, (ROPE, TIED, GROUPED, *parts), _ALWAYS | always, _MUST, defaults=defaults)
+
+
+FAMILIES = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            _dense("llama", "LlamaForCausalLM", {}, {}),
+            _dense("mistral", "MistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, WINDOW),
+            _dense("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, {"num_key_value_heads": 32}, QWEN_WINDOW),
+            _dense(
+                "qwen3",
+                "Qwen3ForCausalLM",
+                {"qk_layernorm": True},
+                {"num_key_value_heads": 32, "head_dim": 128},
+                QWEN_WINDOW,
+            ),
+            Family(
+                "mixtral",
+                "MixtralForCausalLM",
+                (*_KEYS, Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk")),
+                (ROPE, TIED, GROUPED, WINDOW),
+                _ALWAYS | _MOE,
+                _MUST,
+                defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+            ),
+            Family(
+                "qwen2_moe",
+                "Qwen2MoeForCausalLM",
+                (
+                    *_KEYS,
+                    *_QWEN_MOE_KEYS,
+                    Key("num_experts", "num_experts"),
+                    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+                ),
+                (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP),
+                _ALWAYS | _MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+                _MUST | {"qkv_bias": (True,)},
+                defaults={"num_key_value_heads": 16},
+            ),
+            Family(
+                "qwen3_moe",
+                "Qwen3MoeForCausalLM",
+                (*_KEYS, *_QWEN_MOE_KEYS, Key("num_experts", "num_experts")),
+                (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP),
+                _ALWAYS | _MOE | {"qk_layernorm": True},
+                _MUST,
+                defaults={"num_key_value_heads": 4},
+            ),
+            Family(
+                "qwen3_next",
+                "Qwen3NextForCausalLM",
+                (
+                    *_KEYS,
+                    *_QWEN_MOE_KEYS,
+                    Key("num_experts", "num_experts"),
+                    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+                    *(
+                        Key(name, name)
+                        for name in (
+                            "linear_conv_kernel_dim",
+                            "linear_key_head_dim",
+                            "linear_value_head_dim",
+                            "linear_num_key_heads",
+                            "linear_num_value_heads",
+                        )
+                    ),
+                ),
+                (ROPE, TIED, GROUPED, NORMALIZED, SPARSE_STEP, NEXT),
+                _ALWAYS
+                | _MOE
+                | {
+                    "qk_layernorm": True,
+                    "moe_shared_expert_gate": True,
+                    "attention_output_gate": True,
+                    "moe_router_dtype": "fp32",
+                    "layernorm_zero_centered_gamma": True,
+                    "experimental_attention_variant": "gdn",
+                },
+                _MUST,
+                defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
+            ),
+            Family(
+                "gpt_oss",
+                "GptOssForCausalLM",
+                (
+                    *_KEYS,
+                    Key("num_local_experts", "num_experts"),
+                    Key("num_experts_per_tok", "moe_router_topk"),
+                    Key("swiglu_limit", "activation_func_clamp_value", 7.0),
+                ),
+                (EXPLICIT_ROPE, TIED, GROUPED, ALTERNATING),
+                _ALWAYS | _MOE | _GPT_OSS,
+                {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
+                ("experts_per_token", "initial_context_length"),
+                {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+            ),
+            Family(
+                "deepseek_v2",
+                "DeepseekV2ForCausalLM",
+                (*_KEYS, *_DEEPSEEK_KEYS),
+                (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS),
+                _DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+                _DEEPSEEK_MUST | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
+                defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
+            ),
+            Family(
+                "deepseek_v3",
+                "DeepseekV3ForCausalLM",
+                (*_KEYS, *_DEEPSEEK_KEYS),
+                (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, MTP),
+                _DEEPSEEK | _BIASED_SIGMOID,
+                _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
+                defaults=_DEEPSEEK_V3_DEFAULTS,
+            ),
+            Family(
+                "deepseek_v32",
+                "DeepseekV32ForCausalLM",
+                (*_KEYS, *_DEEPSEEK_KEYS),
+                (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, INDEXER, MTP),
+                _DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
+                _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+                ("index_n_heads", "index_head_dim", "index_topk"),
+                _DEEPSEEK_V3_DEFAULTS,
+            ),
+        )
+    }
+)
+OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
+ALIASES = MappingProxyType(
+    {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
+)
+"""Keys that some files spell another way."""
+
+
+def get_family(config: Config, source: str) -> Family:
+    """The family of a config.json. Raises: CheckpointError for a model type that has no table."""
+    kind = config.get("model_type")
+    family = FAMILIES.get(OTHER_NAMES.get(kind, kind)) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{source}: the model type {kind!r} cannot be converted; there are {', '.join([*FAMILIES, *OTHER_NAMES])}"
+        )
+    return family

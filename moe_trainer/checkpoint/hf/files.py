@@ -1,0 +1,337 @@
+"""The safetensors files of a Hugging Face model folder, read tensor by tensor, and the format's header for writers.
+
+- fp8 weights with one scale per block (`NAME_scale_inv`, as DeepSeek-V3 is published) are read as bf16 weights.
+- fp4 experts (`NAME_blocks` and `NAME_scales`, as gpt-oss is published) are read as a stack NAME of bf16 experts, each
+  transposed, as in the model's bf16 form.
+"""
+
+# A file is eight bytes with the length of a table, the table as JSON (name, dtype, shape, offsets), then the elements.
+# They are read into fresh memory: the pages of mapped files, as the safetensors library returns them, count as memory of
+# the process until they are closed, and a folder may be larger than any host. The table is checked against the file's
+# size before the first element is read, so a truncated file is found at once, with the tensor that it lacks.
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.regular_file import regular_file
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SCALE = "_scale_inv"
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
+DTYPES = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1, without its sign
+_MAX_TABLE_BYTES = 100 * 2**20  # the limit of the format
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in one file.
+
+    Attributes:
+        start: where its elements begin, in bytes from the beginning of the file.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder is a Hugging Face model: config.json and safetensors files or their index."""
+    return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    try:
+        value = json.loads(regular_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+class SafetensorsFolder:
+    """All tensors of a folder. `names` has the weights only: their scales are applied by `read`."""
+
+    def __init__(self, folder: Path):
+        """Read the tables of all files.
+
+        Raises:
+            DamagedError: if a file is missing, truncated or contradicts the index; the message names a tensor.
+        """
+        self.folder = folder
+        self._tensors: dict[str, StoredTensor] = {}
+        index = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else None
+        if (folder / INDEX).is_file() and not (
+            isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())
+        ):
+            raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
+        files = (
+            sorted(set(index.values()))
+            if index is not None
+            else sorted(path.name for path in folder.glob("*.safetensors"))
+        )
+        for name in files:
+            self._read_table(folder / name, index)
+        for tensor, file in (index or {}).items():
+            if tensor not in self._tensors or self._tensors[tensor].path.name != file:
+                raise DamagedError(f"{tensor}: {folder / INDEX} lists it in {file}, which does not contain it")
+        unlisted = sorted(self._tensors.keys() - index.keys()) if index is not None else []
+        if unlisted:
+            more = f" and {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
+            raise DamagedError(
+                f"{unlisted[0]}{more}: in {self._tensors[unlisted[0]].path}, but not listed in {folder / INDEX}. "
+                "Add them to weight_map, or remove them from the file"
+            )
+        self._scales = {
+            name
+            for name in self._tensors
+            if name.endswith(SCALE)
+            and (of := self._tensors.get(name.removesuffix(SCALE))) is not None
+            and of.dtype in _FP8_DTYPES
+        }
+        self._packed = {
+            name.removesuffix(BLOCKS)
+            for name, stored in self._tensors.items()
+            if name.endswith(BLOCKS) and stored.dtype == torch.uint8 and len(stored.shape) == 4
+        }
+
+    def _read_table(self, path: Path, index: dict[str, str] | None) -> None:
+        inside = next((tensor for tensor, file in (index or {}).items() if file == path.name), None)
+        named = f" ({inside} is in it)" if inside else ""
+        if path.name != os.path.basename(path.name) or path.parent != self.folder:
+            raise DamagedError(f"{self.folder / INDEX} names the file {path}, outside its folder")
+        try:
+            size = path.stat().st_size
+            with open(regular_file(path), "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= min(size - 8, _MAX_TABLE_BYTES):
+                    raise ValueError(f"a table of {length} bytes in a file of {size}")
+                table = json.loads(file.read(length))
+                if not isinstance(table, dict):
+                    raise ValueError("its table is not a JSON object")
+        except FileNotFoundError as error:
+            raise DamagedError(f"{path} is missing{named}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedError(f"{path} is damaged{named}: {error}") from error
+        base, found = 8 + length, []
+        for name, entry in table.items():
+            if name != "__metadata__":
+                found.append((self._tensor(path, name, entry, base, size), name))
+                self._add(name, found[-1][0])
+        end, before = base, "the table"  # the format has neither gaps nor overlaps
+        for stored, name in sorted(found, key=lambda pair: (pair[0].start, pair[0].num_bytes)):
+            if stored.start != end:
+                raise DamagedError(
+                    f"{path} is damaged: {name} begins at byte {stored.start}, and {before} ends at {end}"
+                )
+            end, before = stored.start + stored.num_bytes, name
+
+    def _tensor(self, path: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
+        try:
+            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+                raise ValueError("integers are needed")
+            stored = StoredTensor(path, dtype, shape, base + begin)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{path} is damaged: {name} is described by {entry!r}") from error
+        if end - begin != stored.num_bytes:
+            raise DamagedError(
+                f"{path} is damaged: {name} has {end - begin} bytes, and {list(shape)} {entry['dtype']} needs {stored.num_bytes}"
+            )
+        if stored.start + stored.num_bytes > size:
+            raise DamagedError(
+                f"{path} is damaged: {name} ends at byte {stored.start + stored.num_bytes}, and the file has {size}: it is truncated"
+            )
+        return stored
+
+    def _add(self, name: str, stored: StoredTensor) -> None:
+        if name in self._tensors:
+            raise DamagedError(f"{name} is in {self._tensors[name].path} and in {stored.path}")
+        self._tensors[name] = stored
+
+    @property
+    def names(self) -> list[str]:
+        parts = {name + end for name in self._packed for end in (BLOCKS, BLOCK_SCALES)}
+        return [name for name in self._tensors if name not in self._scales and name not in parts] + sorted(self._packed)
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({stored.path for stored in self._tensors.values()})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._packed or (name in self._tensors and name not in self._scales)
+
+    def tensor(self, name: str) -> StoredTensor:
+        return self._tensors[name + BLOCKS if name in self._packed else name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self.tensor(name).shape
+        if name not in self._packed:
+            return shape
+        experts, rows, groups, size = shape
+        return experts, groups * size * 2, rows
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type that `read` returns: bf16 for fp8 and fp4 weights."""
+        if name in self._packed:
+            return torch.bfloat16
+        dtype = self._tensors[name].dtype
+        return torch.bfloat16 if dtype in _FP8_DTYPES else dtype
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor, or one slice along its first dimension.
+
+        Raises:
+            DamagedError: if the file ends early or values are not finite.
+        """
+        if name in self._packed:
+            return self._unpacked(name, index)
+        stored = self._tensors[name]
+        value = read_values(stored, index)
+        if stored.dtype in _FP8_DTYPES:
+            value = self._scaled(name, value, index)
+        if value.is_floating_point() and not math.isfinite(
+            value.sum(dtype=torch.float64 if value.dtype == torch.float64 else torch.float32)
+        ):
+            if not torch.isfinite(value).all():
+                raise DamagedError(f"{stored.path} is damaged: {name} holds values that are not finite")
+        return value
+
+    def _unpacked(self, name: str, index: int | None) -> Tensor:
+        blocks, scales = self.tensor(name), self._tensors.get(name + BLOCK_SCALES)
+        if scales is None:
+            raise CheckpointError(f"{name + BLOCKS} is stored in fp4, and its scales {name + BLOCK_SCALES} are missing")
+        if scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:
+            raise CheckpointError(
+                f"{name + BLOCK_SCALES} has the shape {list(scales.shape)}, and {list(blocks.shape[:3])} in uint8 is needed"
+            )
+        experts = range(blocks.shape[0]) if index is None else (index,)
+        values = [dequantize_mxfp4(read_values(blocks, each), read_values(scales, each)).t() for each in experts]
+        if not all(torch.isfinite(value).all() for value in values):
+            raise DamagedError(f"{scales.path} is damaged: {name + BLOCK_SCALES} yields values that are not finite")
+        return torch.stack(values) if index is None else values[0]
+
+    def _scaled(self, name: str, value: Tensor, index: int | None) -> Tensor:
+        if name + SCALE not in self._tensors:
+            raise CheckpointError(f"{name} is stored in fp8, and its scales {name + SCALE} are missing")
+        scales = read_values(self._tensors[name + SCALE], index).float()
+        try:
+            return dequantize(value, scales)
+        except ValueError as error:
+            raise CheckpointError(f"{name + SCALE}: {error}") from error
+
+
+def dequantize(value: Tensor, scales: Tensor, block: int = 128) -> Tensor:
+    """Multiply fp8 values by their scale per block; returns bf16.
+
+    Shapes: value [M, N], scales [ceil(M / block), ceil(N / block)] -> [M, N].
+
+    Raises:
+        ValueError: if the scales have another shape.
+    """
+    needed = tuple(-(-size // block) for size in value.shape)
+    if value.dim() != 2 or tuple(scales.shape) != needed:
+        raise ValueError(
+            f"{list(scales.shape)} scales, and {list(needed)} are needed for a weight {list(value.shape)} in blocks of {block}"
+        )
+    out = torch.empty(value.shape, dtype=torch.bfloat16)
+    for row in range(needed[0]):  # one row of blocks at a time: fp32 values of all would be four times the source
+        rows = slice(row * block, (row + 1) * block)
+        wide = scales[row].repeat_interleave(block)[: value.shape[1]]
+        out[rows] = (value[rows].float() * wide).to(torch.bfloat16)
+    return out
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decode MXFP4: two values per byte, the first in the lower half, times 2^(scale - 127) per block of 16 bytes.
+
+    Shapes: blocks [M, N / 32, 16] and scales [M, N / 32], uint8 -> bf16 [M, N]. Source: OCP Microscaling Formats 1.0 (MXFP4).
+    """
+    table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES))
+    out = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
+    for rows in torch.arange(len(blocks)).split(1024):  # fp32 values of all would be eight times the source
+        codes = torch.stack([blocks[rows] & 15, blocks[rows] >> 4], -1)
+        powers = torch.where(
+            scales[rows] == 255, torch.nan, torch.ldexp(torch.ones(scales[rows].shape), scales[rows].int() - 127)
+        )
+        out[rows] = (table[codes.int()] * powers[..., None, None]).to(torch.bfloat16)
+    return out.flatten(1)
+
+
+def read_values(stored: StoredTensor, index: int | None = None) -> Tensor:
+    """Read the elements of a tensor, or of one slice, as they are stored."""
+    shape, start = stored.shape, stored.start
+    if index is not None:
+        shape = shape[1:]
+        start += index * math.prod(shape) * stored.dtype.itemsize
+    raw = torch.empty(math.prod(shape) * stored.dtype.itemsize, dtype=torch.uint8)
+    view = memoryview(raw.numpy())  # type: ignore[arg-type]
+    with open(stored.path, "rb", buffering=0) as file:
+        file.seek(start)
+        filled = 0
+        while filled < len(view):
+            count = file.readinto(view[filled:])
+            if not count:
+                raise DamagedError(f"{stored.path} is damaged: it ends {len(view) - filled} bytes early")
+            filled += count
+        if hasattr(os, "posix_fadvise"):  # read once: it must not push other files out of the cache
+            os.posix_fadvise(file.fileno(), start, len(view), os.POSIX_FADV_DONTNEED)
+    return raw.view(stored.dtype).view(shape)
+
+
+def safetensors_header(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """Return the header of a safetensors file that holds these tensors (name, type, shape) in this order, without gaps."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in entries:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(value: Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements, on the host."""
+    return memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

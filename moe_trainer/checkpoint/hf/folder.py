@@ -1,0 +1,243 @@
+"""A Hugging Face model folder as a checkpoint: what --load and the conversion read.
+
+`open_hf_model` reads config.json and the tables of all files, and maps Hugging Face tensors to native ones before any
+element is read. `HFMetadata` then looks like the index of a native checkpoint (the keys of sharding.KeyScheme, one chunk
+per tensor of a layer and expert), so every reader of checkpoints reads these folders under any layout. A chunk is made
+when it is read, from the tensors that it needs.
+"""
+
+import argparse
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from arguments.container import OPTIONS
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config import read_config
+from moe_trainer.checkpoint.hf.families import Family
+from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, read_json
+from moe_trainer.checkpoint.hf.names import (
+    TensorMapping,
+    check_source,
+    duplicated_tensors,
+    model_sizes,
+    raise_problems,
+    tensor_mappings,
+)
+from moe_trainer.checkpoint.hf.rules import NAMES
+from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "huggingface"
+# tables that old files carry and that are computed
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+TOKENIZER_FILE_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+    "tokenization_*.py",
+)
+"""Files to copy with a model's weights and configuration."""
+SENTENCEPIECE_CONFIG = MappingProxyType({"tokenizer_class": "PreTrainedTokenizerFast"})
+"""tokenizer_config.json of a folder whose tokenizer.model was SentencePiece's here. Of the model type alone transformers would take, for a Qwen
+for one, a tokenizer that reads this file in another way."""
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """flags: by destination, with "rows" of the embedding; notes: remarks for the user; dtype: of all weights, that of the embedding."""
+
+    folder: Path
+    family: Family
+    flags: Mapping[str, Any]
+    mappings: tuple[TensorMapping, ...]
+    source: SafetensorsFolder
+    dtype: torch.dtype
+    repeated: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def make(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor of ours. dtype: None for that of the weights.
+
+        Raises: DamagedError as SafetensorsFolder.read; CheckpointError for numbers that the dtype cannot hold.
+        """
+        parts = [self.source.read(ref.name, ref.index) for ref in mapping.sources]
+        whole = mapping.join(parts, model_sizes(self.flags))
+        value = whole.to(self.target_dtype(mapping, dtype))
+        if (
+            value.dtype == torch.float16 and whole.dtype != value.dtype and not torch.isfinite(value).all()
+        ):  # bf16 has the range of fp32
+            names = " and ".join(ref.name for ref in mapping.sources)
+            raise CheckpointError(
+                f"{names}: numbers up to {whole.abs().max():.3g} are beyond the range of fp16; another --dtype is needed"
+            )
+        return value
+
+    def target_dtype(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> torch.dtype:
+        """What `make` gives."""
+        return torch.float32 if mapping.keeps_fp32 else dtype or self.dtype
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that go with its weights, each once."""
+    return sorted({path for pattern in TOKENIZER_FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
+
+
+def tokenizer_flags(folder: Path, place: Path) -> dict[str, Any]:
+    """The flags of a folder's tokenizer, whose files will be in `place`.
+
+    Raises: CheckpointError when its tokenizer_config.json cannot be read.
+    """
+    files = {path.name for path in tokenizer_files(folder)}
+    if {name for name in files if name.startswith("tokenizer")} == {"tokenizer.model", "tokenizer_config.json"} and (
+        read_json(folder / "tokenizer_config.json") == SENTENCEPIECE_CONFIG
+    ):
+        return {
+            "tokenizer_type": "SentencePieceTokenizer",
+            "tokenizer_model": str(place.absolute() / "tokenizer.model"),
+        }
+    if "tokenizer.json" in files or "tokenizer_config.json" in files:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place.absolute())}
+    return {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
+
+
+def read_flags(folder: Path, source: SafetensorsFolder) -> tuple[Family, dict[str, Any], list[str]]:
+    """The flags of a folder's model, with "rows", and remarks. Raises: CheckpointError."""
+    family, flags, notes = read_config(read_json(folder / CONFIG), str(folder / CONFIG))
+    flags["rows"] = flags["vocab_size"]
+    beyond = NAMES[family.name].depth[0].format(l=flags["num_layers"], d=0)
+    if beyond == "mtp.":  # config.json is silent on it
+        flags["mtp_num_layers"] = 1 if any(name.startswith(beyond) for name in source.names) else None
+    if flags.get("mtp_num_layers") and not any(name.startswith(beyond) for name in source.names):
+        notes.append(
+            f"{CONFIG} names {flags['mtp_num_layers']} multi-token-prediction layers, and the files have none: left out"
+        )
+        flags["mtp_num_layers"] = None
+    return family, flags, notes
+
+
+def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: False) -> HFModel:
+    """Read everything but the elements.
+
+    ignore: tensors that may be left over.
+    Raises: CheckpointError naming the tensors that are missing, left over or of another shape; DamagedError for files.
+    """
+    source = SafetensorsFolder(folder)
+    family, flags, notes = read_flags(folder, source)
+    if flags["num_layers"] > len(source.names):
+        raise CheckpointError(
+            f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have {len(source.names)} tensors in all"
+        )
+    found = tuple(tensor_mappings(family.name, flags, source.__contains__))
+    repeated = {name: original for name, original in duplicated_tensors(family.name, flags).items() if name in source}
+    unused = [name for name in source.names if _COMPUTED.search(name) or ignore(name)]
+    check_source(
+        found,
+        lambda name: source.shape(name) if name in source else None,
+        source.names,
+        repeated,
+        set(unused).__contains__,
+    )
+    notes += [f"{name} is left out" for name in unused if not _COMPUTED.search(name)]
+    if any(_COMPUTED.search(name) for name in unused):
+        notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
+    notes += [f"{name} repeats {original}" for name, original in repeated.items()]
+    numbers = {ref.name: source.dtype(ref.name) for mapping in found for ref in mapping.sources}
+    strange = [
+        f"{name} is stored as {dtype}, and floating-point numbers are needed"
+        for name, dtype in numbers.items()
+        if not dtype.is_floating_point
+    ]
+    raise_problems(strange)
+    dtype = numbers[found[0].sources[0].name]
+    wider = [
+        ref.name
+        for mapping in found
+        if not mapping.keeps_fp32
+        for ref in mapping.sources
+        if numbers[ref.name].itemsize > dtype.itemsize
+    ]
+    if wider:
+        notes.append(
+            f"{wider[0]}{f' and {len(set(wider)) - 1} more' if len(set(wider)) > 1 else ''}: stored wider than the embedding, whose {dtype} all weights get"
+        )
+    return HFModel(folder, family, flags, found, source, dtype, repeated, tuple(notes))
+
+
+def check_copies(model: HFModel) -> None:
+    """Tensors that repeat another one are equal to it. Reads both. Raises: CheckpointError."""
+    for name, original in model.repeated.items():
+        if model.source.shape(name) != model.source.shape(original) or not torch.equal(
+            model.source.read(name), model.source.read(original)
+        ):
+            raise CheckpointError(f"{name} should repeat {original}, and differs from it")
+
+
+class HFMetadata(VirtualMetadata):
+    """The index that a checkpoint of ours with this model would have; see the head of this file."""
+
+    def __init__(self, model: HFModel):
+        super().__init__()
+        self.model = model
+        self._made: dict[MetadataIndex, TensorMapping] = {}
+        record = recorded_flags(model)
+        self.common = {"args": argparse.Namespace(**record), "iteration": 0}
+        scheme = KeyScheme.from_record(record)
+        for mapping in model.mappings:
+            stored = model.source.tensor(mapping.sources[0].name)
+            box = add_chunk(
+                self,
+                scheme.locate(mapping.native),
+                mapping.shape,
+                model.target_dtype(mapping),
+                stored.path.name,
+                stored.start,
+                stored.num_bytes,
+            )
+            self._made[box] = mapping
+
+    def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The tensor of one box."""
+        return self.model.make(self._made[MetadataIndex(key, chunk.offsets)]).view(chunk.sizes)
+
+
+def recorded_flags(model: HFModel) -> dict[str, Any]:
+    """All flags, those of the model as config.json gives them and the others at their defaults, as a checkpoint records them."""
+    flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
+    record = {dest: option.default for dest, option in OPTIONS.items()} | flags | {"hf_model_type": model.family.name}
+    return record | tokenizer_flags(model.folder, model.folder)
+
+
+def read_index(folder: Path) -> HFMetadata:
+    """Return the index of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    model = open_hf_model(folder)
+    logger.info("  %s: a Hugging Face model of type %s", folder, model.family.name)
+    for note in model.notes:
+        logger.info("  %s", note)
+    return HFMetadata(model)
+
+
+def saved_args(folder: Path) -> dict[str, Any]:
+    """The flags that the folder's model needs, as a checkpoint records them. Raises: CheckpointError."""
+    return recorded_flags(open_hf_model(folder))

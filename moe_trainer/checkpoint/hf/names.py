@@ -1,0 +1,232 @@
+"""The mapping between Hugging Face and native tensors: the rules of a family, expanded for a model.
+
+`links` repeats the rules for the layers, experts and multi-token-prediction depths that the flags describe. Everything else follows:
+shapes, what is missing, what is left over.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern, mtp_is_moe
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.rules import HEAD, MODEL, MTP_COPIES, NAMES, Rules
+from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of theirs, or slice `index` along its first dimension. shape: of the tensor or the slice; stack: slices there are."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: int | None = None
+    stack: int = 0
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """One tensor of ours and what it is made of. shape: of ours. pieces: where several of ours are made of the same, all their names."""
+
+    native: str
+    shape: tuple[int, ...]
+    sources: tuple[HFTensor, ...]
+    transform: Transform
+    siblings: tuple[str, ...] = ()
+
+    def join(self, parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
+        """The tensor of ours."""
+        whole = self.transform.to_native(parts, sizes)
+        return whole[self.siblings.index(self.native)] if self.siblings else whole
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether the tensor is fp32 for every type of weights: the router's expert bias."""
+        return self.native.endswith("expert_bias")
+
+
+def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+    """The symbols of a model that its flags, by destination, describe."""
+    heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
+    groups = flags.get("num_query_groups") if flags.get("group_query_attention") else heads
+    head = flags.get("kv_channels") or hidden // heads
+    ffn, expert = (
+        flags.get("ffn_hidden_size") or 0,
+        flags.get("moe_ffn_hidden_size") or flags.get("ffn_hidden_size") or 0,
+    )
+    sizes = {
+        "H": hidden,
+        "N": heads,
+        "M": 2 * hidden,
+        "V": flags["rows"],
+        "D": head,
+        "groups": groups,
+        "Q": heads * head,
+        "2Q": 2 * heads * head,
+        "K": groups * head,
+        "F": ffn,
+        "E": expert,
+        "2E": 2 * expert,
+        "S": flags.get("moe_shared_expert_intermediate_size") or 0,
+        "X": flags.get("num_experts") or 0,
+    }
+    if flags.get("experimental_attention_variant") == "gdn":
+        keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
+        key, value = flags["linear_key_head_dim"], flags["linear_value_head_dim"]
+        sizes |= {
+            "LK": keys,
+            "LV": values,
+            "LKD": key,
+            "LVD": value,
+            "LO": values * value,
+            "LZ": 2 * (keys * key + values * value),
+            "LB": 2 * values,
+            "LC": 2 * keys * key + values * value,
+            "LW": flags["linear_conv_kernel_dim"],
+        }
+    if flags.get("multi_latent_attention"):
+        nope, rope, value = flags["qk_head_dim"], flags["qk_pos_emb_head_dim"], flags["v_head_dim"]
+        rank = flags["kv_lora_rank"]
+        sizes |= {
+            "A": flags.get("q_lora_rank") or 0,
+            "C": rank,
+            "R": rope,
+            "T": rank + rope,
+            "P": heads * (nope + rope),
+            "U": heads * (nope + value),
+            "O": heads * value,
+        }
+    if flags.get("experimental_attention_variant") == "dsa":
+        heads, width = flags["dsa_indexer_n_heads"], flags["dsa_indexer_head_dim"]
+        sizes |= {"IH": heads, "ID": width, "IQ": heads * width}
+    return sizes
+
+
+def tensor_mappings(
+    family: str, flags: Mapping[str, Any], present: Callable[[str], bool] | None = None
+) -> list[TensorMapping]:
+    """All tensors of the model that `flags` (and "rows", of the embedding) describe, in order.
+
+    present: which names of theirs there are, to choose among spellings; None takes those that are written.
+    """
+    names, sizes = NAMES[family], model_sizes(flags)
+    layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
+    pattern = moe_layer_pattern(layers, flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
+    linear = linear_layer_pattern(
+        layers, flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
+    )
+    found = list(_expand(MODEL, "", "", flags, sizes, present))
+    for layer in range(layers):
+        rules = (names.linear if linear[layer] else names.layer) + (names.moe if pattern[layer] else names.dense)
+        found += _expand(rules, f"decoder.layers.{layer}.", f"model.layers.{layer}.", flags, sizes, present)
+    found += _expand(HEAD, "", "", flags, sizes, present)
+    for depth in range(depths):
+        own, theirs = (place.format(l=layers + depth, d=depth) for place in names.depth)
+        found += _expand(names.mtp, f"mtp.layers.{depth}.", own, flags, sizes, present)
+        rules = (names.linear if linear[-1] else names.layer) + (names.moe if mtp_is_moe(pattern) else names.dense)
+        found += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", theirs, flags, sizes, present)
+    return found
+
+
+def duplicated_tensors(family: str, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Names of theirs that repeat another tensor, with its name: every multi-token-prediction depth has the embedding and the head."""
+    tied = not flags.get("untie_embeddings_and_output_weights")
+    layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
+    found = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    for depth in range(depths if NAMES[family].depth[0].startswith("model.") else 0):
+        for name, original in MTP_COPIES:
+            found[f"model.layers.{layers + depth}.{name}"] = found.get(original, original)
+    return found
+
+
+def _expand(
+    tables: Sequence[Rules],
+    native_prefix: str,
+    hf_prefix: str,
+    flags: Mapping[str, Any],
+    sizes: ModelSizes,
+    present: Callable[[str], bool] | None,
+) -> Iterator[TensorMapping]:
+    for rules in filter(lambda rules: rules.hold(flags), tables):
+        for name, spellings in rules.lines():
+            shapes: list[tuple[int, ...]] = []
+            parts, siblings = (
+                _select_spelling(spellings, hf_prefix, present).split(","),
+                name.replace(" ", "").split("&"),
+            )
+            for expert in range(sizes["X"]) if "{e}" in name else (None,):
+                refs = tuple(_ref(part, hf_prefix, expert, sizes) for part in parts)
+                how = (
+                    SAME if rules.transform is HALVES and len(refs) == 1 else rules.transform
+                )  # a stack holds both halves already
+                if not shapes:  # every expert's
+                    whole = how.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
+                    shapes = [tuple(each.shape) for each in (whole if len(siblings) > 1 else (whole,))]
+                names = tuple(native_prefix + sibling.format(e=expert) for sibling in siblings)
+                for native, shape in zip(names, shapes, strict=True):
+                    yield TensorMapping(native, shape, refs, how, names if len(names) > 1 else ())
+
+
+def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[str], bool] | None) -> str:
+    """The spelling whose first tensor is there; where none is, the one that is written."""
+    if present is not None:
+        for spelling in spellings:
+            if present(prefix + spelling.split()[0].format(e=0)):
+                return spelling
+    return spellings[0]
+
+
+def _ref(part: str, prefix: str, expert: int | None, sizes: ModelSizes) -> HFTensor:
+    name, *layout = part.split()
+    shape = tuple(sizes[symbol] if symbol in sizes else int(symbol) for symbol in layout)
+    if expert is not None and "{e}" not in name:
+        return HFTensor(prefix + name, shape[1:], expert, shape[0])
+    return HFTensor(prefix + name.format(e=expert), shape)
+
+
+def check_source(
+    found: Sequence[TensorMapping],
+    shape_of: Callable[[str], tuple[int, ...] | None],
+    names: Sequence[str],
+    repeated: Mapping[str, str],
+    dropped: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Every tensor that a model needs is there with its shape, and none is left over.
+
+    shape_of: None where there is no such tensor. repeated: as `copies`. dropped: what may be left over.
+    Raises: CheckpointError naming the tensors.
+    """
+    problems, used = [], set(repeated)
+    for ref in (ref for mapping in found for ref in mapping.sources):
+        used.add(ref.name)
+        shape, needed = shape_of(ref.name), (ref.stack, *ref.shape) if ref.index is not None else ref.shape
+        if shape is None:
+            problems.append(f"{ref.name} is missing; {list(needed)} is needed")
+        elif tuple(shape) != needed:
+            problems.append(f"{ref.name} has the shape {list(shape)}, and {list(needed)} is needed")
+    problems += [
+        f"{name} is there, and no tensor of the model is made of it"
+        for name in names
+        if name not in used and not dropped(name)
+    ]
+    raise_problems(problems)
+
+
+def raise_problems(problems: Sequence[str], shown: int = 12) -> None:
+    """Raise a CheckpointError that lists the problems, each once, if there are any."""
+    lines = list(dict.fromkeys(problems))
+    if lines:
+        more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
+        raise CheckpointError(
+            "\n  ".join(
+                ["the tensors do not fit the model that config.json or the flags describe:", *lines[:shown], *more]
+            )
+        )
+
+
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,118 @@
+"""Rotary positions of a config.json <-> flags: base, rotated share, and the scalings yarn, llama3 and linear."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from moe_trainer.checkpoint.errors import CheckpointError
+
+Flags = dict[str, Any]
+Config = Mapping[str, Any]
+# What transformers takes where a config.json is silent; for the scaling also where it says null.
+_BASES = MappingProxyType({"mixtral": 1000000.0, "gpt_oss": 150000.0})
+_SCALINGS = MappingProxyType(
+    {
+        "gpt_oss": MappingProxyType(
+            {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        )
+    }
+)
+
+
+def read_rotary(config: Config) -> Flags:
+    """config.json -> flags. Raises: CheckpointError for a scaling that no flag stands for."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    rope = rope or dict(_SCALINGS.get(str(config.get("model_type")), {}))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    base = rope.get("rope_theta") or config.get("rope_theta") or _BASES.get(str(config.get("model_type")), 10000.0)
+    if float(base) != int(base):
+        raise CheckpointError(f"config.json: rope_theta {base} is not an integer, as --rotary-base needs")
+    flags: Flags = {"rotary_base": int(base)}
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if share not in (None, 1, 1.0):
+        flags["rotary_percent"] = float(share)
+    latent = "kv_lora_rank" in config
+    if latent:
+        flags["rope_type"] = "yarn" if kind == "yarn" else "rope"
+    if kind == "yarn":
+        if rope.get("attention_factor") is not None:
+            raise CheckpointError(
+                "config.json: attention_factor of the rotary scaling has no flag; --mscale and --mscale-all-dim decide it"
+            )
+        if not rope.get("factor"):
+            raise CheckpointError("config.json: the rotary scaling yarn has no factor")
+        both = rope.get("mscale") and rope.get("mscale_all_dim")
+        if not latent:
+            flags["position_embedding_type"] = "yarn"
+        if latent and rope.get("mscale_all_dim") and not both:
+            raise CheckpointError("config.json: mscale_all_dim of the rotary scaling is given, and mscale is not")
+        return flags | {
+            "rotary_scaling_factor": float(rope["factor"]),
+            "mscale": float(rope["mscale"]) if both else 1.0,
+            "mscale_all_dim": float(rope["mscale_all_dim"]) if both else 0.0,
+            "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+            "yarn_correction_range_round_to_int": rope.get("truncate", True),
+        }
+    if kind == "linear" and not latent and float(rope["factor"]) == int(rope["factor"]):
+        return flags | {"rotary_seq_len_interpolation_factor": int(rope["factor"])}
+    if kind == "llama3" and not latent:
+        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        if any(float(rope.get(name, value)) != value for name, value in fixed.items()):
+            raise CheckpointError(f"config.json: --use-rope-scaling means {fixed}, and the model has {rope}")
+        return flags | {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    if kind != "default":
+        raise CheckpointError(f"config.json: no flag stands for the rotary scaling {rope}")
+    return flags
+
+
+def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """flags -> config.json, the scaling under both of its names for a kind."""
+    config: dict[str, Any] = {"rope_theta": float(flags.get("rotary_base") or 10000), "rope_scaling": None}
+    latent = flags.get("multi_latent_attention")
+    if flags.get("rotary_percent") not in (None, 1.0):
+        config["partial_rotary_factor"] = flags["rotary_percent"]
+    if (flags.get("rope_type") != "rope") if latent else flags.get("position_embedding_type") == "yarn":
+        scaling = {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": flags.get("rotary_scaling_factor") or 1.0,
+            "original_max_position_embeddings": flags.get("yarn_original_max_position_embeddings") or 4096,
+            "beta_fast": flags.get("yarn_beta_fast") or 32.0,
+            "beta_slow": flags.get("yarn_beta_slow") or 1.0,
+        }
+        if flags.get("mscale_all_dim"):
+            scaling |= {"mscale": flags.get("mscale", 1.0), "mscale_all_dim": flags["mscale_all_dim"]}
+        if flags.get("yarn_correction_range_round_to_int") is False:
+            scaling["truncate"] = False
+        config["rope_scaling"] = scaling
+    elif flags.get("use_rope_scaling") and not latent:
+        config["rope_scaling"] = {
+            "type": "llama3",
+            "rope_type": "llama3",
+            "factor": flags["rope_scaling_factor"],
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    elif (flags.get("rotary_seq_len_interpolation_factor") or 1) != 1 and not latent:
+        config["rope_scaling"] = {
+            "type": "linear",
+            "rope_type": "linear",
+            "factor": float(flags["rotary_seq_len_interpolation_factor"]),
+        }
+    return config
+
+
+def write_explicit_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the scaling even where there is none, for a family in which null means yarn."""
+    config = write_rotary(flags)
+    return config | {"rope_scaling": config["rope_scaling"] or {"type": "default", "rope_type": "default"}}

@@ -1,0 +1,282 @@
+"""The rules of every family of Hugging Face models: which tensor of ours is made of which of theirs, in one kind of layer.
+
+A rule relates one tensor of ours to those of theirs, with the layout of each and a transform between them; names.py repeats the
+rules for the layers of a model. Several spellings of a rule are read (files of the hub name every expert; transformers may stack
+them), the first one is written.
+
+Symbols of the layouts: H hidden size, N heads, V vocabulary, D head dim, Q and K rows of queries and of keys, F dense feed-forward, E expert and
+S shared feed-forward, X experts, M hidden size twice; latent attention: A query and C key-value rank, R rotary part, T C + R,
+P rows of queries, U rows of keys and values, O columns of values; sparse attention: IH heads of the indexer, ID their size, IQ rows of its
+queries; linear attention: LK key and LV value heads, LKD and LVD their sizes,
+LO outputs, LZ, LB and LC rows of its two projections and of its convolution, LW width of that. Numbers stand for themselves.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from moe_trainer.checkpoint.hf.transforms import (
+    DELTA,
+    DELTA_PARTS,
+    GATED_GROUPS,
+    GROUPS,
+    HALVES,
+    INTERLEAVED,
+    MINUS_ONE,
+    SAME,
+    TRANSPOSED,
+    Transform,
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules with one transform, one per line: OURS = SPELLING [| SPELLING ...], a spelling being NAME LAYOUT [, NAME LAYOUT ...].
+
+    OURS: the name inside the layer, or several, joined by " & ". `{e}`: expert; a spelling without it, whose layout begins with X, is a stack over experts. needs: a
+    flag (or, behind "-", its absence) without which they do not hold.
+    """
+
+    text: str
+    transform: Transform
+    needs: str = ""
+
+    def hold(self, flags: Mapping[str, Any]) -> bool:
+        return not self.needs or bool(flags.get(self.needs.lstrip("-"))) != self.needs.startswith("-")
+
+    def lines(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(name of ours, spellings)."""
+        for line in filter(None, map(str.strip, self.text.splitlines())):
+            ours, _, theirs = line.partition(" = ")
+            yield ours.strip(), tuple(map(str.strip, theirs.split("|")))
+
+
+MODEL = (Rules("embedding.word_embeddings.weight = model.embed_tokens.weight V H", SAME),)
+HEAD = (
+    Rules("decoder.final_layernorm.weight = model.norm.weight H", SAME),
+    Rules("output_layer.weight = lm_head.weight V H", SAME, "untie_embeddings_and_output_weights"),
+)
+_GROUPED = (
+    Rules(
+        """
+        input_layernorm.weight = input_layernorm.weight H
+        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
+        self_attention.linear_proj.weight = self_attn.o_proj.weight H Q""",
+        SAME,
+    ),
+    Rules(
+        "self_attention.linear_qkv.weight = self_attn.q_proj.weight Q H, self_attn.k_proj.weight K H, self_attn.v_proj.weight K H",
+        GROUPS,
+    ),
+    Rules(
+        "self_attention.linear_qkv.bias = self_attn.q_proj.bias Q, self_attn.k_proj.bias K, self_attn.v_proj.bias K",
+        GROUPS,
+        "add_qkv_bias",
+    ),
+    Rules(
+        """
+        self_attention.q_layernorm.weight = self_attn.q_norm.weight D
+        self_attention.k_layernorm.weight = self_attn.k_norm.weight D""",
+        SAME,
+        "qk_layernorm",
+    ),
+)
+_LATENT = (
+    Rules(
+        """
+        input_layernorm.weight = input_layernorm.weight H
+        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
+        self_attention.linear_kv_down_proj.weight = self_attn.kv_a_proj_with_mqa.weight T H
+        self_attention.kv_layernorm.weight = self_attn.kv_a_layernorm.weight C
+        self_attention.linear_kv_up_proj.weight = self_attn.kv_b_proj.weight U C
+        self_attention.linear_proj.weight = self_attn.o_proj.weight H O""",
+        SAME,
+    ),
+    Rules("self_attention.linear_q_proj.weight = self_attn.q_proj.weight P H", SAME, "-q_lora_rank"),
+    Rules(
+        """
+        self_attention.linear_q_down_proj.weight = self_attn.q_a_proj.weight A H
+        self_attention.q_layernorm.weight = self_attn.q_a_layernorm.weight A
+        self_attention.linear_q_up_proj.weight = self_attn.q_b_proj.weight P A""",
+        SAME,
+        "q_lora_rank",
+    ),
+)
+_INDEXER = (
+    Rules(
+        """
+    self_attention.core_attention.indexer.linear_wq_b.weight = self_attn.indexer.wq_b.weight IQ A
+    self_attention.core_attention.indexer.linear_wk.weight = self_attn.indexer.wk.weight ID H
+    self_attention.core_attention.indexer.k_norm.weight = self_attn.indexer.k_norm.weight ID
+    self_attention.core_attention.indexer.k_norm.bias = self_attn.indexer.k_norm.bias ID
+    self_attention.core_attention.indexer.linear_weights_proj.weight = self_attn.indexer.weights_proj.weight IH H""",
+        SAME,
+    ),
+)
+_DENSE = (
+    Rules("mlp.linear_fc1.weight = mlp.gate_proj.weight F H, mlp.up_proj.weight F H", HALVES),
+    Rules("mlp.linear_fc2.weight = mlp.down_proj.weight H F", SAME),
+)
+_EXPERTS = (
+    Rules("mlp.router.weight = mlp.gate.weight X H", SAME),
+    Rules("mlp.router.expert_bias = mlp.gate.e_score_correction_bias X", SAME, "moe_router_enable_expert_bias"),
+    Rules(
+        """mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.{e}.gate_proj.weight E H, mlp.experts.{e}.up_proj.weight E H \
+        | mlp.experts.gate_up_proj X 2E H""",
+        HALVES,
+    ),
+    Rules(
+        "mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.{e}.down_proj.weight H E | mlp.experts.down_proj X H E",
+        SAME,
+    ),
+)
+_MIXTRAL = (
+    Rules("mlp.router.weight = block_sparse_moe.gate.weight X H | mlp.gate.weight X H", SAME),
+    Rules(
+        """mlp.experts.local_experts.{e}.linear_fc1.weight = block_sparse_moe.experts.{e}.w1.weight E H, \
+        block_sparse_moe.experts.{e}.w3.weight E H | mlp.experts.gate_up_proj X 2E H""",
+        HALVES,
+    ),
+    Rules(
+        """mlp.experts.local_experts.{e}.linear_fc2.weight = block_sparse_moe.experts.{e}.w2.weight H E \
+        | mlp.experts.down_proj X H E""",
+        SAME,
+    ),
+)
+_BIASED = (
+    Rules(
+        """
+    self_attention.linear_proj.bias = self_attn.o_proj.bias H
+    self_attention.core_attention.softmax_offset = self_attn.sinks N""",
+        SAME,
+    ),
+)
+_BIASED_EXPERTS = (
+    Rules(
+        """
+        mlp.router.weight = mlp.router.weight X H
+        mlp.router.bias = mlp.router.bias X
+        mlp.experts.local_experts.{e}.linear_fc2.bias = mlp.experts.down_proj_bias X H""",
+        SAME,
+    ),
+    Rules(
+        """
+        mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.gate_up_proj X H 2E
+        mlp.experts.local_experts.{e}.linear_fc1.bias = mlp.experts.gate_up_proj_bias X 2E""",
+        INTERLEAVED,
+    ),
+    Rules("mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.down_proj X E H", TRANSPOSED),
+)
+_GATED_SHARED = (
+    Rules(
+        """mlp.shared_experts.linear_fc1.weight = mlp.shared_expert.gate_proj.weight S H, mlp.shared_expert.up_proj.weight S H""",
+        HALVES,
+    ),
+    Rules(
+        """
+        mlp.shared_experts.linear_fc2.weight = mlp.shared_expert.down_proj.weight H S
+        mlp.shared_experts.gate_weight = mlp.shared_expert_gate.weight 1 H""",
+        SAME,
+    ),
+)
+_SHARED = (
+    Rules(
+        "mlp.shared_experts.linear_fc1.weight = mlp.shared_experts.gate_proj.weight S H, mlp.shared_experts.up_proj.weight S H",
+        HALVES,
+    ),
+    Rules("mlp.shared_experts.linear_fc2.weight = mlp.shared_experts.down_proj.weight H S", SAME),
+)
+_GATED = (
+    Rules(
+        """
+        input_layernorm.weight = input_layernorm.weight H
+        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
+        self_attention.linear_proj.weight = self_attn.o_proj.weight H Q
+        self_attention.q_layernorm.weight = self_attn.q_norm.weight D
+        self_attention.k_layernorm.weight = self_attn.k_norm.weight D""",
+        SAME,
+    ),
+    Rules(
+        "self_attention.linear_qkv.weight = self_attn.q_proj.weight 2Q H, self_attn.k_proj.weight K H, self_attn.v_proj.weight K H",
+        GATED_GROUPS,
+    ),
+)
+_LINEAR = (
+    Rules(
+        """
+        input_layernorm.weight = input_layernorm.weight H
+        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
+        self_attention.A_log = linear_attn.A_log LV
+        self_attention.dt_bias = linear_attn.dt_bias LV
+        self_attention.out_proj.weight = linear_attn.out_proj.weight H LO""",
+        SAME,
+    ),
+    Rules(
+        """self_attention.in_proj.weight.query & self_attention.in_proj.weight.key & self_attention.in_proj.weight.value \
+        & self_attention.in_proj.weight.z & self_attention.in_proj.weight.beta & self_attention.in_proj.weight.alpha \
+        = linear_attn.in_proj_qkvz.weight LZ H, linear_attn.in_proj_ba.weight LB H""",
+        DELTA,
+    ),
+    Rules(
+        """self_attention.conv1d.weight.query & self_attention.conv1d.weight.key & self_attention.conv1d.weight.value \
+        = linear_attn.conv1d.weight LC 1 LW""",
+        DELTA_PARTS,
+    ),
+    Rules("self_attention.out_norm.weight = linear_attn.norm.weight LVD", MINUS_ONE),
+)
+_NEXT_MTP = (
+    Rules(
+        """
+    enorm.weight = pre_fc_norm_embedding.weight H
+    hnorm.weight = pre_fc_norm_hidden.weight H
+    eh_proj.weight = fc.weight H M
+    final_layernorm.weight = norm.weight H""",
+        SAME,
+    ),
+)
+_MTP = (
+    Rules(
+        """
+    enorm.weight = enorm.weight H
+    hnorm.weight = hnorm.weight H
+    eh_proj.weight = eh_proj.weight H M
+    final_layernorm.weight = shared_head.norm.weight H""",
+        SAME,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The rules of a family. layer: of every layer; dense, moe: of one or the other feed-forward part; mtp: of a depth besides its layer;
+    linear: instead of layer, of a layer with linear attention. depth: where the tensors of a multi-token-prediction depth and those of its
+    layer stand; {l} counts on from the layers, {d} from zero."""
+
+    layer: tuple[Rules, ...]
+    moe: tuple[Rules, ...] = ()
+    dense: tuple[Rules, ...] = _DENSE
+    mtp: tuple[Rules, ...] = ()
+    linear: tuple[Rules, ...] = ()
+    depth: tuple[str, str] = ("model.layers.{l}.", "model.layers.{l}.")
+
+
+NAMES = MappingProxyType(
+    {
+        "llama": Names(_GROUPED),
+        "mistral": Names(_GROUPED),
+        "qwen2": Names(_GROUPED),
+        "qwen3": Names(_GROUPED),
+        "mixtral": Names(_GROUPED, _MIXTRAL),
+        "qwen2_moe": Names(_GROUPED, _EXPERTS + _GATED_SHARED),
+        "qwen3_moe": Names(_GROUPED, _EXPERTS),
+        "gpt_oss": Names(_GROUPED + _BIASED, _BIASED_EXPERTS),
+        "qwen3_next": Names(
+            _GATED, _EXPERTS + _GATED_SHARED, mtp=_NEXT_MTP, linear=_LINEAR, depth=("mtp.", "mtp.layers.{d}.")
+        ),
+        "deepseek_v2": Names(_LATENT, _EXPERTS + _SHARED),
+        "deepseek_v3": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),
+        "deepseek_v32": Names(_LATENT + _INDEXER, _EXPERTS + _SHARED, mtp=_MTP),
+    }
+)
+MTP_COPIES = (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))

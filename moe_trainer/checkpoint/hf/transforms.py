@@ -1,0 +1,100 @@
+"""How tensors of a Hugging Face model and of ours become each other where they hold the same numbers in another arrangement."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ModelSizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """join: theirs -> ours; part: ours -> theirs. Both take the model's sizes and may be given tensors without storage. Where several
+    tensors of ours are made of the same ones, join gives and part takes a sequence."""
+
+    to_native: Callable[[Sequence[Tensor], ModelSizes], Any]
+    to_hf: Callable[[Any, ModelSizes], Sequence[Tensor]]
+
+
+def _join_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
+    return torch.cat([part.unflatten(0, (sizes["groups"], -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _part_groups(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
+    head, groups = sizes["D"], sizes["groups"]
+    grouped = whole.unflatten(0, (groups, -1))
+    return [part.flatten(0, 1) for part in grouped.split([sizes["Q"] // groups, head, head], 1)]
+
+
+def _join_gated_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
+    queries, *others = parts
+    head, groups = sizes["D"], sizes["groups"]
+    both = queries.unflatten(0, (groups, -1, 2, head))
+    return torch.cat(
+        [*(each.flatten(1, 2) for each in both.unbind(2)), *(part.unflatten(0, (groups, -1)) for part in others)], 1
+    ).flatten(0, 1)
+
+
+def _part_gated_groups(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
+    head, groups, rows = sizes["D"], sizes["groups"], sizes["Q"] // sizes["groups"]
+    *both, key, value = whole.unflatten(0, (groups, -1)).split([rows, rows, head, head], 1)
+    queries = torch.stack([each.unflatten(1, (-1, head)) for each in both], 2).flatten(0, 3)
+    return queries, key.flatten(0, 1), value.flatten(0, 1)
+
+
+def _delta_rows(sizes: ModelSizes) -> tuple[list[int], list[int]]:
+    """Rows of query, key, value and gate, and of beta and alpha, of one key head."""
+    values = sizes["LV"] // sizes["LK"]
+    return [sizes["LKD"], sizes["LKD"], values * sizes["LVD"], values * sizes["LVD"]], [values, values]
+
+
+def _join_delta(parts: Sequence[Tensor], sizes: ModelSizes) -> Sequence[Tensor]:
+    split = (
+        part.unflatten(0, (sizes["LK"], -1)).split(rows, 1)
+        for part, rows in zip(parts, _delta_rows(sizes), strict=True)
+    )
+    return [each.flatten(0, 1) for group in split for each in group]
+
+
+def _part_delta(whole: Sequence[Tensor], sizes: ModelSizes) -> Sequence[Tensor]:
+    grouped = [each.unflatten(0, (sizes["LK"], -1)) for each in whole]
+    return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
+
+
+def _delta_widths(sizes: ModelSizes) -> list[int]:
+    return [sizes["LK"] * sizes["LKD"], sizes["LK"] * sizes["LKD"], sizes["LV"] * sizes["LVD"]]
+
+
+def _join_interleaved(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
+    del sizes
+    rows = parts[0].t()  # a bias is its own transpose
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _part_interleaved(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
+    del sizes
+    return (torch.stack(whole.chunk(2), 1).flatten(0, 1).t(),)
+
+
+SAME = Transform(lambda parts, _: parts[0], lambda whole, _: (whole,))
+HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda whole, _: whole.chunk(2))
+"""Gate above up."""
+GROUPS = Transform(_join_groups, _part_groups)
+"""[q..q, k, v] per key-value group."""
+GATED_GROUPS = Transform(_join_gated_groups, _part_gated_groups)
+"""[q..q, g..g, k, v] per key-value group; theirs: [q, g] per head."""
+DELTA = Transform(_join_delta, _part_delta)
+"""query, key, value, gate, beta and alpha of all heads; theirs: of every key head one behind the other, the last two apart."""
+DELTA_PARTS = Transform(
+    lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda whole, _: (torch.cat(tuple(whole)),)
+)
+"""The channels of query, key and value."""
+TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda whole, _: (whole.t(),))
+"""Inputs times outputs, as theirs are multiplied from the right."""
+INTERLEAVED = Transform(_join_interleaved, _part_interleaved)
+"""Gate above up; theirs: transposed, gate and up in turns."""
+MINUS_ONE = Transform(lambda parts, _: parts[0] - 1, lambda whole, _: (whole + 1,))
+"""A gain around zero; theirs: around one."""

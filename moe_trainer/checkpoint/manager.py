@@ -1,0 +1,269 @@
+"""Save and load a training run: the public interface of this package.
+
+save, AsyncSaver, load and check_writable are collective over `ps.world`; every failure becomes a CheckpointError on
+every rank. See directory.py for atomic commits, sharding.py for keys and ownership.py for who writes what.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from moe_trainer.checkpoint import common_state, random_state
+from moe_trainer.checkpoint.directory import TRACKER, folder_name, recover_interrupted_rename, tokenizer_files
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.flat_states import FlatStateMetadata, has_flat_states
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.loading import Loader
+from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
+from moe_trainer.checkpoint.resolve import (
+    check_complete,
+    check_format,
+    folder_iteration,
+    is_weights_only,
+    latest_iteration,
+    read_saved_args,
+    resolve_checkpoint,
+    saved_padded_vocab_size,
+)
+from moe_trainer.checkpoint.saving import PendingSave, check_writable
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS
+from moe_trainer.checkpoint.upcycling import UpcycledMetadata
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+
+__all__ = [
+    "AsyncSaver",
+    "CheckpointError",
+    "CheckpointState",
+    "LoadOptions",
+    "LoadedState",
+    "SaveOptions",
+    "check_writable",
+    "latest_iteration",
+    "load",
+    "read_saved_args",
+    "save",
+    "saved_padded_vocab_size",
+    "tokenizer_files",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def save(
+    directory: str | Path,
+    state: CheckpointState,
+    chunks: Sequence[Any],
+    optimizer: Any | None,
+    ps: ParallelState,
+    options: SaveOptions,
+) -> None:
+    """Write `directory/iter_XXXXXXX` and then the tracker file; return when both are on disk.
+
+    chunks: modules whose parameters carry `info` and that have `named_state_buffers()` and
+        `named_scaling_state()`.
+    optimizer: anything with tensors(), scalars(), wait_params(); None (or options.save_optim False) saves weights only.
+    Communication: the plans and the write results of all ranks, gathered as objects.
+    Raises: StorageError on every rank when any rank cannot write; the previous checkpoint is untouched then.
+    """
+    pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=False)
+    pending.write()
+    pending.commit()
+
+
+class AsyncSaver:
+    """Saves in the background (--async-save): at most one save is in progress.
+
+    Costs a host copy of this rank's share until it is written.
+    """
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._written: Future[None] | None = None
+        # a new thread starts on GPU 0; this one must stay on its rank's own
+        on_device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
+        self._worker = ThreadPoolExecutor(1, "checkpoint", *on_device)
+
+    def start(
+        self,
+        directory: str | Path,
+        state: CheckpointState,
+        chunks: Sequence[Any],
+        optimizer: Any | None,
+        ps: ParallelState,
+        options: SaveOptions,
+    ) -> None:
+        """Copy this rank's share to host memory and begin to write it. Finishes an earlier save first."""
+        self.finish()
+        self._pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=True)
+        self._written = self._worker.submit(self._pending.write)
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a save has been started and not yet been committed; the same on every rank."""
+        return self._pending is not None
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's share is still being written; ask all ranks before `finish` to keep from waiting in it."""
+        return self._written is not None and not self._written.done()
+
+    def finish(self) -> None:
+        """Wait for the save in progress, if any, and commit it. Collective.
+
+        Call before exit and before a synchronous save.
+
+        Raises: StorageError when the save failed on any rank.
+        """
+        if self._pending is None:
+            return
+        assert self._written is not None
+        crash = self._written.exception()  # waits
+        pending, self._pending, self._written = self._pending, None, None
+        pending.commit(crash)
+
+
+def load(
+    directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, options: LoadOptions
+) -> LoadedState | None:
+    """Load the checkpoint that the tracker names (or options.ckpt_step) into the model and the optimizer, in place.
+
+    The layout that wrote it need not be the present one, nor the formats of its optimizer state: a checkpoint holds fp32. Calls
+    optimizer.begin_load, load_scalars and after_load, and restores the random states.
+    Of a release or a Hugging Face folder there are only weights, and the iteration is 0.
+    Returns: None when `directory` has no checkpoint and options.exit_on_missing is False (a warning is logged).
+    Raises: CheckpointError when there is none and there must be, or when it is of another architecture; DamagedError when it is
+        incomplete or damaged (before anything is overwritten where that can be seen from sizes).
+    """
+    directory = Path(directory)
+    folder = _raise_on_all_ranks(lambda: _select_folder(directory, options) if ps.world.rank == 0 else None, ps)
+    folder = collectives.broadcast_object(folder, ps.world)
+    if folder is None:
+        _nothing_to_load(directory, options, ps)
+        return None
+    weights_only = is_weights_only(folder)
+    if weights_only:
+        options = replace(options, load_optim=False, load_rng=False)
+    index = _raise_on_all_ranks(lambda: read_index(folder), ps)
+    state, scalars, from_megatron = _raise_on_all_ranks(
+        lambda: common_state.parse(common_state.read(folder, index)), ps
+    )
+    if has_flat_states(index) and optimizer is not None and not options.finetune:
+        index = _raise_on_all_ranks(lambda: FlatStateMetadata(folder, index), ps)
+        state, scalars, from_megatron = _raise_on_all_ranks(
+            lambda: common_state.parse(common_state.read(folder, index)), ps
+        )
+    if options.upcycle:
+        index = _raise_on_all_ranks(lambda: UpcycledMetadata(folder, index, state.args, options.args), ps)
+    with_optim = optimizer is not None and options.load_optim and not options.finetune
+    with_main = optimizer is not None and options.load_main_params and not with_optim
+    loader = Loader(folder, index, options, state.args, log_warnings=ps.world.rank == 0)
+    _raise_on_all_ranks(lambda: loader.request_model(chunks), ps)
+    if not options.finetune:
+        loader.request_scaling(chunks)
+    loader.gather_key_mismatches(ps, _device(chunks))
+    _raise_on_all_ranks(loader.check, ps)
+    if optimizer is not None and (with_optim or with_main):
+        optimizer.begin_load()
+        _raise_on_all_ranks(lambda: loader.request_optimizer(optimizer, None if with_optim else ("fp32_param",)), ps)
+    loader.assign_readers(ps)
+    _raise_on_all_ranks(loader.read, ps)
+    loader.exchange(_device(chunks))
+    if optimizer is not None and with_optim:
+        try:
+            optimizer.load_scalars(scalars)
+        except DECODE_ERRORS as error:
+            raise CheckpointError(
+                str(error)
+                if type(error) is ValueError
+                else f"{folder}: the optimizer's step and loss scale are damaged ({type(error).__name__}: {error})"
+            ) from error
+    if optimizer is not None:
+        optimizer.after_load(params_changed=True, state_loaded=with_optim or with_main)
+    rng_loaded = _raise_on_all_ranks(lambda: _restore_random(loader, folder, chunks, state.iteration, ps, options), ps)
+    iteration = 0 if options.finetune or weights_only else state.iteration
+    if ps.world.rank == 0:
+        logger.info(
+            "  successfully loaded checkpoint from %s [ t %d/%d, gtp_remat 1/1, p %d/%d ] at iteration %d",
+            directory,
+            ps.tp.rank + 1,
+            ps.tp.size,
+            ps.pp.rank + 1,
+            ps.pp.size,
+            iteration,
+        )
+    return LoadedState(iteration, folder, state, with_optim, rng_loaded, from_megatron, weights_only)
+
+
+def _select_folder(directory: Path, options: LoadOptions) -> Path | None:
+    folder = resolve_checkpoint(directory, options.ckpt_step)
+    iteration = None if folder is None else folder_iteration(folder)
+    if iteration is not None:
+        recover_interrupted_rename(directory, iteration)
+        folder = directory / folder_name(iteration)
+    if folder is not None:
+        check_format(folder)
+        check_complete(folder, hashes=options.verify_integrity)
+    return folder
+
+
+def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -> None:
+    if options.exit_on_missing:
+        raise CheckpointError(
+            f"{directory}: there is no checkpoint (could not find the metadata file {directory / TRACKER}), and "
+            "--exit-on-missing-checkpoint, --ckpt-convert-format or --moe-use-upcycling needs one"
+        )
+    if ps.world.rank == 0:
+        logger.warning("WARNING: could not find the metadata file %s", directory / TRACKER)
+        logger.warning("    will not load any checkpoints and will start from random")
+
+
+def _device(chunks: Sequence[Any]) -> torch.device:
+    return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
+
+
+def _restore_random(
+    loader: Loader, folder: Path, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions
+) -> bool:
+    """Bring every random stream to where it was, or to a fresh one. Returns: whether this rank's states were there."""
+    if not options.load_rng or options.finetune:
+        return False
+    streams = random_state.get_streams(chunks)
+    try:
+        states = loader.random_states(ps)
+        if states is None:
+            random_state.reseed(int(options.args.get("seed", 0)), iteration, ps, streams)
+        else:
+            random_state.restore(states, streams, folder)
+        if random_state.has_named(streams):
+            random_state.restore_named(loader.all_random_states(), streams)
+    except CheckpointError:
+        raise
+    except DECODE_ERRORS as error:
+        raise CheckpointError(
+            f"{folder}: its random states are not those of a run ({type(error).__name__}: {str(error) or 'no reason given'}). "
+            "--no-load-rng starts new ones"
+        ) from error
+    return states is not None
+
+
+def _raise_on_all_ranks(step: Callable[[], T], ps: ParallelState) -> T:
+    """Run a step on every rank; if it raises a CheckpointError on any rank, raise it on all."""
+    result: Any = None
+    failure: tuple[str, bool] | None = None
+    try:
+        result = step()
+    except CheckpointError as error:
+        failure = (str(error), isinstance(error, DamagedError))
+    failures = [each for each in collectives.all_gather_object(failure, ps.world) if each is not None]
+    if failures:
+        kind = DamagedError if any(damaged for _, damaged in failures) else CheckpointError
+        raise kind("\n".join(dict.fromkeys(text for text, _ in failures)))
+    return result

@@ -1,0 +1,289 @@
+"""How Megatron-LM's legacy checkpoints (`--ckpt-format torch`) name, cut, group and lay out a model: facts that reading and writing share.
+
+A file of a legacy checkpoint holds what one rank had in memory: tensors cut for its tensor-parallel place, layers and experts numbered
+from zero in every model chunk, and an optimizer that knows its parameters by their number only. The numbers follow from the order
+of the parameters and from the groups of weight decay, the places in a distributed optimizer's buffer from the order alone.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from arguments.mup import DECOUPLED_LR_WEIGHTS, is_lr_scaled, recorded_width_mult
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_te_names
+
+MODEL_FILE = "model_optim_rng.pt"
+STATE_FILE = "distrib_optim.pt"
+LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+EXPERT = ".experts.local_experts."
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_ROWS = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_q_proj.weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_up_proj.weight",
+    "linear_fc1.weight",
+    "linear_fc1.bias",
+    "eh_proj.weight",
+    "softmax_offset",
+)
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_WHOLE = re.compile(
+    r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$|\.indexer\."
+)
+# the order in which the modules of a model and of a layer register their parameters
+_ORDER = (
+    "embedding.word_embeddings.",
+    "embedding.position_embeddings.",
+    "decoder.layers.",
+    "decoder.final_layernorm.",
+    "mtp.layers.",
+    "output_layer.",
+)
+_IN_LAYER = (
+    "enorm.",
+    "hnorm.",
+    "eh_proj.",
+    "input_layernorm.",
+    "self_attention.core_attention.softmax_offset",
+    "self_attention.core_attention.indexer.linear_wq_b.",
+    "self_attention.core_attention.indexer.linear_wk.",
+    "self_attention.core_attention.indexer.k_norm.",
+    "self_attention.core_attention.indexer.linear_weights_proj.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.q_layernorm.",
+    "self_attention.kv_layernorm.",
+    "self_attention.k_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.router.",
+    "mlp.experts.",
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.linear_fc1.",
+    "mlp.shared_experts.linear_fc2.",
+    "final_layernorm.",
+)
+_START = 64  # a distributed optimizer's parameters begin at multiples of this
+_END = 128  # and its buckets end at common multiples of this and the number of data-parallel ranks
+
+
+@dataclass(frozen=True)
+class LayoutSizes:
+    """The layout that wrote a checkpoint."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    experts: int
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "LayoutSizes":
+        """From the flags by destination."""
+
+        def size(name: str, default: int = 1) -> int:
+            return int(record.get(name) or default)
+
+        tp = size("tensor_model_parallel_size")
+        return cls(
+            tp,
+            size("pipeline_model_parallel_size"),
+            size("expert_model_parallel_size"),
+            size("expert_tensor_parallel_size", tp),
+            size("num_experts", 0),
+        )
+
+    def folder(self, tp: int, pp: int, ep: int) -> str:
+        """The folder of a place."""
+        return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.ep
+
+
+def layer_number(name: str) -> int | None:
+    """The number of the decoder layer that a name belongs to."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
+def count_layers(names: Sequence[str]) -> int:
+    """How many decoder layers a model chunk has, by its local names."""
+    return 1 + max((int(found[1]) for found in map(_LAYER.match, names) if found), default=-1)
+
+
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """The name of ours for a name in a file, whichever modules (local or TransformerEngine's, grouped or not) wrote it."""
+    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
+    name = _GROUPED.sub(lambda found: f"{EXPERT}{found[3]}.{found[1]}.{found[2]}", name)
+    name = _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) + first_expert}.", name)
+    for alone, fused in FUSED:
+        name = name.replace(f".{fused}", f".{alone}")
+    return name.replace(".transformer_layer.", ".mtp_model_layer.")
+
+
+def local_name(name: str, first_layer: int, first_expert: int) -> str:
+    """The inverse of `global_name`, as local modules and single experts spell it."""
+    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) - first_layer}.", name)
+    return _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) - first_expert}.", name)
+
+
+def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
+    """A local name as the modules write it that the flags choose. routed: whether it is in a layer with a router."""
+    if not has_te_names(record):
+        return name
+    for alone, fused in fused_norms(record, routed):
+        name = name.replace(f".{alone}", f".{fused}")
+    if record.get("moe_grouped_gemm"):
+        name = _SINGLE.sub(lambda found: f".experts.{found[2]}.{found[3]}{found[1]}", name)
+    return name
+
+
+def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: int) -> tuple[int | None, int]:
+    """(dimension, parts) in which a tensor of a file is cut among `count` ranks; the dimension is None for a whole one.
+
+    Raises: CheckpointError for a tensor of which that is not known.
+    """
+    if count == 1 or _WHOLE.search(name):
+        return None, 1
+    if name.endswith(_COLUMNS):
+        return 1, 1
+    if name.endswith(_ROWS):
+        gated = ".linear_fc1." in name and any(
+            record.get(flag) for flag in ("swiglu", "quick_geglu", "gated_linear_unit")
+        )
+        return 0, 2 if gated else 1
+    for end, flags in (
+        ("linear_q_down_proj.weight", ("q_lora_rank",)),
+        ("linear_kv_down_proj.weight", ("kv_lora_rank", "qk_pos_emb_head_dim")),
+    ):
+        if name.endswith(end):  # local modules cut it, TransformerEngine's keep it whole
+            return (None if shape[0] == sum(int(record[flag]) for flag in flags) else 0), 1
+    raise CheckpointError(
+        f"{name}: how a legacy checkpoint cuts it among {count} tensor-parallel ranks is not known; "
+        "save it with --ckpt-format torch_dist"
+    )
+
+
+def module_order_key(name: str, written: str) -> tuple:
+    """A key that sorts tensors as the modules of Megatron-LM register them: their global names, and those that they are written under.
+
+    Raises: CheckpointError for a name of a module that is not known.
+    """
+    block = next((number for number, start in enumerate(_ORDER) if name.startswith(start)), None)
+    if block is None:
+        raise CheckpointError(
+            f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
+        )
+    rest, layer = name[len(_ORDER[block]) :], -1
+    if ".layers." in _ORDER[block]:
+        text, _, rest = rest.partition(".")
+        layer = int(text)
+        rest = rest.removeprefix("mtp_model_layer.")
+    if ".layer_norm_" in written:  # fused into the linear layer that follows, before its weight
+        rest, _, _ = written.rpartition("layer_norm_")
+        rest = rest.partition(".layers.")[2].partition(".")[2].removeprefix("mtp_model_layer.")
+    inside = next((number for number, start in enumerate(_IN_LAYER) if rest.startswith(start)), None)
+    if layer >= 0 and inside is None:
+        raise CheckpointError(
+            f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
+        )
+    expert = _LOCAL_EXPERT.search(name)
+    number, module = (int(expert[1]), name.rpartition(".")[0][expert.end() :]) if expert else (-1, "")
+    among = (
+        (module, "", number) if _GROUPED.search(written) else ("", f"{number:09d}", module)
+    )  # all of fc1 first, or expert by expert
+    fused = 0 if ".layer_norm_" in written else 1
+    return block, layer, -1 if inside is None or layer < 0 else inside, among, fused, name.endswith("bias"), name
+
+
+def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:
+    """Whether a parameter is in a group with weight decay."""
+    if record.get("apply_wd_to_qk_layernorm") and re.search(r"\.[qk]_layernorm\.weight$", name):
+        return True
+    return ndim > 1 and not name.endswith(".bias")
+
+
+class ParamGroupKind(NamedTuple):
+    """A parameter group: with weight decay, with the rate of --decoupled-lr, with a rate that muP scales."""
+
+    decayed: bool
+    decoupled: bool
+    scaled: bool = False
+
+
+def param_group_kind(name: str, ndim: int, record: Mapping[str, Any]) -> ParamGroupKind:
+    """The group of a parameter."""
+    decoupled = record.get("decoupled_lr") is not None
+    scaled = recorded_width_mult(record) != 1.0 and is_lr_scaled(name, ndim, record["optimizer"], decoupled)
+    return ParamGroupKind(decays(name, ndim, record), decoupled and name.endswith(DECOUPLED_LR_WEIGHTS), scaled)
+
+
+def tied_copies(names: Collection[str], record: Mapping[str, Any], pp: int) -> frozenset[str]:
+    """Those of a model chunk's names that are copies of a tensor of the first pipeline stage.
+
+    The stage of the prediction layers has the word embeddings too, whether they are tied or not; the last stage of a model with tied
+    embeddings has them as its output layer.
+    """
+    tied = not record.get("untie_embeddings_and_output_weights")
+    return frozenset(
+        name for name in names if pp > 0 and (name.startswith("embedding.") or (tied and name == "output_layer.weight"))
+    )
+
+
+def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> frozenset[str]:
+    """The tensors that two pipeline stages share: they have a bucket of their own in a distributed optimizer's buffer."""
+    if pipeline_size == 1:
+        return frozenset()
+    if record.get("mtp_num_layers"):
+        return frozenset({"embedding.word_embeddings.weight"})
+    if record.get("untie_embeddings_and_output_weights"):
+        return frozenset()
+    return frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+
+
+def buffer_offsets(
+    numels: Sequence[tuple[str, int]], bucket_size: int | None, ranks: int, alone: frozenset[str], wide: bool
+) -> Iterator[tuple[str, int, int]]:
+    """Where the parameters of one buffer of a distributed optimizer stand in its saved form, which leaves the ends of buckets out.
+
+    numels: (name, elements) in the order of the modules. bucket_size: elements, None for one bucket. ranks: data-parallel ones.
+    alone: names with a bucket of their own. wide: --ddp-pad-buckets-for-high-nccl-busbw.
+    Yields: (name, first element, elements); the whole has as many as where the last of these ends.
+    """
+    end_at = math.lcm(ranks, _END, 2**16) if wide else math.lcm(ranks, _END)
+    at = bucket = saved = (
+        0  # at: in the buffer; bucket: where this one begins in it; saved: elements of earlier buckets
+    )
+
+    def close() -> None:
+        nonlocal at, bucket, saved
+        saved += at - bucket
+        at = bucket = math.ceil(at / end_at) * end_at
+
+    for name, numel in reversed(numels):
+        at = math.ceil(at / _START) * _START
+        if name in alone and at > bucket:
+            close()
+        yield name, saved + at - bucket, numel
+        at += numel
+        if name in alone or (bucket_size is not None and at - bucket >= bucket_size):
+            close()

@@ -1,0 +1,450 @@
+"""A legacy checkpoint of Megatron-LM (`--ckpt-format torch`) as an index: what --load reads, under any layout.
+
+Every file `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` is opened without reading its elements (they are mapped into memory, and
+are read with their chunk). Its content, and that of `distrib_optim.pt`, gets the keys and chunks of a native checkpoint, so
+that the same code reads both. names.py describes the files.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from arguments.mup import recorded_width_mult
+from moe_trainer.checkpoint.archive import load_mapped, verify_checksums
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.megatron_legacy.names import (
+    EXPERT,
+    MODEL_FILE,
+    STATE_FILE,
+    LayoutSizes,
+    buffer_offsets,
+    count_layers,
+    global_name,
+    param_group_kind,
+    shared_embedding_names,
+    tied_copies,
+    tp_split,
+)
+from moe_trainer.checkpoint.optimizer_record import is_decoupled, param_group
+from moe_trainer.checkpoint.sharding import KeyScheme, object_key
+from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, to_builtin
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
+
+FORMAT = "torch"
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
+_DEFAULT_BUCKET = 40_000_000
+# names of saved tensors that are not parameters
+BUFFERS = ("expert_bias", "qb_beta", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+def is_legacy_folder(folder: Path) -> bool:
+    """Whether a checkpoint folder is of the legacy format."""
+    return any(folder.glob("mp_rank_*"))
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One file and where its rank stood."""
+
+    path: Path
+    tp: int
+    pp: int
+    ep: int
+
+    @property
+    def state_path(self) -> Path:
+        return self.path.with_name(STATE_FILE)
+
+
+def open_file(path: Path) -> Any:
+    """Decode a file; its tensors are mapped, not read.
+
+    Raises: DamagedError when it is missing or damaged.
+    """
+    try:
+        return load_mapped(path)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing") from error
+    except DECODE_ERRORS as error:
+        raise DamagedError(
+            f"{path} is damaged: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        ) from error
+
+
+def read_recorded_flags(folder: Path) -> dict[str, Any]:
+    """The flags that wrote a checkpoint. Raises: CheckpointError."""
+    found = sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+    if not found:
+        raise DamagedError(f"{folder}: no mp_rank_* folder there has a {MODEL_FILE}")
+    content = open_file(found[0])
+    if not isinstance(content, dict) or "args" not in content:
+        raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
+    try:
+        record = to_builtin(content["args"])
+    except ValueError as error:
+        raise DamagedError(f"{found[0]} is damaged: {error}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
+    return record
+
+
+def rank_files(folder: Path, sizes: LayoutSizes) -> list[RankFile]:
+    """All files, those of the first expert-parallel place first.
+
+    Raises: DamagedError naming a file without which the model has gaps.
+    """
+    found = [
+        RankFile(path, tp, pp, ep)
+        for ep in range(sizes.ep)
+        for pp in range(sizes.pp)
+        for tp in range(sizes.tp)
+        if (path := folder / sizes.folder(tp, pp, ep) / MODEL_FILE).is_file()
+    ]
+    for pp in range(sizes.pp):
+        for tp in range(sizes.tp):
+            if not any((file.tp, file.pp) == (tp, pp) for file in found):
+                raise DamagedError(f"{folder / sizes.folder(tp, pp, 0) / MODEL_FILE} is missing")
+        for ep in range(sizes.ep):
+            for etp in range(sizes.etp):
+                if not any((file.tp % sizes.etp, file.pp, file.ep) == (etp, pp, ep) for file in found):
+                    raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / MODEL_FILE} is missing")
+    return found
+
+
+class LegacyMetadata(VirtualMetadata):
+    """The index that a checkpoint of ours with this model would have; see the head of this file."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.record = read_recorded_flags(folder)
+        self._folder = folder
+        self._sizes = LayoutSizes.from_record(self.record)
+        try:
+            self._scheme = KeyScheme.from_record(self.record)
+        except ValueError as error:
+            raise DamagedError(f"{folder}: the recorded flags are damaged: {error}") from error
+        self._boxes: dict[MetadataIndex, tuple[Tensor, Path]] = {}
+        self._whole: set[Path] = set()
+        self._with_states: set[tuple] = set()  # the places whose optimizer state is entered
+        self.state_problem: str | None = None
+        """Why the optimizer state cannot be read, where the weights can."""
+        files = rank_files(folder, self._sizes)
+        contents = [open_file(file.path) for file in files]
+        self.common = {key: value for key, value in contents[0].items() if not key.startswith("model")}
+        if not isinstance(self.common.get("optimizer"), (dict, list)):
+            self.common.pop("optimizer", None)
+        firsts = self._first_layers(files, contents)
+        dense, expert = set(), set()
+        for file, content in zip(files, contents, strict=True):
+            takes = {
+                "dense": (file.tp, file.pp) not in dense,
+                "expert": (file.tp % self._sizes.etp, file.pp, file.ep) not in expert,
+            }
+            dense.add((file.tp, file.pp))
+            expert.add((file.tp % self._sizes.etp, file.pp, file.ep))
+            self._add_file(file, content, firsts, takes)
+        if self.state_problem is not None:
+            for key in [key for key in self.state_dict_metadata if key.startswith("optimizer.")]:
+                del self.state_dict_metadata[key]
+        self._check_covered()
+
+    def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The tensor of one box.
+
+        Raises: DamagedError when the bytes of its file have changed.
+        """
+        tensor, path = self._boxes[MetadataIndex(key, chunk.offsets)]
+        self._verify(path)
+        return tensor.reshape(chunk.sizes)
+
+    def modified_files(self) -> list[str]:
+        """What the checksums in the files say of them; reads everything."""
+        problems = []
+        for path in self.files:
+            try:
+                self._verify(path)
+            except DamagedError as error:
+                problems.append(str(error))
+        return problems
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold its tensors."""
+        return sorted({path for _, path in self._boxes.values()})
+
+    def _verify(self, path: Path) -> None:
+        """Compare a file with the checksums that it holds, once."""
+        if path not in self._whole:
+            try:
+                verify_checksums(path)
+            except DECODE_ERRORS as error:
+                raise DamagedError(f"{path} is damaged: {error}") from error
+            self._whole.add(path)
+
+    def _first_layers(self, files: Sequence[RankFile], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:
+        """The global number of the first layer of each (stage, model chunk): chunks follow one another before stages do."""
+        counts: dict[tuple[int, int], int] = {}
+        for file, content in zip(files, contents, strict=True):
+            for number, chunk in enumerate(_chunks(file, content)):
+                counts.setdefault((number, file.pp), count_layers(list(chunk)))
+        firsts, total = {}, 0
+        for number, pp in sorted(counts):
+            firsts[pp, number] = total
+            total += counts[number, pp]
+        if total != int(self.record["num_layers"]):
+            raise DamagedError(
+                f"{self._folder}: its files have {total} decoder layers together, and its args say {self.record['num_layers']}"
+            )
+        return firsts
+
+    def _add_file(self, file: RankFile, content: Mapping, firsts: Mapping, takes: Mapping[str, bool]) -> None:
+        """Enter what no earlier file had."""
+        chunks: list[dict[str, Tensor]] = []
+        copies: set[str] = set()
+        for number, chunk in enumerate(_chunks(file, content)):
+            first_expert = file.ep * self._sizes.local_experts
+            named = {
+                global_name(name, firsts[file.pp, number], first_expert): value
+                for name, value in chunk.items()
+                if isinstance(value, Tensor) and not name.endswith("_extra_state")
+            }
+            chunks.append(named)
+            copies |= tied_copies(named, self.record, file.pp)
+            for name, value in named.items():
+                if name not in copies:
+                    self._add(name, value, "", file, file.path, takes)
+        if content.get("optimizer") is not None:
+            try:
+                for state, name, value, path, takes in self._states(file, content["optimizer"], chunks):
+                    if name not in copies:
+                        self._add(name, value, f"optimizer.state.{state}.", file, path, takes)
+            except CheckpointError as error:
+                self.state_problem = str(error)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                self.state_problem = (
+                    f"the optimizer state in {file.path.parent} has not the form of Megatron-LM's: {error!r}"
+                )
+        key = object_key("rng_state", (file.pp, file.tp), (self._sizes.pp, self._sizes.tp))
+        if content.get("rng_state") is not None and key not in self.objects:
+            self.objects[key] = content["rng_state"]
+            self.state_dict_metadata[key] = BytesStorageMetadata()
+
+    def _add(
+        self, name: str, value: Tensor, prefix: str, file: RankFile, path: Path, takes: Mapping[str, bool]
+    ) -> None:
+        expert = EXPERT in name
+        count, rank = (self._sizes.etp, file.tp % self._sizes.etp) if expert else (self._sizes.tp, file.tp)
+        if name.endswith((".experts.weight1", ".experts.weight2")):
+            raise CheckpointError(
+                f"{path}: {name} is of the retired --moe-use-legacy-grouped-gemm; convert it with an older Megatron-LM"
+            )
+        if not takes["expert" if expert else "dense"]:
+            return
+        dim, parts = tp_split(name, value.shape, self.record, count)
+        if dim is None and rank > 0:
+            return
+        key, at, extents = self._scheme.locate(name)
+        full = list(value.shape)
+        if dim is not None:
+            full[dim] *= count
+        earlier = self.state_dict_metadata.get(prefix + key)
+        if isinstance(earlier, TensorStorageMetadata) and earlier.size != torch.Size((*extents, *full)):
+            raise DamagedError(
+                f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(earlier.size[len(at) :])}"
+            )
+        for part, piece in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
+            first = [0] * value.dim()
+            if dim is not None:
+                first[dim] = (part * count + rank) * piece.shape[dim]
+            box = add_chunk(
+                self,
+                (prefix + key, at, extents),
+                piece.shape,
+                value.dtype,
+                path.relative_to(self._folder),
+                int(piece.storage_offset()),
+                0,
+                full,
+                first,
+            )
+            self._boxes[box] = piece, path
+
+    def _takes_states(self, file: RankFile, kinds: Sequence[str]) -> dict[str, bool]:
+        """Of which kinds of parameters no earlier file had the states; they are taken from this one."""
+        places = {
+            "dense": ("dense", file.tp, file.pp),
+            "expert": ("expert", file.tp % self._sizes.etp, file.pp, file.ep),
+        }
+        takes = {kind: kind in kinds and place not in self._with_states for kind, place in places.items()}
+        self._with_states |= {places[kind] for kind in kinds}
+        return takes
+
+    def _states(
+        self, file: RankFile, optimizer: Any, chunks: list[dict[str, Tensor]]
+    ) -> Iterator[tuple[str, str, Tensor, Path, dict[str, bool]]]:
+        """(state, name, values, file, kinds of parameters to take) of all optimizer states of a file."""
+        chain = optimizer if isinstance(optimizer, list) else [optimizer]
+        kinds: tuple[tuple[str, ...], ...]
+        trained = [{name: value for name, value in chunk.items() if not name.endswith(BUFFERS)} for chunk in chunks]
+        if len(chain) == 2 and self._sizes.ep > 1:
+            owned = [
+                [{name: value for name, value in chunk.items() if (EXPERT in name) is expert} for chunk in trained]
+                for expert in (False, True)
+            ]
+            kinds = (("dense",), ("expert",))
+        elif len(chain) == 1:
+            owned = [trained]
+            kinds = (("dense", "expert"),)
+        else:
+            raise CheckpointError(
+                f"{file.path}: its optimizer state is a chain of {len(chain)} optimizers, and only one of "
+                "experts and one of the other parameters are supported"
+            )
+        if self.record.get("use_distributed_optimizer"):
+            buffers = open_file(file.state_path)
+            buffers = buffers if isinstance(buffers, list) else [buffers]
+            if len(buffers) != len(owned):
+                raise CheckpointError(
+                    f"{file.state_path}: it holds the states of {len(buffers)} optimizers, and {file.path.name} has {len(owned)}"
+                )
+            for number, (one, mine) in enumerate(zip(buffers, owned, strict=True)):
+                if (
+                    one is not None
+                ):  # the first data-parallel rank has it: that of the experts may be another than that of all else
+                    takes = self._takes_states(file, kinds[number])
+                    yield from ((*found, takes) for found in self._buffer_states(file, one, mine, number))
+            return
+        for number, (one, mine) in enumerate(zip(chain, owned, strict=True)):
+            takes = self._takes_states(file, kinds[number])
+            params = {name: value for chunk in mine for name, value in chunk.items()}
+            yield from ((*found, takes) for found in self._numbered_states(file, one, params))
+
+    def _numbered_states(
+        self, file: RankFile, optimizer: Mapping, params: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, str, Tensor, Path]]:
+        """The states of an optimizer that knows its parameters by number; half-precision ones also have main parameters."""
+        inner = optimizer.get("optimizer", optimizer)
+        mains = optimizer.get("fp32_from_fp16_params")
+        for group_number, group in enumerate(inner["param_groups"]):
+            names = [
+                name for name, value in params.items() if _belongs(name, value, group, self.record, self._sizes.ep > 1)
+            ]
+            if mains is not None:  # the half-precision ones come first, then those that are fp32 anyway
+                names = sorted(names, key=lambda name: params[name].dtype == torch.float32)
+                half = [name for name in names if params[name].dtype != torch.float32]
+                for name, value in zip(half, mains[group_number], strict=True):
+                    yield "fp32_param", name, value, file.path
+            if len(names) != len(group["params"]):
+                raise CheckpointError(
+                    f"{file.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and {len(names)} of "
+                    "the model belong to it"
+                )
+            for number, name in zip(group["params"], names, strict=True):
+                for state, value in inner["state"].get(number, {}).items():
+                    if state in STATES and isinstance(value, Tensor):
+                        if value.shape != params[name].shape:
+                            raise CheckpointError(
+                                f"{file.path}: the {state} of number {number} has shape {tuple(value.shape)}, and {name}, whose it should "
+                                f"be, {tuple(params[name].shape)}"
+                            )
+                        yield state, name, value, file.path
+
+    def _buffer_states(
+        self, file: RankFile, buffers: Mapping, chunks: list[dict[str, Tensor]], chain_number: int
+    ) -> Iterator[tuple[str, str, Tensor, Path]]:
+        """The states of a distributed optimizer: flat buffers, one per model chunk."""
+        if not buffers.get("buckets_coalesced"):
+            raise CheckpointError(
+                f"{file.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and save it there once"
+            )
+        chunks = [chunk for chunk in chunks if chunk]
+        numbers = sorted(number for number in buffers if isinstance(number, int))
+        if len(numbers) != len(chunks) or any(len(buffers[number]) != 1 for number in numbers):
+            raise CheckpointError(
+                f"{file.state_path}: {len(numbers)} buffers for {len(chunks)} model chunks, or buffers of several types"
+            )
+        for number, chunk in zip(numbers, chunks, strict=True):
+            (tensors,) = buffers[number].values()
+            found = list(
+                buffer_offsets(
+                    [(name, value.numel()) for name, value in chunk.items()],
+                    *bucketing(self.record, self._sizes, file.pp, number, chain_number == 1),
+                )
+            )
+            needed = max(first + numel for _, first, numel in found)
+            for state, whole in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
+                if whole.numel() != needed:
+                    raise CheckpointError(
+                        f"{file.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the parameters in buckets as "
+                        f"the flags of the checkpoint make them {needed}"
+                    )
+                for name, first, numel in found:
+                    yield (
+                        "fp32_param" if state == "param" else state,
+                        name,
+                        whole[first : first + numel].view(chunk[name].shape),
+                        file.state_path,
+                    )
+
+    def _check_covered(self) -> None:
+        for key, entry in self.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                stored = sum(chunk.sizes.numel() for chunk in entry.chunks)
+                if stored != entry.size.numel():
+                    raise DamagedError(f"{self._folder}: {key}: {stored} of {entry.size.numel()} elements are stored")
+
+
+def bucketing(
+    record: Mapping[str, Any], sizes: LayoutSizes, pp: int, chunk: int, expert: bool
+) -> tuple[int | None, int, frozenset[str], bool]:
+    """The bucket size, the data-parallel ranks, the names with a bucket of their own and the padding: arguments of `buffer_offsets`."""
+    world = int(record.get("world_size") or sizes.tp * sizes.pp)
+    dp_cp = world // (sizes.tp * sizes.pp)
+    ranks = world // (sizes.etp * sizes.ep * sizes.pp) if expert else dp_cp
+    bucket = None
+    if record.get("overlap_grad_reduce") and pp == 0 and chunk == 0:
+        data_ranks = max(dp_cp // int(record.get("context_parallel_size") or 1), 1)
+        bucket = int(record.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, 1_000_000 * data_ranks))
+    return (
+        bucket,
+        ranks,
+        shared_embedding_names(record, sizes.pp),
+        bool(record.get("ddp_pad_buckets_for_high_nccl_busbw")),
+    )
+
+
+def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
+    """Whether a parameter is in a group of the optimizer, by what the group says of itself."""
+    kind = param_group_kind(name, value.dim(), record)
+    if (group.get("wd_mult", 1.0) != 0.0) != kind.decayed:
+        return False
+    if bool(group.get("is_expert_parallel")) != (experts_apart and EXPERT in name):
+        return False
+    if recorded_width_mult(record) != 1.0:
+        return group.get("max_lr") == param_group(record, **kind._asdict(), experts=False)["max_lr"]
+    return record.get("decoupled_lr") is None or is_decoupled(group) == kind.decoupled
+
+
+def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:
+    """The model chunks of a file."""
+    if "model" in content:
+        found = [content["model"]]
+    else:
+        found = []
+        while f"model{len(found)}" in content:
+            found.append(content[f"model{len(found)}"])
+    if not found or any("language_model" in chunk for chunk in found):
+        raise CheckpointError(
+            f"{file.path} holds no model of Megatron-Core: convert it with the Megatron-LM that wrote it"
+        )
+    return found

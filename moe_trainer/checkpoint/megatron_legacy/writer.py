@@ -1,0 +1,300 @@
+"""Write a legacy checkpoint of Megatron-LM (`--ckpt-format torch`).
+
+The files of that format hold what single ranks of a layout have; this program's optimizer state may be cut otherwise. So a save
+writes its own boxes first, as always, and then one rank of every (tp, pp, ep) place reads what belongs into its file out of
+them, by the means that loading has: costs the disk twice the size for a moment. names.py has the facts of the format.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from arguments.mup import recorded_width_mult
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import flush_folder
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.layer_spec import has_te_names, te_extra_states, te_modules
+from moe_trainer.checkpoint.megatron_legacy.names import (
+    EXPERT,
+    LATENT_DOWN,
+    MODEL_FILE,
+    STATE_FILE,
+    LayoutSizes,
+    ParamGroupKind,
+    buffer_offsets,
+    layer_number,
+    local_name,
+    module_order_key,
+    param_group_kind,
+    to_spec_name,
+    tp_split,
+)
+from moe_trainer.checkpoint.megatron_legacy.reader import STATES, bucketing
+from moe_trainer.checkpoint.optimizer_record import grad_scaler, group_order_key, param_group
+from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.checkpoint.reading import fill
+from moe_trainer.checkpoint.sharding import KeyScheme, TensorShard, make_shards
+from moe_trainer.checkpoint.virtual_index import tensor_entry
+from moe_trainer.io import flush_file
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import ParamInfo, get_param_info, unique_params
+from moe_trainer.parallel.state import ParallelState
+
+_EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """A tensor of this rank: its global name, and the one in the file; states by their name."""
+
+    name: str
+    written: str
+    value: Tensor
+    states: Mapping[str, Tensor]
+    trained: bool
+
+
+def writes_here(ps: ParallelState) -> bool:
+    """Whether this rank is the one that writes the file of its place; collective."""
+    places = collectives.all_gather_object((ps.tp.rank, ps.pp.rank, ps.ep.rank), ps.world)
+    return places.index(places[ps.world.rank]) == ps.world.rank
+
+
+def write(
+    source: Path,
+    target: Path,
+    index: Metadata,
+    state: CheckpointState,
+    chunks: Sequence[Any],
+    scalars: Mapping[str, Any] | None,
+    random_states: list | None,
+    ps: ParallelState,
+) -> None:
+    """Write this rank's folder under `target` out of the boxes in `source`. Not collective.
+
+    scalars: the optimizer's, None without its state.
+    Raises: CheckpointError for a model that the format has no names for, OSError.
+    """
+    record, sizes = state.args, LayoutSizes.from_record(state.args)
+    entries = [_entries(source, index, chunk, record, scalars is not None, ps) for chunk in chunks]
+    content = common_state.build(state, None)
+    del content["content_metadata"]
+    for number, chunk in enumerate(entries):
+        content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, te_modules(record))
+    buffers = None
+    if scalars is not None:
+        content["moe_trainer"]["optimizer"] = common_state.to_builtin(dict(scalars))
+        owned = [
+            [
+                [entry for entry in chunk if entry.trained and (sizes.ep == 1 or (EXPERT in entry.name) is expert)]
+                for chunk in entries
+            ]
+            for expert in ((False, True) if sizes.ep > 1 else (False,))
+        ]
+        chain = [_optimizer(mine, record, scalars, sizes.ep > 1 and number == 1) for number, mine in enumerate(owned)]
+        content["optimizer"] = chain if len(chain) > 1 else chain[0]
+        if record.get("use_distributed_optimizer"):
+            # that of all but experts stands in the file of the first data-parallel rank alone
+            buffers = [
+                _buffers(mine, record, sizes, ps.pp.rank, number == 1) if number == 1 or ps.dp_cp.rank == 0 else None
+                for number, mine in enumerate(owned)
+            ]
+    if random_states is not None:
+        content["rng_state"] = random_states
+    folder = target / sizes.folder(ps.tp.rank, ps.pp.rank, ps.ep.rank)
+    folder.mkdir()
+    torch.save(content, folder / MODEL_FILE)
+    flush_file(folder / MODEL_FILE)
+    if buffers is not None:
+        torch.save(buffers if len(buffers) > 1 else buffers[0], folder / STATE_FILE)
+        flush_file(folder / STATE_FILE)
+    flush_folder(folder)
+
+
+def _entries(
+    source: Path, index: Metadata, chunk: Any, record: Mapping[str, Any], with_states: bool, ps: ParallelState
+) -> list[RankTensor]:
+    """Everything of a model chunk, read from the boxes, in Megatron's order."""
+    scheme = KeyScheme.from_record(record)
+    wanted: dict[str, list[TensorShard]] = {}
+    held: list[tuple[ParamInfo, str, Tensor, dict[str, Tensor], bool]] = []
+    for info, shape, trained in _held(chunk, record, ps):
+        runs = scheme.placements(info, shape)
+
+        def ask(prefix: str, runs=runs, shape=shape) -> Tensor:
+            empty = torch.empty(shape, dtype=tensor_entry(index, prefix + runs[0].key).properties.dtype)
+            for piece in make_shards(runs, empty, 0, empty.numel(), prefix):
+                wanted.setdefault(piece.key, []).append(piece)
+            return empty
+
+        states = {
+            name: ask(f"optimizer.state.{name}.")
+            for name in STATES
+            if with_states and trained and f"optimizer.state.{name}.{runs[0].key}" in index.state_dict_metadata
+        }
+        held.append((info, "", ask(""), states, trained))
+    fill(source, index, wanted)
+    first_layer = min(
+        (layer for info, *_ in held for layer in map(layer_number, info.names) if layer is not None), default=0
+    )
+    first_expert = ps.ep.rank * LayoutSizes.from_record(record).local_experts
+    routed = {layer_number(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
+    found = []
+    for info, _, value, states, trained in held:
+        values = value.unbind(0) if info.stacked else (value,)
+        for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
+            each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
+            written = to_spec_name(local_name(name, first_layer, first_expert), record, layer_number(name) in routed)
+            found += [
+                RankTensor(copy or name, copy or written, one, each, trained)
+                for copy in (_names_of_copy(held, record) if info.is_replica else (None,))
+            ]
+    return sorted(found, key=lambda entry: module_order_key(entry.name, entry.written))
+
+
+def _names_of_copy(
+    held: list[tuple[ParamInfo, str, Tensor, dict[str, Tensor], bool]], record: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the names under which Megatron-LM stores the word embeddings on a later stage.
+
+    With prediction layers they are stored as embeddings, and for a tied model also as an output layer that the last
+    stage never uses; otherwise as the output layer.
+    """
+    predicts = any(name.startswith("mtp.layers.") for info, *_ in held for name in info.names)
+    if not predicts:
+        return ("output_layer.weight",)
+    tied = not record.get("untie_embeddings_and_output_weights")
+    if tied and record.get("pipeline_model_parallel_layout"):
+        raise CheckpointError(
+            "tied embeddings and prediction layers under --pipeline-model-parallel-layout have no known form in a legacy checkpoint; "
+            "save with --ckpt-format torch_dist"
+        )
+    return (
+        ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ("embedding.word_embeddings.weight",)
+    )
+
+
+def _held(
+    chunk: Any, record: Mapping[str, Any], ps: ParallelState
+) -> Iterator[tuple[ParamInfo, tuple[int, ...], bool]]:
+    """(info, shape of the piece, whether trained) of the parameters and buffers, cut as Megatron-LM cuts them."""
+    for param in unique_params(chunk.parameters()):
+        info, shape = get_param_info(param), tuple(param.shape)
+        group = ps.etp if info.kind == "expert" else ps.tp
+        name, named_shape = info.names[0], shape[1:] if info.stacked else shape
+        dim, parts = tp_split(name, named_shape, record, group.size)
+        if group.size > 1 and name.endswith(LATENT_DOWN) and not has_te_names(record):
+            dim = 0  # whole here and in TransformerEngine's modules; upstream's local ones shard it
+        if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
+            raise CheckpointError(
+                f"{name}: how a legacy checkpoint cuts it is not known; save with --ckpt-format torch_dist"
+            )
+        if dim is not None and info.shard_count == 1:
+            cut = dim + info.stacked
+            info = replace(info, sharded_dim=dim, parts=parts, shard_rank=group.rank, shard_count=group.size)
+            shape = (*shape[:cut], shape[cut] // group.size, *shape[cut + 1 :])
+        yield info, shape, True
+    for name, buffer in chunk.named_state_buffers():
+        yield ParamInfo((name,)), tuple(buffer.shape), False
+
+
+def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
+    """The state dict of a model chunk, with the empty `_extra_state` entries that Megatron's loader needs."""
+    found: dict[str, Tensor | None] = {}
+    for position, entry in enumerate(chunk):
+        found[entry.written] = entry.value
+        module, _, kind = entry.written.rpartition(".")
+        after = chunk[position + 1].written if position + 1 < len(chunk) else ""
+        if _EXTRA.search(f"{module}.weight") and not after.startswith(module + "."):
+            found[f"{module}._extra_state"] = None
+        found |= dict.fromkeys(te_extra_states(entry.written, parts))
+    return found
+
+
+def _optimizer(
+    chunks: list[list[RankTensor]], record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool
+) -> dict[str, Any]:
+    """The state dict of one of Megatron's optimizers over all chunks."""
+    entries = [entry for chunk in chunks for entry in chunk]
+    step, groups, mains = float(scalars.get("step", 0)), [], []
+    state: dict[int, dict[str, Any]] = {}
+    for kind in _kinds(record, scalars, experts):
+        mine = [entry for entry in entries if param_group_kind(entry.name, entry.value.dim(), record) == kind]
+        mine.sort(key=lambda entry: entry.value.dtype == torch.float32)
+        numbers = list(range(len(state), len(state) + len(mine)))
+        state |= {
+            number: {
+                "step": torch.tensor(step),
+                **{name: value for name, value in entry.states.items() if name != "fp32_param"},
+            }
+            for number, entry in zip(numbers, mine, strict=True)
+        }
+        mains.append([entry.states["fp32_param"] for entry in mine if entry.value.dtype in _HALF])
+        groups.append(param_group(record, **kind._asdict(), experts=experts, step=int(step)) | {"params": numbers})
+    scaler = grad_scaler(scalars)
+    if record.get("use_distributed_optimizer"):
+        return {
+            "optimizer": {
+                "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            },
+            **scaler,
+        }
+    inner = {"state": state, "param_groups": groups}
+    return {"optimizer": inner, "fp32_from_fp16_params": mains, **scaler} if any(mains) else inner
+
+
+def _kinds(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[ParamGroupKind]:
+    """The groups of one of Megatron's optimizers, in its order. As there, a group is there if a parameter of any rank belongs to it."""
+    if recorded_width_mult(record) != 1.0:
+        found = [
+            ParamGroupKind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0)
+            for group in scalars["param_groups"]
+            if group["is_expert_parallel"] is experts
+        ]
+    else:  # experts without biases all decay, embeddings do
+        found = [
+            ParamGroupKind(True, False),
+            *([ParamGroupKind(False, False)] if not experts or record.get("add_bias_linear", True) else []),
+            *([ParamGroupKind(True, True)] if record.get("decoupled_lr") is not None and not experts else []),
+        ]
+    return sorted(
+        found, key=lambda kind: group_order_key(record, param_group(record, **kind._asdict(), experts=experts))
+    )
+
+
+def _buffers(
+    chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: LayoutSizes, pp: int, experts: bool
+) -> dict:
+    """The flat states of a distributed optimizer, as its first data-parallel rank saves them."""
+    found: dict = {"buckets_coalesced": True}
+    for number, chunk in enumerate(chunk for chunk in chunks if chunk):
+        by_name = {entry.name: entry for entry in chunk}
+        places = list(
+            buffer_offsets(
+                [(entry.name, entry.value.numel()) for entry in chunk], *bucketing(record, sizes, pp, number, experts)
+            )
+        )
+        whole = max(first + numel for _, first, numel in places)
+        states = {"param": "fp32_param", **{name: name for name in chunk[0].states if name != "fp32_param"}}
+        tensors: dict[str, Any] = {name: torch.zeros(whole) for name in states}
+        for name, first, numel in places:
+            entry = by_name[name]
+            for state, key in states.items():
+                tensors[state][first : first + numel] = entry.states.get(key, entry.value).flatten()
+        types = {entry.value.dtype for entry in chunk}
+        if len(types) > 1:
+            raise CheckpointError(
+                f"parameters of several types ({', '.join(map(str, types))}) have buffers of their own, which is not written in the "
+                "legacy format; --ckpt-format torch_dist"
+            )
+        (dtype,) = types
+        gradients = torch.float32 if record.get("accumulate_allreduce_grads_in_fp32") else dtype
+        found[number] = {(dtype, gradients): tensors | {"numel_unpadded": whole}}
+    return found

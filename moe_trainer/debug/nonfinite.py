@@ -1,0 +1,264 @@
+"""Locate the first non-finite value: module, expert and microbatch, forward or backward, over all ranks.
+
+`NonFiniteTracer` hooks every module for one forward and backward pass. An output that is not finite although the
+inputs were was computed there; children finish before their parents. Input gradients pass an identity per module: a
+non-finite one, with finite output gradients, was computed by this module's backward. Only the first event per
+microbatch and direction counts.
+
+Ranks exchange tokens inside a layer, so events of all ranks are ordered by microbatch, direction, pipeline chunk and
+position in the model. Non-finite weights come before everything. Each tensor costs a synchronization, so this is for
+iterations that have already failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from moe_trainer.parallel.params import get_param_info, is_fp8_param
+
+FORWARD, BACKWARD = 0, 1
+AFTER_LAST = 1 << 30  # after all modules of a chunk, or after all microbatches
+
+Rows = Callable[[nn.Module, tuple], tuple[Sequence[str], Sequence[int]] | None]
+"""Map (module, arguments) to the names of its experts and their token counts; None for other modules."""
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """A non-finite value.
+
+    Smaller means earlier. `microbatch` counts from 1; 0 is before the first, AFTER_LAST after the last.
+    """
+
+    microbatch: int
+    direction: int
+    chunk: int
+    position: int
+    what: str = field(compare=False)
+
+    @property
+    def text(self) -> str:
+        """Describe it, e.g. "NaN in the results of decoder.layers.1.mlp.experts, forward pass of microbatch 2"."""
+        if self.microbatch in (0, AFTER_LAST):
+            return self.what
+        return f"{self.what}, {('forward', 'backward')[self.direction]} pass of microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model. `number` is its place in the pipeline; `name_of` maps a path in it to a global name."""
+
+    number: int
+    module: nn.Module
+    name_of: Callable[[str], str]
+
+
+class _GradientTap(torch.autograd.Function):
+    """Identity whose backward passes the gradient to `look`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+        ctx.look = look
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.look(grad)
+        return grad, None
+
+
+@dataclass
+class _Call:
+    """One forward call of a module."""
+
+    microbatch: int
+    rows: tuple[Sequence[str], Sequence[int]] | None
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A traced module; `before` and `behind` are its positions in parents-first and children-first order."""
+
+    chunk: int
+    name: str
+    module: nn.Module
+    before: int
+    behind: int
+
+
+class NonFiniteTracer:
+    """Collector of the first event of every microbatch and direction."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], microbatch: Callable[[], int | None], rows: Rows = lambda module, args: None
+    ):
+        """Initialize; `microbatch` returns the current microbatch (from 1) of the calling thread."""
+        self._chunks, self._microbatch, self._rows = chunks, microbatch, rows
+        self._first: dict[tuple[int, int], Fault] = {}
+        self._open: dict[tuple[int, int], list[_Call]] = {}  # by thread and module
+        self._backward = threading.local()  # microbatch: the one whose gradients this thread computes
+
+    def earliest(self) -> Fault | None:
+        """Return the first event of this rank."""
+        return min(self._first.values(), default=None)
+
+    def note(self, fault: Fault) -> None:
+        """Add an event, which counts if it is the first of its microbatch and direction."""
+        self._first.setdefault((fault.microbatch, fault.direction), fault)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Check the weights, then trace everything that runs inside."""
+        for chunk in self._chunks:
+            fault = first_nonfinite_weight(chunk)
+            if fault is not None:
+                self.note(fault)
+        handles = [handle for chunk in self._chunks for handle in self._attach(chunk)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._open.clear()
+
+    def _attach(self, chunk: Chunk) -> Iterator[Any]:
+        owners = {}
+        for node in _nodes(chunk):
+            yield node.module.register_forward_pre_hook(functools.partial(self._before, node))
+            yield node.module.register_forward_hook(functools.partial(self._after, node))
+            owners.update({param: node for param in node.module.parameters(recurse=False)})
+        for param, node in owners.items():
+            if param.requires_grad:
+                yield param.register_hook(functools.partial(self._weight_grad, node, param))
+
+    def _before(self, node: _Node, module: nn.Module, args: tuple) -> tuple:
+        call = _Call(self._microbatch() or 1, self._rows(module, args))
+        self._open.setdefault((threading.get_ident(), id(module)), []).append(call)
+        look = functools.partial(self._input_grad, node, call)
+        return tuple(_GradientTap.apply(x, look) if _has_grad(x) else x for x in args)
+
+    def _after(self, node: _Node, module: nn.Module, args: tuple, output: Any) -> None:
+        call = self._open[threading.get_ident(), id(module)].pop()
+        for x in _tensors(output):
+            fault = _fault(x, call.rows)
+            if fault is not None:
+                self.note(
+                    Fault(
+                        call.microbatch,
+                        FORWARD,
+                        node.chunk,
+                        node.behind,
+                        f"{fault[0]} in the results of {node.name}{fault[1]}",
+                    )
+                )
+            if _has_grad(x):
+                x.register_hook(functools.partial(self._output_grad, node, call))
+
+    def _output_grad(self, node: _Node, call: _Call, grad: Tensor) -> None:
+        self._backward.microbatch = call.microbatch
+        fault = _fault(grad, call.rows)
+        if fault is not None:
+            self._note_backward(
+                node, call.microbatch, f"{fault[0]} in the gradient that reaches the results of {node.name}{fault[1]}"
+            )
+
+    def _input_grad(self, node: _Node, call: _Call, grad: Tensor) -> None:
+        fault = _fault(grad, call.rows)  # already noted if the output gradients were not finite
+        if fault is not None:
+            self._note_backward(
+                node, call.microbatch, f"{fault[0]} in the gradient that {node.name}{fault[1]} passes on"
+            )
+
+    def _weight_grad(self, node: _Node, param: Parameter, grad: Tensor | None) -> None:
+        if grad is None and hasattr(param, "main_grad_sum"):
+            grad = param.main_grad  # the GEMM accumulated the gradient into it
+        if grad is None:
+            return  # deferred: checked after the reduction
+        grad = getattr(grad, "_local_tensor", grad)
+        name = _nonfinite_slice(param, grad)
+        if name is not None:
+            self._note_backward(
+                node, getattr(self._backward, "microbatch", 1), f"{_kind(grad)} in the gradient of {name}"
+            )
+
+    def _note_backward(self, node: _Node, microbatch: int, what: str) -> None:
+        self.note(Fault(microbatch, BACKWARD, -node.chunk, -node.before, what))
+
+
+def first_nonfinite_weight(chunk: Chunk) -> Fault | None:
+    """Return the first non-finite weight of a chunk in order of use; fp8 weights are not checked."""
+    for position, param in enumerate(chunk.module.parameters()):
+        values = getattr(param, "_local_tensor", param.detach())  # local shard
+        name = None if is_fp8_param(param) else _nonfinite_slice(param, values)
+        if name is not None:
+            return Fault(0, FORWARD, chunk.number, position, f"weight {name} is {_kind(values)} before the iteration")
+    return None
+
+
+def nonfinite_gradients(views: Iterable[tuple[Any, Tensor]]) -> list[str]:
+    """Return the names of parameters whose reduced gradients are not finite on this rank."""
+    return [get_param_info(slot.param).names[0] for slot, view in views if not torch.isfinite(view).all()]
+
+
+def _nodes(chunk: Chunk) -> Iterator[_Node]:
+    behind = {id(module): position for position, module in enumerate(_children_first(chunk.module, set()))}
+    for before, (path, module) in enumerate(chunk.module.named_modules()):
+        yield _Node(chunk.number, chunk.name_of(path), module, before, behind[id(module)])
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for x in output if isinstance(output, (tuple, list)) else (output,):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            yield x
+
+
+def _has_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()
+
+
+def _fault(x: Tensor, rows: tuple[Sequence[str], Sequence[int]] | None) -> tuple[str, str] | None:
+    """Return (NaN or Inf, expert in brackets) of a non-finite tensor."""
+    counted = None if rows is None else sum(rows[1])
+    if counted is not None and counted <= x.shape[0]:
+        x = x[:counted]  # padding after the experts' rows
+    if torch.isfinite(x).all():
+        return None
+    if counted is None or counted != x.shape[0]:
+        return _kind(x), ""
+    bad = int((~torch.isfinite(x.reshape(counted, -1))).any(1).nonzero()[0])
+    for name, count in zip(*rows):
+        if bad < count:
+            return _kind(x), f" ({name})"
+        bad -= count
+    return _kind(x), ""
+
+
+def _kind(x: Tensor) -> str:
+    return "NaN" if torch.isnan(x).any() else "Inf"
+
+
+def _nonfinite_slice(param: Parameter, values: Tensor) -> str | None:
+    """Return the name of a parameter, or of the slice of a stack, whose values or gradients are not finite."""
+    if torch.isfinite(values).all():
+        return None
+    names = get_param_info(param).names
+    if len(names) == 1 or values.shape[0] != len(names):
+        return names[0]
+    return next(name for name, part in zip(names, values) if not torch.isfinite(part).all())

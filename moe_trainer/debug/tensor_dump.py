@@ -1,0 +1,154 @@
+"""Files of the tensors of an iteration, under Megatron-Core's names (--dump-step, --save-...-interval).
+
+    SAVE/params/iter_0000010.safetensors              --save-params-interval: full tensors after the update
+    SAVE/wgrads/iter_0000010.safetensors              --save-wgrads-interval: full reduced gradients, fp32, not clipped
+    SAVE/activations/iter_0000010/rank0.safetensors   --save-activations-interval: inputs and outputs of linears, norms,
+                                                      embeddings, routers and experts of this rank, last microbatch
+    SAVE/dgrads/iter_0000010/rank0.safetensors        --save-dgrads-interval: gradients of those inputs, fp32, likewise
+    SAVE/tokens_per_expert/rank0.jsonl                --save-tokens-per-expert-interval: tokens of this rank's experts,
+    a
+                                                      line per iteration and layer, a list per microbatch, as
+                                                      Megatron-LM
+
+Of ranks with copies of the same experts only the first writes. The routing trace is in routing_trace.py. An I/O
+failure of
+--dump-step ends the run; the other dumps are optional: the first failure of each kind is logged, and they are tried
+again.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arguments.moe import MoEArgs
+from arguments.output import OutputArgs
+from moe_trainer.debug.routing_trace import RoutingTrace, layer_of
+from moe_trainer.io import ResumableFile, resume_offset
+
+logger = logging.getLogger(__name__)
+
+TRACE = "routing trace"
+
+
+class Dumps:
+    """What one rank dumps in which iterations, and where."""
+
+    def __init__(self, output: OutputArgs | None = None, moe: MoEArgs | None = None, rank: int = 0):
+        """Read the intervals; without arguments nothing is ever due."""
+        self._folder, self._rank = Path(output.save) if output is not None and output.save else None, rank
+        self._intervals = (
+            {}
+            if self._folder is None
+            else {
+                "params": output.save_params_interval,
+                "wgrads": output.save_wgrads_interval,
+                "activations": output.save_activations_interval,
+                "dgrads": output.save_dgrads_interval,
+                "tokens_per_expert": output.save_tokens_per_expert_interval if moe.num_experts else None,
+            }
+        )
+        self.trace = (
+            RoutingTrace(moe, rank) if moe is not None and moe.num_experts and moe.moe_routing_trace_path else None
+        )
+        self._counts: ResumableFile | None = None
+        self._warned: set[str] = set()
+
+    def due(self, iteration: int) -> frozenset[str]:
+        """Return the folder names of what is due in an iteration, and TRACE for the routing trace."""
+        found = {name for name, interval in self._intervals.items() if interval and iteration % interval == 0}
+        return frozenset(found | {TRACE} if self.trace is not None and self.trace.open else found)
+
+    @contextmanager
+    def warn_once_on_error(self, what: str) -> Iterator[None]:
+        """Continue after an I/O failure, and warn the first time for each kind of dump."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            if what not in self._warned:
+                logger.warning(
+                    "%s cannot be written (%s); the training goes on without, and tries again when they are due",
+                    what,
+                    getattr(error, "strerror", None) or error,
+                )
+            self._warned.add(what)
+
+    def shared_file(self, what: str, iteration: int) -> Path:
+        """Return the path of one file for all ranks; create its folder."""
+        folder = self._folder / what
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"iter_{iteration:07d}.safetensors"
+
+    def write_rank_tensors(
+        self, what: str, iteration: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]
+    ) -> None:
+        """Write this rank's tensors with string metadata."""
+        folder = self._folder / what / f"iter_{iteration:07d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            dict(tensors),
+            folder / f"rank{self._rank}.safetensors",
+            {name: str(value) for name, value in metadata.items()},
+        )
+
+    def write_counts(self, iteration: int, counts: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Append lines to tokens_per_expert. `counts` has a list per microbatch for each "decoder.layers.3..."."""
+        if self._counts is None:
+            path = self._folder / "tokens_per_expert" / f"rank{self._rank}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._counts = ResumableFile(path, resume_offset(path, "iter", iteration))
+        lines = []
+        for name, lists in counts.items():
+            block, number = layer_of(name)
+            place = {"layer": number} if block == "decoder" else {"mtp_idx": number, "layer": 0}
+            lines.append(json.dumps({"iter": iteration, "block": block, **place, "tpe": lists}) + "\n")
+        self._counts.append("".join(lines).encode())
+
+
+def dump_gradients(directory: str, iteration: int, gradients: Iterable[tuple[str, Tensor]], scale: float) -> Path:
+    """Write `grads_step{N}.safetensors`: accumulated gradients times `scale` (1 / loss scale), fp32, before clipping.
+
+    Raises:
+        ValueError: if the file cannot be written.
+    """
+    path = _folder(directory) / f"grads_step{iteration}.safetensors"
+    try:
+        save_file({name: (tensor.float() * scale).cpu().contiguous() for name, tensor in gradients}, path)
+    except SafetensorError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
+    return path
+
+
+def dump_routing(
+    directory: str, iteration: int, rank: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]
+) -> Path:
+    """Write `routing_step{N}_rank{R}.npz`: logits, probs and map of every MoE layer and microbatch of this rank.
+
+    Keys are `routing/{layer}/mb{m}/{logits,probs,map}`; rows are tokens (s * micro batch size + b); `map` is packed
+    with numpy.packbits over experts. `records` are keyed by layer label ("layer1" counts from 1, "mtp1"), one entry
+    per microbatch.
+    """
+    path = _folder(directory) / f"routing_step{iteration}_rank{rank}.npz"
+    arrays = {}
+    for label, microbatches in records.items():
+        for index, record in enumerate(microbatches):
+            key = f"routing/{label}/mb{index}"
+            arrays[f"{key}/logits"] = record["logits"].float().cpu().numpy()
+            arrays[f"{key}/probs"] = record["probs"].float().cpu().numpy()
+            arrays[f"{key}/map"] = np.packbits(record["map"].bool().cpu().numpy(), axis=-1)
+    np.savez(path, **arrays)
+    return path
+
+
+def _folder(directory: str) -> Path:
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {directory}: {error.strerror}") from error
+    return Path(directory)

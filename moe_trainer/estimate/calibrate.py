@@ -1,0 +1,132 @@
+"""Fit the constants of layer_time.py to published runs, and tell honestly what that is worth: every run predicted by the others, and
+every family of models by the other families.
+
+The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the least mean absolute logarithm of
+that ratio (large errors of odd runs then do not pull the others), of all that are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+
+from arguments import parse_args
+from moe_trainer.estimate.hardware import Constants, find_hardware
+from moe_trainer.estimate.plan import Plan, make_plan
+from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
+from moe_trainer.estimate.step_time import plan_step
+
+PRODUCTS = MappingProxyType(
+    {
+        "products_bf16": tuple(step / 100 for step in range(60, 81, 2)),
+        "products_fp8": tuple(step / 100 for step in range(40, 67, 2)),
+    }
+)
+"""Values that are tried: round the fractions of their peaks that large products of cuBLAS and of block-scaled kernels reach."""
+FILLS, ITERATIONS = (0.0, 256.0, 512.0, 768.0), (0.02, 0.05, 0.1, 0.2, 0.3)
+"""An iteration takes something beside its microbatches: the norm's and the loss's collectives, logging, the next batch."""
+
+
+@dataclass(frozen=True)
+class PredictionError:
+    """A run, what was predicted of it, and by which constants."""
+
+    run: PublishedRun
+    tflops: float
+    constants: Constants
+
+    @property
+    def relative(self) -> float:
+        """Predicted / published - 1."""
+        return self.tflops / self.run.tflops - 1
+
+
+def plan_published_run(run: PublishedRun, constants: Constants | None = None) -> Plan:
+    """The plan of a published run."""
+    hardware = find_hardware(run.hardware)
+    return make_plan(
+        parse_args(run.argv(), run.gpus),
+        run.gpus,
+        hardware if constants is None else replace(hardware, constants=constants),
+    )
+
+
+class Calibration:
+    """Published runs, planned once; times are found again for other constants."""
+
+    def __init__(self, rows: Iterable[PublishedRun] = PUBLISHED_RUNS):
+        self.plans = {run.name: plan_published_run(run) for run in rows}
+        self.rows = {run.name: run for run in rows}
+        self._found: dict[tuple[str, Constants], float] = {}
+
+    def tflops(self, name: str, constants: Constants) -> float:
+        """Predicted for a run."""
+        plan = self.plans[name]
+        # the iteration is added below; each format sees its own fraction, the head and the router of an 8-bit run the usual one
+        field = "products_bf16" if plan.width == "bf16" else "products_fp8"
+        timed = Constants(**{field: getattr(constants, field)}, fill=constants.fill, iteration=0.0)
+        key = name, timed
+        if key not in self._found:
+            args = plan.args
+            hardware = replace(plan.hardware, constants=timed)
+            self._found[key] = plan_step(
+                args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware
+            ).step
+        step = self._found[key] + constants.iteration
+        return plan.flops / step / plan.world_size / 1e12
+
+    def fit(self, names: Sequence[str]) -> Constants:
+        """The constants that tell these runs best."""
+        found = []
+        for fill, iteration in product(FILLS, ITERATIONS):
+            constants, total = Constants(fill=fill, iteration=iteration), 0.0
+            for field, values in PRODUCTS.items():  # runs in one width know nothing of the other's fraction
+                own = [name for name in names if field.endswith(self.rows[name].width)]
+                misfit, value = min(
+                    (self._misfit(own, replace(constants, **{field: value})), value) for value in values
+                )
+                constants, total = replace(constants, **{field: value}), total + misfit
+            found.append((total, constants))
+        return min(found, key=lambda each: each[0])[1]
+
+    def _misfit(self, names: Sequence[str], constants: Constants) -> float:
+        return sum(abs(math.log(self.tflops(name, constants) / self.rows[name].tflops)) for name in names)
+
+    def fitted(self) -> tuple[str, ...]:
+        """Names of the runs that constants are fitted to."""
+        return tuple(name for name, run in self.rows.items() if run.is_fitted)
+
+    def leave_one_out(self) -> list[PredictionError]:
+        """Every run by constants fitted to the others."""
+        return self._without(lambda run: run.name)
+
+    def leave_family_out(self) -> list[PredictionError]:
+        """Every run by constants fitted to the runs of other models."""
+        return self._without(lambda run: run.model)
+
+    def _without(self, label: Callable[[PublishedRun], str]) -> list[PredictionError]:
+        names, found, fitted = self.fitted(), [], {}
+        for name in names:
+            left_out = label(self.rows[name])
+            if left_out not in fitted:
+                fitted[left_out] = self.fit([other for other in names if label(self.rows[other]) != left_out])
+            found.append(PredictionError(self.rows[name], self.tflops(name, fitted[left_out]), fitted[left_out]))
+        return found
+
+    def predicted(self, constants: Constants) -> list[PredictionError]:
+        """The runs that nothing is fitted to."""
+        return [
+            PredictionError(run, self.tflops(name, constants), constants)
+            for name, run in self.rows.items()
+            if not run.is_fitted
+        ]
+
+
+def median_error(errors: Sequence[PredictionError]) -> float:
+    """Of the absolute errors."""
+    sizes = sorted(abs(error.relative) for error in errors)
+    middle = len(sizes) // 2
+    return sizes[middle] if len(sizes) % 2 else (sizes[middle - 1] + sizes[middle]) / 2

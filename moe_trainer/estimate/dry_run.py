@@ -1,0 +1,75 @@
+"""--dry-run: validate a command line as --validate-only does, and print its plan instead of running it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+from arguments import ArgumentError, Arguments, parse_args
+from arguments.report import get_world_size
+from moe_trainer.estimate.hardware import Hardware, find_hardware
+from moe_trainer.estimate.plan import Plan, PlanError, make_plan, validated_args
+from moe_trainer.estimate.plan_text import memory_json, plan_json, plan_lines
+from moe_trainer.estimate.suggestions import cheapest_fixes
+from moe_trainer.exit_codes import ExitCode
+
+DEFAULT_HARDWARE = "h100"
+
+
+def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> Plan:
+    """Plan a command line. Its --world-size or the environment's WORLD_SIZE says for how many ranks, --hardware for which.
+
+    Raises: ValueError (ArgumentError, HardwareError, PlanError) for what its user can mend.
+    """
+    world_size, violations = get_world_size(argv)
+    if violations:
+        raise ArgumentError(violations)
+    if world_size is None:
+        parse_args(argv, None, checkpoint)  # what else is wrong comes first
+        raise PlanError("a plan needs the number of ranks: give --world-size N")
+    args = validated_args(argv, world_size, checkpoint)
+    hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
+    return make_plan(args, world_size, hardware)
+
+
+def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None:
+    """The memory of a plan of legal flags, as in the report of --dry-run; None where no plan can be made of them."""
+    try:
+        return memory_json(make_plan(args, world_size, find_hardware(args.output.hardware or DEFAULT_HARDWARE)))
+    except ValueError:
+        return None
+
+
+def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> int:
+    """Print the plan and, with --report FILE, write it. Returns the exit code: 0; 3 where the plan does not fit the device (it says so,
+    and the report's `fits` is false); 2 where no plan can be made of the flags."""
+    if "--help" in argv or "-h" in argv:
+        from arguments.help import run_help
+
+        return run_help(argv)
+    try:
+        plan = plan_of_flags(argv, checkpoint)
+    except ArgumentError as error:
+        print(f"pretrain_moe.py: no plan, since the trainer rejects this: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    except ValueError as error:
+        print(f"pretrain_moe.py: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    fixes = cheapest_fixes(argv, plan) if plan.margin < 0 else []
+    notes = [
+        *plan.args.notes,
+        *([plan.note] if plan.note else []),
+        *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",)),
+    ]
+    print("\n".join([*notes, *plan_lines(plan, fixes)]))
+    path = plan.args.output.report
+    if path is not None:
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(plan_json(plan, fixes), file, indent=1)
+                file.write("\n")
+        except OSError as error:
+            print(f"pretrain_moe.py: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)
+            return ExitCode.USER_ERROR
+    return ExitCode.DOES_NOT_FIT if plan.margin < 0 else ExitCode.OK

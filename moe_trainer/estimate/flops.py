@@ -1,0 +1,130 @@
+"""Model FLOPs of one training step, counted as Megatron-LM counts them.
+
+FLOPs of a batch = 3 * 2 * batch * seq * (multiply-adds of one token's forward pass): the backward pass costs two
+forward passes, a multiply-add is two operations. With h hidden, n heads, d channels per head, g query groups, s
+sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of one token are the sum of
+
+* GQA, per layer:       h * d*(n + 2g)  +  n*d * h  +  s * n*d      (scores and values, halved by the causal mask);
+                        gates of the output add h * n*d
+* MLA, per layer:       query  h * n*(nope + rope), or with a q-LoRA of rank r  r * (h + n*(nope + rope) + 1)
+                        kv     k * (h + n*(nope + v) + 1) + h * rope, k the kv-LoRA rank
+                        output n*v * h;  attention  s * n*(nope + rope + v) / 2
+* sparse attention (of t keys, an index of i heads of e channels), per layer: MLA's, with the number of keys that a query
+                        attends to, t - t*t / (2s) where s > t, for s/2; and
+                        (r or h) * i*e  +  h * (e + i)  +  s * i*(e + 1) / 2
+* gated DeltaNet, per layer, with k channels of keys, n heads of w value channels each, v = n*w, and a convolution of c:
+                        h * (2k + 3v + 2n)  +  c * (2k + v)  +  4 * n * w^2
+* feed-forward, per layer: h * f * m, m = 3 with SwiGLU and 2 without; an MoE layer counts
+                        f = topk * expert width + shared width; experts of latents of l channels take l for h, and their
+                        projections 2*h*l; those that make a slice of w channels take (h*(m-1) + w) for h * m
+* MTP, per depth:       one more layer of the last layer's kind, 2*h*h for its projection and 3*h for its norms
+* logits:               h * v * (1 + number of MTP layers)
+
+Recomputation, the router and the norms of the layers are not counted; of sparse attention, not its loss either, nor what kernels
+multiply beyond the chosen keys. In the indexers' warm-up (--dsa-indexer-warmup) attention is dense, and everything but the indexers only
+goes forward: a third.
+Source: the throughput figure that Megatron-LM prints; formula rederived from its published definition.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
+from moe_trainer.estimate.parameters import indexer_params
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+
+def _attention_macs(args: Arguments, seq_length: int) -> float:
+    """Multiply-adds of one attention, per token."""
+    model = args.model
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if not model.multi_latent_attention:
+        query_size = heads * model.kv_channels
+        key_size = model.query_groups * model.kv_channels
+        gate_size = query_size if model.attention_output_gate else 0
+        return hidden * (query_size + gate_size + 2 * key_size) + query_size * hidden + query_size * seq_length
+    query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.q_lora_rank is None:
+        query = hidden * heads * query_dim
+    else:
+        query = model.q_lora_rank * (hidden + heads * query_dim + 1)
+    key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
+    key_value += hidden * model.qk_pos_emb_head_dim
+    core = _keys(args, seq_length) * heads * (query_dim + model.v_head_dim)
+    return query + key_value + heads * model.v_head_dim * hidden + core
+
+
+def _keys(args: Arguments, seq_length: int) -> float:
+    """Keys that a query attends to, on average over the sequence."""
+    topk = (
+        args.model.dsa_indexer_topk
+        if args.model.experimental_attention_variant == "dsa" and not args.model.dsa_indexer_warmup
+        else None
+    )
+    if topk is None or seq_length <= topk:
+        return seq_length / 2
+    return topk - topk * topk / (2 * seq_length)
+
+
+def _indexer_macs(args: Arguments, seq_length: int) -> float:
+    """Multiply-adds of one indexer of sparse attention, per token: its matrices, and the scores of all keys."""
+    model = args.model
+    return (
+        indexer_params(model, matrices=True)
+        + seq_length * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) / 2
+    )
+
+
+def _linear_macs(args: Arguments) -> int:
+    """Multiply-adds of one gated DeltaNet, per token."""
+    model = args.model
+    heads, width = model.linear_num_value_heads, model.linear_value_head_dim
+    keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * width
+    projections = model.hidden_size * (2 * keys + 3 * values + 2 * heads)
+    return projections + model.linear_conv_kernel_dim * (2 * keys + values) + 4 * heads * width**2
+
+
+def _routed_macs(args: Arguments) -> int:
+    """Multiply-adds of the routed experts of one layer, per token."""
+    model, moe = args.model, args.moe
+    if not moe.num_experts:
+        return 0
+    reads, makes = moe.expert_widths(model.hidden_size)
+    width = moe.moe_router_topk * (moe.moe_ffn_hidden_size or model.ffn_hidden_size)
+    return width * (reads * (2 if model.swiglu else 1) + makes)
+
+
+def training_flops(args: Arguments, batch_size: int, seq_length: int, padded_vocab_size: int) -> float:
+    """Return the floating-point operations of forward and backward over batch_size sequences of seq_length tokens.
+
+    The formula stands at the head of this module.
+    """
+    model, moe = args.model, args.moe
+    pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
+    num_mtp = model.mtp_num_layers or 0
+    num_moe = sum(pattern) + (num_mtp if mtp_is_moe(pattern) else 0)
+    num_layers = model.num_layers + num_mtp
+
+    shared = moe.moe_shared_expert_intermediate_size or 0 if moe.num_experts else 0
+    ffn_width = (num_layers - num_moe) * model.ffn_hidden_size + num_moe * shared
+    ffn = model.hidden_size * ffn_width * (3 if model.swiglu else 2) + num_moe * _routed_macs(args)
+    ffn += num_moe * 2 * model.hidden_size * (moe.moe_latent_size or 0)
+    mtp = num_mtp * (2 * model.hidden_size**2 + 3 * model.hidden_size)
+    logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
+    linear = sum(is_linear(model, number) for number in range(num_layers))
+    attention = linear * _linear_macs(args) + (num_layers - linear) * _attention_macs(args, seq_length)
+    macs = ffn + attention + mtp + logits
+    if model.experimental_attention_variant == "dsa":
+        macs /= 3 if model.dsa_indexer_warmup else 1
+        macs += num_layers * _indexer_macs(args, seq_length)
+    return 6.0 * batch_size * seq_length * macs
+
+
+def routed_layer_share(args: Arguments, seq_length: int, padded_vocab_size: int) -> float:
+    """The share of one MoE layer's routed experts in the model's FLOPs; 0 without experts."""
+    if not args.moe.num_experts:
+        return 0.0
+    return 6.0 * seq_length * _routed_macs(args) / training_flops(args, 1, seq_length, padded_vocab_size)

@@ -1,0 +1,382 @@
+"""Accelerators and their links: what a plan reckons with, each number with its source; or a YAML file of the user's.
+
+Peaks are dense (without structured sparsity), of the data sheets. Memory is what nvidia-smi shows of the product, in GiB. NVLink
+and network bandwidths are of one GPU in one direction. A domain is the number of GPUs that NVLink joins; of the 72 of an NVL72 rack 64
+count, because jobs are laid out in powers of two.
+
+A YAML file holds the same names: `like: h100` and what is different, or everything; and `constants`, which no data sheet has and
+`scripts/plan.py calibrate --from` fits to runs (local_calibration.py), with the runs they were fitted to under `calibration`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from arguments.regular_file import regular_file
+
+
+class HardwareError(ValueError):
+    """--hardware names nothing that is known, or a file that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fractions and times that are fitted.
+
+    products_bf16, products_fp8: of the peak, by large products. fill: what filling and draining the pipeline of every output tile costs,
+    as contracted elements that compute nothing: large products come near their fraction, narrow experts do not. iteration: seconds of an
+    iteration in which the device waits for the host, between the microbatches of one and of the next. memory: of the memory's peak, by
+    elementwise kernels. launch: seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. latency:
+    seconds of a collective that sends nothing. links: what communication reaches, as a multiple of the fractions in interconnect.py. update: of
+    the memory's peak, by the optimizer's update.
+
+    The first four are fitted to published runs (calibrate.py). launch is from Moonlight's published comparison of recompute
+    (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the device,
+    takes 24 ms over 27 layers. Not more: Qwen3-30B's fastest run has 6.6 ms for the 200 kernels of a layer.
+    """
+
+    products_bf16: float = 0.70
+    products_fp8: float = 0.50
+    fill: float = 512
+    iteration: float = 0.02
+    memory: float = 0.8
+    launch: float = 30e-6
+    latency: float = 20e-6
+    links: float = 1.0
+    update: float = 0.8
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """A run that the constants of a hardware file were fitted to: seconds of an iteration, measured and as the fit predicts them, and
+    what the error bars of other plans are made from (uncertainty.py). left_out: predicted by constants fitted to the other runs."""
+
+    name: str
+    seconds: float
+    predicted: float
+    left_out: float | None
+    world_size: int
+    features: tuple[str, ...]
+    parameters: float
+    sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of accelerator in its usual system.
+
+    memory_gib: of one device. bf16, fp8, fp4: dense TFLOP/s of products; 0: none, products of that format run in bf16.
+    hbm_tb_s: of its memory. nvlink_gb_s, domain: one direction of one GPU, and how many GPUs it joins. network_gb_s: of one GPU, one
+    direction. host_gb_s: to and from host memory, one direction. num_sms: multiprocessors, of which token exchange may occupy some.
+    node: devices of a node, as a launcher counts them. synchronous: kernels run while they are called (a CPU), so that the host's time
+    adds to the device's. source: of all this. constants, calibration: fitted, and the runs they were fitted to.
+    """
+
+    name: str
+    memory_gib: float
+    bf16: float
+    fp8: float
+    fp4: float
+    hbm_tb_s: float
+    nvlink_gb_s: float
+    domain: int
+    network_gb_s: float
+    host_gb_s: float
+    num_sms: int
+    source: str
+    node: int = 8
+    synchronous: bool = False
+    constants: Constants = Constants()
+    calibration: tuple[CalibrationRun, ...] = ()
+
+    @property
+    def is_blackwell(self) -> bool:
+        """Has it the tensor cores of Blackwell? (They are the ones with fp4.)"""
+        return self.fp4 > 0
+
+    def peak(self, width: str) -> float:
+        """Dense FLOP/s of products in "bf16", "fp8" or "fp4", or in the widest format below that it has."""
+        found = {"fp4": self.fp4 or self.fp8 or self.bf16, "fp8": self.fp8 or self.bf16}.get(width, self.bf16)
+        return found * 1e12
+
+
+_ROWS = (
+    Hardware(
+        "a100",
+        80.0,
+        312,
+        0,
+        0,
+        2.04,
+        300,
+        8,
+        25,
+        32,
+        108,
+        "NVIDIA A100 80GB SXM data sheet; DGX A100: one 200 Gb/s adapter a GPU, PCIe 4 x16",
+    ),
+    Hardware(
+        "h100",
+        79.6,
+        989.4,
+        1978.9,
+        0,
+        3.35,
+        450,
+        8,
+        50,
+        64,
+        132,
+        "NVIDIA H100 SXM data sheet; DGX H100: one 400 Gb/s adapter a GPU, PCIe 5 x16",
+    ),
+    Hardware(
+        "h200",
+        140.4,
+        989.4,
+        1978.9,
+        0,
+        4.8,
+        450,
+        8,
+        50,
+        64,
+        132,
+        "NVIDIA H200 SXM data sheet; one 400 Gb/s adapter a GPU, PCIe 5 x16",
+    ),
+    Hardware(
+        "h800",
+        79.6,
+        989.4,
+        1978.9,
+        0,
+        3.35,
+        200,
+        8,
+        50,
+        64,
+        132,
+        "H100 with half the NVLink (DeepSeek-V3 report, 3.1); one 400 Gb/s adapter a GPU",
+    ),
+    Hardware(
+        "b200",
+        179.1,
+        2250,
+        4500,
+        9000,
+        8.0,
+        900,
+        8,
+        50,
+        64,
+        148,
+        "NVIDIA DGX B200 data sheet, an eighth of the system, dense; one 400 Gb/s adapter a GPU",
+    ),
+    Hardware(
+        "b300",
+        277.5,
+        2250,
+        4500,
+        13500,
+        8.0,
+        900,
+        8,
+        100,
+        64,
+        148,
+        "NVIDIA DGX B300 data sheet, an eighth of the system, dense; one 800 Gb/s adapter a GPU",
+    ),
+    Hardware(
+        "gb200",
+        185.0,
+        2500,
+        5000,
+        10000,
+        8.0,
+        900,
+        64,
+        50,
+        225,
+        148,
+        "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack, dense; one 400 Gb/s adapter a GPU; half a Grace link of 450 GB/s",
+        node=4,
+    ),
+    Hardware(
+        "gb300",
+        277.5,
+        2500,
+        5000,
+        15000,
+        8.0,
+        900,
+        64,
+        100,
+        225,
+        148,
+        "NVIDIA GB300 NVL72 data sheet, a 72nd of the rack, dense; one 800 Gb/s adapter a GPU; half a Grace link of 450 GB/s",
+        node=4,
+    ),
+    Hardware(
+        "cpu",
+        16.0,
+        0.1,
+        0,
+        0,
+        0.01,
+        1.0,
+        8,
+        1.0,
+        10,
+        64,
+        "a core of a server as a rank: round numbers to start `plan.py calibrate --from` with, no measurement",
+        synchronous=True,
+        constants=Constants(
+            products_bf16=0.5, fill=16, iteration=0.01, memory=0.5, launch=20e-6, latency=200e-6, update=0.5
+        ),
+    ),
+)
+KNOWN_HARDWARE = MappingProxyType({row.name: row for row in _ROWS})
+
+
+def find_hardware(name: str) -> Hardware:
+    """The accelerator of that name, or the one that a YAML file describes.
+
+    Raises: HardwareError that says what there is, or what is wrong with the file.
+    """
+    if name.lower() in KNOWN_HARDWARE:
+        return KNOWN_HARDWARE[name.lower()]
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return _from_file(Path(name))
+    raise HardwareError(
+        f"--hardware {name}: there are {', '.join(KNOWN_HARDWARE)}; or give a FILE.yaml with the fields of one of them"
+    )
+
+
+def find_device(driver_name: str) -> Hardware | None:
+    """Return the hardware of a device by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), or None where that is not known."""
+    words = re.findall(r"[a-z0-9]+", driver_name.lower())
+    if "pcie" in words or "nvl" in words:  # other chips under the same name
+        return None
+    return next((row for row in _ROWS if row.name in words), None)
+
+
+def bf16_peak_tflops(device: str) -> float | None:
+    """Dense bf16 TFLOP/s of a device by the name that its driver gives it; None where that is not known."""
+    found = find_device(device)
+    return found.bf16 if found else None
+
+
+def _from_file(path: Path) -> Hardware:
+    import yaml
+
+    where = f"--hardware {path}"
+    try:
+        table = yaml.safe_load(regular_file(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HardwareError(f"{where}: the file cannot be read ({error.strerror})") from None
+    except (
+        ValueError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:  # ValueError: not UTF-8, or a date or number that there is none of
+        raise HardwareError(f"{where}: the file is not YAML ({' '.join(str(error).split())})") from None
+    numbers = {
+        field.name: field.type
+        for field in dataclasses.fields(Hardware)
+        if field.name not in ("constants", "calibration")
+    }
+    if not isinstance(table, dict):
+        raise HardwareError(f"{where}: the file must be a table with {', '.join(numbers)}, or `like` and some of them")
+    values: dict[str, object] = {"name": path.stem, "source": str(path)}
+    like = table.pop("like", None)
+    if like is not None:
+        if not isinstance(like, str) or like not in KNOWN_HARDWARE:
+            raise HardwareError(f"{where}: like: {like} is none of {', '.join(KNOWN_HARDWARE)}")
+        base = KNOWN_HARDWARE[like]
+        values = {name: getattr(base, name) for name in (*numbers, "constants")} | values
+    unknown = sorted(map(str, set(table) - set(numbers) - {"constants", "calibration"}))
+    if unknown:
+        raise HardwareError(
+            f"{where}: unknown {', '.join(unknown)}; there are like, {', '.join(numbers)}, constants, calibration"
+        )
+    values |= {name: value for name, value in table.items() if name in numbers}
+    optional = {field.name for field in dataclasses.fields(Hardware) if field.default is not dataclasses.MISSING}
+    missing = [name for name in numbers if name not in values and name not in optional]
+    if missing:
+        raise HardwareError(f"{where}: {', '.join(missing)} missing (give them, or `like: h100`)")
+    for name, value in values.items():
+        if name in numbers:
+            values[name] = _checked(where, name, numbers[name], value)
+    constants = _table(where, "constants", table.get("constants") or {}, Constants)
+    values["constants"] = dataclasses.replace(values.get("constants", Constants()), **constants)
+    values["calibration"] = tuple(_own_run(where, each) for each in _list(where, table.get("calibration") or []))
+    return Hardware(**values)
+
+
+MAY_BE_ZERO = ("fp8", "fp4", "fill", "iteration", "launch", "latency")
+
+
+def _checked(where: str, name: str, kind: str, value: object) -> object:
+    """One value of the file. Raises: HardwareError."""
+    if kind == "str":
+        return str(value)
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise HardwareError(f"{where}: {name}: {value!r} is neither true nor false")
+        return value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (kind == "int" and value != int(value)):
+        raise HardwareError(
+            f"{where}: {name}: {value!r} is not {'a whole number' if kind == 'int' else 'a number'} above 0"
+        )
+    return value
+
+
+def _table(where: str, title: str, table: object, kind: type) -> dict[str, object]:
+    """Numbers of a nested table."""
+    if not isinstance(table, dict):
+        raise HardwareError(f"{where}: {title}: {table!r} is no table")
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    unknown = sorted(map(str, set(table) - set(types)))
+    if unknown:
+        raise HardwareError(f"{where}: {title}: unknown {', '.join(unknown)}; there are {', '.join(types)}")
+    return {
+        name: _checked(where, f"{title}: {name}" if name not in MAY_BE_ZERO else name, types[name], value)
+        for name, value in table.items()
+    }
+
+
+def _list(where: str, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise HardwareError(f"{where}: calibration: {value!r} is no list of runs")
+    return value
+
+
+def _own_run(where: str, table: object) -> CalibrationRun:
+    """A run as `calibrate --from` writes it."""
+    if not isinstance(table, dict) or {str(name) for name in table} != {
+        field.name for field in dataclasses.fields(CalibrationRun)
+    }:
+        raise HardwareError(
+            f"{where}: calibration: every run is a table with {', '.join(field.name for field in dataclasses.fields(CalibrationRun))}, "
+            "as `plan.py calibrate --from` writes them"
+        )
+    numbers = {name: _checked(where, name, "float", table[name]) for name in ("seconds", "predicted", "parameters")}
+    left_out = None if table["left_out"] is None else _checked(where, "left_out", "float", table["left_out"])
+    features, sizes = table["features"], table["sizes"]
+    if not isinstance(features, list) or not isinstance(sizes, dict):
+        raise HardwareError(f"{where}: calibration: features is a list and sizes a table")
+    return CalibrationRun(
+        str(table["name"]),
+        numbers["seconds"],
+        numbers["predicted"],
+        left_out,
+        _checked(where, "world_size", "int", table["world_size"]),
+        tuple(map(str, features)),
+        numbers["parameters"],
+        tuple((str(name), _checked(where, name, "int", value)) for name, value in sizes.items()),
+    )

@@ -1,0 +1,476 @@
+"""Estimate the seconds of one layer, one microbatch and one rank: compute, memory traffic, kernel launches and communication.
+
+- GEMM: 2 m n k FLOPs at a fraction of the device's peak, or the time to read and write the matrices if that is longer. The second
+  is what makes many small experts slow. Quantization reads and writes the operands once more.
+- Core attention: fractions of the peak that grow with the sequence length, measured on cuDNN kernels.
+- Everything else is bound by memory bandwidth: saved tensors, gradients of their size, permuted tokens.
+- A layer takes at least as long as the host needs to launch its kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from arguments.layer_pattern import is_linear, uses_window
+from arguments.sparse_attention import is_sparse, use_gathered_keys
+from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
+from moe_trainer.estimate.memory import ChunkBytes
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from arguments.model import ModelArgs
+    from moe_trainer.estimate.hardware import Hardware
+
+# Memory passes: how often an element of [heads, queries, keys] is read or written in fp32. Counted in the torch code of
+# ops/sparse_attention.py, ops/block_attention.py and ops/absorbed_mla.py. The Triton kernels write no scores and have not been measured,
+# so these numbers are an upper bound for them.
+INDEXER_SCORE_PASSES = 4
+INDEXER_LOSS_PASSES = (7, 8)
+"""For the heads of the indexer, and for the heads of attention."""
+MASKED_ATTENTION_PASSES = (7, 14)
+"""Forward and backward of masked attention without a fused kernel."""
+GATHERED_ATTENTION_PASSES = (8, 13)
+"""Forward and backward of attention to gathered keys, on [heads, queries, selected keys]."""
+LATENT_PASSES = (3, 7, 7)
+"""How often a latent is read or written for every query that selected it: forward, backward in the activation dtype, and backward in fp32,
+where its gradient is accumulated. Counted in ops/absorbed_mla.py."""
+ATTENTION_RATES = ((False, (0.679, 885), (0.574, 1421)), (True, (0.75, 1703), (0.556, 1161)))
+"""(is Blackwell, forward, backward) of core attention; each pass has the fraction of the bf16 peak that long sequences approach, and the length
+that reaches half of it. Fitted to cuDNN's TFLOP/s for 4K and 16K tokens, forward and backward: Hopper 553, 638 and 422, 523; Blackwell
+1324, 1698 and 1083, 1298 (arXiv 2603.07685, section 6)."""
+ATTENTION_TILE_KEYS = 128
+"""Keys that an attention kernel processes at a time: a window costs full tiles."""
+ATTENTION_BACKWARD_RATIO = 2.5
+"""FLOPs of core attention in backward per FLOP in forward: five GEMMs instead of two, since the scores are recomputed."""
+KERNELS_BY_PART = (
+    ("attention", 22),
+    ("latent attention", 38),
+    ("feed-forward", 8),
+    ("experts", 45),
+    ("shared experts", 8),
+)
+"""Kernels launched in forward, by part, with the usual fusions; backward launches twice as many. Estimates, without a published source."""
+ROUTER_KERNELS = 12
+"""Kernels of `experts` that belong to the router, which a graph may capture. An estimate."""
+MLA_QUERY_CHANNELS = 192
+"""Channels of a query head of latent attention (DeepSeek-V3: 128 + 64), assumed for the all-to-all of context parallelism."""
+GRAPH_PARTS = (("attn", "attention"), ("attn", "latent attention"), ("mlp", "feed-forward"), ("moe", "experts"))
+"""Parts that a captured module of --cuda-graph-modules covers."""
+FP32_BYTES = 4.0
+TF32_SLOWDOWN = 2
+"""The bf16 peak over the TF32 peak (NVIDIA data sheets)."""
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one pass through a layer, by cause.
+
+    Attributes:
+        compute: on the device, or of the host if that takes longer.
+        exchange: dispatch and combine of tokens between expert ranks.
+        tensor: collectives of tensor parallelism.
+        context: communication of context parallelism.
+    """
+
+    compute: float = 0.0
+    exchange: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+
+    def __add__(self, other: PassTime) -> PassTime:
+        return PassTime(
+            self.compute + other.compute,
+            self.exchange + other.exchange,
+            self.tensor + other.tensor,
+            self.context + other.context,
+        )
+
+    def scale(self, factor: float) -> PassTime:
+        """Return this time multiplied by `factor`."""
+        return PassTime(*(factor * part for part in (self.compute, self.exchange, self.tensor, self.context)))
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts, without overlap."""
+        return self.compute + self.exchange + self.tensor + self.context
+
+
+def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
+    """Return the share of causal (query, key) pairs that a layer scores; a window counts full tiles. Layers are counted from 1."""
+    left = model.window_size[0] if uses_window(model, layer_number) else -1
+    return min(1.0, 2.0 * (left + ATTENTION_TILE_KEYS) / length) if left >= 0 else 1.0
+
+
+def gemm_seconds(hardware: Hardware, m: float, n: float, k: float, width: str = "bf16", size: int = 2) -> float:
+    """Return the seconds of a [m, k] x [k, n] GEMM on the tensor cores.
+
+    Args:
+        width: operand format, "bf16", "fp8" or "fp4".
+        size: bytes of an element where the format is bf16 or wider.
+    """
+    narrow = width != "bf16" and hardware.fp8 > 0
+    fraction = hardware.constants.products_fp8 if narrow else hardware.constants.products_bf16
+    peak = hardware.peak(width if narrow else "bf16") * fraction
+    if size == 4 and not hardware.synchronous:
+        peak /= TF32_SLOWDOWN
+    return 2.0 * m * n * (k + hardware.constants.fill) / peak
+
+
+def attention_rates(hardware: Hardware, length: float) -> tuple[float, float]:
+    """Return the FLOP/s of core attention, forward and backward, for a rank's sequence length."""
+    peak = hardware.peak("bf16")
+    if hardware.synchronous:  # a CPU's kernels multiply here as everywhere
+        return (peak * hardware.constants.products_bf16,) * 2
+    _, *both = next(row for row in ATTENTION_RATES if row[0] == hardware.is_blackwell)
+    forward, backward = (fraction * peak * length / (length + half) for fraction, half in both)
+    return forward, backward
+
+
+class LayerTime:
+    """Times of the layers of one command line.
+
+    Layers with a sliding window or linear attention enter as the mean over the decoder's layers. Sparse attention computes dense scores where
+    unselected keys are masked, and reads the latents of selected keys where they are gathered (arguments/sparse_attention.py).
+
+    The constants that no data sheet has are fields of `Constants` (hardware.py), fitted to published runs of Megatron-LM by
+    `scripts/plan.py calibrate`; the others are module constants with a source. None was measured on this program.
+
+    Args:
+        sizes: bytes of saved tensors, for the memory traffic.
+    """
+
+    def __init__(self, args: Arguments, interconnect: Interconnect, sizes: ChunkBytes):
+        self.args, self.interconnect, self.hardware, self.sizes, self.constants = (
+            args,
+            interconnect,
+            interconnect.hardware,
+            sizes,
+            interconnect.hardware.constants,
+        )
+        model, parallel, precision = args.model, args.parallel, args.precision
+        self.model, self.moe = model, args.moe
+        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.etp, self.ep = parallel.expert_tensor_parallel_size or self.tp, parallel.expert_model_parallel_size
+        self.tokens, self.size = sizes.tokens, sizes.size
+        self.routed_tokens = self.tokens // self.tp
+        self.gemm_format = "fp4" if precision.fp4 else "fp8" if precision.fp8 else "bf16"
+        self.memory_bandwidth = interconnect.hardware.hbm_tb_s * 1e12 * self.constants.memory
+        self.recomputed = args.training.recomputed_modules
+        self.fc1_factor = 2 if model.swiglu or model.quick_geglu else 1
+        self.has_indexer = model.experimental_attention_variant == "dsa"
+        self.is_sparse, self.gathers_keys = is_sparse(model, args.data.seq_length), use_gathered_keys(args)
+        self.trains_indexer = self.has_indexer and bool(model.dsa_indexer_loss_coeff)
+        self.pairs = self.tokens * args.data.seq_length / 2  # pairs of queries and visible keys
+        linear = [is_linear(model, number) for number in range(model.num_layers)]
+        self.linear_share = sum(linear) / len(linear)  # share of layers with a gated DeltaNet
+        seen = [
+            window_share(model, args.data.seq_length, number + 1)
+            for number, without in enumerate(linear)
+            if not without
+        ]
+        self.visible_share = sum(seen) / len(seen) if seen else 0.0  # share of pairs that softmax attention scores
+
+    def gemm(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
+        """Return the seconds of `count` GEMMs [m, k] x [k, n].
+
+        Args:
+            plain: computed in bf16 regardless of the flags.
+        """
+        narrow = self.gemm_format != "bf16" and not plain and self.hardware.fp8 > 0
+        traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
+        seconds = count * max(
+            gemm_seconds(self.hardware, m, n, k, self.gemm_format if narrow else "bf16", self.size),
+            traffic / self.memory_bandwidth,
+        )
+        if narrow:  # quantization reads the operand and writes it for both directions
+            seconds += count * m * k * (self.size + 2) / self.memory_bandwidth
+        return seconds
+
+    def _gathered_attention(self) -> tuple[float, float]:
+        """Return forward and backward of attention to gathered keys: one narrow GEMM pair per query, at the rate of all GEMMs."""
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        kv_rank, width = model.kv_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim
+        selected = self.tokens * model.dsa_indexer_topk
+        peak = self.hardware.peak("bf16") * self.constants.products_bf16 / (TF32_SLOWDOWN if self.size == 4 else 1)
+        fwd, bwd = (
+            2.0 * selected * heads * (width + kv_rank) / peak,
+            2.0 * selected * heads * 3 * (width + kv_rank) / peak,
+        )
+        fwd += (
+            selected
+            * (FP32_BYTES * heads * GATHERED_ATTENTION_PASSES[0] + width * self.size * LATENT_PASSES[0])
+            / self.memory_bandwidth
+        )
+        bwd += (
+            selected
+            * (
+                FP32_BYTES * heads * GATHERED_ATTENTION_PASSES[1]
+                + width * (self.size * LATENT_PASSES[1] + FP32_BYTES * LATENT_PASSES[2])
+            )
+            / self.memory_bandwidth
+        )
+        # backward projects the queries to latents again, also for the weight gradient
+        return fwd, bwd + self.gemm(self.tokens, heads * model.qk_head_dim, kv_rank, plain=True)
+
+    def _core_attention(self) -> tuple[float, float]:
+        """Return forward and backward of core attention, averaged over the layers."""
+        fwd, bwd = self._softmax_attention()
+        delta = self._delta_rule() if self.linear_share else 0.0
+        fwd, bwd = self.visible_share * fwd, self.visible_share * bwd
+        return fwd + self.linear_share * (delta - fwd), bwd + self.linear_share * (2 * delta - bwd)
+
+    def _delta_rule(self) -> float:
+        """Return the seconds of a chunked gated delta rule: four GEMMs of each head's state width (flops.py)."""
+        heads, width = self.model.linear_num_value_heads // self.tp, self.model.linear_value_head_dim
+        return self.gemm(self.tokens, width, width, 4 * heads, plain=True)
+
+    def _softmax_attention(self) -> tuple[float, float]:
+        if self.gathers_keys:
+            return self._gathered_attention()
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        if model.multi_latent_attention:
+            widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+        else:
+            widths = 2 * model.kv_channels
+        operations = self.tokens * self.args.data.seq_length * heads * widths
+        rates = attention_rates(self.hardware, self.args.data.seq_length / self.cp)
+        fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
+        if self.is_sparse:
+            fwd, bwd = (
+                time + FP32_BYTES * count * heads * self.pairs / self.memory_bandwidth
+                for time, count in zip((fwd, bwd), MASKED_ATTENTION_PASSES)
+            )
+        return fwd, bwd
+
+    def _indexer(self) -> tuple[float, float]:
+        """Return (GEMMs of the indexer, scores, selection and loss). Both run in forward; scores are fp32 (TF32)."""
+        model = self.model
+        if not self.has_indexer:
+            return 0.0, 0.0
+        index, width, heads = (
+            model.dsa_indexer_n_heads,
+            model.dsa_indexer_head_dim,
+            model.num_attention_heads // self.tp,
+        )
+        matrices = self.gemm(self.tokens, index * width, model.q_lora_rank or model.hidden_size, plain=True)
+        matrices += self.gemm(self.tokens, index + width, model.hidden_size, plain=True)
+        operations, elements = 2.0 * self.pairs * index * width, self.pairs * index * INDEXER_SCORE_PASSES
+        if self.trains_indexer:  # two gradients of the scores, and the target from attention's heads
+            keys, wide = self.pairs, model.qk_head_dim + model.qk_pos_emb_head_dim
+            if self.gathers_keys:
+                keys, wide = self.tokens * model.dsa_indexer_topk, model.kv_lora_rank + model.qk_pos_emb_head_dim
+            operations += 4.0 * self.pairs * index * width + 2.0 * keys * heads * wide
+            elements += self.pairs * index * INDEXER_LOSS_PASSES[0] + keys * heads * INDEXER_LOSS_PASSES[1]
+        peak = self.hardware.peak("bf16") / TF32_SLOWDOWN * self.constants.products_bf16
+        return matrices, operations / peak + FP32_BYTES * elements / self.memory_bandwidth
+
+    def _up_projections(self) -> float:
+        """Return the seconds of the up-projections of latent attention."""
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        key = model.qk_head_dim + model.qk_pos_emb_head_dim
+        seconds = self.gemm(self.tokens, heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank)
+        return seconds + (self.gemm(self.tokens, heads * key, model.q_lora_rank) if model.q_lora_rank else 0.0)
+
+    def _attention_gemms(self) -> float:
+        """Return the forward seconds of the attention's projections, averaged over the layers."""
+        seconds = self._softmax_projections()
+        if not self.linear_share:
+            return seconds
+        model, hidden = self.model, self.model.hidden_size
+        values = model.linear_num_value_heads * model.linear_value_head_dim // self.tp
+        keys, heads = (
+            model.linear_num_key_heads * model.linear_key_head_dim // self.tp,
+            model.linear_num_value_heads // self.tp,
+        )
+        delta = self.gemm(self.tokens, 2 * (keys + values + heads), hidden) + self.gemm(self.tokens, hidden, values)
+        return seconds + self.linear_share * (delta - seconds)
+
+    def _softmax_projections(self) -> float:
+        model, hidden = self.model, self.model.hidden_size
+        heads = model.num_attention_heads // self.tp
+        if not model.multi_latent_attention:
+            groups = max(1, model.query_groups // self.tp)
+            out = heads * model.kv_channels
+            wide = 2 * out if model.attention_output_gate else out
+            return self.gemm(self.tokens, wide + 2 * groups * model.kv_channels, hidden) + self.gemm(
+                self.tokens, hidden, out
+            )
+        seconds = self._up_projections() + self.gemm(self.tokens, hidden, heads * model.v_head_dim)
+        if model.q_lora_rank is None:
+            seconds += self.gemm(self.tokens, heads * (model.qk_head_dim + model.qk_pos_emb_head_dim), hidden)
+        else:
+            seconds += self.gemm(self.sizes.rows, model.q_lora_rank, hidden)
+        return seconds + self.gemm(self.sizes.rows, model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden)
+
+    def _mlp(self, width: int) -> float:
+        return self.gemm(self.tokens, self.fc1_factor * width // self.tp, self.model.hidden_size) + self.gemm(
+            self.tokens, self.model.hidden_size, width // self.tp
+        )
+
+    def _shared_experts(self) -> float:
+        width = self.moe.moe_shared_expert_intermediate_size
+        return self._mlp(width) if width else 0.0
+
+    def _routed_experts(self) -> float:
+        moe, hidden, experts = self.moe, self.model.hidden_size, self.moe.num_experts // self.ep
+        reads, makes = moe.expert_widths(hidden)
+        width = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+        each = self.sizes.received / experts
+        seconds = self.gemm(each, self.fc1_factor * width, reads, experts) + self.gemm(each, makes, width, experts)
+        if moe.moe_latent_size:
+            seconds += self.gemm(self.routed_tokens, reads, hidden) + self.gemm(self.routed_tokens, hidden, reads)
+        return seconds + self.gemm(self.routed_tokens, moe.num_experts, hidden, plain=True)
+
+    def _permute(self) -> float:
+        """Return the seconds of permuting tokens to the order of the experts and back, before and after the exchange."""
+        rows = self.sizes.sent + (self.sizes.received if self.ep * self.etp > 1 else 0)
+        return 2.0 * rows * sum(self.moe.expert_widths(self.model.hidden_size)) * self.size / self.memory_bandwidth
+
+    def host_seconds(self, is_moe: bool) -> float:
+        """Return the seconds in which the host launches the kernels of a forward pass."""
+        parts = {"latent attention" if self.model.multi_latent_attention else "attention"}
+        parts |= {"experts"} if is_moe else {"feed-forward"}
+        parts |= {"shared experts"} if is_moe and self.moe.moe_shared_expert_intermediate_size else set()
+        graphs = self.args.training.captured_modules
+        if "layer" in graphs or self.args.training.cuda_graph_impl == "full_iteration":
+            return 0.0
+        kernels = dict(KERNELS_BY_PART)
+        for module, part in GRAPH_PARTS:
+            if module in graphs and part in parts:
+                parts.discard(part)
+        count = sum(kernels[part] for part in parts) - (
+            ROUTER_KERNELS if is_moe and "moe_router" in graphs and "experts" in parts else 0
+        )
+        return count * self.constants.launch
+
+    def _tensor_parallel(self, is_moe: bool) -> float:
+        """Return the seconds of forward's tensor-parallel collectives: all-gather and reduce-scatter for attention and for the MLP."""
+        if self.tp == 1:
+            return 0.0
+        hidden, model = self.model.hidden_size, self.model
+        latents = model.multi_latent_attention and model.q_lora_rank is not None
+        into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
+        shared = bool(self.moe.moe_shared_expert_intermediate_size)
+        widths = [into, hidden] + ([hidden, hidden] if not is_moe or shared else [])
+        keys = self.tokens * model.dsa_indexer_topk if self.gathers_keys else int(self.pairs)
+        target = (
+            2 * self.interconnect.ring(keys * 4, 1, self.tp) if self.trains_indexer else 0.0
+        )  # the target sums the heads of all ranks
+        return target + sum(self.interconnect.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
+
+    def _context_parallel(self) -> tuple[float, float]:
+        """Return (seconds of context-parallel communication in forward, how much of it can overlap attention)."""
+        if self.cp == 1:
+            return 0.0, 0.0
+        model, heads = self.model, self.model.num_attention_heads // self.tp
+        if model.multi_latent_attention:
+            keys, queries = (
+                heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim),
+                heads * MLA_QUERY_CHANNELS,
+            )
+        else:
+            keys, queries = 2 * max(1, model.query_groups // self.tp) * model.kv_channels, 2 * heads * model.kv_channels
+        if self.gathers_keys:
+            keys = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        kind = self.args.parallel.cp_comm_type[0]
+        if kind == "a2a":
+            return self.interconnect.ring(self.tokens * (keys + queries) * self.size, self.tp, self.cp), 0.0
+        seconds = self.interconnect.ring(self.tokens * self.cp * keys * self.size, self.tp, self.cp)
+        return seconds, seconds if kind in ("p2p", "a2a+p2p") else 0.0
+
+    def passes(self, is_moe: bool) -> tuple[PassTime, PassTime]:
+        """Return forward and backward of one layer, with recompute; the exchange of tokens is a separate part."""
+        exchange = (
+            dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size) if is_moe else 0.0
+        )
+        mlp = self._routed_experts() + self._shared_experts() if is_moe else self._mlp(self.model.ffn_hidden_size)
+        attention, (core, core_back), (matrices, indexer) = (
+            self._attention_gemms(),
+            self._core_attention(),
+            self._indexer(),
+        )
+        saved = self._saved_tensors_io(is_moe)
+        permute = self._permute() if is_moe else 0.0
+        tp_comm, (cp_comm, overlapped) = self._tensor_parallel(is_moe), self._context_parallel()
+        core += matrices + indexer
+        forward = PassTime(
+            self._elapsed(attention + mlp + core + 2 * saved + permute, self.host_seconds(is_moe)),
+            exchange,
+            tp_comm,
+            cp_comm - min(overlapped, core),
+        )
+        # backward gathers the input again; the gradient's collectives overlap the wgrad GEMM
+        overlapped_tp = min(tp_comm, attention + (0.0 if is_moe else mlp))
+        backward = PassTime(
+            self._elapsed(
+                2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute, 2 * self.host_seconds(is_moe)
+            ),
+            exchange,
+            1.5 * tp_comm - 0.5 * overlapped_tp,
+            2 * cp_comm - min(2 * overlapped, core_back),
+        )
+        if is_moe:
+            forward, backward = self._apply_overlap(forward, backward)
+        return forward, backward + self._recompute_time(is_moe, forward, attention, mlp, core, exchange, permute, saved)
+
+    def _elapsed(self, device: float, host: float) -> float:
+        """Return the seconds of kernels that run for `device` and are launched in `host` seconds."""
+        return device + host if self.hardware.synchronous else max(device, host)
+
+    def _apply_overlap(self, forward: PassTime, backward: PassTime) -> tuple[PassTime, PassTime]:
+        """Subtract the part of the exchange that shared experts and the experts' weight gradients overlap."""
+        if self.moe.moe_shared_expert_overlap:
+            forward = replace(forward, exchange=forward.exchange - min(forward.exchange, self._shared_experts()))
+        if self.args.parallel.overlap_dispatch_backward_with_experts_wgrad:
+            backward = replace(
+                backward, exchange=backward.exchange - min(backward.exchange / 2, self._routed_experts())
+            )
+        return forward, backward
+
+    def _saved_tensors_io(self, is_moe: bool) -> float:
+        """Return the seconds to write (or read) what a layer saves when nothing is recomputed."""
+        return self.sizes.bare_layer(is_moe) / self.memory_bandwidth
+
+    def _recompute_time(
+        self,
+        is_moe: bool,
+        forward: PassTime,
+        attention: float,
+        mlp: float,
+        core: float,
+        exchange: float,
+        permute: float,
+        saved: float,
+    ) -> PassTime:
+        """Return what recompute adds to backward."""
+        if "full" in self.recomputed:
+            return forward
+        seconds = 0.0
+        seconds += core if "core_attn" in self.recomputed else 0.0
+        seconds += self._up_projections() if "mla_up_proj" in self.recomputed else 0.0
+        norm_io = self.sizes.rows * self.model.hidden_size * self.size / self.memory_bandwidth
+        seconds += 4 * norm_io if "layernorm" in self.recomputed else 0.0
+        if is_moe:
+            seconds += self._shared_experts() if "shared_experts" in self.recomputed else 0.0
+            if "moe" in self.recomputed:
+                return PassTime(seconds + mlp + permute + saved, exchange)
+            if (
+                "moe_act" in self.recomputed and self.sizes.quantized_experts
+            ):  # reads fc1's output again and writes the activation
+                width = (self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+                seconds += (self.fc1_factor + 1) * self.sizes.received * width * self.size / self.memory_bandwidth
+        elif "mlp" in self.recomputed:
+            seconds += mlp
+        return PassTime(seconds)
+
+    def head(self) -> tuple[float, float]:
+        """Return forward and backward of the output layer and its losses, including those of multi-token prediction."""
+        columns, depths = self.sizes.vocab_rows // self.tp, 1 + (self.model.mtp_num_layers or 0)
+        gemm = self.gemm(self.tokens, columns, self.model.hidden_size, plain=not self.args.precision.fp8_output_proj)
+        logits = self.tokens * columns * self.size / self.memory_bandwidth
+        return depths * (gemm + 2 * logits), depths * (2 * gemm + 2 * logits)
+
+    def mtp_projection(self) -> float:
+        """Return the forward seconds of the GEMM that projects hidden state and embedding of one multi-token prediction depth."""
+        return self.gemm(self.tokens, self.model.hidden_size // self.tp, 2 * self.model.hidden_size)

@@ -1,0 +1,327 @@
+"""Fit the constants of the time model to the user's own runs: `plan.py calibrate --from metrics.jsonl ...`.
+
+A metrics file of this program says what ran (the `run` of its first record) and how long every iteration took. A run's time is the median of
+its iterations after the first ones, which warm up. The constants (`Constants`) of the hardware that is named are moved, in logarithms, to
+where predicted and measured times agree best: least squares with a prior at their present values, since a few runs cannot tell all
+constants apart. What no run says anything about stays where it is.
+
+The result is a hardware file for --hardware. It holds the runs, each with the time that a fit to the other runs predicts, from which
+uncertainty.py makes the error bars of plans for this hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+
+from arguments.container import from_values
+from arguments.regular_file import regular_file
+from moe_trainer.estimate.hardware import KNOWN_HARDWARE, CalibrationRun, Constants, Hardware, find_device
+from moe_trainer.estimate.plan import Plan, PlanError, make_plan
+from moe_trainer.estimate.step_time import plan_step
+from moe_trainer.estimate.uncertainty import features, sizes_of
+
+WARM_UP, LEAST = 3, 5
+"""Iterations of a start that are left out, and that are needed after these."""
+PRIOR = MappingProxyType(
+    {
+        "products_bf16": 0.7,
+        "products_fp8": 0.7,
+        "memory": 0.7,
+        "launch": 0.7,
+        "iteration": 1.0,
+        "latency": 1.0,
+        "links": 0.7,
+        "update": 0.7,
+    }
+)
+"""Standard deviations of the constants' logarithms round their present values: how far they may be off before anything is measured."""
+NOISE = 0.03
+"""Standard deviation of a measured time's logarithm."""
+MAX_BYTES = 1 << 30
+SHORTEST_MS, LONGEST_MS = 1e-3, 1e9
+"""No iteration takes less or more."""
+MAX_RANKS = MAX_VOCABULARY = 1 << 30
+MAX_LISTED = MappingProxyType(
+    {"num_layers": 1 << 12, "mtp_num_layers": 1 << 12, "pipeline_model_parallel_size": 1 << 12}
+)
+"""Sizes by which a plan makes lists; no run that was measured has more."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A start of a run: seconds of an iteration, of how many iterations (after warm-up), and what ran."""
+
+    name: str
+    seconds: float
+    iterations: int
+    device: str
+    threads: int | None
+    plan: Plan
+
+
+def read_device_name(path: str | Path) -> str:
+    """Return the name of the hardware that a metrics file was written on.
+
+    Raises: PlanError where it names none that is known.
+    """
+    where = f"--from {path}"
+    run = next((record["run"] for record in _records(path) if isinstance(record.get("run"), dict)), {})
+    device = str(run.get("device", ""))
+    found = find_device(device)
+    if found is None:
+        raise PlanError(
+            f"{where}: its device {device or '(none)'} is none of {', '.join(KNOWN_HARDWARE)}: give --hardware"
+        )
+    return found.name
+
+
+def read_runs(path: str | Path, hardware: Hardware) -> list[MeasuredRun]:
+    """Read every start that a metrics file has.
+
+    Raises: PlanError for a file that cannot be read, is no metrics file, does not say what ran, or has too few iterations.
+    """
+    where = f"--from {path}"
+    starts: list[tuple[Mapping[str, object], list[float]]] = []
+    for record in _records(path):
+        if isinstance(record.get("run"), dict):
+            starts.append((record["run"], []))
+        elapsed = record.get("elapsed_ms")
+        usual = (
+            not record.get("skipped_iterations")
+            and type(elapsed) in (int, float)
+            and SHORTEST_MS < elapsed < LONGEST_MS
+        )
+        if starts and "validation" not in record and usual:
+            starts[-1][1].append(elapsed / 1e3)
+    if not starts:
+        raise PlanError(f"{where}: no record says what ran (`run`, which files of older versions of this program lack)")
+    found = [
+        _measured(f"{path}" + (f" ({number})" if len(starts) > 1 else ""), run, seconds, hardware, where)
+        for number, (run, seconds) in enumerate(starts, start=1)
+        if len(seconds) >= WARM_UP + LEAST
+    ]
+    if not found:
+        longest = max(len(seconds) for _, seconds in starts)
+        raise PlanError(
+            f"{where}: {longest} timed iterations; {WARM_UP + LEAST} are needed, of which the first {WARM_UP} are left out (--log-interval 1 times each)"
+        )
+    return found
+
+
+def _records(path: str | Path) -> Iterator[Mapping[str, object]]:
+    """Read a metrics file line by line, up to a last line that was not finished. Raises: PlanError."""
+    where = f"--from {path}"
+    try:
+        if regular_file(path).stat().st_size > MAX_BYTES:
+            raise PlanError(f"{where}: more than {MAX_BYTES >> 30} GiB, which no metrics file has")
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):
+                    return  # the run was killed while it wrote
+                yield _record(where, number, line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _record(where: str, number: int, line: str) -> Mapping[str, object]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise PlanError(f"{where}: line {number} is no JSON") from None
+    if not isinstance(record, dict):
+        raise PlanError(f"{where}: line {number} is no record")
+    return record
+
+
+def _measured(
+    name: str, run: Mapping[str, object], seconds: Sequence[float], hardware: Hardware, where: str
+) -> MeasuredRun:
+    """What one start says. Its time is the median of its iterations."""
+    world_size, rows, settings = run.get("world_size"), run.get("padded_vocab_size"), run.get("settings")
+    if (
+        type(world_size) is not int
+        or not 0 < world_size < MAX_RANKS
+        or type(rows) is not int
+        or not 0 < rows < MAX_VOCABULARY
+        or not isinstance(settings, dict)
+    ):
+        raise PlanError(f"{where}: `run` lacks world_size, padded_vocab_size or settings")
+    try:
+        for flag, most in MAX_LISTED.items():
+            if isinstance(settings.get(flag), int) and settings[flag] > most:
+                raise PlanError(f"{flag}: {settings[flag]} is more than {most}, which no measured run has")
+        args = from_values(settings | {"padded_vocab_size": rows}, world_size)
+        plan = make_plan(args, world_size, hardware)
+    except (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError) as error:
+        raise PlanError(f"{where}: its settings cannot be planned ({error})") from None
+    timed = list(seconds[WARM_UP:])
+    return MeasuredRun(
+        name,
+        median(timed),
+        len(timed),
+        str(run.get("device")),
+        run.get("threads") if isinstance(run.get("threads"), int) else None,
+        plan,
+    )
+
+
+def predicted_seconds(run: MeasuredRun, hardware: Hardware) -> float:
+    """The time of a run's iteration with other constants."""
+    plan = run.plan
+    return plan_step(plan.args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware).step
+
+
+def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int = 12) -> Constants:
+    """The most likely constants: Gauss-Newton steps in logarithms, halved where they do not help."""
+    names = [name for name, _ in PRIOR.items() if getattr(hardware.constants, name) > 0]
+    start = [math.log(getattr(hardware.constants, name)) for name in names]
+    now = list(start)
+
+    def constants(point: Sequence[float]) -> Constants:
+        return replace(hardware.constants, **{name: math.exp(value) for name, value in zip(names, point)})
+
+    def misfits(point: Sequence[float]) -> list[float]:
+        own = replace(hardware, constants=constants(point))
+        return [math.log(predicted_seconds(run, own) / run.seconds) / NOISE for run in runs]
+
+    def cost(point: Sequence[float], errors: Sequence[float]) -> float:
+        return sum(error**2 for error in errors) + sum(
+            ((value - first) / PRIOR[name]) ** 2 for name, value, first in zip(names, point, start)
+        )
+
+    errors = misfits(now)
+    for _ in range(rounds):
+        step = 0.02
+        slopes = []
+        for index in range(len(names)):
+            moved = [value + step * (other == index) for other, value in enumerate(now)]
+            slopes.append([(after - before) / step for after, before in zip(misfits(moved), errors)])
+        matrix = [
+            [
+                sum(a * b for a, b in zip(slopes[row], slopes[column])) + (row == column) / PRIOR[names[row]] ** 2
+                for column in range(len(names))
+            ]
+            for row in range(len(names))
+        ]
+        right = [
+            -sum(a * b for a, b in zip(slopes[row], errors)) - (now[row] - start[row]) / PRIOR[names[row]] ** 2
+            for row in range(len(names))
+        ]
+        move, share = _solved(matrix, right), 1.0
+        while share > 0.01:
+            trial = [value + share * part for value, part in zip(now, move)]
+            tried = misfits(trial)
+            if cost(trial, tried) < cost(now, errors):
+                break
+            share /= 2
+        else:
+            break
+        now, errors = trial, tried
+    return constants(now)
+
+
+def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Solve a positive definite system by elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, right)]
+    for index, pivot in enumerate(rows):
+        for other in rows[index + 1 :]:
+            factor = other[index] / pivot[index]
+            for column in range(index, len(pivot)):
+                other[column] -= factor * pivot[column]
+    found: list[float] = []
+    for index in range(len(rows) - 1, -1, -1):
+        row = rows[index]
+        found.insert(
+            0, (row[-1] - sum(row[index + 1 + column] * value for column, value in enumerate(found))) / row[index]
+        )
+    return found
+
+
+def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware, name: str) -> Hardware:
+    """The hardware with constants fitted to these runs, and the runs with what a fit to the others says of them.
+
+    Raises: PlanError for runs of different devices.
+    """
+    kinds = {(run.device, run.threads) for run in runs}
+    if len(kinds) > 1:
+        devices = ", ".join(
+            sorted(f"{device}" + (f" with {threads} threads a rank" if threads else "") for device, threads in kinds)
+        )
+        raise PlanError(f"the runs are of different devices ({devices}): calibrate each on its own")
+    fitted = replace(hardware, name=name, constants=fit_constants(runs, hardware))
+    own = []
+    for run in runs:
+        others = [other for other in runs if other is not run]
+        left_out = (
+            predicted_seconds(run, replace(hardware, constants=fit_constants(others, hardware))) if others else None
+        )
+        own.append(
+            CalibrationRun(
+                run.name,
+                run.seconds,
+                predicted_seconds(run, fitted),
+                left_out,
+                run.plan.world_size,
+                tuple(sorted(features(replace(run.plan, hardware=fitted)))),
+                run.plan.counts.total + run.plan.counts.mtp,
+                tuple(sizes_of(run.plan).items()),
+            )
+        )
+    return replace(fitted, calibration=tuple(own))
+
+
+def hardware_yaml(hardware: Hardware, like: str) -> str:
+    """The text of a file for --hardware."""
+    import yaml
+
+    base = KNOWN_HARDWARE.get(like)
+    table: dict[str, object] = {"like": like} if base is not None else {}
+    for each in fields(Hardware):
+        value = getattr(hardware, each.name)
+        if each.name not in ("constants", "calibration", "name", "source") and (
+            base is None or getattr(base, each.name) != value
+        ):
+            table[each.name] = value
+    table["source"] = hardware.source
+    table["constants"] = {name: float(f"{value:.4g}") for name, value in asdict(hardware.constants).items()}
+    table["calibration"] = [
+        {
+            **asdict(run),
+            "features": list(run.features),
+            "sizes": dict(run.sizes),
+            "seconds": round(run.seconds, 6),
+            "predicted": round(run.predicted, 6),
+            "left_out": None if run.left_out is None else round(run.left_out, 6),
+        }
+        for run in hardware.calibration
+    ]
+    return "# Constants fitted to own runs by `scripts/plan.py calibrate --from`; for --hardware\n" + yaml.safe_dump(
+        table, sort_keys=False, width=150
+    )
+
+
+def calibration_table(hardware: Hardware, before: Hardware) -> list[str]:
+    """Runs and constants as lines for a terminal."""
+    runs = hardware.calibration
+    lines = [
+        f"{'run':40s}   measured     fitted   error   " + ("fitted to the others   error" if len(runs) > 1 else "")
+    ]
+    for run in runs:
+        left_out = (
+            "" if run.left_out is None else f"{run.left_out:18.3f} s {100 * (run.left_out / run.seconds - 1):+6.1f} %"
+        )
+        lines.append(
+            f"{run.name[-40:]:40s} {run.seconds:8.3f} s {run.predicted:8.3f} s {100 * (run.predicted / run.seconds - 1):+6.1f} % {left_out}"
+        )
+    changed = [
+        f"{each.name} {getattr(before.constants, each.name):.3g} -> {getattr(hardware.constants, each.name):.3g}"
+        for each in fields(Constants)
+        if not math.isclose(getattr(before.constants, each.name), getattr(hardware.constants, each.name), rel_tol=0.01)
+    ]
+    return [*lines, "constants: " + (", ".join(changed) or "as they were")]

@@ -1,0 +1,437 @@
+"""Memory of every pipeline rank, from flags alone: states, activations in flight, buffers, and what is left of the device.
+
+Weights, gradients and optimizer state: parameters of the rank (rank_parameters.py) times bytes (estimate/state_bytes.py). Activations: what every
+chunk keeps of one microbatch (estimate/activations.py, with the loss's own tensors), times how many microbatches the chunk has in flight.
+That number is not chosen: the rank's order of work (pipeline/orders.py) is walked, forward adds, backward takes away, and the moment with
+most bytes counts. Where weight gradients are computed apart, W takes away.
+
+Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; gradients of
+a layer's experts before they are added to the main gradients; what
+recompute brings back, a layer at a time; what indexers of sparse attention learn from; with full sharding the gathered layer and the one that is gathered ahead. Gradients at the
+borders of CUDA graphs stay in their places for every microbatch in flight.
+
+In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised, its
+experts that of their second product too; this program's own layers keep the first whole, as estimate/activations.py lists them, and compute the
+second again. Which of them compute is told by flags (estimate/te_support.py) and takes for granted that the package is there. What the
+library's layers keep otherwise is taken for what ours keep; its attention keeps less where values are narrower than keys (ours pads them and its
+output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of latent attention err to the safe side.
+
+Rows of experts are an even share (forced balancing, as the published runs). `headroom` says how far from even the routing may be: the load
+of the rank with most rows, as a multiple of an even share, in all layers at once, at which the device is full.
+
+Not counted: what the allocator loses between blocks, NCCL's buffers, the CUDA context; RESERVE stands for them. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.sparse_attention import use_gathered_keys
+from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from moe_trainer.estimate.activations import chunk_activations, layer_activations
+from moe_trainer.estimate.interconnect import processed_load
+from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor
+from moe_trainer.estimate.state_bytes import StateBytes
+from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states
+from moe_trainer.estimate.te_support import te_quantizes
+from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step_actions
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.estimate.hardware import Hardware
+
+GIB = 2.0**30
+QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
+"""Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most (in 4 bits for 16)."""
+QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
+SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
+"""Of an element that TransformerEngine casts; its other recipes have a scale for thousands of elements."""
+BLOCK, QUERY_BLOCK = 1 << 27, 512
+"""Elements of [heads, block, keys] at most, and queries of a block, on a GPU (ops/sparse_attention.py)."""
+RESERVED_BYTES = 3 * GIB
+"""Bytes of a device that tensors cannot have. An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces."""
+_MODULES = (
+    ("logits", ("head.",)),
+    ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")),
+    ("shared experts", ("shared_experts",)),
+    ("expert inputs", ("experts.x",)),
+    ("expert activations", ("experts.linear", "experts.probs")),
+    ("routing", ("router", "routes", "own_rows", "experts.order")),
+    ("attention", ("core_attn", "q_", "kv_", "log_sum_exp", "probs", "choice", "indexer")),
+    ("feed-forward", ("mlp.",)),
+)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What ranks of one pipeline stage hold at their peak, in bytes.
+
+    held: parameters. weights: with their casts to fewer bits, where these are kept from one microbatch to the next. optimizer: main parameters and moments on the device. activations: by module; in_flight: microbatches of each
+    chunk at that moment. dispatch: buffers of the token exchange; working: of what else runs only for a while. host: in host memory.
+    headroom: see the module's head; None without experts, or where no load would fill the device.
+    """
+
+    stage: int
+    held: ParamsPerRank
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: Mapping[str, float]
+    peak_inflight_microbatches: tuple[int, ...]
+    dispatch: float
+    working: float
+    host: float
+    headroom: float | None = None
+
+    @property
+    def kept(self) -> float:
+        """All activations."""
+        return sum(self.activations.values())
+
+    @property
+    def total(self) -> float:
+        """Everything on the device."""
+        return self.weights + self.gradients + self.optimizer + self.kept + self.dispatch + self.working
+
+
+def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence[int], sizes: ChunkBytes) -> float:
+    """What parts of layers that are captured as graphs keep in their places beside what any pass keeps: the gradients of their inputs and
+    outputs, for every microbatch of `counts` that a chunk has in flight (memory/cuda_graph.py)."""
+    parts = args.training.captured_modules
+    by_kind = {
+        kind: len(parts & {"layer", "attn", *(("moe", "moe_router") if kind else ("mlp",))}) for kind in (False, True)
+    }
+    units = sum(
+        count * sum(by_kind[sizes.pattern[number]] for number in chunk.layers) for count, chunk in zip(counts, chunks)
+    )
+    return 2.0 * units * sizes.rows * args.model.hidden_size * sizes.size
+
+
+def _bare(name: str) -> str:
+    """A name without "decoder.layers.3." or "mtp.layers.0."."""
+    return (name.split(".", 3)[-1] if ".layers." in name else name).removeprefix("mtp_model_layer.")
+
+
+def module_name(name: str) -> str:
+    """The part of a model that a kept tensor belongs to."""
+    bare = _bare(name)
+    if bare in ("q", "k", "v", "out"):
+        return "attention"
+    return next((module for module, marks in _MODULES if any(mark in bare for mark in marks)), "other")
+
+
+class ChunkBytes:
+    """Bytes that chunks keep of one microbatch; layers of one kind are counted once. vocab_rows: of the padded vocabulary."""
+
+    def __init__(self, args: Arguments, vocab_rows: int, load: float = 1.0):
+        self.args, self.vocab_rows = args, vocab_rows
+        self.pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        self.tp = args.parallel.tensor_model_parallel_size
+        self.tokens = args.training.micro_batch_size * args.data.seq_length // args.parallel.context_parallel_size
+        self.rows = self.tokens // self.tp if args.parallel.sequence_parallel else self.tokens
+        self.etp = args.parallel.expert_tensor_parallel_size or self.tp
+        self.sent = math.ceil(self.tokens // self.tp * args.moe.moe_router_topk * processed_load(args.moe))
+        self.received = math.ceil(
+            self.tokens // self.tp * args.moe.moe_router_topk * self.etp * processed_load(args.moe, load)
+        )
+        self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
+        self.quantized_linears, self.quantized_experts = te_quantizes(args)
+        self._found: dict[object, Counter[tuple[str, bool]]] = {}
+        self._layers: dict[tuple[bool, bool], float] = {}
+
+    def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
+        """Bytes by (module, are they on the host) of one chunk and microbatch."""
+        kinds: object = tuple(self.pattern[number] for number in layout.layers)
+        if len(self.args.parallel.cp_comm_type) > 1 or self.args.model.linear_attention_freq is not None:
+            kinds = layout.layers  # kinds of attention that differ by number
+        key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
+        if key not in self._found:
+            self._found[key] = found = Counter()
+            for entry in [
+                *self._with_library(chunk_activations(self.args, layout, received=self.received)),
+                *self._ends(layout),
+            ]:
+                found[module_name(entry.name), entry.on_host] += self._kept(entry)
+        return self._found[key]
+
+    def _with_library(self, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
+        """And what the library's experts keep beside: the input of their second product, which ours compute again."""
+        keeps = self.quantized_experts and "moe_act" not in self.args.training.recomputed_modules
+        gate = 2 if self.args.model.swiglu or self.args.model.quick_geglu else 1
+        for entry in entries:
+            yield entry
+            if (
+                keeps
+                and entry.name.endswith("experts.linear_fc1.y")
+                and not entry.name.endswith("shared_experts.linear_fc1.y")
+            ):
+                yield replace(
+                    entry,
+                    name=entry.name.replace("linear_fc1.y", "linear_fc2.x"),
+                    shape=(entry.shape[0], entry.shape[1] // gate),
+                )
+
+    def _kept(self, entry: SavedTensor) -> float:
+        leaf = _bare(entry.name)
+        by_library = self.quantized_experts if leaf.startswith("experts.") else self.quantized_linears
+        quantized = by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
+        return entry.num_bytes * (
+            QUANTIZED_BYTES["fp4" if self.args.precision.fp4 else "fp8"] / self.size if quantized else 1
+        )
+
+    def _ends(self, layout: ChunkLayout) -> list[SavedTensor]:
+        """The final norm, and head with loss: of the model, and of every depth of multi-token prediction."""
+        hidden, found = self.args.model.hidden_size, []
+        if layout.has_final_norm:
+            found += [
+                SavedTensor("final_layernorm.x", (self.rows, hidden), self.size),
+                SavedTensor("final_layernorm.statistics", (self.rows,), WIDE),
+            ]
+        if layout.has_loss:
+            shape = (self.tokens, self.vocab_rows // self.tp)
+            size = {"fp32": 4, "bf16": 2}.get(self.args.precision.logit_dtype or "", self.size)
+            for _ in range(1 + (self.args.model.mtp_num_layers or 0)):
+                found += [
+                    SavedTensor("head.logits", shape, size),
+                    SavedTensor("head.normed", (self.rows, hidden), self.size),
+                    SavedTensor("head.logits.labels", (self.tokens,), INDEX),
+                ]
+        return found
+
+    def layer(self, is_moe: bool) -> float:
+        """Device bytes of one layer."""
+        return self._layer(is_moe, self.args)
+
+    def bare_layer(self, is_moe: bool) -> float:
+        """The same if nothing were recomputed."""
+        training = replace(
+            self.args.training, recompute_granularity=None, recompute_modules=None, recompute_method=None
+        )
+        return self._layer(is_moe, replace(self.args, training=training))
+
+    def _layer(self, is_moe: bool, args: Arguments) -> float:
+        key = is_moe, args is self.args
+        if key not in self._layers:
+            entries = self._with_library(layer_activations(args, is_moe=is_moe, received=self.received))
+            self._layers[key] = sum(map(self._kept, (entry for entry in entries if not entry.on_host)))
+        return self._layers[key]
+
+
+def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:
+    """What TransformerEngine's layers keep of their weights between microbatches: each as it was cast, by rows for the forward product and
+    by columns for the input's gradient (layers/te_experts.py: WeightCastCache). With one scale for a whole weight Blackwell needs the first only."""
+    linears, experts = te_quantizes(args)
+    if args.parallel.has_sharded_params or args.training.captured_modules or not (linears or experts):
+        return 0.0
+    recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
+    once = args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
+    size = (0.5 if args.precision.fp4 else 1.0) + SCALE_BYTES.get(recipe, 0.0)
+    held = fp8_params_on_rank(plain, chunks)
+    return (1 if once else 2) * size * (linears * held.dense + experts * held.expert)
+
+
+def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:
+    """The orders of work that these flags' schedule has, by pipeline rank."""
+    parallel = args.parallel
+    num_chunks = len(chunk_layouts(args.model, parallel)[0])
+    kind = parallel.pipeline_schedule or ("1f1b" if num_chunks == 1 else "interleaved")
+    return make_orders(
+        kind,
+        parallel.pipeline_model_parallel_size,
+        num_chunks,
+        num_microbatches,
+        group_size=parallel.microbatch_group_size_per_vp_stage,
+        pairs=parallel.overlap_moe_expert_parallel_comm,
+        head_lag=parallel.wgrad_deferral_limit if parallel.has_deferred_head_wgrad else None,
+    )
+
+
+def steady_state_microbatches(args: Arguments, num_microbatches: int) -> int:
+    """A number of microbatches with the same peak: the steady state repeats itself with every group."""
+    parallel = args.parallel
+    group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
+    enough = 4 * max(group, parallel.pipeline_model_parallel_size)
+    return (
+        num_microbatches
+        if num_microbatches <= enough + group
+        else enough // group * group + num_microbatches % group + group
+    )
+
+
+def peak_inflight_microbatches(order: Order, sizes: Sequence[float], frees: str = BACKWARD) -> tuple[int, ...]:
+    """Microbatches of each chunk at the moment with most bytes. sizes: of a microbatch, by chunk; frees: the action that takes away."""
+    count, best, most = [0] * len(sizes), (0,) * len(sizes), -1.0
+    for step in order:
+        # of a pair the backward lets a layer go for every layer that the forward makes
+        for action in reversed(step_actions(step)):
+            if action.kind == FORWARD:
+                count[action.chunk] += 1
+                now = sum(number * size for number, size in zip(count, sizes))
+                if now > most:
+                    best, most = tuple(count), now
+            elif action.kind == frees:
+                count[action.chunk] -= 1
+    return best
+
+
+def plan_memory(
+    args: Arguments,
+    world_size: int,
+    vocab_rows: int,
+    num_microbatches: int,
+    hardware: Hardware | None = None,
+) -> tuple[StageMemory, ...]:
+    """Every pipeline stage, first to last. hardware: to say what headroom there is.
+
+    Raises: ValueError where the state of the optimizer is not known.
+    """
+    layouts = chunk_layouts(args.model, args.parallel)
+    even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, load=2.0)
+    params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
+    ways = stage_orders(args, steady_state_microbatches(args, num_microbatches))
+    found = []
+    for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
+        state = replace(state, weights=state.weights + cast_bytes(args, chunks, plain, hardware))
+        now = _stage(args, stage, chunks, params, state, even, ways[stage])
+        if args.moe.num_experts and hardware is not None:
+            limit = processed_load(args.moe, math.inf)  # where tokens are dropped, no load is larger
+            more = processed_load(args.moe, 2.0) - processed_load(args.moe)
+            slope = (
+                (_stage(args, stage, chunks, params, state, crowded, ways[stage]).total - now.total) / more
+                if more
+                else 0.0
+            )
+            margin = hardware.memory_gib * GIB - RESERVED_BYTES - now.total
+            headroom = max(0.0, 1 + margin / slope) if slope > 0 else math.inf
+            now = replace(now, headroom=headroom if headroom < limit else None)
+        found.append(now)
+    return tuple(found)
+
+
+def _stage(
+    args: Arguments,
+    stage: int,
+    chunks: Sequence[ChunkLayout],
+    params: LayerParams,
+    state: StateBytes,
+    sizes: ChunkBytes,
+    order: Order,
+) -> StageMemory:
+    held = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
+    kept = [sizes.of(chunk) for chunk in chunks]
+    on_device = [sum(count for (_, on_host), count in each.items() if not on_host) for each in kept]
+    apart = args.parallel.pipeline_schedule == "zero-bubble"
+    counts = peak_inflight_microbatches(order, on_device, WEIGHT if apart else BACKWARD)
+    modules: Counter[str] = Counter()
+    host = state.host
+    for number, each in zip(counts, kept):
+        for (module, on_host), count in each.items():
+            if on_host:
+                host += number * count
+            else:
+                modules[module] += number * count
+    dispatch, working = _buffers(args, chunks, params, sizes)
+    if args.has_frozen_weights:  # forward only: a layer's tensors are let go behind it
+        kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
+        return StageMemory(
+            stage,
+            held,
+            state.weights,
+            0.0,
+            0.0,
+            {},
+            (0,) * len(chunks),
+            dispatch,
+            max(map(sizes.layer, kinds), default=0.0),
+            state.host,
+        )
+    return StageMemory(
+        stage,
+        held,
+        state.weights,
+        state.gradients,
+        state.main_params + state.moments - state.host,
+        dict(modules),
+        counts,
+        dispatch,
+        working + graph_bytes(args, chunks, counts, sizes),
+        host,
+    )
+
+
+def _buffers(
+    args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams, sizes: ChunkBytes
+) -> tuple[float, float]:
+    """Bytes that live for a while: (of the token exchange, of everything else)."""
+    moe, training, hidden = args.moe, args.training, args.model.hidden_size
+    kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
+    kinds |= {mtp_is_moe(sizes.pattern)} if any(chunk.mtp for chunk in chunks) else set()
+    dispatch = 0.0
+    if True in kinds:
+        sent, received, (reads, makes) = sizes.sent, sizes.received, moe.expert_widths(hidden)
+        back = makes
+        if moe.moe_token_dispatcher_type == "allgather":
+            back = reads  # as whole rows, of which ranks make parts
+            sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
+        # on the way there and back; of the experts' output and of its gradient
+        dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
+        width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp
+        dispatch += received * 3 * width * sizes.size  # gradients of what the activation reads and makes
+        dispatch *= 2 if args.parallel.overlap_moe_expert_parallel_comm else 1
+    span = (
+        training.recompute_num_layers
+        if training.recompute_method == "uniform" and training.recompute_granularity == "full"
+        else 1
+    )
+    # of a pair one layer is made before one is let go
+    working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
+    if True in kinds and moe.moe_grouped_gemm and not sizes.quantized_experts:
+        working += (
+            params.layers[True].expert * sizes.size
+        )  # gradients of a layer's experts, before they are added to the main gradients
+    if training.recompute_granularity is not None:
+        selective = training.recompute_granularity == "selective"
+        working += max(
+            ((span or 1) * (sizes.bare_layer(kind) - (sizes.layer(kind) if selective else 0)) for kind in kinds),
+            default=0.0,
+        )
+    working += indexer_bytes(args, sizes)
+    if args.parallel.fsdp_strategy == "optim_grads_params":
+        largest = max((params.layers[kind].total for kind in kinds), default=0)
+        gathered = 3 if args.parallel.overlap_moe_expert_parallel_comm else 2  # a layer for each pass, and the next one
+        working += largest * (gathered * sizes.size + 4)  # and the gradients of one before they are reduced
+    return dispatch, working
+
+
+def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:
+    """What sparse attention opens while indexers choose and learn (ops/sparse_attention.py): fp32 copies of queries, of the keys of the whole
+    sequence and of the index' queries, with the gradient of these; and four tensors of [heads, block, keys]. Gathered, latents of the whole
+    sequence take the place of the copies, and their gradient in fp32 is there in backward, which learns nothing."""
+    model = args.model
+    if model.experimental_attention_variant != "dsa":
+        return 0.0
+    keys, heads = args.training.micro_batch_size * args.data.seq_length, model.num_attention_heads // sizes.tp
+    learned = bool(model.dsa_indexer_loss_coeff)
+    index = sizes.tokens * model.dsa_indexer_n_heads * model.dsa_indexer_head_dim
+    if use_gathered_keys(args):
+        whole = keys * (model.kv_lora_rank + model.qk_pos_emb_head_dim) * (1 + sizes.size / 4)
+    else:
+        whole = (sizes.tokens + keys) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) if learned else 0
+    block = min(BLOCK, QUERY_BLOCK * keys * max(model.dsa_indexer_n_heads, heads if learned else 0))
+    return 4.0 * (whole + (2 if learned else 1) * index + 4 * block)
+
+
+def microbatches_per_iteration(args: Arguments, world_size: int) -> int:
+    """Microbatches of an iteration on every data-parallel rank, at the full global batch size; at least one."""
+    sizes = parallel_sizes(args)
+    replicas = max(1, world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"]))
+    batch = args.training.global_batch_size or args.training.micro_batch_size * replicas
+    return max(1, batch // (args.training.micro_batch_size * replicas))

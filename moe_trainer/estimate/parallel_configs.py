@@ -1,0 +1,281 @@
+"""Mappings that a search goes through: what each sets, as flags and as a changed command line; and a layout of the pipeline for each.
+
+A mapping sets tensor, context, pipeline, expert and expert-tensor parallelism, virtual stages, the micro-batch, what is recomputed, the
+dispatcher and whether its exchange is overlapped. Whatever else the user gave stays. `shapes` leaves out what cannot divide; the rules of arguments/
+have the last word on every mapping that is shown.
+
+Left out on purpose: context parallelism that leaves a rank fewer than 2048 positions, more than 32 pipeline stages, micro-batches above 8,
+tensor parallelism beyond NVLink: each is dominated, or no machine of today is made for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from arguments.flag_status import OLD_SPELLINGS
+from arguments.layer_pattern import moe_layer_pattern
+from arguments.tokens import FIELDS
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.estimate.hardware import Hardware
+
+SEARCHED = frozenset(
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+    "sequence_parallel pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_schedule "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split micro_batch_size recompute_granularity recompute_method "
+    "recompute_num_layers recompute_modules recompute_activations checkpoint_activations moe_layer_recompute moe_token_dispatcher_type moe_flex_dispatcher_backend "
+    "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run validate_only fake_process_group report".split()
+)
+"""Flags that a mapping sets, or that have no meaning beside it: what the user gave of them is left out."""
+REPLACED = SEARCHED - frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))
+"""Those of them that a search chooses values of."""
+FORMATS = MappingProxyType(
+    {
+        "bf16": ("--bf16",),
+        "tensorwise": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+        "blockwise": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
+        "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
+        "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
+    }
+)
+"""Formats of products that a search may be asked to compare, as flags."""
+FORMAT_FLAGS = frozenset(("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe"))
+FULL_RECOMPUTE = ("full",)
+MAX_PIPELINE_STAGES, MAX_TENSOR_PARALLEL, MIN_POSITIONS_PER_RANK = 32, 16, 2048
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """One way to run. vpp: chunks of a pipeline rank; recompute: modules, or ("full",); backend: of flex, "" for alltoall."""
+
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    mbs: int
+    recompute: tuple[str, ...] = ()
+    backend: str = ""
+    overlap: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """How many kinds of parallelism, recompute and dispatch it adds to plain data parallelism."""
+        sizes = (self.tp, self.cp, self.pp, self.vpp, self.ep)
+        return (
+            sum(size > 1 for size in sizes)
+            + (self.etp not in (1, self.tp))
+            + sum(map(bool, (self.recompute, self.backend, self.overlap)))
+        )
+
+    def flags(self, layout: str | None, base: Arguments | None = None) -> list[str]:
+        """As a command line says it. layout: of the pipeline, if it has stages; base: the line without these flags, whose preset may set
+        what must be set back."""
+        preset = base.parallel if base is not None else None
+        words: list[object] = []
+        for flag, size, default in (
+            ("--tensor-model-parallel-size", self.tp, preset and preset.tensor_model_parallel_size),
+            ("--context-parallel-size", self.cp, preset and preset.context_parallel_size),
+            ("--pipeline-model-parallel-size", self.pp, preset and preset.pipeline_model_parallel_size),
+            ("--expert-model-parallel-size", self.ep, preset and preset.expert_model_parallel_size),
+        ):
+            words += [flag, size] if size != (default or 1) else []
+        words += ["--sequence-parallel"] if self.tp > 1 else []
+        words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 else []
+        has_experts = base is None or bool(base.moe.num_experts)
+        words += (
+            ["--expert-tensor-parallel-size", self.etp]
+            if has_experts and (self.tp > 1 or preset and preset.expert_tensor_parallel_size)
+            else []
+        )
+        words += ["--micro-batch-size", self.mbs]
+        if has_experts:  # also where nothing is exchanged: other flags ask for one of the two
+            words += (
+                ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", self.backend]
+                if self.backend
+                else ["--moe-token-dispatcher-type", "alltoall"]
+            )
+        if self.overlap:
+            words += ["--overlap-moe-expert-parallel-comm"]
+        elif preset and preset.overlap_moe_expert_parallel_comm:
+            words += ["--overlap-moe-expert-parallel-comm=false"]
+        if self.recompute == FULL_RECOMPUTE:
+            words += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+        elif self.recompute:
+            words += ["--recompute-granularity", "selective", "--recompute-modules", *self.recompute]
+        return [str(word) for word in words]
+
+    def applied(self, args: Arguments, layout: str | None) -> Arguments:
+        """The command line with this mapping, unjudged: what its rules would derive is set here."""
+        parallel = replace(
+            args.parallel,
+            tensor_model_parallel_size=self.tp,
+            context_parallel_size=self.cp,
+            pipeline_model_parallel_size=self.pp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
+            sequence_parallel=self.tp > 1,
+            pipeline_model_parallel_layout=layout,
+            microbatch_group_size_per_vp_stage=self.pp,
+            overlap_p2p_comm=self.vpp > 1,
+            overlap_moe_expert_parallel_comm=self.overlap,
+        )
+        full = self.recompute == FULL_RECOMPUTE
+        training = replace(args.training, micro_batch_size=self.mbs)
+        if self.recompute:  # else as the preset says
+            training = replace(
+                training,
+                recompute_granularity="full" if full else "selective",
+                recompute_method="uniform" if full else None,
+                recompute_num_layers=1 if full else None,
+                recompute_modules=None if full else list(self.recompute),
+            )
+        moe = replace(
+            args.moe,
+            moe_token_dispatcher_type="flex" if self.backend else "alltoall",
+            moe_flex_dispatcher_backend=self.backend or "deepep",
+        )
+        return replace(args, parallel=parallel, training=training, moe=moe)
+
+
+def drop_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
+    """The command line without the flags of these destinations and their values."""
+    return [word for word, within in _marked(argv, dests) if not within]
+
+
+def select_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
+    """The flags of these destinations and their values."""
+    return [word for word, within in _marked(argv, dests) if within]
+
+
+def _marked(argv: Sequence[str], dests: frozenset[str]) -> Iterator[tuple[str, bool]]:
+    within = False
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if word.startswith("--"):
+            within = bool(dests.intersection(_dests(name)))
+        yield word, within
+
+
+def _dests(name: str) -> tuple[str, ...]:
+    """What a flag, or an old spelling of one, sets."""
+    name = name.removesuffix(":")
+    if name in FIELDS:
+        return (FIELDS[name].dest,)
+    became = OLD_SPELLINGS[name].becomes if name in OLD_SPELLINGS else ()
+    return tuple(FIELDS[word].dest for _, text in became for word in text.split() if word in FIELDS)
+
+
+def gemm_formats(hardware: Hardware) -> tuple[str, ...]:
+    """Formats that a device has products in: 32-element blocks since Blackwell, larger ones before it."""
+    eight = (
+        () if not hardware.fp8 else ("tensorwise", "mxfp8") if hardware.is_blackwell else ("tensorwise", "blockwise")
+    )
+    return ("bf16", *eight, *(("nvfp4",) if hardware.fp4 else ()))
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Of a number, ascending, up to a limit."""
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+
+
+def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
+    """What may be recomputed, from nothing to everything."""
+    latent = ("mla_up_proj",) if args.model.multi_latent_attention else ()
+    pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+    dense = ("mlp",) if not all(pattern) else ()
+    norms = () if args.precision.fp8 and args.precision.fp8_recipe == "delayed" else ("layernorm",)
+    sets = [(), norms, latent, (*norms, *latent), (*norms, *latent, *dense)]
+    if any(pattern):
+        if args.precision.fp8 or args.precision.fp4:  # in 16 bits experts compute their activation again anyway
+            sets += [("moe_act", *norms, *latent), ("moe_act", *norms, *latent, *dense)]
+        sets += [("moe", *norms), ("moe", *norms, *latent, *dense)]
+    return tuple(dict.fromkeys([*sets, FULL_RECOMPUTE]))
+
+
+def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -> list[tuple[str, bool]]:
+    """(backend of flex, overlap?) of the dispatchers that a machine has."""
+    if ep * etp == 1:
+        return [("", False)]
+    half = args.precision.bf16 or args.precision.fp16
+    over = (
+        [False, True]
+        if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap
+        else [False]
+    )
+    if etp > 1 or ep == 1:
+        return [("", overlap) for overlap in over]
+    # An all-to-all over NCCL is not known to hide much: with it 133 were left of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
+    # One call of HybridEP sends and receives, so nothing of it can be overlapped here.
+    return [
+        ("", False),
+        *(("deepep", overlap) for overlap in over),
+        *([("hybridep", False)] if hardware.is_blackwell else []),
+    ]
+
+
+def parallel_shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[ParallelConfig]:
+    """All sizes that divide, without recompute and dispatcher."""
+    model, experts = args.model, args.moe.num_experts or 1
+    seq, batch = args.data.seq_length, args.training.global_batch_size
+    layers = model.num_layers
+    for tp in divisors(math.gcd(gpus, model.num_attention_heads), min(hardware.domain, MAX_TENSOR_PARALLEL)):
+        groups = model.query_groups
+        if not model.multi_latent_attention and groups % tp and tp % groups:
+            continue
+        if model.ffn_hidden_size % tp or (args.moe.moe_shared_expert_intermediate_size or 0) % tp:
+            continue
+        for cp in divisors(gpus // tp, max(1, seq // MIN_POSITIONS_PER_RANK)):
+            if seq % (tp * cp * (2 if cp > 1 else 1)):
+                continue
+            for pp in divisors(gpus // (tp * cp), min(MAX_PIPELINE_STAGES, layers)):
+                replicas = gpus // (tp * cp * pp)
+                for mbs in (1, 2, 4, 8):
+                    if batch % (mbs * replicas):
+                        continue
+                    for vpp in _virtual(layers, pp, batch // (mbs * replicas)):
+                        for etp in sorted({1, tp} if experts > 1 else {tp}):
+                            for ep in divisors(experts, gpus):
+                                if (
+                                    gpus % (etp * ep * pp) == 0
+                                    and (args.moe.moe_ffn_hidden_size or model.ffn_hidden_size) % etp == 0
+                                ):
+                                    yield ParallelConfig(tp, cp, pp, vpp, ep, etp, mbs)
+
+
+def _virtual(layers: int, pp: int, microbatches: int) -> list[int]:
+    if pp == 1 or microbatches % pp:
+        return [1]
+    return [1, *(vpp for vpp in (2, 3, 4, 6, 8, 12) if pp * vpp <= layers + 1)]
+
+
+def layer_counts(layers: int, stages: int, extra: float) -> list[int]:
+    """Layers of every stage: as even as can be, with less on the last one, whose loss and multi-token prediction take as long as `extra`
+    layers; the first ones take what is missing."""
+    if stages == 1:
+        return [layers]
+    per = math.ceil((layers + extra) / stages)
+    last = max(0, per - round(extra), layers - per * (stages - 1))
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (index >= stages - 1 - more) for index in range(stages - 1)] + [last]
+
+
+def layout_text(counts: Sequence[int], depths: int) -> str | None:
+    """A layout string of these layers by stage; None for a single stage."""
+    if len(counts) == 1:
+        return None
+    stages = ["t" * count for count in counts]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * depths + "L"
+    parts, middle = [stages[0] + "|"], stages[1:-1]
+    while middle:
+        same = next((index for index, stage in enumerate(middle) if stage != middle[0]), len(middle))
+        parts.append(f"({middle[0]}|)*{same}" if same > 1 else f"{middle[0]}|")
+        middle = middle[same:]
+    return "".join(parts) + stages[-1]

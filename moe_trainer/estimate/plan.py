@@ -1,0 +1,187 @@
+"""A plan: what a command line will cost on given accelerators, all of it from flags. estimate/plan_text.py prints it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arguments import ArgumentError, parse_args
+from moe_trainer.estimate.flops import training_flops
+from moe_trainer.estimate.memory import GIB, RESERVED_BYTES, StageMemory, microbatches_per_iteration, plan_memory
+from moe_trainer.estimate.parameters import ParamCounts, count_parameters, planned_vocab_size
+from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS, PublishedRun
+from moe_trainer.estimate.step_time import StepTime, plan_step
+from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.estimate.hardware import Hardware
+
+DAY = 86400.0
+
+
+class PlanError(ValueError):
+    """Flags that are legal but say too little for a plan."""
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """The published run that is most like this one. differs: in what; apart: how many steps it is away (see `nearest`)."""
+
+    run: PublishedRun
+    differs: tuple[str, ...]
+    distance: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need and how fast it will be. memory: by pipeline stage; flops: of an iteration, as Megatron-LM counts them.
+    vocab_rows: of the padded vocabulary; note: what was taken for granted."""
+
+    args: Arguments
+    world_size: int
+    hardware: Hardware
+    counts: ParamCounts
+    memory: tuple[StageMemory, ...]
+    time: StepTime
+    flops: float
+    num_microbatches: int
+    batch_size: int
+    vocab_rows: int
+    note: str = ""
+
+    @property
+    def peak(self) -> StageMemory:
+        """The stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def margin(self) -> float:
+        """Bytes that the fullest device has left; negative: it does not fit."""
+        return self.hardware.memory_gib * GIB - RESERVED_BYTES - self.peak.total
+
+    @property
+    def headroom(self) -> float | None:
+        """The least of all stages (memory.py)."""
+        return min((stage.headroom for stage in self.memory if stage.headroom is not None), default=None)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.batch_size * self.args.data.seq_length / self.time.step / self.world_size
+
+    @property
+    def tokens_per_day(self) -> float:
+        """Of the whole run."""
+        return self.tokens_per_second * self.world_size * DAY
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of one GPU."""
+        return self.flops / self.time.step / self.world_size / 1e12
+
+    @property
+    def width(self) -> str:
+        """Format of the products: "bf16" (or wider), "fp8" or "fp4"."""
+        return "fp4" if self.args.precision.fp4 else "fp8" if self.args.precision.fp8 else "bf16"
+
+    @property
+    def mfu(self) -> float:
+        """TFLOP/s as a fraction of the device's peak in the format of the products."""
+        return self.tflops * 1e12 / self.hardware.peak(self.width)
+
+
+def validated_args(argv: list[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
+    """The flags, if a run on so many ranks would start with them.
+
+    Raises: ArgumentError with everything that is wrong; PlanError for batch sizes with which virtual stages would wait for ever.
+    """
+    args = parse_args(argv, world_size, checkpoint)
+    if args.unbuildable:
+        raise ArgumentError(args.unbuildable)
+    sizes = args.parallel
+    replicas = world_size // (
+        sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+    )
+    waiting = deadlocking_batch_sizes(args, replicas)
+    if waiting:
+        raise PlanError("; ".join(waiting))
+    return args
+
+
+def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
+    """Plan legal flags for so many ranks.
+
+    Raises: PlanError when the flags do not say how large the vocabulary, the sequences or the batches are; ValueError for an optimizer
+    whose state is not known.
+    """
+    rows, note = planned_vocab_size(args)
+    if rows is None:
+        raise PlanError("a plan needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
+    for dest, value in (("--seq-length", args.data.seq_length), ("--micro-batch-size", args.training.micro_batch_size)):
+        if not value:
+            raise PlanError(f"a plan needs {dest}")
+    count = microbatches_per_iteration(args, world_size)
+    memory = plan_memory(args, world_size, rows, count, hardware)
+    time = plan_step(args, world_size, rows, count, memory, hardware)
+    sizes = args.parallel
+    replicas = max(
+        1,
+        world_size
+        // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size),
+    )
+    batch = count * replicas * args.training.micro_batch_size
+    flops = training_flops(args, batch, args.data.seq_length, rows)
+    if args.has_frozen_weights:
+        forward = "the weights are not updated: memory is that of a forward pass; the time is still that of a training step, and a forward pass takes about a third"
+        note = "; ".join(filter(None, (note, forward)))
+    return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time, flops, count, batch, rows, note)
+
+
+def closest_reference_run(plan: Plan) -> ReferenceRun:
+    """The published run that is fewest steps away: doublings of sizes, another model, machine or format."""
+    return min((_compared(plan, run) for run in PUBLISHED_RUNS), key=lambda found: found.distance)
+
+
+def _compared(plan: Plan, run: PublishedRun) -> ReferenceRun:
+    args, differs, distance = plan.args, [], 0.0
+    billions = (plan.counts.total + plan.counts.mtp) / 1e9
+    away = abs(math.log2(billions / BILLION_PARAMS[run.model]))
+    if away > 0.02:
+        differs.append(f"{billions:.1f} instead of {BILLION_PARAMS[run.model]:.1f} billion parameters")
+        distance += 1 + 2 * away
+    if plan.hardware.name != run.hardware:
+        differs.append(f"{plan.hardware.name} instead of {run.hardware}")
+        distance += 2
+    if plan.width != run.width:
+        differs.append(f"{plan.width} instead of {run.width} products")
+        distance += 1.5
+    sizes = args.parallel
+    for name, mine, theirs, weight in (
+        ("GPUs", plan.world_size, run.gpus, 0.3),
+        ("TP", sizes.tensor_model_parallel_size, run.tp, 0.5),
+        ("PP", sizes.pipeline_model_parallel_size, run.pp, 0.3),
+        ("EP", sizes.expert_model_parallel_size, run.ep, 0.3),
+        ("ETP", sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size, run.etp, 0.3),
+        ("CP", sizes.context_parallel_size, run.cp, 0.7),
+        ("micro-batch", args.training.micro_batch_size, run.mbs, 0.3),
+        ("global batch", plan.batch_size, run.gbs, 0.1),
+        ("sequence", args.data.seq_length, run.seq, 0.7),
+    ):
+        if mine != theirs:
+            differs.append(f"{name} {mine} instead of {theirs}")
+            distance += weight * abs(math.log2(mine / theirs))
+    if sizes.overlap_moe_expert_parallel_comm != ("--overlap-moe-expert" in run.flags):
+        differs.append("with" if sizes.overlap_moe_expert_parallel_comm else "without")
+        differs[-1] += " overlapped token exchange"
+        distance += 0.3
+    moe = args.moe
+    dispatcher = (
+        moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
+    )
+    if sizes.expert_model_parallel_size > 1 and dispatcher != run.dispatcher:
+        differs.append(f"{dispatcher} instead of {run.dispatcher}")
+        distance += 0.3
+    return ReferenceRun(run, tuple(differs), distance)

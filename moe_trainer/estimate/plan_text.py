@@ -1,0 +1,226 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moe_trainer.estimate.memory import GIB, RESERVED_BYTES, StageMemory
+from moe_trainer.estimate.plan import Plan, closest_reference_run
+from moe_trainer.estimate.published_runs import BILLION_PARAMS
+from moe_trainer.estimate.uncertainty import PUBLISHED_HARDWARE, error_bar
+
+if TYPE_CHECKING:
+    from moe_trainer.estimate.suggestions import Fix
+
+PARTS = (
+    ("compute", "computation"),
+    ("exchange", "expert exchange, exposed"),
+    ("tensor", "tensor parallel, exposed"),
+    ("context", "context parallel, exposed"),
+    ("pipeline", "pipeline messages, exposed"),
+    ("data", "gradients and parameters, exposed"),
+    ("bubble", "pipeline bubble"),
+    ("optimizer", "optimizer"),
+    ("host", "between iterations"),
+)
+
+
+def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
+    """The table that --dry-run prints. fixes: with which a plan that does not fit does."""
+    counts, time, hardware = plan.counts, plan.time, plan.hardware
+    lines = [
+        "--------------------------- plan ---------------------------",
+        f"{plan.world_size} x {hardware.name} ({hardware.memory_gib:g} GiB, {hardware.peak(plan.width) / 1e12:g} TFLOP/s {plan.width}, NVLink "
+        f"{hardware.nvlink_gb_s:g} GB/s among {hardware.domain}, network {hardware.network_gb_s:g} GB/s; {hardware.source})",
+        f"parameters: {counts.total:,} (+ {counts.mtp:,} multi-token prediction), {counts.active:,} active per token",
+        f"an iteration: {plan.batch_size} sequences in {plan.num_microbatches} microbatches, {plan.flops:.4g} FLOPs",
+        "",
+        f"memory of a rank by pipeline stage, GiB at the peak (of {hardware.memory_gib:g}, {RESERVED_BYTES / GIB:g} set aside for context, NCCL, allocator)",
+        "  stage   parameters  weights    grads  optimizer  activations  dispatch  working    total     free  microbatches held",
+    ]
+    lines += [_stage_line(plan, stage) for stage in plan.memory]
+    peak = plan.peak
+    lines.append(
+        "  activations of stage "
+        + f"{peak.stage}: "
+        + ", ".join(
+            f"{module} {count / GIB:.2f}"
+            for module, count in sorted(peak.activations.items(), key=lambda item: -item[1])
+            if count
+        )
+    )
+    if max(len(stage.peak_inflight_microbatches) for stage in plan.memory) > 1:
+        lines.append("  microbatches held: at the peak, by each chunk (virtual stage) of the stage")
+    lines.append(
+        "  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 bits alone (its latent attention keeps less)"
+    )
+    if peak.host:
+        lines.append(f"  in host memory: {peak.host / GIB:.2f} GiB a rank")
+    bar = error_bar(plan)
+    lines += [
+        _fit_line(plan),
+        *(fix_lines(fixes, "cheapest changes that fit") if plan.margin < 0 else []),
+        "",
+        f"step: {time.step:.3f} s +- {bar.percent}",
+    ]
+    lines += [f"  +- {100 * value:.0f} % of these: {name}" for name, value in bar.reasons]
+    lines += [
+        f"  {text:36s} {getattr(time, name):9.3f} s  {100 * getattr(time, name) / time.step:5.1f} %"
+        for name, text in PARTS
+        if getattr(time, name) > 0
+    ]
+    lines += [
+        f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU {100 * plan.mfu:.1f} % of the {plan.width} peak, "
+        f"{plan.tokens_per_day / 1e9:.1f} billion tokens a day",
+        *_nearest_lines(plan),
+        _basis_line(plan),
+        "------------------------------------------------------------",
+    ]
+    return lines
+
+
+def _stage_line(plan: Plan, stage: StageMemory) -> str:
+    margin = plan.hardware.memory_gib * GIB - RESERVED_BYTES - stage.total
+    sizes = (
+        stage.weights,
+        stage.gradients,
+        stage.optimizer,
+        stage.kept,
+        stage.dispatch,
+        stage.working,
+        stage.total,
+        margin,
+    )
+    columns = [f"{size / GIB:{width}.2f}" for size, width in zip(sizes, (9, 9, 11, 13, 10, 9, 9, 9))]
+    return (
+        f"  {stage.stage:5d} {stage.held.total:12,d}".ljust(20)
+        + "".join(columns)
+        + "  "
+        + " ".join(map(str, stage.peak_inflight_microbatches))
+    )
+
+
+def _fit_line(plan: Plan) -> str:
+    if plan.margin < 0:
+        return f"does not fit: stage {plan.peak.stage} needs {-plan.margin / GIB:.2f} GiB more than a device has"
+    text = f"fits: the fullest device has {plan.margin / GIB:.2f} GiB left"
+    if plan.headroom is not None and plan.headroom > 100:
+        text += "; uneven routing cannot fill it"
+    elif plan.headroom is not None:
+        text += f"; uneven routing fills it when a rank gets {plan.headroom:.2f} times an even share of tokens in every layer"
+    return text
+
+
+def fix_lines(fixes: Sequence[Fix], title: str, none: str = "") -> list[str]:
+    """What makes a plan fit, one change a line. none: what to say where nothing does."""
+    if not fixes:
+        return [
+            none
+            or "no few changes of recompute, mapping, optimizer and offloading make it fit, and not eight times the devices; "
+            "`scripts/plan.py search` tries every mapping"
+        ]
+    return [f"{title}:", *(f"  {fix.text}" for fix in fixes)]
+
+
+def _basis_line(plan: Plan) -> str:
+    runs = len(plan.hardware.calibration)
+    if runs:
+        return f"times: predicted, with constants fitted to {runs} own run{'s' if runs > 1 else ''} ({plan.hardware.source}); even routing"
+    return "times: predicted, with constants fitted to published runs of Megatron-LM (`scripts/plan.py calibrate --from` fits yours); even routing"
+
+
+COMPARABLE = 1.0
+"""Logarithm to 2 of the ratio of sizes up to which two models are compared at all."""
+
+
+def _nearest_lines(plan: Plan) -> list[str]:
+    if plan.hardware.calibration:
+        return []
+    found = closest_reference_run(plan)
+    run = found.run
+    differs = "; ".join(found.differs) or "the same mapping"
+    if (
+        abs(math.log2((plan.counts.total + plan.counts.mtp) / 1e9 / BILLION_PARAMS[run.model])) > COMPARABLE
+        or plan.hardware.name not in PUBLISHED_HARDWARE
+    ):
+        return [f"no published run is comparable; the nearest is {run.name} ({run.source})"]
+    return [
+        f"nearest published run: {run.name}, {run.tflops:.1f} TFLOP/s/GPU ({run.source}); predicted here {100 * (plan.tflops / run.tflops - 1):+.1f} %",
+        f"  this run: {differs}",
+    ]
+
+
+def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
+    """What --report FILE holds. Memory is of the fullest stage, in units of 2^30 bytes; `memory.stages` has all of them."""
+    time, found, bar = plan.time, closest_reference_run(plan), error_bar(plan)
+    return {
+        "valid": True,
+        "world_size": plan.world_size,
+        "hardware": plan.hardware.name,
+        "fits": plan.margin >= 0,
+        "params": {
+            "total": plan.counts.total,
+            "mtp": plan.counts.mtp,
+            "active": plan.counts.active,
+            "active_no_embedding": plan.counts.active_no_embedding,
+        },
+        "memory": memory_json(plan),
+        "microbatches": plan.num_microbatches,
+        "flops": plan.flops,
+        "fixes": [
+            {"flags": list(fix.words), "slower": fix.slower, "margin_gb": fix.plan.margin / GIB, "outcome": fix.outcome}
+            for fix in fixes
+        ],
+        "step_s": time.step,
+        "step_error": bar.relative,
+        "step_error_reasons": [{"reason": name, "error": value} for name, value in bar.reasons],
+        "step": {f"{name}_s": getattr(time, name) for name, _ in PARTS},
+        "tflops_per_gpu": plan.tflops,
+        "tokens_per_s_per_gpu": plan.tokens_per_second,
+        "tokens_per_day": plan.tokens_per_day,
+        "mfu": plan.mfu,
+        "mfu_peak": plan.width,
+        "nearest_published": {
+            "name": found.run.name,
+            "tflops_per_gpu": found.run.tflops,
+            "source": found.run.source,
+            "difference": plan.tflops / found.run.tflops - 1,
+            "differs": list(found.differs),
+        },
+    }
+
+
+def memory_json(plan: Plan) -> dict[str, object]:
+    """The part of it about memory."""
+    return {
+        **_memory_json(plan.peak),
+        "gb": 2**30,
+        "device_gb": plan.hardware.memory_gib,
+        "reserve_gb": RESERVED_BYTES / GIB,
+        "margin_gb": plan.margin / GIB,
+        "headroom": plan.headroom,
+        "stages": [_memory_json(stage) for stage in plan.memory],
+    }
+
+
+def _memory_json(stage: StageMemory) -> dict[str, object]:
+    sizes = {
+        "weights": stage.weights,
+        "grads": stage.gradients,
+        "optimizer": stage.optimizer,
+        "activations": stage.kept,
+        "dispatch": stage.dispatch,
+        "working": stage.working,
+        "total": stage.total,
+        "host": stage.host,
+    }
+    return {
+        "stage": stage.stage,
+        "parameters": stage.held.total,
+        **{f"{name}_gb": size / GIB for name, size in sizes.items()},
+        "activations_by_module_gb": {module: size / GIB for module, size in stage.activations.items()},
+        "in_flight": list(stage.peak_inflight_microbatches),
+        "headroom": stage.headroom,
+    }

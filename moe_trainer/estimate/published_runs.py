@@ -1,0 +1,410 @@
+"""Published runs: how many GPUs made how many TFLOP/s with which mapping. Facts with sources; none of them is a run of this program.
+
+All ran with forced even routing and on mock data, those of PF with a capacity of one even share, the others without
+dropped tokens. `fits`: the constants of layer_time.py were fitted to these rows; the others are there to be predicted. TFLOP/s count as Megatron-LM counts them.
+
+Sources: P = arXiv 2603.07685v2 (tables 11, 17 and 20, the layout strings, 4.1.2); BR = NVIDIA-NeMo/Megatron-Bridge, skills nemo-mbridge-perf-*;
+DEV = NVIDIA/Megatron-LM, branch dev, discussion of DeepSeek-V3 on GB200; PF = arXiv 2504.14960 (MFU of 989.5 TFLOP/s; it does not state
+micro-batches and virtual stages: 1 is taken for the first, the 7 of the same models in Megatron-MoE-ModelZoo for the others).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+BILLION_PARAMS = MappingProxyType(
+    {
+        "deepseek_v3": 682.6,
+        "qwen3_235b_a22b": 235.1,
+        "qwen3_30b_a3b": 30.5,
+        "moonlight_16b": 16.0,
+        "mixtral_8x22b": 140.6,
+        "qwen2_57b_a14b": 57.4,
+    }
+)
+"""Parameters of the models, in 10^9, with multi-token prediction."""
+HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+DEEPEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8"
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16"
+DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+SEVEN = "--num-virtual-stages-per-pipeline-rank 7"
+UNFOLDED = "--expert-tensor-parallel-size 2"
+H100_TFLOPS_PER_PERCENT = 9.895
+"""TFLOP/s of a percent of MFU in PF."""
+SPLIT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One run. width: of the products, "bf16" or "fp8"; flags: what else its command line says; peak_gib: memory, where known."""
+
+    name: str
+    model: str
+    hardware: str
+    gpus: int
+    width: str
+    tp: int
+    pp: int
+    ep: int
+    mbs: int
+    gbs: int
+    tflops: float
+    flags: str
+    source: str
+    seq: int = 4096
+    is_fitted: bool = True
+    peak_gib: float | None = None
+    cp: int = 1
+
+    @property
+    def etp(self) -> int:
+        """Ranks over which its experts are cut."""
+        return self.tp if UNFOLDED in self.flags else 1
+
+    @property
+    def family(self) -> str:
+        """The model, where a preset stands for several."""
+        other = self.name.split()[0]
+        return other if other in ("G8T8", "8x70B") else self.model
+
+    @property
+    def dispatcher(self) -> str:
+        """How its tokens are exchanged."""
+        return next(
+            (name for name, flags in (("hybridep", HYBRIDEP), ("deepep", DEEPEP)) if flags in self.flags), "alltoall"
+        )
+
+    def argv(self) -> list[str]:
+        """Its command line, as far as it matters here."""
+        tensor = (
+            f"--tensor-model-parallel-size {self.tp} --sequence-parallel --expert-tensor-parallel-size 1"
+            if self.tp > 1
+            else ""
+        )
+        tensor += f" --context-parallel-size {self.cp}" if self.cp > 1 else ""
+        return (
+            f"--preset {self.model} --mock-data --seq-length {self.seq} {tensor} --pipeline-model-parallel-size {self.pp} "
+            f"--expert-model-parallel-size {self.ep} --micro-batch-size {self.mbs} --global-batch-size {self.gbs} {self.flags}"
+        ).split()
+
+
+def _layout(text: str) -> str:
+    return f"--pipeline-model-parallel-layout {text}"
+
+
+SERIES = (
+    ("Mixtral-8x22B", "mixtral_8x22b", 8, 8, True, ((128, 52.2), (256, 50.7), (512, 48.9), (1024, 44.9))),
+    ("Mixtral-8x22B", "mixtral_8x22b", 8, 4, False, ((128, 49.4), (256, 48.0), (512, 45.5), (1024, 42.3))),
+    ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, True, ((64, 39.9), (128, 39.7), (256, 38.1), (512, 36.6), (1024, 33.4))),
+    ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, False, ((64, 36.2), (128, 36.0), (256, 34.8), (512, 32.5), (1024, 29.8))),
+)
+"""Strong scaling of PF, 1024 sequences an iteration: name, preset, PP, EP, are experts folded (else cut like attention), (GPUs, MFU in %).
+The ends of the folded series are fitted: nothing else tells what an iteration takes beside its microbatches."""
+
+PUBLISHED_RUNS = (
+    PublishedRun(
+        "DeepSeek-V3 256xGB300 MXFP8",
+        "deepseek_v3",
+        "gb300",
+        256,
+        "fp8",
+        1,
+        4,
+        64,
+        1,
+        8192,
+        1233,
+        f"{_layout('Et*4|(tttt|)*14tmL')} {HYBRIDEP} {MXFP8} {OVERLAP} {GRAPHS}",
+        "P table 11",
+    ),
+    PublishedRun(
+        "DeepSeek-V3 256xGB200 MXFP8",
+        "deepseek_v3",
+        "gb200",
+        256,
+        "fp8",
+        1,
+        4,
+        64,
+        1,
+        8192,
+        1048,
+        f"{_layout('Et*4|(tttt|)*14tmL')} {HYBRIDEP} {MXFP8} --recompute-granularity selective --recompute-modules mlp {GRAPHS}",
+        "P table 11",
+    ),
+    PublishedRun(
+        "DeepSeek-V3 256xGB200 BF16",
+        "deepseek_v3",
+        "gb200",
+        256,
+        "bf16",
+        1,
+        8,
+        32,
+        1,
+        4096,
+        857,
+        f"{_layout('Et|(tt|)*30mL')} {HYBRIDEP} {GRAPHS}",
+        "P table 11",
+    ),
+    PublishedRun(
+        "DeepSeek-V3 1024xH100 FP8",
+        "deepseek_v3",
+        "h100",
+        1024,
+        "fp8",
+        2,
+        8,
+        64,
+        1,
+        8192,
+        368,
+        f"{_layout('Et|(tt|)*30mL')} {DEEPEP} {BLOCKWISE} {OVERLAP} --recompute-granularity selective "
+        "--recompute-modules mlp mla_up_proj moe_act layernorm",
+        "P tables 11 and 17",
+    ),
+    PublishedRun(
+        "Qwen3-235B 256xGB300 MXFP8",
+        "qwen3_235b_a22b",
+        "gb300",
+        256,
+        "fp8",
+        1,
+        4,
+        64,
+        2,
+        3072,
+        974,
+        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 6 {HYBRIDEP} {MXFP8} {GRAPHS}",
+        "P table 11",
+    ),
+    PublishedRun(
+        "Qwen3-235B 256xH100 BF16",
+        "qwen3_235b_a22b",
+        "h100",
+        256,
+        "bf16",
+        2,
+        8,
+        32,
+        1,
+        2048,
+        320,
+        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 4 {DEEPEP} {OVERLAP} {GRAPHS} --recompute-granularity selective "
+        "--recompute-modules moe_act layernorm",
+        "P table 11",
+    ),
+    PublishedRun(
+        "Qwen3-30B 16xH100 BF16, exchange overlapped",
+        "qwen3_30b_a3b",
+        "h100",
+        16,
+        "bf16",
+        1,
+        1,
+        16,
+        1,
+        1024,
+        299.352,
+        f"{HYBRIDEP} {OVERLAP}",
+        "BR perf-moe-hardware-configs",
+        peak_gib=62.166,
+    ),
+    PublishedRun(
+        "Qwen3-30B 16xH100 BF16",
+        "qwen3_30b_a3b",
+        "h100",
+        16,
+        "bf16",
+        1,
+        1,
+        16,
+        1,
+        1024,
+        244.039,
+        HYBRIDEP,
+        "BR perf-expert-parallel-overlap",
+    ),
+    # to be predicted
+    # Of this run the host is what was measured: recompute that costs the device next to nothing makes it up to 11 % slower
+    PublishedRun(
+        "Moonlight-16B 8xH100 BF16",
+        "moonlight_16b",
+        "h100",
+        8,
+        "bf16",
+        2,
+        1,
+        8,
+        1,
+        4,
+        77.5,
+        NARROW,
+        "BR perf-activation-recompute (0.457 s; memory 36.6, GB or GiB)",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "Qwen3-235B 256xGB200 BF16",
+        "qwen3_235b_a22b",
+        "gb200",
+        256,
+        "bf16",
+        1,
+        4,
+        32,
+        1,
+        8192,
+        750,
+        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} --recompute-granularity selective "
+        "--recompute-modules moe_act layernorm",
+        "P table 11",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "DeepSeek-V3 256xGB200 MXFP8, PP8",
+        "deepseek_v3",
+        "gb200",
+        256,
+        "fp8",
+        1,
+        8,
+        32,
+        1,
+        2048,
+        944,
+        f"{_layout('Et|(tt|)*30mL')} {HYBRIDEP} {MXFP8} {GRAPHS}",
+        "DEV",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "Qwen3-30B 16xH100 BF16, alltoall",
+        "qwen3_30b_a3b",
+        "h100",
+        16,
+        "bf16",
+        1,
+        1,
+        16,
+        1,
+        1024,
+        132.9,
+        "",
+        "BR perf-expert-parallel-overlap (whether the exchange is overlapped is not stated)",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "Mixtral-8x22B 128xH100 BF16",
+        "mixtral_8x22b",
+        "h100",
+        128,
+        "bf16",
+        2,
+        8,
+        8,
+        1,
+        256,
+        487.8,
+        SEVEN,
+        "PF, 49.3 %",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "Mixtral-8x22B 128xH100 FP8",
+        "mixtral_8x22b",
+        "h100",
+        128,
+        "fp8",
+        2,
+        8,
+        8,
+        1,
+        256,
+        632,
+        f"{SEVEN} {DELAYED}",
+        "PF",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "Mixtral-8x22B 128xH100 FP8, experts over TP",
+        "mixtral_8x22b",
+        "h100",
+        128,
+        "fp8",
+        2,
+        8,
+        4,
+        1,
+        256,
+        575,
+        f"{SEVEN} {DELAYED} {UNFOLDED}",
+        "PF",
+        is_fitted=False,
+    ),
+    PublishedRun(
+        "Qwen2-57B 64xH100 BF16",
+        "qwen2_57b_a14b",
+        "h100",
+        64,
+        "bf16",
+        2,
+        4,
+        4,
+        1,
+        256,
+        385.9,
+        SEVEN,
+        "PF, 39.0 %",
+        is_fitted=False,
+    ),
+    *tuple(
+        PublishedRun(
+            f"{name} {gpus}xH100 BF16{'' if folded else ', experts over TP'}, batch 1024",
+            model,
+            "h100",
+            gpus,
+            "bf16",
+            2,
+            pp,
+            ep,
+            1,
+            1024,
+            H100_TFLOPS_PER_PERCENT * mfu,
+            SEVEN if folded else f"{SEVEN} {UNFOLDED}",
+            f"PF, {mfu} %",
+            is_fitted=folded and gpus in (points[0][0], points[-1][0]),
+        )
+        for name, model, pp, ep, folded, points in SERIES
+        for gpus, mfu in points
+    ),
+    *tuple(
+        PublishedRun(
+            f"Mixtral-8x22B {gpus}xH100 BF16, {seq // 1024}K",
+            "mixtral_8x22b",
+            "h100",
+            gpus,
+            "bf16",
+            tp,
+            8,
+            8,
+            1,
+            1024,
+            H100_TFLOPS_PER_PERCENT * mfu,
+            f"{SEVEN} --max-position-embeddings 131072",
+            f"PF, {mfu} % (global batch taken for that of its other runs)",
+            seq,
+            False,
+            cp=cp,
+        )
+        for seq, gpus, cp, tp, mfu in (
+            (16384, 128, 4, 2, 47.6),
+            (32768, 256, 8, 2, 45.1),
+            (65536, 512, 8, 4, 44.5),
+            (131072, 1024, 8, 8, 42.9),
+        )
+    ),
+)

@@ -1,0 +1,188 @@
+"""What attention keeps for backward, kind by kind (activations.py says what is counted).
+
+Attention keeps what its kernel keeps (ops/attention.py, layers/ring_attention.py): on a CPU, without mask and up to
+BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, keys, values, output and log-sum-exp. Where sparse attention gathers
+its keys (arse_attention.py), latents stand for keys and values. Attention dropout on a
+CPU and explicit masks are not counted.
+
+Shapes: N heads, G key-value heads, D and E widths of key and value; the others as in saved_tensor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from arguments.sparse_attention import is_sparse, use_gathered_keys
+from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
+
+BLOCKED_MAX_LENGTH, QUERY_BLOCK = 512, 64  # as in ops/attention.py
+SEGMENT = 1024  # positions of a segment, as in ops/gated_delta_rule.py
+
+
+def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """Multi-head or grouped-query attention (layers/attention.py)."""
+    model = layer.model
+    heads, groups, width = (
+        model.num_attention_heads // layer.tp,
+        max(1, model.query_groups // layer.tp),
+        model.kv_channels,
+    )
+    if model.qk_layernorm or model.qk_l2_norm:
+        for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
+            rms = replace(model, normalization="RMSNorm") if model.qk_l2_norm else model
+            yield SavedTensor(f"{name}.x", (layer.tokens * count, width), layer.size)
+            yield SavedTensor(
+                f"{name}.statistics", (layer.tokens * count, 2 if rms.normalization == "LayerNorm" else 1), WIDE
+            )
+    yield from _core(layer, heads, groups, width, width, discarded=False)
+    if model.attention_output_gate:
+        yield SavedTensor("gate", (layer.tokens, heads * width), layer.size, "qkv_linear")
+        yield SavedTensor("linear_proj.x", (layer.tokens, heads * width), layer.size, "attn_proj")
+
+
+def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """A gated DeltaNet (layers/gated_delta_net.py). In its core each of the cp ranks has some of the heads of the whole sequence."""
+    model, tokens, part = layer.model, layer.tokens, "core_attn"
+    heads, width = model.linear_num_value_heads // layer.tp, model.linear_value_head_dim
+    key_channels = model.linear_num_key_heads // layer.tp * model.linear_key_head_dim
+    yield SavedTensor("in_proj.y", (tokens, 2 * key_channels + 2 * heads * width + 2 * heads), layer.size, part)
+    later_segments = -(-layer.length * layer.cp // SEGMENT) - 1
+    names = set(layer.args.precision.triton_kernels)
+    by_torch = layer.cpu or bool(names) and not names & {"all", "delta-rule"}  # a kernel of ours keeps no state
+    if later_segments and by_torch:
+        state = (layer.batch, heads // layer.cp, model.linear_key_head_dim, width)
+        yield SavedTensor("states", (later_segments, *state), WIDE, part)
+    yield from layer.norm(part, "out_norm", tokens * heads, width, layer.size)
+    yield SavedTensor("out_norm.y", (tokens, heads * width), layer.size, part)
+    if "gdn_norm_out" not in layer.parts:
+        yield SavedTensor("out_proj.x", (tokens, heads * width), layer.size, "attn_proj")
+
+
+def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """Latent attention, with the indexer of a sparse one (layers/mla.py)."""
+    model = layer.model
+    heads = model.num_attention_heads // layer.tp
+    key = model.qk_head_dim + model.qk_pos_emb_head_dim
+    down = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    if model.q_lora_rank is not None:
+        if model.qk_layernorm:
+            yield from layer.norm("qkv_linear", "q_layernorm", layer.rows, model.q_lora_rank, layer.size)
+        yield SavedTensor("q_latent", (layer.rows, model.q_lora_rank), layer.size, "qkv_linear")
+    elif "mla_up_proj" in layer.parts:
+        yield SavedTensor("q_before_rope", (layer.tokens, heads, key), layer.size, "qkv_linear")
+    gathered, discarded = use_gathered_keys(layer.args), "mla_up_proj" in layer.parts and _heads_cut(layer) == 1
+    reads = not gathered or "mla_up_proj" in layer.parts  # latents that are gathered are copies of these
+    if reads or model.qk_layernorm:
+        yield SavedTensor("kv_down", (layer.rows, down), layer.size, "qkv_linear")
+    if model.qk_layernorm:
+        numbers = 2 if model.normalization == "LayerNorm" else 1
+        yield SavedTensor("kv_layernorm.statistics", (layer.rows, numbers), WIDE, "qkv_linear")
+        if reads:
+            yield SavedTensor("kv_latent", (layer.rows, model.kv_lora_rank), layer.size, "qkv_linear")
+    if model.experimental_attention_variant == "dsa":
+        yield from _choice(layer)
+    if gathered:
+        yield from _gathering(layer, heads, key, discarded)
+    else:
+        yield from _core(layer, heads, heads, key, model.v_head_dim, discarded)
+
+
+def _gathering(layer: LayerSizes, heads: int, key: int, discarded: bool) -> Iterator[SavedTensor]:
+    """Attention to listed keys (layers/absorbed_mla.py). discarded: queries and latents are not kept."""
+    part, tokens, model = "core_attn", layer.tokens, layer.model
+    if not discarded:
+        yield SavedTensor("q", (tokens, heads, key), layer.size, part)
+        yield SavedTensor("kv_latents", (tokens, model.kv_lora_rank + model.qk_pos_emb_head_dim), layer.size, part)
+    if part not in layer.parts:
+        yield SavedTensor("log_sum_exp", (tokens, heads), WIDE, part)
+    yield SavedTensor("core_attn.y", (tokens, heads * model.v_head_dim), layer.size, "attn_proj")
+
+
+def _choice(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """What sparse attention keeps beside attention's own: the chosen keys, and what its indexer learns from (layers/sparse_attention.py)."""
+    model, tokens, part = layer.model, layer.tokens, "core_attn"
+    if part in layer.parts:
+        return
+    if use_gathered_keys(layer.args):
+        yield SavedTensor("choice", (layer.batch, layer.length, model.dsa_indexer_topk), WIDE, part)
+    elif _is_sparse(layer):
+        yield SavedTensor("choice", (layer.batch, layer.length, -(-layer.length * layer.cp // 8)), 1, part)
+    if not model.dsa_indexer_loss_coeff:
+        return
+    heads, width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+    if layer.rows != tokens:
+        yield SavedTensor("indexer.x", (tokens, layer.hidden), layer.size, part)
+        yield SavedTensor("indexer.latent", (tokens, model.q_lora_rank or layer.hidden), layer.size, part)
+    yield SavedTensor("indexer.k_norm.x", (tokens, width), layer.size, part)
+    yield SavedTensor("indexer.k_norm.statistics", (tokens, 2), WIDE, part)
+    if model.dsa_indexer_rotate_activation:
+        yield SavedTensor("indexer.rotations", (2, width, width), layer.size, part)
+    narrow = 2 if layer.args.precision.params_dtype_name == "bf16" else WIDE
+    yield SavedTensor("indexer.q.gradient", (tokens, heads, width), narrow, part)
+    yield SavedTensor("indexer.k.gradient", (tokens, width), narrow, part)
+    yield SavedTensor("indexer.weights.gradient", (tokens, heads), WIDE, part)
+
+
+def _is_sparse(layer: LayerSizes) -> bool:
+    """Are there more keys than are chosen?"""
+    return is_sparse(layer.model, layer.length * layer.cp)
+
+
+def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, discarded: bool) -> Iterator[SavedTensor]:
+    """Core attention and the input of the projection behind it. discarded: queries, keys and values are not kept."""
+    part, tokens = "core_attn", layer.tokens
+    q = SavedTensor("q", (tokens, heads, key), layer.size, part)
+    k, v = (
+        SavedTensor("k", (tokens, groups, key), layer.size, part),
+        SavedTensor("v", (tokens, groups, value), layer.size, part),
+    )
+    y = SavedTensor("core_attn.y", (tokens, heads * value), layer.size, "attn_proj")
+    if "core_attn" in layer.parts:
+        yield from () if discarded else (q, k, v)
+    elif _blocks(layer):
+        yield from () if discarded else (q, k, v)
+        yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, part)
+    elif layer.cpu and layer.length * _heads_cut(layer) <= BLOCKED_MAX_LENGTH:
+        yield from () if discarded else (q, k, v)
+        yield SavedTensor(
+            "probs",
+            (layer.batch, heads // _heads_cut(layer), _visible(layer.length * _heads_cut(layer))),
+            layer.size,
+            part,
+        )
+    else:
+        yield from _flash(layer, q, k, v, heads, discarded)
+    yield y
+
+
+def _heads_cut(layer: LayerSizes) -> int:
+    """Ranks that have exchanged heads for positions. What is kept is what they have received."""
+    parallel = layer.args.parallel
+    kind = parallel.cp_comm_type[min(layer.number, len(parallel.cp_comm_type) - 1)]
+    return {"a2a": layer.cp, "a2a+p2p": (parallel.hierarchical_context_parallel_sizes or (1,))[0]}.get(kind, 1)
+
+
+def _blocks(layer: LayerSizes) -> bool:
+    """Does attention go block by block (layers/ring_attention.py)?"""
+    return layer.packed or layer.cp > _heads_cut(layer) or layer.model.softmax_type != "vanilla" or _is_sparse(layer)
+
+
+def _visible(length: int) -> int:
+    """Probabilities of a head that are kept: every block of queries with the keys up to its end."""
+    ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
+    return sum((end - start) * end for start, end in zip(range(0, length, QUERY_BLOCK), ends))
+
+
+def _flash(
+    layer: LayerSizes, q: SavedTensor, k: SavedTensor, v: SavedTensor, heads: int, discarded: bool
+) -> Iterator[SavedTensor]:
+    key, value = q.shape[2], v.shape[2]
+    padded = value < key
+    if layer.cpu and k.shape[1] != heads:  # the kernel wants as many keys as queries
+        k, v = (replace(x, shape=(layer.tokens, heads, x.shape[2])) for x in (k, v))
+    if not discarded:
+        yield from (q, k, replace(v, shape=(*v.shape[:2], max(key, value))))
+    yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, "core_attn")
+    if padded or layer.batch > 1 or layer.cp > 1:  # else the projection reads it where it lies
+        yield SavedTensor("out", (layer.tokens, heads, max(key, value)), layer.size, "core_attn")

@@ -1,0 +1,62 @@
+"""A tensor that forward keeps for backward, and the sizes of a layer that lists of them are made of (activations.py).
+
+Shapes: T tokens of this rank's part of the sequence, `rows` those of them that it holds between blocks (T / tp with sequence
+parallelism), `own` those that it routes, R rows of its experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+WIDE = 4  # bytes of statistics, which are fp32
+INDEX = 8  # bytes of an int64
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor between forward and backward. part: the part of its layer that saves it, by the names of --offload-modules."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    part: str = ""
+    on_host: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Its storage."""
+        return math.prod(self.shape) * self.itemsize
+
+
+class LayerSizes:
+    """What one layer is like. number: from 0; device: "cpu" or "cuda"; received: rows of this rank's experts; packed: documents."""
+
+    def __init__(self, args: Arguments, number: int, *, is_moe: bool, device: str, received: int | None, packed: bool):
+        model, parallel, training = args.model, args.parallel, args.training
+        self.args, self.model, self.moe, self.is_moe, self.number = args, model, args.moe, is_moe, number
+        self.cpu, self.packed = device == "cpu", packed
+        self.parts = training.recomputed_modules
+        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
+        self.residual = 4 if model.fp32_residual_connection else self.size
+        self.hidden = model.hidden_size
+        self.batch, self.length = training.micro_batch_size, args.data.seq_length // self.cp
+        self.tokens = self.batch * self.length
+        self.own = self.tokens // self.tp
+        self.rows = self.own if parallel.sequence_parallel else self.tokens
+        etp = parallel.expert_tensor_parallel_size or self.tp
+        self.etp, self.ep = etp, parallel.expert_model_parallel_size
+        self.sent = self.own * args.moe.moe_router_topk
+        self.received = self.sent * etp if received is None else received
+
+    def norm(self, part: str, name: str, rows: int, width: int, itemsize: int) -> Iterator[SavedTensor]:
+        """A norm keeps its input and a number or two per row."""
+        yield SavedTensor(f"{name}.x", (rows, width), itemsize, part)
+        numbers = 2 if self.model.normalization == "LayerNorm" else 1
+        yield SavedTensor(f"{name}.statistics", (rows, numbers), WIDE, part)

@@ -1,0 +1,637 @@
+"""The best mapping of a model on so many devices: all legal ones (parallel_configs.py) estimated, the best of them planned, validated and ranked.
+
+First pass, for every mapping: layer times and bytes come from the same models as a plan's (layer_time.py, memory.py), found once for all mappings
+that share them; bubble and microbatches in flight by the closed formulas of their schedules. What clearly does not fit is dropped.
+Second pass, from the fastest down: the real command line through the real rules, a full plan with its simulated schedule; what is refused or
+does not fit is dropped. Of one shape only the fastest choice of recompute and dispatcher that fits is shown.
+
+Differences that the time model cannot tell are ties, and of these the best supported mapping stands first (`ranked`, uncertainty.py).
+Every result names what binds it; `reasons` says why the first is faster than the second, cause by cause.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from arguments import ArgumentError, parse_args
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.parallel import ParallelArgs
+from arguments.parse import resolve_command_line
+from moe_trainer.estimate.interconnect import Interconnect
+from moe_trainer.estimate.layer_time import LayerTime, PassTime
+from moe_trainer.estimate.memory import GIB, RESERVED_BYTES, ChunkBytes
+from moe_trainer.estimate.parallel_configs import (
+    FORMAT_FLAGS,
+    FORMATS,
+    FULL_RECOMPUTE,
+    REPLACED,
+    SEARCHED,
+    ParallelConfig,
+    dispatcher_choices,
+    drop_flags,
+    gemm_formats,
+    layer_counts,
+    layout_text,
+    parallel_shapes,
+    recompute_sets,
+    select_flags,
+)
+from moe_trainer.estimate.parameters import planned_vocab_size
+from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan, validated_args
+from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS, PublishedRun
+from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.state_bytes import rank_state_bytes
+from moe_trainer.estimate.step_time import OVERLAPPED_EXCHANGE_SHARE, exchange_slowdown
+from moe_trainer.estimate.suggestions import Fix, cheapest_fixes
+from moe_trainer.estimate.uncertainty import ErrorBar, comparison_bar, config_error, error_bar
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.estimate.hardware import Hardware
+
+ALWAYS_TIED = 0.02
+"""Difference of two predicted times, in logarithms, below which no comparison tells them apart."""
+EQUAL_BARS = 0.005
+"""Error bars that differ by less support their times equally well."""
+DEFAULT_HEADROOM = 1.2
+"""Load of a rank, as a multiple of an even share, that must fit unless the caller says otherwise: routing is never even, and what the
+allocator loses is counted nowhere."""
+MEMORY_SLACK = 1.03
+"""An estimate of memory may be so much above a device before it is dropped."""
+MAX_TRIES_PER_SHAPE = 6
+"""Choices of recompute and dispatcher that are planned for one shape, until one fits."""
+MIN_PLANNED = 60
+"""Full plans at least, if there are as many; the estimate's order is not quite the plan's."""
+MAX_PLANNED, MAX_REJECTED = 400, 600
+"""Full plans that are made, and refusals that are met, before a search gives up."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mapping at a glance: seconds of an iteration, bytes of the fullest rank."""
+
+    mapping: ParallelConfig
+    layout: str | None
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class RankedConfig:
+    """A mapping that is legal and fits. argv: the flags to add; binds: what keeps it from being faster; bar: how far its time may be off."""
+
+    mapping: ParallelConfig
+    argv: tuple[str, ...]
+    plan: Plan
+    bottleneck: str
+    bar: ErrorBar
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found, best first, and how many mappings it saw: legal by division, small enough, planned, refused by rules.
+
+    refusals: the commonest reasons of the rules, with how often each was met. replaced: what the line says that the search chooses itself.
+    own: the plan of the mapping that the user's line names, if it names a legal one; published: a run of this model on as many of these
+    devices in this width with which a figure was published, and the plan of its mapping. fixes: changes of flags that are not searched
+    with which something fits, where nothing does; devices: the smallest number (doubled) on which weights and states do.
+    """
+
+    base: tuple[str, ...]
+    found: tuple[RankedConfig, ...]
+    seen: int
+    small: int
+    planned: int
+    refused: int
+    seconds: float
+    own: Plan | None = None
+    published: tuple[PublishedRun, Plan] | None = None
+    refusals: tuple[tuple[str, int], ...] = ()
+    replaced: tuple[str, ...] = ()
+    closest: tuple[Plan, tuple[str, ...]] | None = None
+    fixes: tuple[Fix, ...] = ()
+    devices: int | None = None
+
+
+Progress = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Report progress to nobody."""
+
+
+def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
+    """Split off what a search chooses itself.
+
+    Returns:
+        The rest of the line, and what it means with the plainest mapping: a micro-batch of 1 and, of a model with experts, the alltoall
+        dispatcher, because other flags ask for values of these.
+
+    Raises: ArgumentError for flags that no mapping makes legal.
+    """
+    base = drop_flags(argv)
+    settings, _ = resolve_command_line([*base, "--micro-batch-size", "1"], None)
+    plain = ["--micro-batch-size", "1"] + (["--moe-token-dispatcher-type", "alltoall"] if settings.num_experts else [])
+    try:
+        return base, parse_args([*base, *plain], None)
+    except ArgumentError as refused:
+        try:
+            given = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
+        except ArgumentError:
+            raise refused from None
+    unmapped = {
+        field.name: field.default
+        for field in fields(ParallelArgs)
+        if field.name in SEARCHED and field.default is not MISSING
+    }
+    again = {
+        name: None
+        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+    }
+    return base, replace(given, parallel=replace(given.parallel, **unmapped), training=replace(given.training, **again))
+
+
+def search(
+    argv: Sequence[str],
+    gpus: int,
+    hardware: Hardware,
+    best: int = 10,
+    headroom: float = DEFAULT_HEADROOM,
+    progress: Progress = silent,
+) -> SearchResult:
+    """Find the best mappings of a command line: what it says is the base, and what a mapping sets takes the place of what it says of that.
+
+    headroom: load of a rank, as a multiple of an even share, that must still fit. progress: called now and then with how far the search is.
+
+    Raises: ValueError (ArgumentError, PlanError) for flags that no mapping makes legal.
+    """
+    begin = time.monotonic()
+    base, args = base_arguments(argv)
+    rows, _ = planned_vocab_size(args)
+    if rows is None:
+        raise PlanError("a search needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
+    if not args.training.global_batch_size:
+        raise PlanError("a search needs --global-batch-size: mappings are compared by the time of one iteration")
+    estimator = Estimator(args, gpus, hardware, rows, headroom)
+    estimates, seen, least = [], 0, None
+    mappings = list(estimator.mappings())
+    for estimate in map(estimator.estimate, mappings):
+        seen += 1
+        if seen % 500 == 0:
+            progress(f"{seen:,} of {len(mappings):,} mappings estimated")
+        if least is None or estimate.memory < least.memory:
+            least = estimate
+        if estimate.memory <= MEMORY_SLACK * (hardware.memory_gib * GIB - RESERVED_BYTES):
+            estimates.append(estimate)
+    found, planned, refused, tries, reasons_refused = [], 0, 0, Counter(), Counter()
+    for estimate in estimator.planning_order(estimates):
+        uncertain = estimator.added_error(estimate.mapping) > 0
+        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), uncertain
+        if (
+            (planned >= MIN_PLANNED and len(found) >= 2 * best)
+            or planned - refused >= MAX_PLANNED
+            or refused >= MAX_REJECTED
+        ):
+            break
+        if tries[shape] >= MAX_TRIES_PER_SHAPE:
+            continue
+        tries[shape] += 1
+        planned += 1
+        if planned % 10 == 0:
+            progress(f"{seen:,} mappings estimated; {planned} planned in full, {len(found)} fit")
+        line = estimate.mapping.flags(estimate.layout, args)
+        try:
+            plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
+        except ArgumentError as error:
+            refused += 1
+            reasons_refused.update({violation.message for violation in error.violations})
+            continue
+        except ValueError as error:
+            refused += 1
+            reasons_refused[str(error)] += 1
+            continue
+        if plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom):
+            found.append(RankedConfig(estimate.mapping, tuple(line), plan, find_bottleneck(plan), error_bar(plan)))
+            tries[shape] = MAX_TRIES_PER_SHAPE
+    own = _own(argv, base, gpus, hardware)
+    known = _published(found[0].plan, base) if found else None
+    outcome = SearchResult(
+        tuple(base),
+        tuple(ranked(found, best)),
+        seen,
+        len(estimates),
+        planned,
+        refused,
+        time.monotonic() - begin,
+        own,
+        known,
+        tuple(reasons_refused.most_common(3)),
+        tuple(select_flags(argv, REPLACED)),
+    )
+    return outcome if found else _nothing_fits(outcome, estimator, least, headroom)
+
+
+def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
+    """Order candidates: the fastest first, but of those that tie with the fastest that is left, the best supported.
+
+    Two tie when their times differ by less than the comparison of both can tell (`comparison_bar`). Better supported is a smaller error
+    bar; of equal bars the simplest mapping comes first, then that whose nearest published run is less far away.
+    """
+    left, order = sorted(found, key=lambda each: each.plan.time.step), []
+    while left and len(order) < best:
+        tied = [each for each in left if ties(left[0].plan, each.plan)]
+        # what another one, as well supported, clearly beats is no candidate, though it ties with the uncertain fastest
+        tied = [
+            each
+            for each in tied
+            if not any(
+                other.plan.time.step < each.plan.time.step
+                and other.bar.relative < each.bar.relative + EQUAL_BARS
+                and not ties(other.plan, each.plan)
+                for other in (*tied, *order)
+            )
+        ]
+        # bars that differ by less than a percent support equally
+        first = min(
+            tied or left[:1],
+            key=lambda each: (
+                round(each.bar.relative, 2),
+                each.mapping.num_features,
+                round(closest_reference_run(each.plan).distance, 1),
+                each.plan.time.step,
+            ),
+        )
+        order.append(first)
+        left.remove(first)
+    return order
+
+
+def ties(first: Plan, second: Plan) -> bool:
+    """True if the predicted times of two plans differ by less than their comparison can tell."""
+    difference = abs(math.log(second.time.step / first.time.step))
+    return difference < ALWAYS_TIED or difference < comparison_bar(first, second)
+
+
+def _nothing_fits(outcome: SearchResult, estimator: Estimator, least: Estimate | None, headroom: float) -> SearchResult:
+    """Add what would fit: changes of flags that are not searched on the smallest mapping, and a number of devices."""
+    hardware, gpus = estimator.hardware, estimator.gpus
+    closest, fixes = None, ()
+    if least is None:
+        least = min(estimator.mappings(small=False), key=lambda mapping: estimator.state_bytes(mapping), default=None)
+        least = least and estimator.estimate(replace(least, recompute=FULL_RECOMPUTE))
+    if least is not None:
+        line = least.mapping.flags(least.layout, estimator.args)
+        try:
+            plan = make_plan(validated_args([*outcome.base, *line], gpus), gpus, hardware)
+        except ValueError:
+            plan = None
+        if plan is not None:
+            closest = plan, tuple(line)
+            fixes = tuple(cheapest_fixes([*outcome.base, *line], plan, headroom=headroom, searched=False))
+    return replace(outcome, closest=closest, fixes=fixes, devices=_devices_that_hold(estimator))
+
+
+def _devices_that_hold(estimator: Estimator) -> int | None:
+    """The smallest number of devices, doubled from those given, whose memory some mapping's weights and states fit."""
+    room = estimator.hardware.memory_gib * GIB - RESERVED_BYTES
+    for doubling in range(1, 6):
+        gpus = estimator.gpus << doubling
+        larger = Estimator(estimator.args, gpus, estimator.hardware, estimator.rows, estimator.load)
+        if any(
+            larger.estimate(replace(shape, recompute=FULL_RECOMPUTE)).memory <= room
+            for shape in larger.mappings(small=True, shapes_only=True)
+        ):
+            return gpus
+    return None
+
+
+def search_formats(
+    argv: Sequence[str],
+    formats: Sequence[str],
+    gpus: int,
+    hardware: Hardware,
+    best: int = 10,
+    headroom: float = DEFAULT_HEADROOM,
+    progress: Progress = silent,
+) -> SearchResult:
+    """The same over several formats of the products (FORMATS), whatever the command line says of them.
+
+    Raises: ValueError as `search`, and for a format that the device has no products in.
+    """
+    missing = [name for name in formats if name not in gemm_formats(hardware)]
+    if missing:
+        raise PlanError(
+            f"{hardware.name} has no products in {', '.join(missing)}; it has {', '.join(gemm_formats(hardware))}"
+        )
+    base = drop_flags(argv, FORMAT_FLAGS)
+    outcomes = [
+        (
+            FORMATS[name],
+            search(
+                [*base, *FORMATS[name]],
+                gpus,
+                hardware,
+                best,
+                headroom,
+                lambda text, name=name: progress(f"{name}: {text}"),
+            ),
+        )
+        for name in formats
+    ]
+    found = ranked(
+        [replace(each, argv=(*words, *each.argv)) for words, outcome in outcomes for each in outcome.found], best
+    )
+    each = [outcome for _, outcome in outcomes]
+    known = max(
+        (outcome.published for outcome in each if outcome.published),
+        key=lambda published: published[0].tflops,
+        default=None,
+    )
+    seen, small, planned, refused, seconds = (
+        sum(getattr(outcome, name) for outcome in each) for name in ("seen", "small", "planned", "refused", "seconds")
+    )
+    refusals = Counter({reason: count for outcome in each for reason, count in outcome.refusals}).most_common(3)
+    last = each[-1]
+    return SearchResult(
+        tuple(drop_flags(base)),
+        tuple(found),
+        seen,
+        small,
+        planned,
+        refused,
+        seconds,
+        _own(argv, drop_flags(base), gpus, hardware),
+        known,
+        tuple(refusals),
+        tuple(select_flags(base, REPLACED)),
+        last.closest,
+        last.fixes,
+        last.devices,
+    )
+
+
+def _published(plan: Plan, base: Sequence[str]) -> tuple[PublishedRun, Plan] | None:
+    """The published run that differs in nothing but what is searched, if there is one."""
+    billions = (plan.counts.total + plan.counts.mtp) / 1e9
+    for run in PUBLISHED_RUNS:
+        same = (run.hardware, run.gpus, run.width, run.seq) == (
+            plan.hardware.name,
+            plan.world_size,
+            plan.width,
+            plan.args.data.seq_length,
+        )
+        if same and abs(billions / BILLION_PARAMS[run.model] - 1) < 0.01:
+            try:
+                return run, make_plan(
+                    validated_args([*base, *select_flags(run.argv())], plan.world_size), plan.world_size, plan.hardware
+                )
+            except ValueError:
+                continue
+    return None
+
+
+def _own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware) -> Plan | None:
+    if list(argv) == list(base):
+        return None
+    try:
+        return make_plan(validated_args(list(argv), gpus), gpus, hardware)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A mapping that is not planned yet, for `mapping_terms`."""
+
+    args: Arguments
+    hardware: Hardware
+
+
+class Estimator:
+    """Quick estimates of one command line's mappings. vocab_rows: of the padded vocabulary; load: at which memory is estimated."""
+
+    def __init__(self, args: Arguments, gpus: int, hardware: Hardware, vocab_rows: int, load: float = 1.0):
+        self.args, self.gpus, self.hardware, self.rows, self.load = args, gpus, hardware, vocab_rows, load
+        self.links = Interconnect(hardware)
+        self.pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        self.kinds = Counter(self.pattern)
+        self.experts_before = (0, *accumulate(map(int, self.pattern)))
+        self.depths = args.model.mtp_num_layers or 0
+        self._sizes: dict[tuple, tuple[ChunkBytes, dict[bool, float]]] = {}
+        self._times: dict[tuple, tuple[dict[bool, tuple[PassTime, PassTime]], tuple[float, float], float]] = {}
+        self._states: dict[tuple, tuple[float, float, float]] = {}
+        self._added_errors: dict[tuple, float] = {}
+
+    def mappings(self, small: bool = True, shapes_only: bool = False) -> Iterator[ParallelConfig]:
+        """Every mapping. small: only those whose weights and optimizer state a device can hold; shapes_only: without choices of recompute
+        and overlap, with the first dispatcher."""
+        room = self.hardware.memory_gib * GIB - RESERVED_BYTES
+        for shape in parallel_shapes(self.args, self.gpus, self.hardware):
+            if small and self.state_bytes(shape) > room:
+                continue
+            if shapes_only or not small:
+                yield shape
+                continue
+            for backend, overlap in dispatcher_choices(self.args, self.hardware, shape.ep, shape.etp):
+                if overlap and shape.pp > 1 and shape.vpp == 1:
+                    continue
+                for recompute in recompute_sets(self.args):
+                    if not (overlap and (recompute == FULL_RECOMPUTE or "moe" in recompute)):
+                        yield replace(shape, recompute=recompute, backend=backend, overlap=overlap)
+
+    def added_error(self, mapping: ParallelConfig) -> float:
+        """What the choices of a mapping add to the error bar of the model on this hardware."""
+        key = (
+            mapping.cp,
+            mapping.pp,
+            mapping.ep,
+            mapping.backend,
+            mapping.overlap,
+            mapping.recompute == FULL_RECOMPUTE,
+        )
+        if key not in self._added_errors:
+            self._added_errors[key] = config_error(_Choice(mapping.applied(self.args, None), self.hardware))
+        return self._added_errors[key]
+
+    def planning_order(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
+        """By turns the fastest that are left, and the fastest of those whose choices add nothing to the error bar."""
+        fast = sorted(estimates, key=lambda each: each.seconds)
+        sure = iter([each for each in fast if not self.added_error(each.mapping)])
+        seen: set[ParallelConfig] = set()
+        for each in fast:
+            for one in (each, next(sure, None)):
+                if one is not None and one.mapping not in seen:
+                    seen.add(one.mapping)
+                    yield one
+
+    def state_bytes(self, mapping: ParallelConfig) -> float:
+        """Bytes of weights, gradients and optimizer state of a middle rank."""
+        return self._state(mapping, mapping.vpp)[0]
+
+    def estimate(self, mapping: ParallelConfig) -> Estimate:
+        """Seconds and bytes of a mapping at a glance."""
+        kinds, head, extra = self._layer_times(mapping)
+        counts = layer_counts(len(self.pattern), mapping.pp * mapping.vpp, extra)
+        replicas = self.gpus // (mapping.tp * mapping.cp * mapping.pp)
+        count = self.args.training.global_batch_size // (mapping.mbs * replicas)
+        busy, first = self._busy(mapping, counts, kinds, head)
+        chunk = sum(busy) / mapping.pp / mapping.vpp
+        bubble = (mapping.pp - 1) * chunk + (0.0 if not mapping.overlap else first - busy[0])
+        _, dense, expert = self._state(mapping, mapping.vpp)
+        seconds = count * max(busy) + bubble + self._update(mapping, dense, expert)
+        return Estimate(mapping, layout_text(counts, self.depths), seconds, self._memory(mapping, counts, count))
+
+    def _layer_times(
+        self, mapping: ParallelConfig
+    ) -> tuple[dict[bool, tuple[PassTime, PassTime]], tuple[float, float], float]:
+        key = (mapping.tp, mapping.cp, mapping.ep, mapping.etp, mapping.mbs, mapping.recompute, mapping.backend)
+        if key not in self._times:
+            args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
+            times = LayerTime(args, self.links, self._bytes(mapping)[0])
+            kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
+            forward, backward = times.head()
+            extra = forward + backward
+            if self.depths:
+                one = kinds[mtp_is_moe(self.pattern)]
+                extra += self.depths * (3 * times.mtp_projection() + one[0].total + one[1].total)
+            usual = kinds[mtp_is_moe(self.pattern)]
+            self._times[key] = kinds, (forward, backward), extra / (usual[0].total + usual[1].total)
+        return self._times[key]
+
+    def _busy(
+        self,
+        mapping: ParallelConfig,
+        counts: Sequence[int],
+        kinds: dict[bool, tuple[PassTime, PassTime]],
+        head: tuple[float, float],
+    ) -> tuple[list[float], float]:
+        """Seconds of a microbatch by pipeline rank, and of the first rank without overlap."""
+        taken = exchange_slowdown(self.args, self.hardware)
+
+        def seconds(passes: tuple[PassTime, PassTime]) -> float:
+            total = passes[0] + passes[1]
+            if not mapping.overlap:
+                return total.total
+            hidden = min(OVERLAPPED_EXCHANGE_SHARE * total.exchange, total.compute)
+            return total.total - hidden + hidden * taken
+
+        each = {kind: seconds(passes) for kind, passes in kinds.items()}
+        busy, begin = [0.0] * mapping.pp, 0
+        for stage, number in enumerate(counts):
+            experts = self.experts_before[begin + number] - self.experts_before[begin]
+            busy[stage % mapping.pp] += experts * each.get(True, 0.0) + (number - experts) * each.get(False, 0.0)
+            begin += number
+        busy[-1] += sum(head) + self.depths * each[mtp_is_moe(self.pattern)]
+        plain = (
+            sum(self.kinds[kind] * (forward.total + backward.total) for kind, (forward, backward) in kinds.items())
+            / mapping.pp
+        )
+        return busy, max(plain, busy[0])
+
+    def _bytes(self, mapping: ParallelConfig) -> tuple[ChunkBytes, dict[bool, float]]:
+        key = (mapping.tp, mapping.cp, mapping.etp, mapping.ep, mapping.mbs, mapping.recompute)
+        if key not in self._sizes:
+            args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
+            sizes, crowded = ChunkBytes(args, self.rows), ChunkBytes(args, self.rows, self.load)
+            layers = {
+                kind: crowded.layer(kind)
+                if mapping.recompute != FULL_RECOMPUTE
+                else float(sizes.rows * args.model.hidden_size * sizes.size)
+                for kind in set(self.pattern)
+            }
+            self._sizes[key] = sizes, layers
+        return self._sizes[key]
+
+    def _state(self, mapping: ParallelConfig, vpp: int) -> tuple[float, float, float]:
+        """(bytes of states of a middle rank, its dense parameters, its experts')."""
+        key = (mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp)
+        if key not in self._states:
+            layout = layout_text(layer_counts(len(self.pattern), mapping.pp, 1.0), self.depths)
+            args = replace(mapping, vpp=1).applied(self.args, layout)
+            params = LayerParams(args, self.rows)
+            held = sum((params.layers[kind] for kind in self.pattern), ParamsPerRank(0, 0))
+            tables = 2 * params.table() if mapping.pp == 1 else 0
+            dense, expert = held.dense / mapping.pp + tables, held.expert / mapping.pp
+            self._states[key] = (
+                rank_state_bytes(args, self.gpus, round(dense), round(expert), tables=tables).device,
+                dense,
+                expert,
+            )
+        return self._states[key]
+
+    def _memory(self, mapping: ParallelConfig, counts: Sequence[int], microbatches: int) -> float:
+        sizes, layers = self._bytes(mapping)
+        if mapping.vpp == 1:
+            number = min(microbatches, mapping.pp)
+        else:
+            number = min(microbatches * mapping.vpp, 2 * (mapping.pp - 1) + (mapping.vpp - 1) * mapping.pp + 1)
+        per_chunk = sum(self.kinds[kind] * size for kind, size in layers.items()) / len(counts)
+        logits = sizes.tokens * self.rows // mapping.tp * sizes.size * (1 + self.depths) if mapping.pp == 1 else 0
+        return self._state(mapping, mapping.vpp)[0] + number * per_chunk + logits
+
+    def _update(self, mapping: ParallelConfig, dense: float, expert: float) -> float:
+        """Gradients, parameters and optimizer: what is not hidden, roughly."""
+        parallel, found = self.args.parallel, self.hardware.constants.iteration
+        if not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
+            replicas = self.gpus // (mapping.tp * mapping.pp)
+            found += self.links.ring(6 * dense, mapping.tp, replicas)
+            found += self.links.ring(
+                6 * expert, mapping.etp * mapping.ep, max(1, self.gpus // (mapping.etp * mapping.ep * mapping.pp))
+            )
+        return found
+
+
+def find_bottleneck(plan: Plan) -> str:
+    """What keeps a plan from being faster: the memory that other choices would need, or its largest loss."""
+    time_ = plan.time
+    losses = {
+        "expert exchange": time_.exchange,
+        "tensor parallel": time_.tensor,
+        "context parallel": time_.context,
+        "pipeline bubble": time_.bubble,
+        "pipeline messages": time_.pipeline,
+        "gradients and parameters": time_.data,
+        "optimizer": time_.optimizer,
+    }
+    name, most = max(losses.items(), key=lambda item: item[1])
+    text = (
+        f"memory, of which {plan.margin / GIB:.1f} GiB are free"
+        if plan.margin < 0.1 * plan.hardware.memory_gib * GIB
+        else ""
+    )
+    again = "recompute" if plan.args.training.recompute_granularity else ""
+    parts = [
+        part
+        for part in (text, again, f"{name} {100 * most / time_.step:.1f} %" if most > 0.02 * time_.step else "")
+        if part
+    ]
+    return ", ".join(parts) or "computation"
+
+
+def explain_speedup(first: Plan, second: Plan) -> list[str]:
+    """Why the first is faster, cause by cause, the largest first."""
+    names = (
+        ("compute", "computation"),
+        ("exchange", "expert exchange"),
+        ("tensor", "tensor-parallel communication"),
+        ("context", "context-parallel communication"),
+        ("pipeline", "pipeline messages"),
+        ("data", "gradients and parameters"),
+        ("bubble", "pipeline bubble"),
+        ("optimizer", "optimizer"),
+    )
+    changes = sorted(
+        ((getattr(second.time, name) - getattr(first.time, name), text) for name, text in names),
+        key=lambda item: -abs(item[0]),
+    )
+    return [
+        f"{abs(change):.3f} s {'less' if change > 0 else 'more'} {text}"
+        for change, text in changes
+        if abs(change) > 0.002 * second.time.step
+    ]

@@ -1,0 +1,161 @@
+"""What a search found, in lines: the ranking, why the first is first, other mappings against it, and the command line to run."""
+
+from __future__ import annotations
+
+import shlex
+
+from moe_trainer.estimate.memory import GIB
+from moe_trainer.estimate.plan import Plan
+from moe_trainer.estimate.plan_text import fix_lines
+from moe_trainer.estimate.search import RankedConfig, SearchResult, explain_speedup, ties
+from moe_trainer.estimate.uncertainty import error_bar
+
+
+def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
+    """What a search prints."""
+    refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
+    head = (
+        f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, {outcome.planned} planned in full"
+        f"{refused}; {outcome.seconds:.0f} s"
+    )
+    lines = [
+        head,
+        *(f"  refused {'once' if count == 1 else f'{count} times'}: {reason}" for reason, count in outcome.refusals),
+    ]
+    if outcome.replaced:
+        lines.append(f"the search replaces: {shlex.join(outcome.replaced)}")
+    if not outcome.found:
+        return [*lines, *_nothing_lines(outcome, gpus)]
+    lines += [
+        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products    dispatcher         recompute"
+    ]
+    for number, each in enumerate(outcome.found, start=1):
+        plan, mapping = each.plan, each.mapping
+        room = "" if plan.headroom is None else f"{min(plan.headroom, 99.99):.2f}"
+        dispatcher = (mapping.backend or "alltoall") + (" overlapped" if mapping.overlap else "")
+        lines.append(
+            f"{number:3d} {plan.tokens_per_second:13,.0f} {plan.tflops:8.1f} {plan.time.step:10.3f} {each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} "
+            f"{room:>9s}   {mapping.tp:2d} "
+            f"{mapping.cp:2d} {mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d}  {_products(plan):10s}  {dispatcher:18s} "
+            f"{' '.join(sorted(plan.args.training.recomputed_modules - {'mtp'})) or '-'}"
+        )
+        lines.append(f"      limited by: {each.bottleneck}{_uncertainties(each)}")
+    lines.append(
+        "headroom: the load of the busiest rank, as a multiple of an even share of tokens, at which memory is full"
+    )
+    lines += _order_lines(outcome)
+    if outcome.own is not None:
+        lines += _against("your own mapping", outcome.own, outcome.found[0].plan)
+    if outcome.published is not None:
+        row, plan = outcome.published
+        lines += _against(
+            f"the published mapping ({row.name}, measured at {row.tflops:.0f} TFLOP/s)", plan, outcome.found[0].plan
+        )
+    return [*lines, "to run it (on every node):", "  " + launch_line(outcome, gpus)]
+
+
+def launch_line(outcome: SearchResult, gpus: int) -> str:
+    """The first mapping as a line to paste, with the launcher."""
+    per_node = min(gpus, outcome.found[0].plan.hardware.node)
+    nodes = -(-gpus // per_node)
+    several = (
+        f"--nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT "
+        if nodes > 1
+        else ""
+    )
+    return f"torchrun --nproc-per-node {per_node} {several}" + shlex.join(
+        ["pretrain_moe.py", *outcome.base, *outcome.found[0].argv]
+    )
+
+
+def _uncertainties(found: RankedConfig) -> str:
+    """What makes the error bar wide."""
+    large = [name for name, value in found.bar.reasons if value >= 0.05]
+    return f"; uncertain because of {', '.join(large)}" if large else ""
+
+
+def _order_lines(outcome: SearchResult) -> list[str]:
+    """Why the first stands first."""
+    first = outcome.found[0].plan
+    fastest = min(outcome.found, key=lambda each: each.plan.time.step)
+    tied = [number for number, each in enumerate(outcome.found, start=1) if number > 1 and ties(first, each.plan)]
+    lines = []
+    if tied:
+        lines.append(
+            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands first: the smallest error, then the "
+            "simplest mapping, then the nearest published run"
+        )
+    if fastest.plan is not first and fastest.plan.time.step < 0.995 * first.time.step:
+        lines.append(
+            f"the fastest of them by prediction is {outcome.found.index(fastest) + 1}, by {100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: "
+            "worth a trial of some iterations"
+        )
+    if len(outcome.found) > 1 and not ties(first, outcome.found[1].plan):
+        why = explain_speedup(first, outcome.found[1].plan)
+        lines.append(
+            f"the first beats the second by {100 * (outcome.found[1].plan.time.step / first.time.step - 1):.1f} %: {', '.join(why)}"
+        )
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """1, 2, 3, 5 as "1 to 3, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _nothing_lines(outcome: SearchResult, gpus: int) -> list[str]:
+    """Why nothing was found, and what would be."""
+    if outcome.planned and outcome.refused == outcome.planned:
+        return ["no mapping is legal with these flags (the commonest reasons stand above)"]
+    if outcome.closest is None:
+        return [
+            f"none fits on {gpus} devices: no sizes divide heads, experts (--num-experts) and --global-batch-size (a number of devices "
+            "with small factors has more mappings)"
+        ]
+    plan, argv = outcome.closest
+    if plan.margin >= 0:
+        need = f"fits, but leaves headroom for {plan.headroom:.2f} times an even share of tokens only (--headroom asks for more)"
+    else:
+        need = f"needs {-plan.margin / GIB:.1f} GiB a device more than there is"
+    lines = [f"none fits: the smallest mapping {need}", f"  {shlex.join(argv)}"]
+    lines += fix_lines(
+        outcome.fixes,
+        "with that mapping, cheapest first",
+        "a smaller optimizer and offloading do not make it fit either",
+    )
+    if outcome.devices is not None:
+        lines.append(f"with the flags as they are, {outcome.devices} devices hold it")
+    return lines
+
+
+def _products(plan: Plan) -> str:
+    """The recipe of a plan's products."""
+    precision = plan.args.precision
+    return precision.fp4_recipe if precision.fp4 else precision.fp8_recipe if precision.fp8 else plan.width
+
+
+def _against(name: str, plan: Plan, first: Plan) -> list[str]:
+    """Another mapping against the first."""
+    room = (
+        f"fits with {plan.margin / GIB:.1f} GiB left"
+        if plan.margin >= 0
+        else f"does not fit by {-plan.margin / GIB:.1f} GiB"
+    )
+    headroom = "" if plan.headroom is None else f", headroom {plan.headroom:.2f}"
+    share = 100 * (plan.tokens_per_second / first.tokens_per_second - 1)
+    compared = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower'} than the first{', a tie' if ties(first, plan) else ''}"
+    return [
+        f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- {error_bar(plan).percent}, {compared}; "
+        f"{plan.peak.total / GIB:.1f} GiB, {room}{headroom}",
+        *(
+            ["  the first has " + ", ".join(explain_speedup(first, plan)[:3])]
+            if explain_speedup(first, plan) and not ties(first, plan)
+            else []
+        ),
+    ]

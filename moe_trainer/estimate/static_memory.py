@@ -1,0 +1,131 @@
+"""What --validate-only says about memory: weights, gradients and optimizer state of the rank that holds most, for every mapping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from arguments.layer_pattern import is_linear, mtp_is_moe
+from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params
+from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+_GIB = 2.0**30
+
+
+def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[StateBytes]:
+    """Bytes of a rank of every pipeline stage, first to last; all ranks of a stage hold as much."""
+    params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
+    found = []
+    for chunks in chunk_layouts(args.model, args.parallel):
+        held = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
+        stored = fp8_params_on_rank(plain, chunks) if args.has_fp8_params else ParamsPerRank(0, 0)
+        if args.model.dsa_indexer_warmup:
+            found.append(_warming_up(args, world_size, held, chunks))
+            continue
+        found.append(
+            rank_state_bytes(
+                args,
+                world_size,
+                held.dense,
+                held.expert,
+                (stored.dense, stored.expert),
+                sum(params.tables(chunk) for chunk in chunks),
+            )
+        )
+    return found
+
+
+def _warming_up(args: Arguments, world_size: int, held: ParamsPerRank, chunks: Sequence[ChunkLayout]) -> StateBytes:
+    """Indexers are trained; of all else there are weights only."""
+    depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
+    trained = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
+    state = rank_state_bytes(args, world_size, trained, 0)
+    return replace(
+        state,
+        weights=state.weights + (held.total - trained) * (4.0 if args.precision.params_dtype_name == "fp32" else 2.0),
+    )
+
+
+def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
+    """The same model with matrices only."""
+    return LayerParams(
+        replace(args, model=replace(args.model, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)),
+        vocab_rows,
+    )
+
+
+def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
+    """Weights that a rank keeps in 8 bits (estimate/fp8_params.py: of the whole model), if the flags ask for it at all."""
+    model, precision = plain.model, plain.args.precision
+    first, last = (
+        (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
+        if precision.first_last_layers_bf16
+        else (0, 0)
+    )
+    held = ParamsPerRank(0, 0)
+    for chunk in chunks:
+        for number in chunk.layers:
+            if first <= number < model.num_layers - last:
+                held += _matrices(plain, plain.pattern[number], number)
+        if chunk.mtp:
+            depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
+            one = _matrices(plain, mtp_is_moe(plain.pattern), model.num_layers) + ParamsPerRank(
+                2 * model.hidden_size**2 // plain.tp, 0
+            )
+            held += ParamsPerRank(depths * one.dense, depths * one.expert)
+    return held
+
+
+def _matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
+    """The quantised matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
+    hidden, moe = plain.model.hidden_size, plain.moe
+    rest = 2 * plain.norm(hidden) + indexer_params(plain.model)
+    if is_moe:
+        rest += moe.num_experts * hidden + (
+            hidden if moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate else 0
+        )
+    if is_linear(plain.model, number):
+        rest += plain.attention() - gated_delta_net_params(plain.model, matrices=True) // plain.tp
+    return plain.layers[is_moe] + ParamsPerRank(-rest, 0)
+
+
+def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
+    """The line; nothing where the flags do not tell the vocabulary, or the optimizer's state is not known.
+
+    world_size None: of one replica of the model and its experts.
+    """
+    rows = padded_vocab_size or padded_vocab_size_from_flags(args)
+    if rows is None or not has_known_state(args):
+        return []
+    sizes = parallel_sizes(args)
+    world_size = world_size or math.lcm(
+        sizes["tp"] * sizes["cp"] * sizes["pp"], sizes["etp"] * sizes["ep"] * sizes["pp"]
+    )
+    stages = stage_states(args, world_size, rows)
+    most = max(stages, key=lambda state: state.total)
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {getattr(most, name) / _GIB:.2f}"
+        for name in ("weights", "gradients", "main_params", "moments")
+    )
+    host = (
+        f"; {most.host / _GIB:.2f} GiB of it on the host, {(most.total - most.host) / _GIB:.2f} on the device"
+        if most.host
+        else ""
+    )
+    least = min(state.total for state in stages)
+    where = ""
+    if least < most.total:
+        where = (
+            f" on pipeline stage {stages.index(most)} of {len(stages)}, where it is most (least: {least / _GIB:.2f})"
+        )
+    return [
+        f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state{where} ({parts}){host}; activations are counted by --dry-run"
+    ]

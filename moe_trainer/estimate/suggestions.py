@@ -1,0 +1,339 @@
+"""Which change of a command line that does not fit makes it fit, cheapest first.
+
+Single changes are planned through the real rules: more recompute, other sizes of the mapping, a smaller micro-batch, fewer virtual stages,
+a smaller optimizer, offloading. Where no single change fits, or only a slow one, pairs of different kinds are planned too, those first
+that promise to save enough. Where no pair fits either, changes are added one by one, each time the one that saves most for its cost; and
+at last the number of devices is raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arguments.stage_layout import chunk_layouts
+from moe_trainer.estimate.memory import GIB
+from moe_trainer.estimate.parallel_configs import (
+    FULL_RECOMPUTE,
+    MAX_PIPELINE_STAGES,
+    MAX_TENSOR_PARALLEL,
+    drop_flags,
+    layer_counts,
+    layout_text,
+    recompute_sets,
+)
+from moe_trainer.estimate.plan import Plan, make_plan, validated_args
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.estimate.hardware import Hardware
+
+SLOW = 0.05
+"""A single change that costs more than this is compared with pairs."""
+MOST_PAIRS, ENOUGH_PAIRS, LONGEST_CHAIN = 120, 6, 6
+"""Pairs that are planned, pairs that fit after which no more are planned, and changes that are added one by one."""
+LIKELY, POSSIBLE = 1.1, 1.3
+"""Memory that a pair should need by the savings of its single changes, as a multiple of what there is: up to the first, pairs are planned
+fastest first; up to the second after these, smallest first; above, not at all."""
+LEAST_COST = 0.05
+"""Added to what a change costs when savings are weighed against it, so that a free change that saves little does not win."""
+AS_FAST = 0.0005
+"""A difference in pace that is shown as none."""
+LEAST_SHARD = 2048
+"""Positions of a sequence that context parallelism leaves a rank at least."""
+LEAST_CONTEXT = 8192
+"""Positions of a sequence below which context parallelism is not offered."""
+RECOMPUTE = frozenset(
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations checkpoint_activations "
+    "moe_layer_recompute".split()
+)
+LAYOUT = frozenset(
+    "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
+    "num_virtual_stages_per_pipeline_rank decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage".split()
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change. kind: of two changes of a kind only one is made; dests: what it replaces; words: with what; note: what else it does."""
+
+    kind: str
+    words: tuple[str, ...]
+    dests: frozenset[str] = frozenset()
+    note: str = ""
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Changes with which a plan fits. slower: its time per token and device against the line's, as a fraction more."""
+
+    changes: tuple[Change, ...]
+    plan: Plan
+    slower: float
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The flags to give."""
+        return tuple(word for change in self.changes for word in change.words)
+
+    @property
+    def outcome(self) -> str:
+        """The memory that is then left, the change of pace, and what else the flags change, in one clause."""
+        pace = f"{100 * abs(self.slower):.1f} % {'slower' if self.slower > 0 else 'faster'}"
+        if abs(self.slower) < AS_FAST:
+            pace = "as fast"
+        notes = "".join(f"; {change.note}" for change in self.changes if change.note)
+        return f"fits with {self.plan.margin / GIB:.1f} GiB left, {pace}{notes}"
+
+    @property
+    def text(self) -> str:
+        """The flags to give, and their outcome."""
+        return f"{' '.join(self.words)}: {self.outcome}"
+
+
+def cheapest_fixes(
+    argv: Sequence[str], plan: Plan, headroom: float = 1.0, searched: bool = True, most: int = 3
+) -> list[Fix]:
+    """Find what makes a line fit that does not.
+
+    Args:
+        argv: the line; plan: its plan. headroom: load of a rank, as a multiple of an even share, that must fit too.
+        searched: change what a search for mappings chooses, too. most: how many to return.
+
+    Returns:
+        The fastest fixes; singles before pairs that are not faster. Empty: nothing of this fits.
+    """
+    found: list[Fix] = []
+    legal: list[tuple[Change, Plan]] = []
+    for change in changes(plan.args, plan.hardware, plan.world_size, searched):
+        other = _planned(argv, (change,), plan)
+        if other is None:
+            continue
+        legal.append((change, other))
+        if _fits(other, headroom):
+            found.append(Fix((change,), other, _slower(other, plan)))
+    if not found or min(fix.slower for fix in found) > SLOW:
+        found += _pairs(argv, plan, legal, headroom)
+    if not found and legal:
+        found = _chain(argv, plan, [change for change, _ in legal], headroom)
+    if not found and searched:
+        more = [
+            Change(
+                "devices",
+                ("--world-size", str(plan.world_size * times)),
+                frozenset(("world_size",)),
+                f"{times} times the devices",
+                times,
+            )
+            for times in (2, 4, 8)
+        ]
+        larger = [(change, other) for change in more if (other := _planned(argv, (change,), plan)) is not None]
+        found = [Fix((change,), other, _slower(other, plan)) for change, other in larger if _fits(other, headroom)]
+        if not found:
+            found = _pairs(argv, plan, [*legal, *larger], headroom)
+    return _undominated(found)[:most]
+
+
+def _undominated(found: Sequence[Fix]) -> list[Fix]:
+    """Fastest first, of each set of kinds the fastest only, and nothing that contains a fix and is slower."""
+    kept: list[Fix] = []
+    for fix in sorted(found, key=lambda fix: (round(fix.slower, 3), len(fix.changes), -fix.plan.margin)):
+        kinds = {change.kind for change in fix.changes}
+        if not any({change.kind for change in other.changes} <= kinds for other in kept):
+            kept.append(fix)
+    return kept
+
+
+def _fits(plan: Plan, headroom: float) -> bool:
+    return plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom)
+
+
+def _slower(plan: Plan, before: Plan) -> float:
+    return before.tokens_per_second / plan.tokens_per_second - 1
+
+
+def _planned(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> Plan | None:
+    """The plan with these changes; None where the rules refuse them."""
+    dests = frozenset().union(*(change.dests for change in chosen))
+    line = [*drop_flags(argv, dests), *(word for change in chosen for word in change.words)]
+    gpus = plan.world_size
+    for change in chosen:
+        gpus *= change.devices
+    try:
+        return make_plan(validated_args(line, gpus), gpus, plan.hardware)
+    except ValueError:
+        return None
+
+
+def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:
+    """Pairs of changes of different kinds, those first that should save enough at least cost."""
+    room = plan.peak.total + plan.margin
+    able = []
+    for (first, one), (second, two) in itertools.combinations(legal, 2):
+        if first.kind == second.kind:
+            continue
+        needs = plan.peak.total * (one.peak.total / plan.peak.total) * (two.peak.total / plan.peak.total)
+        slower = (1 + _slower(one, plan)) * (1 + _slower(two, plan))
+        if needs <= POSSIBLE * room:
+            likely = needs <= LIKELY * room
+            able.append((not likely, slower if likely else needs, first, second))
+    found: list[Fix] = []
+    for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MOST_PAIRS]:
+        other = _planned(argv, (first, second), plan)
+        if other is not None and _fits(other, headroom):
+            found.append(Fix((first, second), other, _slower(other, plan)))
+            if len(found) >= ENOUGH_PAIRS:
+                break
+    return found
+
+
+def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom: float) -> list[Fix]:
+    """Add the change that saves most memory for its cost, until the plan fits."""
+    chosen: tuple[Change, ...] = ()
+    now = plan
+    while len(chosen) < LONGEST_CHAIN:
+        kinds = {change.kind for change in chosen}
+        plans = [
+            (change, other)
+            for change in offered
+            if change.kind not in kinds
+            and (other := _planned(argv, (*chosen, change), plan)) is not None
+            and other.peak.total < now.peak.total
+        ]
+        fitting = [
+            Fix((*chosen, change), other, _slower(other, plan)) for change, other in plans if _fits(other, headroom)
+        ]
+        if fitting or not plans:
+            return fitting
+        best, now = max(
+            plans,
+            key=lambda each: (
+                math.log(now.peak.total / each[1].peak.total) / (LEAST_COST + max(0.0, _slower(each[1], now)))
+            ),
+        )
+        chosen = (*chosen, best)
+    return []
+
+
+def changes(args: Arguments, hardware: Hardware, gpus: int, searched: bool = True) -> Iterator[Change]:
+    """All single changes of a command line that may save memory."""
+    if searched:
+        yield from () if args.has_frozen_weights else _recompute(args)
+        yield from _mapping(args, hardware, gpus)
+    if not args.has_frozen_weights:  # else there is no optimizer, and no activation waits for a backward
+        yield from _optimizer(args)
+        yield from _offloading(args)
+
+
+def _recompute(args: Arguments) -> Iterator[Change]:
+    now = args.training.recomputed_modules
+    if "full" in now:
+        return
+    for parts in recompute_sets(args):
+        if parts == FULL_RECOMPUTE:
+            yield Change(
+                "recompute",
+                tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
+                RECOMPUTE,
+            )
+        elif not set(parts) <= now:
+            modules = sorted(now | set(parts))
+            if "moe" in modules:
+                modules = [module for module in modules if module not in ("moe_act", "shared_experts")]
+            yield Change(
+                "recompute", ("--recompute-granularity", "selective", "--recompute-modules", *modules), RECOMPUTE
+            )
+
+
+def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]:
+    parallel, training = args.parallel, args.training
+    tp, pp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    cp, mbs = parallel.context_parallel_size, training.micro_batch_size
+    for size in sorted({mbs // 2, 1} - {0, mbs}, reverse=True):
+        yield Change("micro-batch", ("--micro-batch-size", str(size)), frozenset(("micro_batch_size",)))
+    for times in (2, 4, 8):
+        if times * ep <= min(gpus, args.moe.num_experts or 1):
+            dispatcher = (
+                ()
+                if ep > 1 or args.moe.moe_token_dispatcher_type != "allgather"
+                else ("--moe-token-dispatcher-type", "alltoall")
+            )
+            yield Change(
+                "EP",
+                ("--expert-model-parallel-size", str(times * ep), *dispatcher),
+                frozenset(("expert_model_parallel_size",)),
+            )
+        if times * tp <= min(hardware.domain, MAX_TENSOR_PARALLEL):
+            etp = (
+                ("--expert-tensor-parallel-size", "1")
+                if args.moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1)
+                else ()
+            )
+            yield Change(
+                "TP",
+                ("--tensor-model-parallel-size", str(times * tp), "--sequence-parallel", *etp),
+                frozenset(("tensor_model_parallel_size",)),
+            )
+        if args.data.seq_length >= LEAST_CONTEXT and args.data.seq_length // (times * cp) >= LEAST_SHARD:
+            yield Change("CP", ("--context-parallel-size", str(times * cp)), frozenset(("context_parallel_size",)))
+    vpp = len(chunk_layouts(args.model, parallel)[0])
+    for stages in (pp, 2 * pp, 4 * pp):
+        for chunks in sorted({1, max(1, vpp // 2), vpp}):
+            if (
+                stages > min(MAX_PIPELINE_STAGES, args.model.num_layers)
+                or stages * chunks > args.model.num_layers + 1
+                or stages == 1
+                or (stages == pp and chunks >= vpp)
+            ):
+                continue
+            layout = layout_text(
+                layer_counts(args.model.num_layers, stages * chunks, 1.5), args.model.mtp_num_layers or 0
+            )
+            yield Change(
+                "PP",
+                ("--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", str(layout)),
+                LAYOUT,
+            )
+
+
+def _optimizer(args: Arguments) -> Iterator[Change]:
+    optimizer, distributed = args.optimizer, args.parallel.use_distributed_optimizer
+    needs = () if distributed else ("--use-distributed-optimizer",)
+    if not distributed:
+        yield Change("optimizer", needs)
+    if args.precision.bf16 and not optimizer.use_precision_aware_optimizer:
+        yield Change(
+            "optimizer",
+            (*needs, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+            note="moments are kept in bf16",
+        )
+        yield Change(
+            "optimizer",
+            (
+                *needs,
+                *"--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16".split(),
+            ),
+            note="moments and gradients are kept in bf16",
+        )
+    if not optimizer.optimizer_cpu_offload:
+        yield Change(
+            "optimizer",
+            (*needs, "--use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+            note="the host updates the parameters",
+        )
+
+
+def _offloading(args: Arguments) -> Iterator[Change]:
+    if args.training.offloaded_modules or args.training.recomputed_modules & {"full", "moe"}:
+        return
+    for modules in (("expert_fc1",), ("expert_fc1", "attn_norm", "mlp_norm"), ("core_attn", "attn_proj", "expert_fc1")):
+        yield Change("offload", ("--fine-grained-activation-offloading", "--offload-modules", *modules))

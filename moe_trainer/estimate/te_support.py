@@ -1,0 +1,55 @@
+"""Which products TransformerEngine's layers can be asked for, as far as flags tell: for the kit, which chooses, and for plans of memory.
+
+Where it is not asked, this program's own layers compute, and keep the inputs of their products as they are. What the package, the
+device and the widths allow is judged where they are known (layers/te.py, layers/te_layers.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from arguments.moe import MoEArgs
+    from arguments.precision import PrecisionArgs
+
+
+def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
+    """What keeps it from quantised products; None if nothing does, or if none are asked for. stores: weights are kept in 8 bits."""
+    if not precision.fp8 and not precision.fp4:
+        return None
+    if stores:
+        return "it would keep their weights in bf16 (--fp8-param-gather)"
+    if precision.te_precision_config_file is not None:
+        return "it is asked for one recipe, and these have several (--te-precision-config-file)"
+    if precision.fp8 and precision.fp8_recipe == "delayed":
+        return (
+            "it renews delayed scales with every microbatch and keeps them to itself; here they are those of an iteration, the same "
+            "for every mapping and with recompute, and stand in checkpoints"
+        )
+    if precision.fp8 and not precision.fp8_wgrad:
+        return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
+    return None
+
+
+def experts_problem(moe: MoEArgs, ep: int) -> str | None:
+    """What keeps it from the experts over so many ranks; None if nothing does."""
+    if moe.moe_clone_hot_experts and ep > 1:
+        return "it has a fixed number of experts, and clones of others come and go (--moe-clone-hot-experts)"
+    if moe.moe_paged_stash:
+        return "what it keeps for backward does not go into pages (--moe-paged-stash)"
+    return None
+
+
+def te_quantizes(args: Arguments) -> tuple[bool, bool]:
+    """Does it compute quantised products of (linears, experts), where it can be used at all?"""
+    precision, moe = args.precision, args.moe
+    fits = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
+    fits = fits and recipe_problem(precision, args.has_fp8_params) is None
+    experts = (
+        fits
+        and bool(moe.num_experts)
+        and moe.moe_grouped_gemm
+        and experts_problem(moe, args.parallel.expert_model_parallel_size) is None
+    )
+    return fits and not args.parallel.has_deferred_wgrad, experts

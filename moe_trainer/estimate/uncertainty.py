@@ -1,0 +1,332 @@
+"""How far a predicted time may be off: an error bar that grows with the distance from what the time model was calibrated on.
+
+The bar of a plan is a sum: a base, and a term for every feature of the plan (`FEATURES`) that made published runs hard to predict. Base
+and terms are fitted to the absolute errors |log(predicted / measured)| of all published runs (published_runs.py, holdout_runs.py) by quantile
+regression, so that LEVEL of the runs lie inside. `held_out` refits without a model's runs and counts how many of these lie inside.
+What no published run has (`UNTESTED_FEATURES`) costs UNTESTED each, and a size beyond the published ones PER_DOUBLING for every doubling.
+These two numbers are estimates: no data says them.
+
+With a hardware file that `plan.py calibrate --from` wrote, its runs take the place of the published ones.
+
+Two plans of one command line share most of their error: only features that one of them has alone make them differ (`comparison_bar`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from arguments.layer_pattern import uses_window
+from moe_trainer.estimate.interconnect import Interconnect
+from moe_trainer.estimate.layer_time import LayerTime
+from moe_trainer.estimate.memory import ChunkBytes
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+    from moe_trainer.estimate.hardware import CalibrationRun, Hardware
+    from moe_trainer.estimate.plan import Plan
+    from moe_trainer.estimate.published_runs import PublishedRun
+
+LEVEL = 0.85
+"""Quantile that is fitted. Of models that were left out of the fit 83 % of the runs then lie inside their bars, at 0.8 82 %, at 0.9 91 %."""
+UNTESTED, PER_DOUBLING = 0.15, 0.05
+PUBLISHED_PARAMETERS = (16e9, 683e9)
+PUBLISHED_GPUS = (8, 1024)
+FITTED_HARDWARE, PUBLISHED_HARDWARE = ("h100", "gb200", "gb300"), ("h100", "gb200", "gb300", "b200", "b300")
+ONE_RUN = 0.15
+"""Base where a hardware file holds a single run: the fit meets it, and says nothing of others."""
+
+
+def host_share(plan: Plan) -> float:
+    """Part of the forward of an MoE layer (else of a layer) in which the host launches kernels; 1: the device waits for the host."""
+    args = plan.args
+    times = LayerTime(args, Interconnect(plan.hardware), ChunkBytes(args, plan.vocab_rows))
+    is_moe = any(times.sizes.pattern)
+    return times.host_seconds(is_moe) / times.passes(is_moe)[0].compute
+
+
+def _alltoall(plan: Plan) -> bool:
+    moe, parallel = plan.args.moe, plan.args.parallel
+    return moe.moe_token_dispatcher_type == "alltoall" and parallel.expert_model_parallel_size > 1
+
+
+class Choice(Protocol):
+    """What a feature is found in: a plan, or as much of one as is known before it is made."""
+
+    args: Arguments
+    hardware: Hardware
+
+
+Holds = Mapping[str, Callable[["Plan"], bool]]
+
+FEATURES: Holds = MappingProxyType(
+    {
+        "NCCL's all-to-all among more than 64 experts": lambda plan: _alltoall(plan) and plan.args.moe.num_experts > 64,
+        "the device waits for the host (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
+        "attention with a window": lambda plan: any(
+            uses_window(plan.args.model, number + 1) for number in range(plan.args.model.num_layers)
+        ),
+        "context parallelism": lambda plan: plan.args.parallel.context_parallel_size > 1,
+        "few tokens a device and iteration": lambda plan: (
+            plan.batch_size * plan.args.data.seq_length < 4096 * plan.world_size
+        ),
+        "TP above 2": lambda plan: plan.args.parallel.tensor_model_parallel_size > 2,
+        "experts sharded over TP": lambda plan: (
+            (plan.args.parallel.expert_tensor_parallel_size or plan.args.parallel.tensor_model_parallel_size) > 1
+            and bool(plan.args.moe.num_experts)
+        ),
+        "hardware without a fitted run": lambda plan: (
+            plan.hardware.name not in FITTED_HARDWARE and plan.hardware.name in PUBLISHED_HARDWARE
+        ),
+        "overlapped exchange on GB200 or later": lambda plan: (
+            plan.hardware.is_blackwell and plan.args.parallel.overlap_moe_expert_parallel_comm
+        ),
+    }
+)
+"""Features of published runs that were hard to predict."""
+
+UNTESTED_FEATURES: Holds = MappingProxyType(
+    {
+        "context parallelism below 16K tokens": lambda plan: (
+            plan.args.parallel.context_parallel_size > 1 and plan.args.data.seq_length < 16384
+        ),
+        "hardware without a published run": lambda plan: (
+            plan.hardware.name not in PUBLISHED_HARDWARE and not plan.hardware.calibration
+        ),
+        "products in 4 bits": lambda plan: plan.width == "fp4",
+        "neither bf16 nor 8 bits": lambda plan: not plan.args.precision.bf16,
+        "the allgather dispatcher": lambda plan: (
+            plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
+        ),
+        "DeepEP where NVLink joins more than 8": lambda plan: _backend(plan) == "deepep" and plan.hardware.domain > 8,
+        "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
+        "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
+        "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
+        "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),
+        "optimizer state on the host": lambda plan: bool(plan.args.optimizer.optimizer_cpu_offload),
+        "sparse attention": lambda plan: plan.args.model.experimental_attention_variant == "dsa",
+        "linear attention": lambda plan: plan.args.model.experimental_attention_variant not in (None, "dsa"),
+        "latent experts": lambda plan: bool(plan.args.moe.moe_latent_size),
+        "no experts": lambda plan: not plan.args.moe.num_experts,
+        "a CPU": lambda plan: plan.hardware.synchronous,
+        "more than 16 pipeline stages": lambda plan: plan.args.parallel.pipeline_model_parallel_size > 16,
+    }
+)
+"""Features that no published run has."""
+
+
+OF_MAPPINGS = (
+    "NCCL's all-to-all among more than 64 experts",
+    "context parallelism below 16K tokens",
+    "overlapped exchange on GB200 or later",
+    "DeepEP where NVLink joins more than 8",
+    "full recompute",
+    "more than 16 pipeline stages",
+)
+"""Features that a search chooses, which are found in flags and hardware alone."""
+
+
+def _backend(plan: Plan) -> str:
+    moe = plan.args.moe
+    return moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
+
+
+@dataclass(frozen=True)
+class ErrorTerms:
+    """A fitted base and its terms by feature."""
+
+    base: float
+    terms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A measured run: |log(predicted / measured)|, its features, and the group it is left out with."""
+
+    group: str
+    error: float
+    features: frozenset[str]
+
+
+@dataclass(frozen=True)
+class ErrorBar:
+    """relative: of the time, to both sides; reasons: what makes it larger than the base, the largest first."""
+
+    relative: float
+    reasons: tuple[tuple[str, float], ...]
+
+    @property
+    def percent(self) -> str:
+        """The error to both sides as text, as in "12 %"."""
+        return f"{100 * self.relative:.0f} %"
+
+
+FITTED = ErrorTerms(
+    0.091,
+    MappingProxyType(
+        {
+            "NCCL's all-to-all among more than 64 experts": 0.565,
+            "the device waits for the host (eager)": 0.190,
+            "attention with a window": 0.0,
+            "context parallelism": 0.002,
+            "few tokens a device and iteration": 0.174,
+            "TP above 2": 0.0,
+            "experts sharded over TP": 0.0,
+            "hardware without a fitted run": 0.0,
+            "overlapped exchange on GB200 or later": 0.137,
+        }
+    ),
+)
+"""Fitted to the published runs; `scripts/plan.py calibrate` fits it again and a test compares."""
+COMPARISON = 0.05
+"""Base of a comparison: LEVEL of the pairs of published runs of one model, machine, format and set of features are ordered this well."""
+
+
+def features(plan: Plan) -> frozenset[str]:
+    """Every feature that a plan has, published or not."""
+    return frozenset(name for table in (FEATURES, UNTESTED_FEATURES) for name, holds in table.items() if holds(plan))
+
+
+def quantile(values: Sequence[float], level: float = LEVEL) -> float:
+    """The smallest value that `level` of so many values and one more would not exceed: of few values the largest."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered), math.ceil(level * (len(ordered) + 1))) - 1]
+
+
+def fit(residuals: Sequence[Residual], sweeps: int = 100) -> ErrorTerms:
+    """Fit base and terms so that LEVEL of the errors lie below their sums (coordinate descent; terms are not negative)."""
+    names = [name for name in FEATURES if any(name in each.features for each in residuals)]
+    terms = dict.fromkeys(names, 0.0)
+    plain = [each.error for each in residuals if not each.features]
+    base = quantile(plain or [each.error for each in residuals])
+    for _ in range(sweeps):
+        before = (base, dict(terms))
+        for name in names:
+            others = [
+                each.error - base - sum(terms[other] for other in names if other != name and other in each.features)
+                for each in residuals
+                if name in each.features
+            ]
+            terms[name] = max(0.0, quantile(others))
+        base = max(
+            0.0,
+            quantile([each.error - sum(terms[name] for name in names if name in each.features) for each in residuals]),
+        )
+        if before == (base, terms):
+            break
+    return ErrorTerms(base, MappingProxyType(terms))
+
+
+def published_residuals(
+    rows: Iterable[PublishedRun],
+    tflops: Callable[[PublishedRun], float],
+    plan_published_run: Callable[[PublishedRun], Plan],
+) -> list[Residual]:
+    """Errors of published runs. Their groups are the models, for `held_out`."""
+    return [
+        Residual(row.family, abs(math.log(tflops(row) / row.tflops)), features(plan_published_run(row))) for row in rows
+    ]
+
+
+def total_error(terms: ErrorTerms, found: Iterable[str]) -> float:
+    """The bar of a run with these features; what the terms do not know is untested."""
+    return terms.base + sum(_term(terms, name) for name in found)
+
+
+def _term(terms: ErrorTerms, name: str) -> float:
+    return terms.terms.get(name, UNTESTED)
+
+
+def config_error(choice: Choice) -> float:
+    """What the features that a mapping chooses (OF_MAPPINGS) add to the bar of a plan, by the published runs."""
+    tables = {**FEATURES, **UNTESTED_FEATURES}
+    return sum(_term(FITTED, name) for name in OF_MAPPINGS if tables[name](choice))
+
+
+def cross_validate(residuals: Sequence[Residual]) -> list[tuple[Residual, float]]:
+    """Every run with the bar that runs of other groups alone give it."""
+    found = []
+    for group in dict.fromkeys(each.group for each in residuals):
+        terms = fit([each for each in residuals if each.group != group])
+        found += [(each, total_error(terms, each.features)) for each in residuals if each.group == group]
+    return found
+
+
+def _doublings(value: float, least: float, most: float) -> float:
+    return max(0.0, math.log2(value / most), math.log2(least / value))
+
+
+def error_bar(plan: Plan) -> ErrorBar:
+    """How far the time of a plan may be off, and why."""
+    if plan.hardware.calibration:
+        return _own_bar(plan, plan.hardware.calibration)
+    parts = [(name, _term(FITTED, name)) for name in features(plan)]
+    billions = plan.counts.total + plan.counts.mtp
+    parts.append(
+        (
+            f"{billions / 1e9:.3g} billion parameters, {PUBLISHED_PARAMETERS[0] / 1e9:.0f} to {PUBLISHED_PARAMETERS[1] / 1e9:.0f} are published",
+            PER_DOUBLING * _doublings(billions, *PUBLISHED_PARAMETERS),
+        )
+    )
+    parts.append(
+        (
+            f"{plan.world_size} devices, {PUBLISHED_GPUS[0]} to {PUBLISHED_GPUS[1]} are published",
+            PER_DOUBLING * _doublings(plan.world_size, *PUBLISHED_GPUS),
+        )
+    )
+    return _summed(FITTED.base, parts)
+
+
+def _summed(base: float, parts: Iterable[tuple[str, float]]) -> ErrorBar:
+    kept = sorted(((name, value) for name, value in parts if value > 0.005), key=lambda part: (-part[1], part[0]))
+    return ErrorBar(base + sum(value for _, value in kept), tuple(kept))
+
+
+def sizes_of(plan: Plan) -> dict[str, int]:
+    """The sizes of a mapping that change how it communicates."""
+    parallel = plan.args.parallel
+    return {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+    }
+
+
+def _own_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
+    """The bar by the user's own runs: their own errors when each is left out, and what none of them has."""
+    errors = [abs(math.log(run.left_out / run.seconds)) for run in runs if run.left_out]
+    base = max(0.02, quantile(errors)) if errors else ONE_RUN
+    known = frozenset(name for run in runs for name in run.features)
+    parts = [(f"{name}: in none of the runs of {plan.hardware.name}", UNTESTED) for name in features(plan) - known]
+    for name, size in sizes_of(plan).items():
+        tried = {dict(run.sizes).get(name, 1) for run in runs}
+        if size > 1 and max(tried) == 1:
+            parts.append((f"{name} {size}: in none of the runs of {plan.hardware.name}", UNTESTED))
+        elif size not in tried:
+            parts.append((f"{name} {size}, runs had {', '.join(map(str, sorted(tried)))}", PER_DOUBLING))
+    parameters = [run.parameters for run in runs]
+    parts.append(
+        (
+            f"{(plan.counts.total + plan.counts.mtp) / 1e9:.3g} billion parameters, runs had {min(parameters) / 1e9:.3g} to {max(parameters) / 1e9:.3g}",
+            PER_DOUBLING * _doublings(plan.counts.total + plan.counts.mtp, min(parameters), max(parameters)),
+        )
+    )
+    ranks = [run.world_size for run in runs]
+    parts.append(
+        (
+            f"{plan.world_size} ranks, runs had {min(ranks)} to {max(ranks)}",
+            PER_DOUBLING * _doublings(plan.world_size, min(ranks), max(ranks)),
+        )
+    )
+    return _summed(base, parts)
+
+
+def comparison_bar(first: Plan, second: Plan) -> float:
+    """How far the ratio of two predicted times of one model may be off: what both plans share cancels."""
+    base = COMPARISON + (COMPARISON if first.width != second.width else 0.0)
+    mine, theirs = dict(error_bar(first).reasons), dict(error_bar(second).reasons)
+    return base + sum(mine.get(name, 0.0) + theirs.get(name, 0.0) for name in mine.keys() ^ theirs.keys())

@@ -1,0 +1,91 @@
+"""Rank, world size and rendezvous address from the launcher's environment, without torch.
+
+In this order:
+
+* torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+* SLURM, inside an `srun` step: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID. Megatron-LM leaves this mapping to the
+  container.
+* A single process. A batch script has SLURM variables too, but a plain `python pretrain_moe.py` in it is one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """Rank, world size and rendezvous address of this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None  # None: there are several ranks, and it is unknown which of them share a node
+    master_addr: str | None
+    master_port: int | None
+    source: str
+
+
+def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
+    """Read rank, world size and rendezvous address from the environment.
+
+    Raises:
+        ValueError: if a variable is not a number, or several processes have no rendezvous address.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        launch = LaunchEnv(
+            rank=_number(env, "RANK", 0),
+            world_size=_number(env, "WORLD_SIZE", 1),
+            local_rank=_number(env, "LOCAL_RANK", None if _number(env, "WORLD_SIZE", 1) > 1 else 0),
+            master_addr=env.get("MASTER_ADDR"),
+            master_port=_number(env, "MASTER_PORT", None),
+            source="RANK/WORLD_SIZE",
+        )
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
+        job = _number(env, "SLURM_JOB_ID", 0)
+        launch = LaunchEnv(
+            rank=_number(env, "SLURM_PROCID", 0),
+            world_size=_number(env, "SLURM_NTASKS", 1),
+            local_rank=_number(env, "SLURM_LOCALID", 0),
+            master_addr=env.get("MASTER_ADDR") or first_slurm_host(nodes),
+            # One port per job, so that two jobs on one node do not connect to each other.
+            master_port=_number(env, "MASTER_PORT", 20000 + job % 20000),
+            source="SLURM",
+        )
+    else:
+        return LaunchEnv(0, 1, 0, None, None, "single process")
+    if not 0 <= launch.rank < launch.world_size:
+        names = ("SLURM_PROCID", "SLURM_NTASKS") if launch.source == "SLURM" else ("RANK", "WORLD_SIZE")
+        raise ValueError(
+            f"{names[0]} and {names[1]}: rank {launch.rank} is not valid for world size {launch.world_size}"
+        )
+    if launch.local_rank is not None and launch.local_rank < 0:
+        raise ValueError(f"{launch.source}: LOCAL_RANK {launch.local_rank} is negative")
+    if launch.master_port is not None and not 0 < launch.master_port < 65536:
+        raise ValueError(f"environment variable MASTER_PORT must be from 1 to 65535, got {launch.master_port}")
+    if launch.world_size > 1 and (not launch.master_addr or launch.master_port is None):
+        raise ValueError(
+            f"WORLD_SIZE is {launch.world_size} but MASTER_ADDR and MASTER_PORT are not both set: start the ranks with "
+            "torchrun or srun, or export the address and a free port of the first node"
+        )
+    return launch
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None) -> int | None:
+    if name not in env:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be an integer, got {env[name]!r}") from None
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """Return the first host of a SLURM node list: "gpu[003-010,12],cpu1" -> "gpu003"."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        raise ValueError(f"cannot read the SLURM node list {nodelist!r}")
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + (suffix or "")

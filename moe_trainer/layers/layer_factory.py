@@ -1,0 +1,283 @@
+"""The layer factory: a record of layer constructors, chosen once when the model is built.
+
+There are two: the local layers, and TransformerEngine's (te_layers.py), which is used where the package and a CUDA
+device are present. Model code calls `factory.column_linear(...)` and does not know the library. Local experts are one
+autograd function (ops/expert_mlp.py); a factory that has a grouped linear builds experts from two of them.
+
+A factory also carries what all blocks of a model chunk share (`for_chunk`): the queue of weight gradients, the random
+stream for tensor-parallel shards, the activation policy and the CUDA graphs.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
+from arguments.precision import PrecisionArgs
+from moe_trainer.backends import BackendPolicy
+from moe_trainer.estimate import te_support
+from moe_trainer.layers import te, te_layers
+from moe_trainer.layers.context_parallel import make_core_attention
+from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.layers.kernels import Kernels
+from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from moe_trainer.layers.norm import Norm
+from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.memory.cuda_graph import CudaGraphs
+from moe_trainer.parallel.overlap_threads import AlternatingExecutor
+from moe_trainer.parallel.rng import ShardRNG
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.quantization.config import QuantizationConfig, get_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerFactory:
+    """Constructors of one backend, with the signatures of the local classes.
+
+    Attributes:
+        column_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel, parts,
+            gather_output).
+        row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel).
+        norm: (size, model, *, name, partial).
+        core_attention: see layers/core_attention.py; `select_layer_factory` binds the context-parallel groups.
+        grouped_linear: (num_experts, in_features, out_features, *, save_original_input), without bias. The constructor, or
+            its result, may be None: see layers/te_experts.py.
+        kernels: implementations of the small operations.
+        queue: the chunk's weight-gradient queue; None if none is deferred.
+        stream: the chunk's random stream of tensor-parallel shards; None if nothing is sharded.
+        overlap_executor: interleaves passes around token exchange; None if passes run one after the other.
+        activations: the chunk's recomputation and offloading.
+        graphs: the chunk's CUDA graphs.
+        precision: the chunk's quantization; None in high precision.
+        quantize: of a layer (`for_layer`); makes the GEMMs of a linear from (name, is_sharded=, is_expert=).
+    """
+
+    name: str
+    column_linear: Callable[..., nn.Module]
+    row_linear: Callable[..., nn.Module]
+    replicated_linear: Callable[..., nn.Module]
+    norm: Callable[..., nn.Module]
+    core_attention: Callable[..., nn.Module]
+    grouped_linear: Callable[..., nn.Module | None] | None = None
+    kernels: Kernels = Kernels()
+    queue: WeightGradQueue | None = None
+    stream: ShardRNG | None = None
+    overlap_executor: AlternatingExecutor | None = None
+    activations: ActivationPolicy = field(default_factory=ActivationPolicy)
+    graphs: CudaGraphs = field(default_factory=CudaGraphs)
+    precision: QuantizationConfig | None = None
+    quantize: Callable[..., QuantizedGemms] | None = None
+
+    def for_chunk(
+        self,
+        queue: WeightGradQueue | None = None,
+        stream: ShardRNG | None = None,
+        overlap_executor: AlternatingExecutor | None = None,
+        activations: ActivationPolicy | None = None,
+        precision: QuantizationConfig | None = None,
+        graphs: CudaGraphs | None = None,
+    ) -> "LayerFactory":
+        """Return the factory for the blocks of one model chunk."""
+        return replace(
+            self,
+            queue=queue,
+            stream=stream,
+            overlap_executor=overlap_executor,
+            activations=activations or ActivationPolicy(),
+            precision=precision,
+            graphs=graphs or CudaGraphs(),
+            **self._linears(queue=queue),
+        )
+
+    def for_layer(self, layer_number: int) -> "LayerFactory":
+        """Return the factory for one layer (counted from 1), with quantized GEMMs where the flags ask for them."""
+        low = self.precision
+        quantize = (
+            functools.partial(low.make_gemms, quantizer=self.kernels.quantize)
+            if low is not None and low.is_quantized_layer(layer_number)
+            else None
+        )
+        return replace(self, quantize=quantize, **self._linears(quantize=quantize))
+
+    def lm_head_quantizer(self) -> Callable[..., QuantizedGemms] | None:
+        """Return what makes the output layer's quantized GEMMs; None without --fp8-output-proj."""
+        low = self.precision
+        return (
+            functools.partial(low.make_gemms, quantizer=self.kernels.quantize)
+            if low is not None and low.quantize_lm_head
+            else None
+        )
+
+    def _linears(self, **options: object) -> dict[str, Callable[..., nn.Module]]:
+        """Return the constructors of linears with further options bound."""
+        kinds = (
+            "column_linear",
+            "row_linear",
+            "replicated_linear",
+            *(("grouped_linear",) if self.grouped_linear is not None else ()),
+        )
+        return {kind: functools.partial(getattr(self, kind), **options) for kind in kinds}
+
+
+LOCAL = LayerFactory("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
+
+
+def select_layer_factory(
+    transformer_impl: str,
+    ps: ParallelState,
+    cp_comm_types: Sequence[str],
+    backends: BackendPolicy = BackendPolicy(),
+    kernels: Kernels = Kernels(),
+    *,
+    model: ModelArgs = ModelArgs(),
+    moe: MoEArgs = MoEArgs(),
+    precision: PrecisionArgs = PrecisionArgs(),
+    defers: bool = False,
+    stores: bool = False,
+) -> LayerFactory:
+    """Return the factory for --transformer-impl, with --cp-comm-type bound to the groups of `ps`.
+
+    Where TransformerEngine (Megatron's default) cannot be used, the local layers replace it and the log says why, once;
+    the same holds for single layers.
+
+    Args:
+        model, moe, precision: of the layers to build.
+        defers: weight gradients may be deferred.
+        stores: weights are stored in fp8.
+
+    Raises:
+        MissingBackendError: if no fallback is allowed.
+    """
+    local = replace(
+        LOCAL,
+        norm=functools.partial(Norm, rms_norm=kernels.rms_norm),
+        kernels=kernels,
+        core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)),
+    )
+    if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
+        return local
+    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers, stores)
+
+
+def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> bool:
+    problem, remedy = "the layers work on CUDA devices, and this rank computes on a CPU", "Use --transformer-impl local"
+    if backends.cuda:
+        problem, remedy = te.problem("", *te_layers.NAMES), f"Install it ({te.INSTALL}), use --transformer-impl local"
+    return backends.should_use(
+        ("transformer_impl",),
+        flag=f"--transformer-impl {transformer_impl}",
+        problem=problem,
+        remedy=remedy,
+        instead="the local layers (plain torch)",
+    )
+
+
+def _fused(
+    local: LayerFactory,
+    ps: ParallelState,
+    cp_comm_types: Sequence[str],
+    backends: BackendPolicy,
+    model: ModelArgs,
+    moe: MoEArgs,
+    precision: PrecisionArgs,
+    defers: bool,
+    stores: bool,
+) -> LayerFactory:
+    """Return TransformerEngine's factory, with local layers where it does not support the flags."""
+
+    def fits(what: str, problem: str | None, loud: bool = False) -> bool:
+        # nothing types what stays local, so only --on-missing-backend error stops here
+        return backends.should_use(
+            (),
+            flag="--transformer-impl transformer_engine",
+            problem=problem and f"{what}: {problem}",
+            remedy="Use --transformer-impl local",
+            instead=f"the local layers for {what}",
+            loud=loud,
+        )
+
+    recipe, stream = get_recipe(precision), None
+    # loud: the GEMMs are what fp8 and fp4 are asked for
+    low = recipe is not None and fits(
+        f"linears and experts with {recipe.name} scaling",
+        te_support.recipe_problem(precision, stores) or te.recipe_problem(recipe),
+        loud=True,
+    )
+    attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
+    fits(
+        "linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None
+    )
+    if attends and ps.cp.size > 1:
+        stream = torch.cuda.Stream()
+    experts = {}
+    if moe.num_experts and moe.moe_grouped_gemm:
+
+        def experts_problem(alignment: int) -> str | None:
+            return te_layers.experts_problem(te.load(), model, moe, ps, alignment)
+
+        quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
+        bf16 = precision.params_dtype_name == "bf16"
+        named = "triton_kernels" in backends.typed and local.kernels.grouped_gemms is not None
+        # the library's reads counts on the host, which a budget for received rows can do without
+        plain = (
+            backends.capability >= te_layers.BF16_EXPERTS_FROM
+            and not named
+            and moe.moe_expert_rank_capacity_factor is None
+            and experts_problem(1) is None
+            if bf16
+            else fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
+        )
+        if bf16 and not plain:
+            # torch's one GEMM for all experts saves less for backward (ops/expert_mlp.py), so nothing is missing: not for `fits`
+            logger.info("experts in bf16 are computed by this program's own grouped GEMMs, not by TransformerEngine's")
+        experts = {
+            "quantized_experts": quantized,
+            "plain_experts": plain,
+            "pad_multiple": te.pad_multiple(recipe) if quantized else 1,
+        }
+    _log_unused_kernels(local.kernels, low, **experts)
+    layers = te_layers.FusedLayers(
+        te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream, **experts
+    )
+    named = (
+        "triton_kernels" in backends.typed
+        and local.kernels.rms_norm is not Kernels.rms_norm
+        and model.normalization == "RMSNorm"
+    )
+    if named:  # code that names a kernel wants that one
+        logger.info("norms are those of --triton-kernels norm, not TransformerEngine's")
+    norms_fit = not named and fits(
+        "norms",
+        "it rounds the residual stream before the norm, not after it (--fp32-residual-connection)"
+        if model.fp32_residual_connection
+        else None,
+    )
+    return replace(
+        local,
+        name="transformer_engine",
+        column_linear=layers.column_linear,
+        row_linear=layers.row_linear,
+        replicated_linear=layers.replicated_linear,
+        grouped_linear=layers.grouped_linear,
+        norm=layers.norm if norms_fit else local.norm,
+        core_attention=layers.core_attention,
+    )
+
+
+def _log_unused_kernels(
+    kernels: Kernels, low: bool, quantized_experts: bool = False, plain_experts: bool = False, **_: object
+) -> None:
+    """Log kernels of --triton-kernels that the library's layers replace."""
+    if kernels.quantize is not Kernels.quantize and low:
+        logger.info("--triton-kernels quantize: not in TransformerEngine's linears, which quantize on their own")
+    if kernels.grouped_gemms is not None and (quantized_experts or plain_experts):
+        logger.info("--triton-kernels grouped-gemm: not in experts that TransformerEngine computes")

@@ -1,0 +1,52 @@
+"""What one attention notes of its largest logits, for --qk-clip and --log-max-attention-logit."""
+
+import torch
+from torch import Tensor
+
+from arguments.layer_pattern import uses_window
+from arguments.model import ModelArgs
+from moe_trainer.layers.core_attention import AttentionMask
+from moe_trainer.ops.block_attention import BlockMask, PositionRange
+from moe_trainer.ops.max_logits import max_logits_per_head
+from moe_trainer.parallel.sequence import SequenceShard
+from moe_trainer.parallel.state import Group
+
+
+class MaxLogitTracker:
+    """Largest logit of every local head since `reset`, over the local queries; does nothing unless `enabled`.
+
+    Under context parallelism the keys are gathered once more, whatever --cp-comm-type does.
+    """
+
+    def __init__(self, model: ModelArgs, layer_number: int, scale: float, cp: Group):
+        self.enabled = False
+        self._scale, self._sequence = scale, SequenceShard(cp)
+        self._left = model.window_size[0] if uses_window(model, layer_number) else -1
+        self._max_N: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget the maxima, at the beginning of an iteration."""
+        self._max_N = None
+
+    @torch.no_grad()
+    def update(self, q_SBND: Tensor, k_SBGD: Tensor, visible: AttentionMask | None) -> None:
+        """Include the scores of a microbatch. Collective over the context-parallel ranks."""
+        if not self.enabled:
+            return
+        keys = self._sequence.full(k_SBGD, 0)
+        size, length = self._sequence.cp.size, keys.shape[0]
+        half = length // (2 * size)
+        mine = (
+            [PositionRange(0, length)]
+            if size == 1
+            else [PositionRange(number * half, (number + 1) * half) for number in self._sequence.chunks()]
+        )
+        mask, documents = (None, None) if visible is None else (visible.mask, visible.documents)
+        new_N = max_logits_per_head(
+            q_SBND, keys, self._scale, BlockMask(left=self._left, documents=documents), mine, mask
+        )
+        self._max_N = new_N if self._max_N is None else torch.maximum(self._max_N, new_N)
+
+    def value(self, num_heads: int, device: torch.device) -> Tensor:
+        """Return the maxima, fp32 [N]; -inf if there were no updates."""
+        return torch.full((num_heads,), float("-inf"), device=device) if self._max_N is None else self._max_N

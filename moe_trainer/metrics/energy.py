@@ -1,0 +1,75 @@
+"""Energy of the GPUs from their own counters (`--log-energy`), read through the package nvidia-ml-py (pynvml)."""
+
+import importlib
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_trainer.backends import import_problem
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+
+
+class Energy(NamedTuple):
+    """Mean energy and power of a GPU, over all GPUs."""
+
+    joules_per_iteration: float
+    watts: float
+
+
+class EnergyMeter:
+    """Measures the energy of this rank's GPU.
+
+    Args:
+        ps: the groups.
+        device: of the all-reduce.
+        counter: returns millijoules since the driver was loaded.
+    """
+
+    def __init__(self, ps: ParallelState, device: torch.device, counter: Any):
+        self._ps, self._device, self._counter = ps, device, counter
+        self._joules, self._read_at = self._read()
+
+    def _read(self) -> tuple[float, float]:
+        return self._counter() / 1e3, time.perf_counter()
+
+    def lap(self, iterations: int) -> Energy:
+        """Return the energy of the iterations since the last call. Collective over ps.world."""
+        joules, now = self._read()
+        used, seconds = joules - self._joules, now - self._read_at
+        self._joules, self._read_at = joules, now
+        local = torch.tensor([used / max(iterations, 1), used / seconds], dtype=torch.float64, device=self._device)
+        return Energy(*(collectives.all_reduce(local, self._ps.world) / self._ps.world.size).tolist())
+
+
+def open_energy_meter(ps: ParallelState, device: torch.device) -> EnergyMeter | str:
+    """Return a meter, or why some rank has no counter. Collective over ps.world; all ranks get the same answer."""
+    counter, problem = None, None
+    try:
+        counter = _counter(device)
+    except ValueError as error:
+        problem = str(error)
+    problems = sorted({each for each in collectives.all_gather_object(problem, ps.world) if each is not None})
+    return "; ".join(problems) if problems else EnergyMeter(ps, device, counter)
+
+
+def _counter(device: torch.device) -> Any:
+    """Return the GPU's energy counter.
+
+    Raises:
+        ValueError: if there is none; the message says why.
+    """
+    if device.type != "cuda":
+        raise ValueError("a CPU has no energy counter that every user may read")
+    if problem := import_problem("pynvml"):
+        raise ValueError(problem.replace("package pynvml", "package nvidia-ml-py (pynvml)"))
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        # by UUID, because CUDA_VISIBLE_DEVICES renumbers the GPUs
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except nvml.NVMLError as error:
+        raise ValueError(f"cannot read the GPU's energy ({error})") from error
+    return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)

@@ -1,0 +1,460 @@
+"""Log lines, metrics.jsonl, TensorBoard, Weights & Biases and the dashboard of a run.
+
+The loop passes one `IterationRecord` per iteration to `MetricsLogger.record`, on the last rank only (as in
+Megatron-LM: the last pipeline stage has the loss). A resumed run continues the files, and drops what was logged of
+iterations that it repeats. A run that starts from iteration 0 renames an older metrics file to a numbered name.
+
+* The iteration line holds means over the interval, with Megatron-LM's quirk: the line after the first iteration of a
+  run does not reset the sums.
+* Each record of metrics.jsonl holds the exact values of its iteration, and counters since the last record;
+  `learning_rate` is that of the step. The first record has `run`, and of a resumed run `resumed_from`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from arguments.output import OutputArgs
+from moe_trainer.metrics import event_files
+from moe_trainer.metrics.console import IterationLine, ProgressBar, perplexity, validation_line
+from moe_trainer.metrics.dashboard import open_dashboard
+from moe_trainer.metrics.energy import Energy
+from moe_trainer.metrics.evaluation_summary import EvaluationResult
+from moe_trainer.metrics.metrics_file import name_write_errors, open_metrics_file
+from moe_trainer.metrics.routing_health import PER_LAYER, heat_map, routing_health
+from moe_trainer.metrics.summary import RunSummary
+from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter
+from moe_trainer.metrics.wandb_run import WandbRun
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """Values of one iteration.
+
+    Attributes:
+        learning_rate: of this step.
+        next_learning_rate: of the next step.
+        flops: model FLOPs of the global batch.
+        max_memory_mb: MiB; device memory on CUDA, resident set on CPU.
+        loads: the table that metrics/routing_health.py describes.
+        compute_times: result of straggler detection, by the names of metrics.jsonl, in milliseconds.
+        rejected: the iterations skipped for their results so far (resilience/rejection.py).
+    """
+
+    iteration: int
+    consumed_samples: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    next_learning_rate: float
+    grad_norm: float | None
+    loss_scale: float
+    global_batch_size: int
+    skipped: bool
+    elapsed_s: float
+    tokens: int
+    flops: float
+    max_memory_mb: float
+    dropped_tokens: int = 0
+    skipped_samples: int = 0
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    max_attention_logit: float | None = None
+    per_layer: Mapping[str, list[float]] = field(default_factory=dict)
+    loads: Tensor | None = None
+    compute_times: Mapping[str, Any] | None = None
+    energy: Energy | None = None
+    rejected: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def is_nan(self) -> bool:
+        """True if any loss is not finite."""
+        return any(not math.isfinite(value) for value in self.losses.values())
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What is logged, and where.
+
+    Attributes:
+        output: the section of flags.
+        metrics_file: path of metrics.jsonl; None writes none.
+        resumes_own_run: the run continues the one in --tensorboard-dir, which has logged at least `start_samples`
+            samples.
+        is_eval_only: a checkpoint is evaluated; its records are appended to the metrics file and none are dropped.
+        expert_ranks: as in `routing_health`.
+        layer_share: as in `routing_health`.
+        peak_tflops: of the device in bf16; None if unknown.
+        run: description of the run for the first record.
+    """
+
+    output: OutputArgs
+    train_iters: int
+    metrics_file: str | None = None
+    moe_per_layer_logging: bool = False
+    resumes_own_run: bool = False
+    is_eval_only: bool = False
+    start_samples: int = 0
+    expert_ranks: int = 1
+    layer_share: float = 0.0
+    peak_tflops: float | None = None
+    run: Mapping[str, Any] | None = None
+
+
+class MetricsLogger:
+    """Turns iteration records into log lines, files and scalars. One per run, on the last rank.
+
+    A later disk error does not end the run; see metrics_file.py and tensorboard_writer.py.
+
+    Raises:
+        UserError: if the metrics file or the TensorBoard directory cannot be opened.
+    """
+
+    def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
+        self._options = options
+        self._world_size = world_size
+        begin = None if options.is_eval_only else start_iteration
+        self._file = open_metrics_file(options.metrics_file, begin) if options.metrics_file else None
+        head = {"train_iters": options.train_iters, "world_size": world_size, "settings": settings}
+        self._dashboard = (
+            open_dashboard(options.metrics_file, head) if options.metrics_file and not options.is_eval_only else None
+        )
+        self._tensorboard = _open_tensorboard(options, start_iteration, settings)
+        resumes = options.resumes_own_run and start_iteration > 0
+        self._wandb = WandbRun(options.output, settings, resumes) if options.output.wandb_project else None
+        self._bar = ProgressBar(options.train_iters)
+        self._summary = RunSummary(options.train_iters, world_size, start_iteration)
+        self._first = True
+        self._resumed_from = self._recorded = start_iteration
+        self._reset_line_sums()
+        self._reset_record_counters()
+
+    def _reset_line_sums(self) -> None:
+        self._loss_sums: dict[str, float] = {}
+        self._advanced = self._skipped = self._nan = 0
+        self._line_seconds = 0.0
+
+    def _reset_record_counters(self) -> None:
+        self._record_skipped = self._record_nan = self._record_dropped = 0
+
+    def record(self, record: IterationRecord) -> None:
+        """Add an iteration; print and write what is due."""
+        self._accumulate(record)
+        self._summary.add_iteration(
+            record.iteration,
+            record.tokens,
+            record.flops,
+            record.elapsed_s,
+            record.losses.get("lm loss"),
+            record.skipped,
+        )
+        if record.iteration % self._options.output.tensorboard_log_interval == 0:
+            self._write_scalars(record)
+        due = record.iteration % self._options.output.log_interval == 0
+        if due or self._first:
+            self._bar.clear()
+            health = None
+            if record.loads is not None:
+                health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
+            line = self._line(record, health)
+            self.print(line.format(datetime.datetime.now()))
+            self._summary.add_line(self._advanced, line.losses)
+            self._write_interval_scalars(record, health)
+            self._write_record(record, health)
+            self.flush()  # a run that dies has written everything up to its last line
+            if not self._first:
+                self._reset_line_sums()
+            self._first = False
+        self._bar.update(record.iteration, record.elapsed_s, record.losses.get("lm loss"), record.tokens)
+
+    def print(self, text: str) -> None:
+        """Print a line for the user, above the progress bar."""
+        self._bar.clear()
+        print(text, flush=True)
+
+    def _accumulate(self, record: IterationRecord) -> None:
+        if record.skipped:
+            self._skipped += 1
+            self._record_skipped += 1
+        else:
+            self._advanced += 1
+            for name, value in record.losses.items():
+                self._loss_sums[name] = self._loss_sums.get(name, 0.0) + value
+        self._nan += record.is_nan
+        self._record_nan += record.is_nan
+        self._record_dropped += record.dropped_tokens
+        self._line_seconds += record.elapsed_s
+
+    def _tflops(self, flops: float, seconds: float) -> float:
+        return flops / (seconds * 1e12 * self._world_size)
+
+    def _line(self, record: IterationRecord, health: Mapping[str, Any] | None) -> IterationLine:
+        iterations = self._advanced + self._skipped
+        return IterationLine(
+            iteration=record.iteration,
+            train_iters=self._options.train_iters,
+            consumed_samples=record.consumed_samples,
+            skipped_samples=record.skipped_samples,
+            elapsed_ms=self._line_seconds * 1e3 / iterations,
+            throughput=self._tflops(record.flops, self._line_seconds / iterations)
+            if self._options.output.log_throughput
+            else None,
+            learning_rate=record.next_learning_rate,
+            global_batch_size=record.global_batch_size,
+            energy=record.energy,
+            losses={name: total / max(1, self._advanced) for name, total in self._loss_sums.items()},
+            loss_scale=record.loss_scale,
+            grad_norm=record.grad_norm,
+            num_zeros=record.num_zeros,
+            params_norm=record.params_norm,
+            max_attention_logit=record.max_attention_logit,
+            overload_factors=self._overload_factors(health),
+            skipped_iterations=self._skipped,
+            nan_iterations=self._nan,
+        )
+
+    def _overload_factors(self, health: Mapping[str, Any] | None) -> tuple[float, float] | None:
+        """Return the mean and maximum over layers; None if every rank holds all experts."""
+        if health is None or not health["layers"] or self._options.expert_ranks == 1:
+            return None
+        factors = health["rank_max_over_mean"]
+        return sum(factors) / len(factors), max(factors)
+
+    def _write_record(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
+        if self._file is None:
+            return
+        values: dict[str, object] = {"iteration": record.iteration, "consumed_samples": record.consumed_samples}
+        values.update(record.losses)
+        values.update(
+            learning_rate=record.learning_rate,
+            grad_norm=record.grad_norm,
+            loss_scale=record.loss_scale,
+            global_batch_size=record.global_batch_size,
+            skipped_iterations=self._record_skipped,
+            nan_iterations=self._record_nan,
+            dropped_tokens=self._record_dropped,
+            elapsed_ms=record.elapsed_s * 1e3,
+            tokens_per_s=record.tokens / record.elapsed_s,
+            tflops_per_gpu=self._tflops(record.flops, record.elapsed_s),
+            max_memory_mb=record.max_memory_mb,
+        )
+        if self._options.peak_tflops:
+            values["mfu"] = values["tflops_per_gpu"] / self._options.peak_tflops
+        if record.num_zeros is not None:
+            values["num_zeros"] = record.num_zeros
+        if record.params_norm is not None:
+            values["params_norm"] = record.params_norm
+        if record.max_attention_logit is not None:
+            values["max_attention_logit"] = record.max_attention_logit
+        if rejected := [entry for entry in record.rejected if entry["iteration"] > self._recorded]:
+            values["rejected"] = rejected
+        self._recorded = record.iteration
+        if record.energy is not None:
+            values.update(energy_per_gpu_j=record.energy.joules_per_iteration, power_per_gpu_w=record.energy.watts)
+        if record.compute_times is not None:
+            values["own_time_ms"] = record.compute_times
+        if self._first and self._resumed_from:
+            values["resumed_from"] = self._resumed_from
+        if self._first and self._options.run is not None:
+            values["run"] = self._options.run
+        if health is not None:
+            values["routing"] = health
+        self._append(values)
+        self._reset_record_counters()
+
+    def _append(self, values: Mapping[str, object]) -> None:
+        self._file.append(json.dumps(values))
+        if self._dashboard is not None:
+            self._dashboard.add(values)
+
+    def _scalar(self, name: str, value: float, iteration: int, samples: int | None = None) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
+        if self._wandb is not None:
+            self._wandb.log({name: value}, iteration)
+
+    def _write_scalars(self, record: IterationRecord) -> None:
+        options, iteration, samples = self._options, record.iteration, record.consumed_samples
+        if self._wandb is not None:
+            self._wandb.log({"samples vs steps": samples}, iteration)
+        # Megatron-LM name_write_errors its scalars after the scheduler has stepped: the learning rate here is the
+        # next step's.
+        self._scalar("learning-rate", record.next_learning_rate, iteration, samples)
+        self._scalar("batch-size", record.global_batch_size, iteration, samples)
+        if record.skipped_samples > 0:
+            self._scalar("skipped-train-samples", record.skipped_samples, iteration)
+        for name, value in record.losses.items():
+            self._scalar(name, value, iteration, samples if name == "lm loss" else None)
+        if options.output.log_loss_scale_to_tensorboard:
+            self._scalar("loss-scale", record.loss_scale, iteration, samples)
+        if options.output.log_world_size_to_tensorboard:
+            self._scalar("world-size", self._world_size, iteration, samples)
+        if record.grad_norm is not None:
+            self._scalar("grad-norm", record.grad_norm, iteration, samples)
+        if record.num_zeros is not None:
+            self._scalar("num-zeros", record.num_zeros, iteration, samples)
+        if record.params_norm is not None:
+            self._scalar("params-norm", record.params_norm, iteration, samples)
+        if record.max_attention_logit is not None:
+            self._scalar("max_attention_logit", record.max_attention_logit, iteration, samples)
+        if options.output.log_memory_to_tensorboard:
+            for name, value in _memory_scalars(record.max_memory_mb).items():
+                self._scalar(name, value, iteration)
+        if options.moe_per_layer_logging:
+            for name, values in record.per_layer.items():
+                for layer, value in enumerate(values):
+                    self._scalar(f"moe/{name}_layer_{layer}", value, iteration)
+
+    def _write_interval_scalars(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
+        seconds = self._line_seconds / (self._advanced + self._skipped)
+        self._scalar("iteration-time", seconds, record.iteration)
+        if self._options.output.log_throughput and self._options.output.log_timers_to_tensorboard:
+            self._scalar("throughput", self._tflops(record.flops, seconds), record.iteration)
+        if record.energy is not None:
+            self._scalar("iter-energy/gpu", record.energy.joules_per_iteration, record.iteration)
+            self._scalar("power/gpu", record.energy.watts, record.iteration)
+        for name, value in (record.compute_times or {}).items():
+            if isinstance(value, float):
+                self._scalar(f"own-time-{name}", value / 1e3, record.iteration)  # in seconds, as iteration-time
+        if health is None or not health["layers"]:
+            return
+        self._scalar("moe/straggler_cost", health["straggler_cost"], record.iteration)
+        if (factors := self._overload_factors(health)) is not None:
+            for name, value in zip(("avg", "max"), factors):
+                self._scalar(f"moe/{name}_overload_factor", value, record.iteration)
+        for name in PER_LAYER:
+            for layer, value in zip(health["layers"], health[name], strict=True):
+                self._scalar(f"moe/{name}_layer_{layer}", value, record.iteration)
+        if self._tensorboard is not None:
+            self._tensorboard.add_image("moe/load", heat_map(health["tokens_per_expert"]), record.iteration)
+
+    def timers(self, seconds_by_name: Mapping[str, float], iteration: int) -> None:
+        """Write timer scalars (--log-timers-to-tensorboard)."""
+        if self._options.output.log_timers_to_tensorboard:
+            for name, seconds in seconds_by_name.items():
+                self._scalar(f"{name}-time", seconds, iteration)
+
+    def validation(
+        self,
+        where: str,
+        kind: str,
+        losses: Mapping[str, float],
+        iteration: int,
+        samples: int,
+        evaluated: EvaluationResult | None = None,
+    ) -> None:
+        """Print the validation line and write its record and scalars.
+
+        Args:
+            where: "iteration 200" or "iteration 200 on test set".
+            kind: "validation", "validation-NAME" or "test".
+            losses: by name.
+            iteration: the last iteration.
+            samples: consumed samples.
+            evaluated: adds the values of the evaluation of a checkpoint to the record.
+        """
+        self.print(validation_line(where, losses))
+        self._summary.add_validation(kind, iteration, losses["lm loss"])
+        if self._file is not None:
+            record: dict[str, object] = {"validation": kind, "iteration": iteration}
+            record.update(losses)
+            record["ppl"] = perplexity(losses["lm loss"])
+            if evaluated is not None:
+                record.update(evaluated.as_record())
+            self._append(record)
+        suffix = "validation" if kind == "test" else kind
+        for name, value in losses.items():
+            self._scalar(f"{name} {suffix}", value, iteration, samples)
+            if self._options.output.log_validation_ppl_to_tensorboard:
+                self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
+        self.flush()
+
+    @property
+    def dashboard_path(self) -> str | None:
+        """Path of the dashboard; None if there is none."""
+        return None if self._dashboard is None else str(self._dashboard.path.resolve())
+
+    def begin(self) -> None:
+        """Print where the dashboard is."""
+        if self.dashboard_path is not None:
+            self.print(f"dashboard: {self.dashboard_path} (open it in a browser; the run keeps it up to date)")
+
+    def end(self, reason: str, saved: Sequence[int]) -> None:
+        """Print the summary of the run: why it ended, and the iterations that this start has saved."""
+        self.print("\n".join(self._summary.lines(reason, saved, self._options.output.save, self.dashboard_path)))
+
+    def flush(self) -> None:
+        """Flush the buffers."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Flush and close every file."""
+        self._bar.clear()
+        if self._dashboard is not None:
+            self._dashboard.write(done=True)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._file is not None:
+            self._file.close()
+
+
+def _memory_scalars(max_memory_mb: float) -> dict[str, float]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"mem-max-allocated-bytes": max_memory_mb * 2**20}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
+
+
+def _open_tensorboard(
+    options: LogOptions, start_iteration: int, settings: Mapping[str, object]
+) -> TensorBoardWriter | None:
+    if options.output.tensorboard_dir is None:
+        return None
+    # Imported here because it takes a second and only one rank needs it.
+    from torch.utils.tensorboard import SummaryWriter
+
+    def open_writer() -> SummaryWriter:
+        # no purge_step: it would purge the "vs samples" curves, whose steps are samples
+        writer = SummaryWriter(log_dir=options.output.tensorboard_dir, max_queue=options.output.tensorboard_queue_size)
+        for name in sorted(settings):
+            writer.add_text(name, str(settings[name]), global_step=start_iteration)
+        return writer
+
+    with name_write_errors("--tensorboard-dir", options.output.tensorboard_dir):
+        if options.resumes_own_run:
+            _resume_event_files(Path(options.output.tensorboard_dir), start_iteration, options.start_samples)
+        return TensorBoardWriter(options.output.tensorboard_dir, open_writer)
+
+
+def _resume_event_files(folder: Path, iteration: int, samples: int) -> None:
+    if iteration == 0:
+        event_files.archive_event_files(folder)
+    elif num_dropped := event_files.drop_events_after(folder, iteration, samples):
+        logger.info(
+            "dropping %d TensorBoard events after iteration %d from %s: this run logs them again",
+            num_dropped,
+            iteration,
+            folder,
+        )

@@ -1,0 +1,171 @@
+"""metrics.jsonl: started next to an older file, or continued without the records that will be repeated.
+
+Once the file is open, a disk error does not end the run: the record is buffered and written with the next one.
+Records that are still buffered at the end are an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+
+from moe_trainer.errors import UserError
+from moe_trainer.io import atomic_write
+
+# "iteration" comes first, or after the kind of a validation
+_ITERATION = re.compile(rb'\s*\{\s*(?:"validation":\s*"[^"]*",\s*)?"iteration":\s*(\d+)[,}]')
+
+logger = logging.getLogger(__name__)
+
+MAX_BUFFERED_BYTES = 64 * 2**20  # bytes
+_TAIL_BYTES = 2**16
+
+
+class MetricsFile:
+    """Appends complete lines in order."""
+
+    def __init__(self, path: Path, existing: frozenset[str] = frozenset()):
+        """Open the file.
+
+        Args:
+            path: the file.
+            existing: lines at its end that are not repeated if they come again.
+
+        Raises:
+            OSError: if it cannot be opened.
+        """
+        self._path, self._existing = path, existing
+        # not a Python file object, whose buffer loses what it could not write
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._buffered = b""
+
+    def append(self, text: str) -> None:
+        """Write a line, after the buffered ones.
+
+        Raises:
+            UserError: if more than MAX_BUFFERED_BYTES are buffered.
+        """
+        if text in self._existing:
+            return
+        was_buffering = bool(self._buffered)
+        self._buffered += text.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if len(self._buffered) > MAX_BUFFERED_BYTES:
+                raise UserError(f"--metrics-file: cannot write {self._path}: {error.strerror or error}") from error
+            if not was_buffering:
+                logger.warning(
+                    "--metrics-file: cannot write %s (%s); the run continues and buffers the records until it can",
+                    self._path,
+                    error.strerror or error,
+                )
+            return
+        if was_buffering:
+            logger.warning("--metrics-file: writing to %s again; no record is missing", self._path)
+
+    def _write(self) -> None:
+        while self._buffered:
+            self._buffered = self._buffered[os.write(self._descriptor, self._buffered) :]
+
+    def close(self) -> None:
+        """Write the buffered lines and close the file.
+
+        Raises:
+            UserError: if they cannot be written.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            with name_write_errors("--metrics-file", self._path):
+                self._write()
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:
+    """Open metrics.jsonl for appending after `start_iteration`.
+
+    Records of later iterations, which will be repeated, and the torn last line of a killed run are dropped.
+
+    Args:
+        path: the file.
+        start_iteration: 0 renames an older file to a numbered name; None drops nothing, because the run does not train.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    target = Path(path)
+    with name_write_errors("--metrics-file", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if start_iteration is not None and target.exists() and target.stat().st_size > 0:
+            if start_iteration == 0:
+                target.rename(_free_name(target))
+            else:
+                _drop_after(target, start_iteration)
+        return MetricsFile(target, _last_validations(target))
+
+
+def _last_validations(target: Path) -> frozenset[str]:
+    """Return the validations after the last iteration's record; a finished run that is started again repeats them."""
+    if not target.is_file():
+        return frozenset()
+    with target.open("rb") as stream:
+        stream.seek(max(0, target.stat().st_size - _TAIL_BYTES))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return frozenset(takewhile(lambda line: line.startswith('{"validation"'), reversed(lines)))
+
+
+def _free_name(target: Path) -> Path:
+    number = 1
+    while (free := target.with_name(f"{target.stem}-{number}{target.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _drop_after(target: Path, iteration: int) -> None:
+    """Drop the records after `iteration`. With routing statistics a line can have 100 kB, so lines are not parsed."""
+    with target.open("rb") as old:
+        damaged = [number for number, line in enumerate(old, 1) if _is_damaged(line, iteration)]
+    if damaged:
+        logger.warning(
+            "--metrics-file: %s: dropping damaged records: %s",
+            target,
+            f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first is line {damaged[0]}",
+        )
+    with target.open("rb") as old:
+        lines = iter(old)
+        end = sum(len(line) for line in takewhile(lambda line: _keep_on_resume(line, iteration), lines))
+        if not any(_keep_on_resume(line, iteration) for line in lines):
+            os.truncate(target, end)
+            return
+        old.seek(0)
+        with atomic_write(target, "wb") as new:
+            new.writelines(line for line in old if _keep_on_resume(line, iteration))
+
+
+def _keep_on_resume(line: bytes, iteration: int) -> bool:
+    """Return whether the line is a complete record of an iteration up to the given one."""
+    match = _ITERATION.match(line)
+    return match is not None and line.endswith(b"}\n") and int(match[1]) <= iteration
+
+
+def _is_damaged(line: bytes, iteration: int) -> bool:
+    """Return whether the line is torn and does not belong to an iteration that will be repeated."""
+    match = _ITERATION.match(line)
+    return not line.endswith(b"}\n") and (match is None or int(match[1]) <= iteration)
+
+
+@contextmanager
+def name_write_errors(flag: str, target: str | Path | None) -> Iterator[None]:
+    """Turn an OSError of the block, such as a full disk, into a UserError that names the flag and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag}: cannot write {target}: {error.strerror or error}") from error

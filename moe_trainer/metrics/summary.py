@@ -1,0 +1,108 @@
+"""Summary that a run prints at its end: progress, losses, speed, checkpoints, and why it ended."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moe_trainer.metrics.console import duration
+
+MAX_SPEEDS = 100_000  # the latest iterations, of whose throughput the median is taken
+
+
+class _Loss(NamedTuple):
+    iteration: int
+    loss: float
+
+
+@dataclass
+class RunSummary:
+    """Collects values of the iterations and validations since this start, on the last rank.
+
+    Attributes:
+        start_iteration: the iteration that this start resumed after; 0 for a new run.
+    """
+
+    train_iters: int
+    world_size: int
+    start_iteration: int
+    begin: float = field(default_factory=time.monotonic)
+    iteration: int = 0
+    tokens: int = 0
+    num_skipped: int = 0
+    _speeds: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_SPEEDS))
+    _last_loss: _Loss | None = None
+    _mean_loss: tuple[int, float] | None = None
+    _validations: dict[str, list[_Loss]] = field(default_factory=dict)
+
+    def add_iteration(
+        self, iteration: int, tokens: int, flops: float, seconds: float, loss: float | None, skipped: bool
+    ) -> None:
+        """Add an iteration; `loss` is of its batch, if there is one."""
+        self.iteration, self.tokens, self.num_skipped = iteration, self.tokens + tokens, self.num_skipped + skipped
+        self._speeds.append((tokens / seconds, flops / (seconds * 1e12 * self.world_size)))
+        if loss is not None:
+            self._last_loss = _Loss(iteration, loss)
+
+    def add_line(self, iterations: int, losses: Mapping[str, float]) -> None:
+        """Add the means of an iteration line over `iterations` iterations."""
+        if "lm loss" in losses:
+            self._mean_loss = (iterations, losses["lm loss"])
+
+    def add_validation(self, kind: str, iteration: int, loss: float) -> None:
+        """Add the loss of an evaluated set."""
+        self._validations.setdefault(kind, []).append(_Loss(iteration, loss))
+
+    def lines(self, reason: str, saved: Sequence[int], save_dir: str | None, dashboard: str | None) -> list[str]:
+        """Return the summary.
+
+        Args:
+            reason: why the run ended.
+            saved: the iterations that this start has saved.
+            save_dir: where; None if nothing is to be saved.
+            dashboard: path of the page.
+        """
+        done = max(self.iteration - self.start_iteration, 0)
+        resumed = f", resumed after {self.start_iteration}" if self.start_iteration else ""
+        skipped = f", {self.num_skipped} without an update" if self.num_skipped else ""
+        lines = [
+            "run summary",
+            f"  ended:       {reason}",
+            f"  iterations:  {max(self.iteration, self.start_iteration)} of {self.train_iters}{resumed} "
+            f"({done} in this start, {duration(time.monotonic() - self.begin)}{skipped})",
+            f"  tokens:      {self.tokens:,} in this start",
+        ]
+        if self._speeds:
+            speed, tflops = (statistics.median(values) for values in zip(*self._speeds))
+            lines.append(
+                f"  throughput:  {speed:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank (medians over iterations)"
+            )
+        if self._last_loss is not None:
+            mean = (
+                f"; mean of the last {self._mean_loss[0]} iterations {self._mean_loss[1]:.4f}"
+                if self._mean_loss and self._mean_loss[0] > 1
+                else ""
+            )
+            lines.append(
+                f"  lm loss:     {self._last_loss.loss:.4f} (the batch of iteration {self._last_loss.iteration}{mean})"
+            )
+        for kind, losses in self._validations.items():
+            best, last = min(losses, key=lambda each: each.loss), losses[-1]
+            lines.append(
+                f"  {kind + ':':12s} {last.loss:.4f} at iteration {last.iteration}"
+                + (f", best {best.loss:.4f} at iteration {best.iteration}" if len(losses) > 1 else "")
+            )
+        if save_dir is not None:
+            count = f"{len(saved)} checkpoint{'s' if len(saved) != 1 else ''} saved"
+            lines.append(
+                f"  saved:       {count} to {save_dir}" + (f", the last at iteration {saved[-1]}" if saved else "")
+            )
+        else:
+            lines.append("  saved:       nothing (no --save)")
+        if dashboard is not None:
+            lines.append(f"  dashboard:   {dashboard}")
+        return lines

@@ -1,0 +1,187 @@
+"""Tokens and gradients sent in MXFP8 (--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype).
+
+Rounding is defined without ranks: every dispatched token is rounded, and every gradient that combine sends to the
+experts, also those that stay on their rank. Each token is rounded by itself (quantization/mxfp8_rowwise.py), so the
+numbers equal those of one process, which rounds without sending. The gradient of rounding is the identity. The
+opposite directions (results of experts, gradients of tokens) are terms of a sum over a token's experts and are sent
+in high precision.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trainer.parallel.collectives import (
+    PendingAllToAll,
+    all_gather_rows,
+    finish_all_to_all,
+    reduce_scatter_rows,
+    start_all_to_all,
+)
+from moe_trainer.parallel.state import Group
+from moe_trainer.quantization.mxfp8_rowwise import pack, round_to_mxfp8, unpack
+
+
+@dataclass(frozen=True)
+class Mxfp8Transport:
+    """Which tensors are rounded: dispatched tokens, gradients that combine sends to the experts."""
+
+    dispatch: bool = False
+    gradients: bool = False
+
+    def round_tokens(self, x: Tensor) -> Tensor:
+        """Round dispatched tokens where nothing is sent."""
+        return RoundToMxfp8.apply(x, True, False) if self.dispatch else x
+
+    def round_gradients(self, y: Tensor) -> Tensor:
+        """Return the experts' results; round their gradients where nothing is sent."""
+        return RoundToMxfp8.apply(y, False, True) if self.gradients else y
+
+
+HIGH_PRECISION = Mxfp8Transport()
+
+
+class RoundToMxfp8(torch.autograd.Function):
+    """Round tokens in forward, in backward, or both."""
+
+    @staticmethod
+    def forward(ctx, x_RH: Tensor, in_forward: bool, in_backward: bool) -> Tensor:
+        ctx.in_backward = in_backward
+        return round_to_mxfp8(x_RH) if in_forward else x_RH.view_as(x_RH)
+
+    @staticmethod
+    def backward(ctx, grad_RH: Tensor):
+        return round_to_mxfp8(grad_RH) if ctx.in_backward else grad_RH, None, None
+
+
+class PackedAllToAll:
+    """One all-to-all over a group whose first tensor is packed to MXFP8 in forward, in backward, or both."""
+
+    def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int], *, forward: bool, backward: bool):
+        self.group, self.sizes, self.is_packed = group, (tuple(send), tuple(receive)), (forward, backward)
+        self.shape = 0, torch.float32
+        self.in_flight: PendingAllToAll | None = None
+
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        """Start to send the tensors."""
+        x_RH, *others = tensors
+        self.shape = x_RH.shape[1], x_RH.dtype
+        sizes = self.sizes[::-1] if is_backward else self.sizes
+        self.in_flight = PendingAllToAll(
+            (pack(x_RH) if self.is_packed[is_backward] else x_RH, *others), *sizes, self.group
+        )
+
+    def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
+        """Wait for the received tensors."""
+        (x_RH, *others), self.in_flight = self.in_flight.wait(), None
+        return unpack(x_RH, *self.shape) if self.is_packed[is_backward] else x_RH, *others
+
+    def placeholders(self) -> tuple[Tensor, ...]:
+        """Return tensors of the received shapes, without data, for the time in which they are in flight."""
+        x_RH, *others = self.in_flight.outs
+        if self.is_packed[False]:
+            x_RH = torch.zeros(1, dtype=self.shape[1], device=x_RH.device).expand(x_RH.shape[0], self.shape[0])
+        return x_RH, *others
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        exchange.start(tensors, False)
+        return exchange.placeholders()
+
+    @staticmethod
+    def backward(ctx, *_):
+        return None, *ctx.exchange.wait(True)  # _Finish has sent the gradients
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *_):
+        ctx.exchange = exchange
+        return tuple(x.view_as(x) for x in exchange.wait(False))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.exchange.start(grads, True)
+        return None, *grads
+
+
+def start_token_exchange(
+    group: Group,
+    send: Sequence[int],
+    receive: Sequence[int],
+    *tensors: Tensor,
+    round_forward: bool = False,
+    round_backward: bool = False,
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """Start an all-to-all as collectives.start_all_to_all, with the first tensor [R, H] in MXFP8. Differentiable.
+
+    A group of one rounds without sending.
+
+    Args:
+        group: ranks that exchange tokens.
+        send: tokens to each rank.
+        receive: tokens from each rank.
+        *tensors: the tensors to send.
+        round_forward: round the first tensor.
+        round_backward: round its gradient.
+
+    Returns:
+        The inputs of finish_token_exchange. The tensors must not be read before it.
+    """
+    if not (round_forward or round_backward):
+        return start_all_to_all(group, send, receive, *tensors)
+    if group.size == 1:
+        return None, (RoundToMxfp8.apply(tensors[0], round_forward, round_backward), *tensors[1:])
+    exchange = PackedAllToAll(group, send, receive, forward=round_forward, backward=round_backward)
+    return exchange, _Start.apply(exchange, *tensors)
+
+
+def finish_token_exchange(handle: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Wait for the tensors of start_token_exchange."""
+    if handle is None:
+        return tuple(tensors)
+    if isinstance(handle, PackedAllToAll):
+        return _Finish.apply(handle, *tensors)
+    return finish_all_to_all(handle, tensors)
+
+
+class _GatherPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, sizes, group):
+        ctx.layout = sizes, group
+        return unpack(all_gather_rows(pack(x_RH), sizes, group), x_RH.shape[1], x_RH.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        return reduce_scatter_rows(grad_RH, *ctx.layout), None, None
+
+
+class _ReduceScatterPackedGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_RH, sizes, group):
+        ctx.layout = sizes, group
+        return reduce_scatter_rows(y_RH, sizes, group)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        return unpack(all_gather_rows(pack(grad_RH), *ctx.layout), grad_RH.shape[1], grad_RH.dtype), None, None
+
+
+def gather_tokens(x_RH: Tensor, sizes: Sequence[int], group: Group, is_rounded: bool) -> Tensor:
+    """Gather tokens as collectives.all_gather_rows, packed if they are rounded already. Differentiable."""
+    if is_rounded and group.size > 1:
+        return _GatherPacked.apply(x_RH, sizes, group)
+    return all_gather_rows(x_RH, sizes, group)
+
+
+def reduce_scatter_tokens(y_RH: Tensor, sizes: Sequence[int], group: Group, is_grad_rounded: bool) -> Tensor:
+    """Sum as collectives.reduce_scatter_rows; backward gathers packed gradients if they are rounded already."""
+    if is_grad_rounded and group.size > 1:
+        return _ReduceScatterPackedGrad.apply(y_RH, sizes, group)
+    return reduce_scatter_rows(y_RH, sizes, group)

@@ -1,0 +1,169 @@
+"""Budget for the routed tokens that a rank receives (--moe-expert-rank-capacity-factor), so sizes are fixed.
+
+Without a limit, the tokens that reach a rank change with every microbatch, and with them the size of all that its
+experts allocate and save. With a budget the experts' input is a buffer of ceil(tokens * topk * etp * factor) tokens,
+of which the first ones are used. tokens * topk * etp is what a rank receives under perfect balance. Only used tokens
+are computed, so the numbers are those without a budget, bit for bit, except for the gradients of experts' biases with
+counts on the device, which a grouped GEMM sums.
+
+If a rank receives more than its budget, no token is lost. With counts on the host a larger buffer is allocated at
+once; the budget stays larger, and the log names the sufficient factor. HybridEP can receive into the buffer without
+counts on the host, so that no MoE layer waits. Tokens that do not fit are dropped there and set a flag on the device;
+the training loop reads the flags of all layers and ranks once per iteration, with the loss, and repeats an iteration
+that set one, with counts on the host, so the budgets grow. The flags are read only there, so only there
+(`leave_counts_on_device`) the counts stay on the device. Megatron-Core also repeats the iteration: without any
+budget, then with the same budget again; it reads the flags by an extra wait.
+
+Shape letters: T local tokens, R routed tokens received, C tokens in the buffer, H hidden.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
+
+logger = logging.getLogger(__name__)
+
+FACTOR_STEPS = 1000  # logged factors are multiples of 1 / FACTOR_STEPS
+
+
+class ReceiveBudget:
+    """Budget of one MoE layer on one rank.
+
+    Attributes:
+        factor: the current factor, which grows on overflow.
+        share: routed tokens received per local token under perfect balance.
+        allows_device_counts: the layer can run without counts on the host.
+        counts_on_device: the counts stay on the device now.
+        should_log_growth: log every growth.
+    """
+
+    def __init__(self, name: str, factor: float, topk: int, etp_size: int = 1):
+        """Store the settings; `name` is for the log, `factor` is --moe-expert-rank-capacity-factor, above 0."""
+        self.name, self.factor = name, factor
+        self.share = topk * etp_size
+        self.allows_device_counts = self.counts_on_device = False
+        self.should_log_growth = True
+        self._overflow: Tensor | None = None
+        self._max_tokens = 1
+
+    @property
+    def balanced_size(self) -> int:
+        """Routed tokens received under perfect balance, for the largest microbatch so far."""
+        return self._max_tokens * self.share
+
+    def size_for(self, num_tokens: int, num_received: int) -> int:
+        """Return the size for `num_tokens` local tokens, at least `num_received`; grow the factor if needed.
+
+        A rank with fewer tokens than usual (the end of a data set) has the budget of its largest microbatch so far.
+        """
+        size = self.fixed_size(num_tokens)
+        if num_received <= size:
+            return size
+        sufficient = math.ceil(num_received / self.balanced_size * FACTOR_STEPS) / FACTOR_STEPS
+        if self.should_log_growth:
+            logger.warning(
+                "%s received %d tokens on this rank, but --moe-expert-rank-capacity-factor %g allows %d; the budget "
+                "grows and no token is lost. --moe-expert-rank-capacity-factor %g would suffice",
+                self.name,
+                num_received,
+                self.factor,
+                size,
+                sufficient,
+            )
+        self.factor = sufficient
+        return expert_buffer_tokens(self.balanced_size, sufficient)
+
+    def fixed_size(self, num_tokens: int) -> int:
+        """Return the buffer's size, whatever is received."""
+        self._max_tokens = max(self._max_tokens, num_tokens)
+        return expert_buffer_tokens(self.balanced_size, self.factor)
+
+    def note_overflow(self, overflow: Tensor) -> None:
+        """Accumulate the overflow flag of a dispatch, integer [1], on the device."""
+        if self._overflow is None:
+            self._overflow = torch.zeros_like(overflow)
+        torch.maximum(self._overflow, overflow, out=self._overflow)
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """Whether a flag was set since `reset`: integer [1] on the device, None without fixed buffers."""
+        return self._overflow
+
+    def reset(self) -> None:
+        """Clear the flags."""
+        self._overflow = None
+
+
+def get_receive_budgets(chunks: Iterable) -> list[ReceiveBudget]:
+    """Return the budgets of all MoE layers of these model chunks."""
+    return [layer.budget for chunk in chunks for layer in chunk.moe_layers() if layer.budget is not None]
+
+
+@contextlib.contextmanager
+def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, float]]]:
+    """Record growth of budgets instead of logging it.
+
+    Yields:
+        A list that is filled on exit: name, factor before and factor after of every budget that has grown.
+    """
+    budgets, growth = get_receive_budgets(chunks), []
+    before = [budget.factor for budget in budgets]
+    for budget in budgets:
+        budget.should_log_growth = False
+    try:
+        yield growth
+    finally:
+        for budget in budgets:
+            budget.should_log_growth = True
+        growth += [
+            (budget.name, factor, budget.factor)
+            for budget, factor in zip(budgets, before, strict=True)
+            if budget.factor > factor
+        ]
+
+
+@contextlib.contextmanager
+def leave_counts_on_device(chunks: Iterable, enabled: bool = True) -> Iterator[None]:
+    """Leave counts on the device in the layers that allow it; the caller must read `count_overflows` on exit."""
+    budgets = get_receive_budgets(chunks)
+    for budget in budgets:
+        budget.reset()
+        budget.counts_on_device = enabled and budget.allows_device_counts
+    try:
+        yield
+    finally:
+        for budget in budgets:
+            budget.counts_on_device = False
+
+
+def count_overflows(chunks: Iterable, device: torch.device) -> Tensor:
+    """Return how many of this rank's layers dropped tokens in the last scope: fp64 [1] on the device."""
+    flags = [flag for budget in get_receive_budgets(chunks) if (flag := budget.overflow) is not None]
+    if not flags:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.cat(flags).count_nonzero().double().view(1)
+
+
+class _PadToBuffer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_R: Tensor, size: int) -> Tensor:
+        ctx.num_received = x_R.shape[0]
+        out_C = x_R.new_empty(size, *x_R.shape[1:])
+        out_C[: ctx.num_received] = x_R
+        out_C[ctx.num_received :].zero_()  # GEMMs may include the padding, whose results must stay finite
+        return out_C
+
+    @staticmethod
+    def backward(ctx, grad_C: Tensor):
+        return grad_C[: ctx.num_received], None
+
+
+def pad_to_buffer(x_R: Tensor, size: int) -> Tensor:
+    """Copy received tokens to the start of a zero-padded buffer. Shapes: x_R [R, ...] -> [C, ...]."""
+    return _PadToBuffer.apply(x_R, size)

@@ -1,0 +1,65 @@
+"""How clear a router's choice of experts is: what rounding could have turned, and what it could not (verification/compare_records.py).
+
+Shapes: T tokens, E experts, G groups of them, M experts a group, K sorted scores.
+"""
+
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_STEEPEST = MappingProxyType({"sigmoid": 0.25, "sqrtsoftplus": 0.32})
+"""The largest slope of a score over its logit."""
+
+
+@torch.no_grad()
+def compute_routing_margin(
+    logits_TE: Tensor,
+    topk: int,
+    score_function: str,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    expert_bias_E: Tensor | None = None,
+) -> Tensor:
+    """How clear a choice of experts is: by how much the last one chosen leads the next, and so the groups; [T] fp32, 0 a tie.
+
+    In units of logits (at most what logits must change by for another choice), relative to the root mean square of
+    the token's.
+    """
+
+    def lead(sorted_TK: Tensor, rank: int) -> Tensor:
+        return (
+            sorted_TK[:, rank - 1] - sorted_TK[:, rank]
+            if rank < sorted_TK.shape[1]
+            else torch.full_like(sorted_TK[:, 0], float("inf"))
+        )
+
+    logits_TE = logits_TE.float()
+    if score_function == "softmax":
+        scores_TE, slope = (logits_TE if not group_topk else torch.softmax(logits_TE, dim=-1)), 1.0
+    else:
+        scores_TE = torch.sigmoid(logits_TE) if score_function == "sigmoid" else F.softplus(logits_TE).sqrt()
+        scores_TE, slope = (
+            (scores_TE if expert_bias_E is None else scores_TE + expert_bias_E),
+            _STEEPEST[score_function],
+        )
+    if not group_topk:
+        margin_T = lead(scores_TE.sort(dim=-1, descending=True)[0], topk) / slope
+    else:
+        groups_TG, masked_TE = mask_to_best_groups(scores_TE, topk, num_groups, group_topk)
+        sums_TG, best_TE = groups_TG.sort(dim=-1, descending=True)[0], masked_TE.sort(dim=-1, descending=True)[0]
+        if score_function == "softmax":  # a share changes by itself times the change of its logit
+            margin_T = torch.minimum(lead(best_TE.clamp(min=0.0).log(), topk), lead(sums_TG.log(), group_topk))
+        else:
+            margin_T = torch.minimum(lead(best_TE, topk), lead(sums_TG, group_topk) / (topk // group_topk)) / slope
+    return margin_T / logits_TE.square().mean(-1).sqrt().clamp(min=1e-30)
+
+
+def mask_to_best_groups(scores_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
+    """The groups' scores TG, and the experts', -inf outside the best groups."""
+    scores_TGM = scores_TE.view(scores_TE.shape[0], num_groups, -1)
+    group_scores_TG = scores_TGM.topk(topk // group_topk, dim=-1)[0].sum(-1)
+    best_TG = group_scores_TG.topk(group_topk, dim=-1, sorted=False)[1]
+    outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, best_TG, False)
+    return group_scores_TG, scores_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)

@@ -1,0 +1,139 @@
+"""This rank's shard of a flat layout (buckets.py): main parameters, main gradients and moments."""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arguments.optimizer import OptimizerArgs
+from moe_trainer.optim.buckets import Bucket, FlatLayout
+from moe_trainer.optim.fp8_params import Fp8Params
+from moe_trainer.optim.grad_buffer import DataParallelGrads, GradBuffer
+from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, Segment
+from moe_trainer.optim.param_groups import ParamGroup, get_param_group
+from moe_trainer.optim.state_plan import StatePlan, plan_state
+from moe_trainer.parallel.params import get_param_info, is_unique_replica
+from moe_trainer.parallel.state import ParallelState
+
+
+class FlatShard(OptimizerShard):
+    """This rank's main parameters, main gradients and moments of one layout.
+
+    Attributes:
+        model: flat buffer of all model parameters of the layout; None if the model stores them in fp8.
+        fp8: the fp8 parameters, if the model stores them.
+    """
+
+    def __init__(self, buffer: GradBuffer, plan: StatePlan, groups: dict[Parameter, ParamGroup], ps: ParallelState):
+        """Flatten the parameters and allocate the state. Parameters that are stored in fp8 lose their values to the state."""
+        self.layout: FlatLayout = buffer.layout
+        self.has_whole_params, self.has_fp8_params = self.layout.has_whole_params, self.layout.is_fp8
+        self.device = self.layout.device
+        self.model: Tensor | None = self.layout.flatten_params()
+        self.fp8: Fp8Params | None = None
+        self.buffer = buffer
+        ranges = [bucket.owned_range(self.layout.group, buffer.is_sharded) for bucket in self.layout.buckets]
+        # per bucket, the owned range in the buffer and the same elements in the flat state
+        self._ranges: list[tuple[slice, slice]] = []
+        size = 0
+        for start, stop in ranges:
+            self._ranges.append((slice(start, stop), slice(size, size + stop - start)))
+            size += stop - start
+        self._ends = [in_state.stop for _, in_state in self._ranges]
+        is_first_holder = (self.layout.outer if buffer.is_sharded else self.layout.group).rank == 0
+        self.param_shards = _param_shards(self.layout, ranges, groups, is_first_holder, ps)
+        self.contiguous_segments = [
+            Segment(self, parts[0].group, parts[0].is_counted, parts[0].offset, parts[-1].end)
+            for parts in self._contiguous_parts()
+        ]
+        self.allocate_state(plan, size, torch.uint8 if self.has_fp8_params else self.layout.dtype)
+        self.copy_model_to_main()
+        if self.has_fp8_params:
+            self.fp8 = Fp8Params(self, self.layout, size)
+            self.model = None
+
+    @property
+    def gather_buffer(self) -> Tensor:
+        """The stored model parameters of all ranks, flat: the buffer that data-parallel ranks gather."""
+        if self.fp8 is not None:
+            return self.fp8.codes
+        assert self.model is not None
+        return self.model
+
+    def model_at(self, start: int, stop: int) -> Tensor:
+        """Return the model's elements of a range inside one bucket's owned range; live.
+
+        fp8 parameters have such elements only while weights are loaded.
+        """
+        if self.fp8 is not None:
+            return self.fp8.loadable_at(start, stop)
+        assert self.model is not None
+        return self.model[self._in_buffer(start, stop)]
+
+    def grad_at(self, start: int, stop: int) -> Tensor:
+        """Return the main gradients of a range inside one bucket's owned range, gaps included; live."""
+        return self.buffer.flat[self._in_buffer(start, stop)]
+
+    def write_to_model(self, start: int, stop: int, values: Tensor) -> None:
+        """Write new values to the model; fp8 parameters are quantized together (`Fp8Params.quantize_to_model`)."""
+        if self.fp8 is None:
+            super().write_to_model(start, stop, values)
+
+    def bucket_at(self, start: int) -> Bucket:
+        """Return the bucket of an element of the flat state."""
+        return self.layout.buckets[bisect.bisect_right(self._ends, start)]
+
+    def _in_buffer(self, start: int, stop: int) -> slice:
+        """Return the buffer range of [start, stop) of the flat state, which must be in one bucket."""
+        in_buffer, in_state = self._ranges[bisect.bisect_right(self._ends, start)]
+        assert in_state.start <= start and stop <= in_state.stop, (
+            f"[{start}, {stop}) is in no single bucket of {self._ranges}"
+        )
+        return slice(in_buffer.start + start - in_state.start, in_buffer.start + stop - in_state.start)
+
+    def _contiguous_parts(self) -> Iterator[list[ParamShard]]:
+        """Group consecutive param shards of equal treatment within a bucket."""
+        keyed = itertools.groupby(
+            self.param_shards, key=lambda p: (bisect.bisect_right(self._ends, p.offset), p.group, p.is_counted)
+        )
+        return (list(parts) for _, parts in keyed)
+
+
+def make_flat_shards(grads: DataParallelGrads, settings: OptimizerArgs, ps: ParallelState) -> list[FlatShard]:
+    """Flatten the model's parameters and allocate this rank's optimizer state for the gradient buffers."""
+    shards = []
+    for buffer in grads.buffers:
+        groups = {slot.param: get_param_group(slot.param, settings, ps.ep.size > 1) for slot in buffer.layout.slots}
+        shards.append(FlatShard(buffer, plan_state(settings, buffer.layout.has_whole_params), groups, ps))
+    return shards
+
+
+def _param_shards(
+    layout: FlatLayout,
+    ranges: Sequence[tuple[int, int]],
+    groups: dict[Parameter, ParamGroup],
+    is_first_holder: bool,
+    ps: ParallelState,
+) -> list[ParamShard]:
+    """Split this rank's range of every bucket into param shards."""
+    parts, base = [], 0
+    for bucket, (low, high) in zip(layout.buckets, ranges):
+        for slot in bucket.slots:
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                is_counted = is_first_holder and is_unique_replica(get_param_info(slot.param), ps)
+                parts.append(
+                    ParamShard(
+                        slot,
+                        start - slot.start,
+                        stop - slot.start,
+                        base + start - low,
+                        groups[slot.param],
+                        is_counted,
+                    )
+                )
+        base += high - low
+    return parts

@@ -1,0 +1,152 @@
+"""Parameters that the model stores in fp8 only (--fp8-param-gather; quantization/fp8_weight.py).
+
+The fp32 main parameters of a rank's shard are the only values; every rank has the fp8 bytes of all shards. After a step
+`quantize_to_model` casts the shard directly to fp8: maximum magnitudes of the shard, their maximum over the ranks that hold the other
+shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any parameters
+(distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima.
+
+Other code reads the values through the parameter's accessor, in the parameter's own dtype, rounded from the main parameters, so
+checkpoints and exports do not depend on how weights are stored. Loading exposes this rank's shard in that dtype (`loadable`); the
+optimizer then takes the main parameters from it, unless they were loaded themselves.
+"""
+
+import bisect
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trainer.optim.buckets import FlatLayout, Slot
+from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard
+from moe_trainer.optim.state_storage import StateStorage, copy_to
+from moe_trainer.parallel import collectives
+from moe_trainer.quantization.fp8_weight import Fp8Weight
+
+
+class Fp8Params:
+    """fp8 bytes of all parameters of a layout, made from the main parameters of a shard.
+
+    Args:
+        size: elements of the shard's flat state.
+    """
+
+    def __init__(self, shard: OptimizerShard, layout: FlatLayout, size: int):
+        self._shard, self._layout, self._size = shard, layout, size
+        self._loadable: Tensor | None = None
+        self._offsets = [part.offset for part in shard.param_shards]
+        self.codes = layout.allocate(torch.uint8)
+        local = {part.slot: part for part in shard.param_shards}
+        weights = [_fp8_weight(slot) for slot in layout.slots]
+        sizes = [weight.num_blocks for weight in weights]
+        self._amax = torch.zeros(sum(sizes), device=layout.device)
+        for slot, weight, amax in zip(layout.slots, weights, self._amax.split(sizes)):
+            weight.bind(self.codes[slot.start : slot.stop], amax)
+            weight.home = Fp8MasterAccessor(self, slot, local.get(slot))
+            slot.param.data = weight.placeholder_param(layout.dtype)
+
+    @property
+    def has_external_scales(self) -> bool:
+        """Whether scales, and with them the bytes, may change without an update (delayed scaling)."""
+        return any(_fp8_weight(slot).scale_fn() is not None for slot in self._layout.slots)
+
+    @torch.no_grad()
+    def quantize_to_model(self) -> None:
+        """Compute this rank's bytes and all scales from the main parameters. Collective over the layout's group."""
+        device = self._layout.device
+        self._amax.zero_()
+        for weight, main, start, stop, first in self._weight_ranges():
+            weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
+        collectives.all_reduce(self._amax, self._layout.group, "max")
+        for slot in self._layout.slots:
+            _fp8_weight(slot).compute_scales()
+        for weight, main, start, stop, first in self._weight_ranges():
+            weight.cast(copy_to(main.load_fp32(start, stop), device), first)
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the main parameters of a range of the flat state, in the parameters' dtype."""
+        values = torch.empty(stop - start, dtype=self._layout.dtype, device=self._layout.device)
+        for block in self._shard.blocks:
+            low, high = max(start, block.start), min(stop, block.stop)
+            if low < high:
+                assert block.main is not None
+                values[low - start : high - start] = block.main.read_fp32(low, high)
+        return values
+
+    def full_tensor(self, slot: Slot, part: ParamShard | None) -> Tensor:
+        """Return all values of a parameter on every rank. Collective over the layout's group."""
+        values = torch.zeros(slot.param.numel(), dtype=self._layout.dtype, device=self._layout.device)
+        if part is not None:
+            values[part.start : part.stop] = self.values(part.offset, part.end)
+        return collectives.all_reduce(values, self._layout.group).view(slot.param.shape)
+
+    def loadable(self) -> Tensor:
+        """Return the values of the flat state, to be overwritten in place, until `finish_load`."""
+        if self._loadable is None:
+            self._loadable = self.values(0, self._size)
+        return self._loadable
+
+    def loadable_at(self, start: int, stop: int) -> Tensor:
+        assert self._loadable is not None, "fp8 parameters have no other values than the main parameters"
+        return self._loadable[start:stop]
+
+    def finish_load(self) -> None:
+        """Drop the copy that `loadable` returned."""
+        self._loadable = None
+
+    def _weight_ranges(self) -> Iterator[tuple[Fp8Weight, StateStorage, int, int, int]]:
+        """Iterate over the parts of update segments by parameter.
+
+        Yields:
+            (weight, main parameters, start and stop in the flat state, start in the parameter).
+        """
+        parts = self._shard.param_shards
+        for segment in self._shard.update_segments:
+            main = segment.state.main
+            assert main is not None
+            for part in parts[max(0, bisect.bisect_right(self._offsets, segment.start) - 1) :]:
+                if part.offset >= segment.stop:
+                    break
+                start, stop = max(part.offset, segment.start), min(part.end, segment.stop)
+                if start < stop:
+                    yield _fp8_weight(part.slot), main, start, stop, part.start + start - part.offset
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8MasterAccessor:
+    """Access to the values of one fp8 parameter (parallel/shards.py).
+
+    Args:
+        part: this rank's shard of it, if any.
+    """
+
+    params: Fp8Params
+    slot: Slot
+    part: ParamShard | None
+
+    def full_tensor(self) -> Tensor:
+        """Return all values on every rank, in the parameter's dtype. Collective over the ranks that hold shards."""
+        return self.params.full_tensor(self.slot, self.part)
+
+    def shards_to_save(self) -> list[tuple[Tensor, int, int, Callable[[int, int], Tensor]]]:
+        """Return shape and dtype (device "meta"), range, and a function that reads a range counted from its start."""
+        if self.part is None:
+            return []
+        shape = torch.empty(self.part.stop - self.part.start, dtype=self.slot.param.dtype, device="meta")
+        read = functools.partial(_read, self.params, self.part.offset)
+        return [(shape, self.part.start, self.part.stop, read)]
+
+    def shards_to_load(self) -> list[tuple[Tensor, int, int]]:
+        """Return live storage to be filled, and its range."""
+        if self.part is None:
+            return []
+        return [(self.params.loadable()[self.part.offset : self.part.end], self.part.start, self.part.stop)]
+
+
+def _fp8_weight(slot: Slot) -> Fp8Weight:
+    return slot.param.fp8_weight
+
+
+def _read(params: Fp8Params, base: int, start: int, stop: int) -> Tensor:
+    return params.values(base + start, base + stop)

@@ -1,0 +1,31 @@
+"""Microbatches for all chunks of a rank from one iterator."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Batch = TypeVar("Batch")
+
+
+class MicrobatchCache(Generic[Batch]):
+    """Returns microbatch i of an iteration to every local chunk, and drops it after the last one.
+
+    Args:
+        read: fetches the next microbatch.
+    """
+
+    def __init__(self, read: Callable[[], Batch], num_chunks: int):
+        self._read = read
+        self._num_chunks = num_chunks
+        self._next = 0
+        self._cached: dict[int, tuple[Batch, int]] = {}
+
+    def __call__(self, microbatch: int) -> Batch:
+        """Return a microbatch of this iteration; each chunk asks once for each."""
+        while self._next <= microbatch:
+            self._cached[self._next] = self._read(), 0
+            self._next += 1
+        batch, uses = self._cached[microbatch]
+        self._cached[microbatch] = batch, uses + 1
+        if uses + 1 == self._num_chunks:
+            del self._cached[microbatch]
+        return batch

@@ -1,0 +1,142 @@
+"""Experts' MLP with quantized GEMMs: ops/expert_mlp.py with the GEMMs of quantization/gemms.py.
+
+The tokens of every expert are quantized separately, like its weights. A scale for a full tensor covers one expert's
+tokens (with delayed scaling: the layer's). Activations between the GEMMs stay in high precision. The GEMMs of all
+experts are requested as one sequence, which runs one by one or in a single call of the device (scaled_grouped.py).
+Weight gradients are computed expert by expert.
+
+Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns
+from moe_trainer.ops.grouped_gemm import expert_ranges
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.quantization.gemms import QuantizedGemms
+
+
+class _QuantizedExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, gemms, queue):
+        fc1, fc2 = gemms
+        h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), x_RH.new_zeros(x_RH.shape[0], w2.shape[1])
+        found = [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
+
+        def activated():
+            for (expert, rows), h in zip(
+                found, fc1.outputs((x_RH[rows], fc1.expert_weight(w1, expert)) for expert, rows in found)
+            ):
+                h_RG[rows] = h
+                if b1 is not None:
+                    h_RG[rows] += b1[expert]
+                yield (
+                    activation.forward(h_RG[rows], None if probs_R is None else probs_R[rows]),
+                    fc2.expert_weight(w2, expert),
+                )
+
+        for (expert, rows), y in zip(found, fc2.outputs(activated())):
+            p = None if probs_R is None else probs_R[rows]
+            y_RH[rows] = y
+            if b2 is not None:
+                y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
+        ctx.save_for_backward(x_RH, probs_R, h_RG, w1, w2, b2)
+        ctx.plan = counts, activation, gemms, queue, (w1, w2), b1 is not None
+        return y_RH
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        x_RH, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
+        counts, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
+        grad_x, grad_p = torch.zeros_like(x_RH), None if probs_R is None else torch.zeros_like(probs_R)
+        grad_b1 = w1.new_zeros(w1.shape[:2]) if has_b1 else None
+        grad_b2 = None if b2 is None else torch.zeros_like(b2)
+        of_w1: dict[int, Callable[[], Tensor]] = {}
+        of_w2: dict[int, Callable[[], Tensor]] = {}
+        grad_RH = grad_RH.contiguous()
+        found = [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
+
+        def through_activation():
+            given = ((grad_RH[rows], fc2.expert_weight(w2, expert)) for expert, rows in found)
+            for (expert, rows), grad_a in zip(found, fc2.input_grads(given)):
+                p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows]
+                a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, grad_a)
+                of_w2[expert] = fc2.make_wgrad_fn(grad_y, a)
+                of_w1[expert] = fc1.make_wgrad_fn(grad_h, x_RH[rows])
+                if grad_b1 is not None:
+                    torch.sum(grad_h, 0, out=grad_b1[expert])
+                if b2 is not None:
+                    grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
+                if p is not None:
+                    grad_p[rows] = block_grad_p
+                    if b2 is not None:
+                        grad_p[rows] += grad_y @ b2[expert]
+                yield grad_h, fc1.expert_weight(w1, expert)
+
+        for (_, rows), part in zip(found, fc1.input_grads(through_activation())):
+            grad_x[rows] = part
+        grad_w1, grad_w2 = (
+            compute_or_defer(queue, weight, functools.partial(_stacked, weight, parts) if needed else None)
+            for weight, parts, needed in zip(
+                weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+            )
+        )
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+
+
+def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
+    """Stack the experts' weight gradients; experts without tokens get zeros."""
+    grad_eNK = torch.zeros_like(
+        weight, memory_format=torch.contiguous_format
+    )  # a weight that is stored in fp8 has no strides
+    for expert, part in parts.items():
+        grad_eNK[expert] = part()
+    return grad_eNK
+
+
+def quantized_expert_mlp(
+    x_RH: Tensor,
+    probs_R: Tensor | None,
+    w1_eGH: Tensor,
+    w2_eHF: Tensor,
+    counts: Sequence[int],
+    activation: Activation,
+    gemms: tuple[QuantizedGemms, QuantizedGemms],
+    *,
+    b1_eG: Tensor | None = None,
+    b2_eH: Tensor | None = None,
+    queue: Any = None,
+    activation_fns: ActivationFns | None = None,
+    unused: int = 0,
+) -> Tensor:
+    """Run every expert on its tokens.
+
+    Args:
+        gemms: of fc1 and fc2. Everything else as expert_mlp.expert_mlp.
+
+    Raises:
+        ValueError: if the counts do not add up to R.
+    """
+    num_rows = x_RH.shape[0] - unused
+    if sum(counts) != num_rows:
+        raise ValueError(
+            f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
+        )
+    probs_R = None if probs_R is None else probs_R.contiguous()
+    return _QuantizedExpertMLP.apply(
+        x_RH.contiguous(),
+        probs_R,
+        w1_eGH,
+        b1_eG,
+        w2_eHF,
+        b2_eH,
+        tuple(counts),
+        activation_fns or get_activation_fns(activation),
+        gemms,
+        queue,
+    )

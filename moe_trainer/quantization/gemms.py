@@ -1,0 +1,324 @@
+"""The three GEMMs of a linear layer with operands in fp8 or fp4.
+
+| GEMM | of | contracted over |
+|---|---|---|
+| output | x [R, K], weight [N, K] | K |
+| input gradient | gradient [R, N], weight transposed [K, N] | N |
+| weight gradient | gradient transposed [N, R], x transposed [K, R] | R, the tokens |
+
+Each operand is quantized from high precision with its blocks along the contracted dimension; see
+docs/design/quantization.md.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_trainer.ops.gemms import UnquantizedGemms
+from moe_trainer.quantization.fp8_weight import Fp8Matrix, Fp8Weight
+from moe_trainer.quantization.quantize import (
+    E2M1,
+    E4M3,
+    E5M2,
+    POWER_OF_TWO,
+    TWO_LEVEL,
+    QuantizedTensor,
+    Scaling,
+    compute_amax,
+    compute_scale,
+    quantize,
+)
+from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
+from moe_trainer.quantization.scaled_mm import scaled_mm
+
+X, WEIGHT, GRAD = 0, 1, 2
+"""Operands with scales of their own: rows of the state of delayed scaling."""
+
+Pair = tuple[Tensor, Tensor | Fp8Matrix]
+"""The rows of an expert, or their gradient, and its weight."""
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Options of delayed scaling.
+
+    Args:
+        margin: powers of two of headroom.
+        history: number of past iterations.
+        largest: use the largest amax of the history instead of the most recent one.
+    """
+
+    margin: int = 0
+    history: int = 1
+    largest: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizationRecipe:
+    """How each operand of each GEMM is quantized.
+
+    Args:
+        x, weight: operands of the output.
+        grad, weight_t: operands of the input gradient.
+        grad_t, x_t: operands of the weight gradient, which is in high precision without `wgrad`.
+        alignment: token counts are padded to a multiple of it.
+    """
+
+    name: str
+    x: Scaling
+    weight: Scaling
+    grad: Scaling
+    weight_t: Scaling
+    grad_t: Scaling
+    x_t: Scaling
+    wgrad: bool = True
+    delayed: DelayedScaling | None = None
+    alignment: int = 16
+
+
+def make_recipe(
+    name: str, *, hybrid: bool = False, wgrad: bool = True, delayed: DelayedScaling = DelayedScaling()
+) -> QuantizationRecipe:
+    """Make the recipe `delayed`, `tensorwise`, `blockwise`, `mxfp8` or `nvfp4`.
+
+    Args:
+        hybrid: gradients are E5M2.
+
+    Raises:
+        ValueError: for another name.
+    """
+    grad = E5M2 if hybrid else E4M3
+    if name in ("delayed", "tensorwise"):
+        one, two = Scaling(E4M3), Scaling(grad)
+        return QuantizationRecipe(name, one, one, two, one, two, one, wgrad, delayed if name == "delayed" else None)
+    if name == "blockwise":
+        row, square = Scaling(E4M3, 1, 128, POWER_OF_TWO), Scaling(E4M3, 128, 128, POWER_OF_TWO)
+        grads = Scaling(grad, 1, 128, POWER_OF_TWO)
+        return QuantizationRecipe(name, row, square, grads, square, grads, row, wgrad)
+    if name == "mxfp8":
+        row, grads = Scaling(E4M3, 1, 32, POWER_OF_TWO), Scaling(grad, 1, 32, POWER_OF_TWO)
+        return QuantizationRecipe(name, row, row, grads, row, grads, row, wgrad, alignment=32)
+    if name == "nvfp4":
+        row, square = Scaling(E2M1, 1, 16, TWO_LEVEL), Scaling(E2M1, 16, 16, TWO_LEVEL)
+        grads = Scaling(E2M1, 1, 16, TWO_LEVEL, stochastic=True)
+        grads_t = Scaling(E2M1, 1, 16, TWO_LEVEL, stochastic=True, hadamard=True)
+        return QuantizationRecipe(
+            name,
+            row,
+            square,
+            grads,
+            square,
+            grads_t,
+            Scaling(E2M1, 1, 16, TWO_LEVEL, hadamard=True),
+            wgrad,
+            alignment=32,
+        )
+    raise ValueError(f"no recipe {name!r}: delayed, tensorwise, blockwise, mxfp8 or nvfp4")
+
+
+class NoiseSource(Protocol):
+    """Source of noise for stochastic rounding (parallel/rng.py)."""
+
+    def generator(self, role: str, device: torch.device) -> torch.Generator:
+        """Return a generator for the next tensor of this role."""
+
+
+def quantized_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """Return a [M, K] @ b [N, K]^T, accumulated in fp32, in `dtype`."""
+    native = scaled_mm(a, b, dtype)
+    return (a.dequantized() @ b.dequantized().t()).to(dtype) if native is None else native
+
+
+class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
+    """GEMMs of an unquantized linear of experts whose other linear is quantized; same interface as QuantizedGemms."""
+
+    def outputs(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Yield `output` of every pair."""
+        return (self.output(*pair) for pair in pairs)
+
+    def input_grads(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Yield `input_grad` of every pair."""
+        return (self.input_grad(*pair) for pair in pairs)
+
+    def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor:
+        """Return one weight of the stack."""
+        return weights_eNK[expert]
+
+
+class QuantizedGemms(nn.Module):
+    """GEMMs of one linear, or of all experts of one, which share the state of delayed scaling.
+
+    Attributes:
+        scaling: fp32 buffer [3, 1 + L] of delayed scaling: for x, weight and gradient the scale (0: none yet, used as 1)
+            and the amax history, latest first.
+        amax: fp32 buffer [3], maxima of the current iteration.
+        fp8_weight: the weight, if it is stored in fp8.
+        evaluation: recipe of evaluation if it differs (then neither is delayed); None for high precision.
+    """
+
+    fp8_weight: Fp8Weight | None = None
+    is_quantized = True
+
+    def __init__(
+        self,
+        recipe: QuantizationRecipe,
+        name: str,
+        rounding: NoiseSource | None = None,
+        quantizer: Callable[..., QuantizedTensor] = quantize,
+    ):
+        """Create the GEMMs of the linear `name`.
+
+        Args:
+            quantizer: `quantize`, or a kernel with the same signature and results.
+        """
+        super().__init__()
+        self.recipe, self.name, self.rounding, self.quantizer = recipe, name, rounding, quantizer
+        self.evaluation: QuantizationRecipe | None = recipe
+        if recipe.delayed is not None:
+            self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
+            self.register_buffer("amax", torch.zeros(3), persistent=False)
+
+    def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor | Fp8Matrix:
+        """Return one weight of a stack, as the GEMMs take it."""
+        return weights_eNK[expert] if self.fp8_weight is None else self.fp8_weight[expert]
+
+    def output(self, x_RK: Tensor, weight_NK: Tensor | Fp8Matrix, dtype: torch.dtype | None = None) -> Tensor:
+        """Return x @ weight^T in `dtype` or that of x. x may have any leading dimensions."""
+        if not self.training and self.evaluation != self.recipe:
+            return self._evaluated(x_RK, weight_NK, dtype or x_RK.dtype)
+        flat = x_RK.reshape(-1, x_RK.shape[-1])
+        y_RN = quantized_mm(
+            self._quantize(flat, self.recipe.x, X), self._weight(weight_NK, False, x_RK.dtype), dtype or x_RK.dtype
+        )
+        return y_RN.view(*x_RK.shape[:-1], -1)
+
+    def _evaluated(self, x_RK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.evaluation is None:
+            return UnquantizedGemms().output(x_RK, weight_NK, dtype)
+        flat = x_RK.reshape(-1, x_RK.shape[-1])
+        y_RN = quantized_mm(
+            self.quantizer(flat, self.evaluation.x), self.quantizer(weight_NK, self.evaluation.weight), dtype
+        )
+        return y_RN.view(*x_RK.shape[:-1], -1)
+
+    def input_grad(self, grad_RN: Tensor, weight_NK: Tensor | Fp8Matrix) -> Tensor:
+        """Return grad @ weight in the dtype of grad, which may have any leading dimensions."""
+        flat = grad_RN.reshape(-1, grad_RN.shape[-1])
+        grad = self._quantize(flat, self.recipe.grad, GRAD, "input")
+        grad_RK = quantized_mm(grad, self._weight(weight_NK, True, grad_RN.dtype), grad_RN.dtype)
+        return grad_RK.view(*grad_RN.shape[:-1], -1)
+
+    def outputs(self, pairs: Iterable[Pair]) -> Iterator[Tensor]:
+        """Yield `output` of the tokens and the weight of every expert that has tokens.
+
+        One by one as the pairs are consumed, or all in one call where the device can.
+        """
+        return self._of_experts(pairs, False)
+
+    def input_grads(self, pairs: Iterable[Pair]) -> Iterator[Tensor]:
+        """Yield `input_grad` of every expert that has tokens, like `outputs`."""
+        return self._of_experts(pairs, True)
+
+    def _of_experts(self, pairs: Iterable[Pair], backward: bool) -> Iterator[Tensor]:
+        scaling, weight_scaling = (
+            (self.recipe.grad, self.recipe.weight_t) if backward else (self.recipe.x, self.recipe.weight)
+        )
+        pairs = iter(pairs)
+        first = next(pairs, None)
+        if first is None:
+            return
+        rows, weight = first
+        shape = weight.values_NK.shape if isinstance(weight, Fp8Matrix) else weight.shape
+        plain = self.training or self.evaluation == self.recipe
+        if not plain or not can_use_native_grouped_mm(
+            rows, shape[1 if backward else 0], scaling, weight_scaling, rows.dtype
+        ):
+            yield from (
+                self.input_grad(*pair) if backward else self.output(*pair) for pair in itertools.chain([first], pairs)
+            )
+            return
+        both = [
+            (
+                self._quantize(rows, scaling, GRAD if backward else X, "input" if backward else ""),
+                self._weight(weight, backward, rows.dtype),
+            )
+            for rows, weight in (first, *pairs)
+        ]
+        yield from native_grouped_mm(*zip(*both)).split([rows.values.shape[0] for rows, _ in both])
+
+    def weight_grad(self, grad_RN: Tensor, x_RK: Tensor) -> Tensor:
+        """Return grad^T @ x over all leading dimensions."""
+        return self.make_wgrad_fn(grad_RN, x_RK)()
+
+    def make_wgrad_fn(self, grad_RN: Tensor, x_RK: Tensor) -> Callable[[], Tensor]:
+        """Return a function that computes grad^T @ x, with the noise and scales of this moment."""
+        grad_NR, x_KR = (tensor.reshape(-1, tensor.shape[-1]).t() for tensor in (grad_RN, x_RK))
+        self._note(GRAD, grad_RN)
+        if not self.recipe.wgrad:
+            return lambda: grad_NR @ x_KR.t()
+        noise = self._noise(self.recipe.grad_t, "weight", grad_RN.device)
+        scales = self._scale(GRAD), self._scale(X)
+
+        def compute() -> Tensor:
+            grad, x = (
+                self.quantizer(grad_NR, self.recipe.grad_t, scales[0], noise),
+                self.quantizer(x_KR, self.recipe.x_t, scales[1]),
+            )
+            return quantized_mm(grad, x, grad_RN.dtype)
+
+        return compute
+
+    def advance(self, amax_3: Tensor) -> None:
+        """End an iteration: compute new scales from the maxima of all ranks.
+
+        Maxima that are zero or not finite change no scale.
+        """
+        delayed = self.recipe.delayed
+        scale_3, history_3L = self.scaling[:, 0], self.scaling[:, 1:]
+        finite = torch.isfinite(amax_3)
+        moved = torch.cat([amax_3[:, None], history_3L[:, :-1]], 1)
+        history_3L.copy_(torch.where(finite[:, None], moved, history_3L))
+        of = history_3L.amax(1) if delayed.largest else history_3L[:, 0]
+        formats = (self.recipe.x.fmt, self.recipe.weight.fmt, self.recipe.grad.fmt)
+        found = torch.stack([compute_scale(amax, fmt) for amax, fmt in zip(of, formats)]) / 2.0**delayed.margin
+        scale_3.copy_(torch.where(finite & (of > 0), found, scale_3))
+        self.amax.zero_()
+
+    def weight_scale(self) -> Tensor | None:
+        """Return the current weight scale of delayed scaling; None if it follows from the weight."""
+        return self._scale(WEIGHT)
+
+    def _weight(self, weight_NK: Tensor | Fp8Matrix, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
+        scaling = self.recipe.weight_t if transposed else self.recipe.weight
+        if self.fp8_weight is not None and isinstance(weight_NK, Tensor):
+            weight_NK = self.fp8_weight[0]
+        if not isinstance(weight_NK, Fp8Matrix):
+            return self._quantize(weight_NK.t() if transposed else weight_NK, scaling, WEIGHT)
+        if self.recipe.delayed is not None and self.training:
+            self.amax[WEIGHT] = torch.maximum(self.amax[WEIGHT], weight_NK.amax)
+        return weight_NK.operand(scaling, transposed, dtype)
+
+    def _quantize(self, matrix: Tensor, scaling: Scaling, operand: int, role: str = "") -> QuantizedTensor:
+        self._note(operand, matrix)
+        return self.quantizer(matrix, scaling, self._scale(operand), self._noise(scaling, role, matrix.device))
+
+    def _note(self, operand: int, matrix: Tensor) -> None:
+        """Update the running maximum of delayed scaling, in training only."""
+        if self.recipe.delayed is not None and self.training:
+            self.amax[operand] = torch.maximum(self.amax[operand], compute_amax(matrix))
+
+    def _scale(self, operand: int) -> Tensor | None:
+        if self.recipe.delayed is None:
+            return None
+        scale = self.scaling[operand, 0]
+        return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+    def _noise(self, scaling: Scaling, role: str, device: torch.device) -> torch.Generator | None:
+        return self.rounding.generator(role, device) if scaling.stochastic and self.rounding is not None else None
+
+    def extra_repr(self) -> str:
+        return self.recipe.name

@@ -1,0 +1,122 @@
+"""State of quantized layers across an iteration: fp8 weights, delayed scaling, weight casts of TransformerEngine.
+
+Delayed scaling: at the end of an iteration the amax of every layer is reduced over the microbatches and over all ranks
+of the stage that share a model replica or its data (ps.tp_dp_cp, Megatron-Core's amax reduction group), in one
+all-reduce. All experts of a layer share their scales. So the state is equal on all these ranks and for every layout,
+and a checkpoint stores it under the layer's name.
+
+--fp8-param-gather stores the weights of quantized layers in fp8 from the moment the optimizer takes them over
+(optim/fp8_params.py), where `Arguments.has_fp8_params` allows it: one set of bytes must serve both output and input
+gradient. MXFP8 blocks lie along the contracted dimension of each GEMM, so MXFP8 stores and gathers bf16, as Megatron-LM
+does.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from moe_trainer.parallel.collectives import all_reduce
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.quantization.fp8_weight import Fp8Weight
+from moe_trainer.quantization.gemms import QuantizedGemms
+
+
+class WeightCastCache:
+    """TransformerEngine's is_first_microbatch: whether a module must cast its weights to fp8 again.
+
+    first: None casts in every call. True casts in the next call only and reuses that cast until the flag is reset.
+    """
+
+    first: bool | None = None
+
+    def is_first(self) -> bool | None:
+        """Return the value for this call, and consume a True."""
+        first = self.first
+        if first:
+            self.first = False
+        return first
+
+
+def store_weights_in_fp8(chunks: Iterable[nn.Module]) -> int:
+    """Mark the weights of all quantized layers for storage in fp8, and return their number of elements.
+
+    The parameter buffers allocate the bytes.
+    """
+    count = 0
+    for chunk in chunks:
+        for module in chunk.modules():
+            for weight, gemms in getattr(module, "quantized_weights", tuple)():
+                gemms.fp8_weight = weight.fp8_weight = Fp8Weight(
+                    weight.shape, gemms.recipe.weight, weight.dtype, weight.device, gemms.weight_scale
+                )
+                count += weight.numel()
+    return count
+
+
+def find_quantized_gemms(chunk: nn.Module) -> tuple[QuantizedGemms, ...]:
+    """Return the quantized GEMMs of a chunk in model order. The builder stores them as `chunk.quantized`."""
+    return tuple(module for module in chunk.modules() if isinstance(module, QuantizedGemms))
+
+
+def iter_quantized_gemms(chunks: Iterable[nn.Module]) -> Iterator[QuantizedGemms]:
+    """Yield the quantized GEMMs of built chunks in model order."""
+    return (gemms for chunk in chunks for gemms in chunk.quantized)
+
+
+def begin_iteration(chunks: Iterable[nn.Module], iteration: int) -> None:
+    """Start the stochastic-rounding streams of an iteration, before its first microbatch."""
+    for gemms in iter_quantized_gemms(chunks):
+        if gemms.rounding is not None:
+            gemms.rounding.begin(iteration)
+
+
+def find_weight_casts(chunk: nn.Module) -> tuple[WeightCastCache, ...]:
+    """Return the cast flags of all modules of a chunk.
+
+    The builder stores them as `chunk.casts` if casts may be reused between calls.
+    """
+    found = (getattr(module, "casts", None) for module in chunk.modules())
+    return tuple(casts for casts in found if isinstance(casts, WeightCastCache))
+
+
+@contextmanager
+def cached_weight_casts(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the library cast each weight to fp8 once in this scope, where weights do not change."""
+    found = [casts for chunk in chunks for casts in chunk.casts]
+    try:
+        for casts in found:
+            casts.first = True
+        yield
+    finally:
+        for casts in found:
+            casts.first = None
+
+
+def reset_amax(chunks: Iterable[nn.Module]) -> None:
+    """Drop the maxima of the current iteration, which is repeated or skipped."""
+    for gemms in iter_quantized_gemms(chunks):
+        if gemms.recipe.delayed is not None:
+            gemms.amax.zero_()
+
+
+@torch.no_grad()
+def update_scales(chunks: Iterable[nn.Module], ps: ParallelState) -> None:
+    """End an iteration of delayed scaling: compute new scales from the maxima of all ranks.
+
+    Communication: a max all-reduce of three fp32 numbers per linear over ps.tp_dp_cp.
+    """
+    found = [gemms for gemms in iter_quantized_gemms(chunks) if gemms.recipe.delayed is not None]
+    if not found:
+        return
+    together = all_reduce(torch.stack([gemms.amax for gemms in found]), ps.tp_dp_cp, op="max")
+    for gemms, amax_3 in zip(found, together):
+        gemms.advance(amax_3)
+
+
+def scaling_state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state of delayed scaling for checkpoints, under layout-independent names."""
+    for gemms in iter_quantized_gemms([chunk]):
+        if gemms.recipe.delayed is not None:
+            yield f"fp8.{gemms.name}.scaling", gemms.scaling

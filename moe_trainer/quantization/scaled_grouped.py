@@ -1,0 +1,94 @@
+"""Quantized GEMMs of many experts in one call (torch.nn.functional.scaled_grouped_mm).
+
+| operands | scales | compute capability |
+|---|---|---|
+| one scale per matrix, E4M3 | one per row, equal for all tokens of an expert | 9.0 |
+| MX, E4M3 | swizzled, expert by expert | from 10.0 |
+
+Only outputs and input gradients, in bf16. Other recipes run expert by expert (scaled_mm.py). As there, the first use on
+a device is checked against the definition.
+
+Shape letters: R tokens sorted by expert, e experts with tokens, N output width, K contraction dimension.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from moe_trainer.ops.grouped_gemm import token_offsets
+from moe_trainer.quantization.quantize import E4M3, QuantizedTensor, Scaling, quantize
+from moe_trainer.quantization.scaled_layouts import swizzle_scales
+from moe_trainer.quantization.scaled_mm import MX, TENSORS, GemmKind, gemm_kind, matches_reference
+
+_PROBE_ROWS, _PROBE = (37, 219), 256
+
+
+def can_use_native_grouped_mm(x: Tensor, outputs: int, a: Scaling, b: Scaling, dtype: torch.dtype) -> bool:
+    """Return whether one call can multiply the experts' tokens x [R, K] by their weights [outputs, K]."""
+    kind = gemm_kind(a, b)
+    if kind not in (TENSORS, MX) or not a.fmt == b.fmt == E4M3 or not x.is_cuda or dtype != torch.bfloat16:
+        return False
+    multiple = 16 if kind == TENSORS else 128
+    return x.shape[-1] % multiple == 0 and outputs % 16 == 0 and _works(x.device, a, b)
+
+
+def native_grouped_mm(a: Sequence[QuantizedTensor], b: Sequence[QuantizedTensor]) -> Tensor:
+    """Return a_e [R_e, K] @ b_e [N, K]^T for every expert e, computed by the device: [R, N], bf16."""
+    kind = gemm_kind(a[0].scaling, b[0].scaling)
+    left = torch.cat([x.values.to(E4M3.dtype) for x in a])
+    right = torch.stack([x.values.to(E4M3.dtype).contiguous() for x in b])
+    scales, how, swizzle = _scales(a, b, kind)
+    return F.scaled_grouped_mm(
+        left,
+        right.transpose(1, 2),
+        scales[0],
+        how,
+        scales[1],
+        how,
+        swizzle,
+        swizzle,
+        offs=token_offsets([x.values.shape[0] for x in a], left.device),
+        output_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+
+
+def _scales(
+    a: Sequence[QuantizedTensor], b: Sequence[QuantizedTensor], kind: GemmKind
+) -> tuple[tuple[Tensor, Tensor], ScalingType, SwizzleType]:
+    if kind == TENSORS:
+        of_rows = torch.cat([x.inverse.expand(x.values.shape[0]) for x in a])
+        return (
+            (of_rows, torch.stack([x.inverse.expand(x.values.shape[0]) for x in b])),
+            ScalingType.RowWise,
+            SwizzleType.NO_SWIZZLE,
+        )
+    of_rows = torch.cat([swizzle_scales(x.inverse).view(-1, x.inverse.shape[1]) for x in a])
+    both = tuple(
+        scales.to(torch.float8_e8m0fnu) for scales in (of_rows, torch.stack([swizzle_scales(x.inverse) for x in b]))
+    )
+    return both, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+
+
+@functools.lru_cache
+def _works(device: torch.device, a: Scaling, b: Scaling) -> bool:
+    """Return whether the device computes such GEMMs as defined; tried once."""
+    capability, is_mx = torch.cuda.get_device_capability(device), gemm_kind(a, b) == MX
+    if not ((10, 0) <= capability if is_mx else (9, 0) <= capability < (10, 0)):
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, scaling: Scaling) -> QuantizedTensor:
+        return quantize(torch.randn(rows, _PROBE, generator=generator, device=device), scaling)
+
+    left, right = [random(rows, a) for rows in _PROBE_ROWS], [random(_PROBE, b) for _ in _PROBE_ROWS]
+    expected = torch.cat([one.dequantized() @ other.dequantized().t() for one, other in zip(left, right)])
+    return matches_reference(
+        lambda: native_grouped_mm(left, right),
+        expected,
+        f"torch's scaled_grouped_mm {{}} {a} with {b}: experts are multiplied one by one",
+    )

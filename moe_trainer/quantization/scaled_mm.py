@@ -1,0 +1,181 @@
+"""GEMMs of quantized matrices on the device's own units (torch.nn.functional.scaled_mm).
+
+| kind | scales | compute capability |
+|---|---|---|
+| tensors | one fp32 number per matrix | from 8.9 |
+| blocks | 1 x 128 with 1 x 128 or 128 x 128, powers of two in fp32 | 9.0 |
+| mx | 1 x 32, E8M0, swizzled | from 10.0 |
+| nv | 1 x 16 (16 x 16 is repeated), E2M1, E4M3 swizzled and an fp32 number | from 10.0 |
+
+The first GEMM of a kind on a device is compared with the definition (quantize.py), which replaces it with a warning if
+they differ.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from moe_trainer.quantization.quantize import (
+    E2M1,
+    E4M3,
+    E5M2,
+    POWER_OF_TWO,
+    TWO_LEVEL,
+    QuantizedTensor,
+    Scaling,
+    quantize,
+)
+from moe_trainer.quantization.scaled_layouts import (
+    block128_layout,
+    column_major,
+    pack_e2m1,
+    pad_to_multiple,
+    split_two_level,
+    swizzle_scales,
+)
+
+logger = logging.getLogger(__name__)
+
+_PROBE = 256
+_CLOSE = 2e-2
+"""How far a device's GEMM may be from the definition, of its norm."""
+
+
+class GemmKind(NamedTuple):
+    """A kind of GEMM.
+
+    Args:
+        rows, cols: operands have multiples of these.
+        device: compute capability from which units exist, below `until`.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    device: tuple[int, int]
+    until: tuple[int, int] = (99, 0)
+
+
+TENSORS, BLOCKS = GemmKind("tensors", 16, 16, (8, 9)), GemmKind("blocks", 16, 128, (9, 0), until=(10, 0))
+MX, NV = GemmKind("mx", 32, 32, (10, 0)), GemmKind("nv", 32, 32, (10, 0))
+
+
+def gemm_kind(a: Scaling, b: Scaling) -> GemmKind | None:
+    """Return the kind of GEMM of two operands; None if no unit has it."""
+    if a.per_tensor and b.per_tensor:
+        return None if None in (a.fmt.dtype, b.fmt.dtype) or (a.fmt, b.fmt) == (E5M2, E5M2) else TENSORS
+    shapes, formats, scales = {(a.rows, a.cols), (b.rows, b.cols)}, {a.fmt, b.fmt}, {a.scales, b.scales}
+    if E4M3 in formats and formats <= {E4M3, E5M2} and scales == {POWER_OF_TWO}:
+        if shapes <= {(1, 128), (128, 128)} and (1, 128) in shapes:
+            return BLOCKS
+        return MX if shapes == {(1, 32)} else None
+    return NV if formats == {E2M1} and scales == {TWO_LEVEL} and shapes <= {(1, 16), (16, 16)} else None
+
+
+def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor | None:
+    """Return a [M, K] @ b [N, K]^T computed by the device; None if it cannot or its results differ."""
+    if not a.values.is_cuda or a.values.dtype == torch.float64 or not a.values.numel():
+        return None
+    return native_mm(a, b, dtype) if _works(a.values.device, a.scaling, b.scaling, dtype) else None
+
+
+def native_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b^T computed by the device; the kind of GEMM must exist."""
+    kind, rows, cols = gemm_kind(a.scaling, b.scaling), a.values.shape[0], b.values.shape[0]
+    (left, *scales_a), (right, *scales_b) = (_operand(pad_to_multiple(x, kind.rows, kind.cols), kind) for x in (a, b))
+    # a sum in the units' own narrow accumulator is what the definition does not have
+    y = F.scaled_mm(
+        left,
+        right.t(),
+        *_given(scales_a),
+        *_given(scales_b),
+        *(_swizzles(x) for x in (scales_a, scales_b)),
+        output_dtype=dtype,
+        use_fast_accum=False,
+    )
+    return y[:rows, :cols]
+
+
+class _Scales(NamedTuple):
+    """Scales of one level in the device's layout."""
+
+    values: Tensor
+    kind: ScalingType
+    swizzle: SwizzleType = SwizzleType.NO_SWIZZLE
+
+
+def _given(scales: list[_Scales]) -> tuple[list[Tensor], list[ScalingType]]:
+    return [level.values for level in scales], [level.kind for level in scales]
+
+
+def _swizzles(scales: list[_Scales]) -> list[SwizzleType]:
+    return [level.swizzle for level in scales]
+
+
+def _operand(x: QuantizedTensor, kind: GemmKind) -> tuple[Tensor | _Scales, ...]:
+    """Return values and scales level by level, of a padded matrix."""
+    inverse, scaling = x.inverse, x.scaling
+    if kind == TENSORS:
+        return x.values.contiguous(), _Scales(inverse, ScalingType.TensorWise)
+    if kind == BLOCKS:
+        if scaling.rows == 1:
+            return x.values.contiguous(), _Scales(column_major(inverse), ScalingType.BlockWise1x128)
+        return x.values.contiguous(), _Scales(block128_layout(inverse), ScalingType.BlockWise128x128)
+    tiled = SwizzleType.SWIZZLE_32_4_4
+    if kind == MX:
+        return x.values.contiguous(), _Scales(
+            swizzle_scales(inverse).to(torch.float8_e8m0fnu), ScalingType.BlockWise1x32, tiled
+        )
+    stored, whole = split_two_level(inverse.repeat_interleave(scaling.rows, 0)[: x.values.shape[0]])
+    return (
+        pack_e2m1(x.values),
+        _Scales(swizzle_scales(stored).to(E4M3.dtype), ScalingType.BlockWise1x16, tiled),
+        _Scales(whole, ScalingType.TensorWise),
+    )
+
+
+@functools.lru_cache
+def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> bool:
+    """Return whether the device computes such a GEMM as defined; tried once."""
+    kind = gemm_kind(a, b)
+    if kind is None or not kind.device <= torch.cuda.get_device_capability(device) < kind.until:
+        logger.warning(
+            "products of %s with %s have no native form here: they are computed by definition, in fp32, which is slower than "
+            "bf16 (--transformer-impl transformer_engine has more forms)",
+            a,
+            b,
+        )
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        quantize(torch.randn(_PROBE, _PROBE, generator=generator, device=device), scaling) for scaling in (a, b)
+    )
+    expected = left.dequantized() @ right.dequantized().t()
+    return matches_reference(
+        lambda: native_mm(left, right, dtype),
+        expected,
+        f"torch's scaled_mm {{}} {a} with {b}: these products are computed by definition, in fp32",
+    )
+
+
+def matches_reference(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+    """Return whether a device computes what the definition gives; log a warning if it does not.
+
+    Args:
+        complaint: the warning, with a placeholder for what the device does.
+    """
+    try:
+        found = compute().float()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        logger.warning("%s (%s)", complaint.format("refuses"), error)
+        return False
+    close = bool((found - expected).norm() <= _CLOSE * expected.norm())
+    if not close:
+        logger.warning("%s", complaint.format("gives other numbers for"))
+    return close

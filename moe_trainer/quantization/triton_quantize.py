@@ -1,0 +1,235 @@
+"""Triton kernels that quantize a matrix to fp8 in one pass: block maximum, scale, rounded bytes.
+
+The results equal those of quantize.py bit for bit; values leave as bytes of the format. Rounding is arithmetic (adding
+and subtracting 1.5 * 2^23 steps), not a conversion instruction: it gives the same bytes on devices without fp8 and in
+Triton's interpreter, whose conversions truncate. Matrices may have any strides, so a transposed view needs no copy.
+
+Shapes: R rows, K contraction dimension.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_trainer.ops.triton_blocks import block_size, num_warps_for
+from moe_trainer.quantization.quantize import POWER_OF_TWO, TWO_LEVEL, QuantizedTensor, Scaling, compute_scale
+from moe_trainer.quantization.quantize import quantize as define
+
+
+@triton.jit
+def _not_finite(size):
+    """Return 1 for NaN and for absolute values beyond fp32's maximum."""
+    return (~(size <= 3.4028234663852886e38)).to(tl.int32)
+
+
+@triton.jit
+def _finite_scale(amax, is_bad, FMAX: tl.constexpr, POWER: tl.constexpr):
+    """Return FMAX / amax as compute_scale does: a power of two if asked, 1 for zeros, NaN if not finite."""
+    # torch divides a number by a tensor this way: a rounded reciprocal, then a GEMM
+    scale = tl.minimum(
+        tl.div_rn(tl.zeros_like(amax) + 1.0, tl.where(amax == 0.0, 1.0, amax)) * FMAX, 3.4028234663852886e38
+    )
+    if POWER:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    return tl.where(is_bad, float("nan"), scale)
+
+
+@triton.jit
+def _byte(value, FMAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """Round an fp32 number to the nearest byte of the format. LEAST: the smallest normal number."""
+    is_nan = value != value
+    value = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, value), -FMAX), FMAX)
+    power = ((value.to(tl.int32, bitcast=True)) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.maximum(power, LEAST) * (1.0 / (1 << MANTISSA))
+    magic = step * 12582912.0
+    rounded = tl.abs((value + magic) - magic)
+    bits = rounded.to(tl.int32, bitcast=True)
+    # the exponent's bias goes from 127 to 1 - log2(LEAST): that of the bits of LEAST, less one
+    least_bits = (tl.zeros_like(rounded) + LEAST).to(tl.int32, bitcast=True)
+    normal = ((bits - least_bits) >> (23 - MANTISSA)) + (1 << MANTISSA)
+    subnormal = (rounded * ((1 << MANTISSA) / LEAST)).to(tl.int32)
+    code = tl.where(rounded < LEAST, subnormal, normal)
+    code = tl.where(value.to(tl.int32, bitcast=True) < 0, code | 0x80, code)
+    return tl.where(is_nan, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def block_kernel(
+    x,
+    out,
+    inverse,
+    num_rows,
+    num_columns,
+    stride_r,
+    stride_k,
+    FMAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+    POWER: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize ROWS x COLUMNS numbers: one block (SQUARE), or ROWS blocks of one row each."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    size = tl.abs(value)
+    bad = _not_finite(size)
+    amax, is_bad = tl.max(size, 1), tl.max(bad, 1)
+    if SQUARE:
+        amax, is_bad = tl.zeros_like(amax) + tl.max(amax, 0), tl.zeros_like(is_bad) + tl.max(is_bad, 0)
+    scale = _finite_scale(amax, is_bad > 0, FMAX, POWER)
+    byte = _byte(value * scale[:, None], FMAX, MANTISSA, LEAST)
+    tl.store(out + row[:, None] * num_columns + column[None, :], byte, mask=inside)
+    inverse_scale = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    if SQUARE:
+        first = tl.arange(0, ROWS) == 0
+        block = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(inverse + block + tl.arange(0, ROWS), inverse_scale, mask=first)
+    else:
+        tl.store(inverse + row * tl.num_programs(1) + tl.program_id(1), inverse_scale, mask=row < num_rows)
+
+
+@triton.jit
+def amax_kernel(x, partial, num_rows, num_columns, stride_r, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the largest absolute value of a tile; NaN if a number is not finite."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
+    size = tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32))
+    is_bad = tl.max(tl.max(_not_finite(size), 1), 0)
+    amax = tl.max(tl.max(size, 1), 0)
+    tl.store(
+        partial + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1),
+        tl.where(is_bad > 0, float("nan"), amax),
+    )
+
+
+@triton.jit
+def scale_kernel(
+    x,
+    out,
+    scale,
+    num_rows,
+    num_columns,
+    stride_r,
+    stride_k,
+    FMAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write a tile times the tensor's scale, as bytes."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+    tl.store(out + row[:, None] * num_columns + column[None, :], _byte(value, FMAX, MANTISSA, LEAST), mask=inside)
+
+
+def _tensor(x_RK: Tensor, scaling: Scaling, scale: Tensor | None, out: Tensor) -> Tensor:
+    num_rows, width = x_RK.shape
+    columns = block_size(width, 512)
+    rows = 4096 // columns
+    grid = (triton.cdiv(num_rows, rows), triton.cdiv(width, columns))
+    partial = torch.zeros(max(1, grid[0] * grid[1]), dtype=torch.float32, device=x_RK.device)
+    if x_RK.numel():
+        amax_kernel[grid](x_RK, partial, num_rows, width, *x_RK.stride(), ROWS=rows, COLUMNS=columns)
+    amax = partial.amax()
+    scale = (
+        compute_scale(amax, scaling.fmt)
+        if scale is None
+        else torch.where(torch.isfinite(amax), scale.float(), torch.nan)
+    )
+    if x_RK.numel():
+        fmt = scaling.fmt
+        scale_kernel[grid](
+            x_RK,
+            out,
+            scale.contiguous(),
+            num_rows,
+            width,
+            *x_RK.stride(),
+            FMAX=fmt.max,
+            MANTISSA=fmt.mantissa_bits,
+            LEAST=2.0**fmt.min_exponent,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
+    return 1.0 / scale
+
+
+def can(x_RK: Tensor, scaling: Scaling) -> bool:
+    """Return whether the kernels support this tensor and scaling."""
+    shaped = scaling.per_tensor or (scaling.rows in (1, scaling.cols) and scaling.scales != TWO_LEVEL)
+    return (
+        scaling.fmt.dtype is not None
+        and shaped
+        and not (scaling.stochastic or scaling.hadamard)
+        and x_RK.dtype != torch.float64
+    )
+
+
+def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to E4M3 or E5M2, with blocks along its last dimension.
+
+    Args:
+        scaling: one scale per tensor, or blocks of 1 x n or n x n with n a power of two; fp32 or power-of-two scales.
+        scale: of the full tensor (delayed scaling).
+
+    Returns:
+        Bytes [R, K] in the dtype of the format; inverse scales, fp32, () or [ceil(R / rows), ceil(K / cols)].
+
+    Raises:
+        ValueError: for other formats, stochastic rounding, the Hadamard transform and fp64.
+
+    Shapes: x [R, K], any strides.
+    """
+    fmt, rows, columns = scaling.fmt, scaling.rows, scaling.cols
+    if not can(x_RK, scaling):
+        raise ValueError(
+            f"the Triton kernels quantize fp32 and half precision to E4M3 and E5M2, rounding to nearest: not {scaling} of {x_RK.dtype}"
+        )
+    num_rows, width = x_RK.shape
+    out = torch.empty(num_rows, width, dtype=torch.uint8, device=x_RK.device)
+    if scaling.per_tensor:
+        return out.view(fmt.dtype), _tensor(x_RK, scaling, scale, out)
+    inverse = torch.empty(
+        triton.cdiv(num_rows, rows), triton.cdiv(width, columns), dtype=torch.float32, device=x_RK.device
+    )
+    if x_RK.numel():
+        tile = rows if rows > 1 else block_size(num_rows, max(1, 4096 // columns), 1)
+        block_kernel[(triton.cdiv(num_rows, tile), inverse.shape[1])](
+            x_RK,
+            out,
+            inverse,
+            num_rows,
+            width,
+            *x_RK.stride(),
+            FMAX=fmt.max,
+            MANTISSA=fmt.mantissa_bits,
+            LEAST=2.0**fmt.min_exponent,
+            POWER=scaling.scales == POWER_OF_TWO,
+            SQUARE=rows > 1,
+            ROWS=tile,
+            COLUMNS=columns,
+            num_warps=num_warps_for(tile * columns),
+        )
+    return out.view(fmt.dtype), inverse
+
+
+def quantize_with_fallback(
+    x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None, generator: torch.Generator | None = None
+) -> QuantizedTensor:
+    """Quantize like quantize.quantize, with the kernels where they support it."""
+    if not can(x_RK, scaling):
+        return define(x_RK, scaling, scale, generator)
+    return QuantizedTensor(*quantize(x_RK, scaling, scale), scaling)

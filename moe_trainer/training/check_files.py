@@ -1,0 +1,373 @@
+"""--check-files: check the files that the flags name, and the space for outputs, before a job waits in a queue.
+
+Opens the indexes of all token files, the tokenizer, the checkpoint to load and the output folders. No model is built,
+and torch is imported only to inspect a checkpoint. All problems are collected.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from arguments import Arguments, Violation
+from arguments.data import DEFAULT_SPLIT
+from arguments.report import FileCheckResult
+from arguments.vocabulary import choose_padded_vocab_size
+from moe_trainer.data.blend import Blend, normalize
+from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
+from moe_trainer.data.indexed import IndexedDataset, open_token_file
+from moe_trainer.data.sources import blend_of_all, blends_per_split, requested_sizes, source_flag
+from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.estimate.parameters import count_parameters
+from moe_trainer.estimate.state_bytes import MOMENTS
+
+MAX_CHECKED_TOKENS = 2**18
+"""Tokens at the start of each file whose ids are compared with the vocabulary size."""
+
+
+def check_files(args: Arguments) -> FileCheckResult:
+    """Check every file that the flags name. Nothing is written. The flags may have other errors."""
+    check = _Check(args)
+    rows = check.tokenizer()
+    check.data(rows)
+    check.loaded()
+    check.outputs(rows)
+    return FileCheckResult(check.problems, check.lines, rows)
+
+
+@dataclass
+class _Check:
+    args: Arguments
+    problems: list[Violation] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def _wrong(self, flag: str, message: str) -> None:
+        violation = Violation((flag,), " ".join(message.split()), "machine")
+        if violation not in self.problems:
+            self.problems.append(violation)
+
+    def tokenizer(self) -> int | None:
+        """Open the tokenizer and return the padded vocabulary size, None if unknown."""
+        data = self.args.data
+        try:
+            size = build_tokenizer(data).vocab_size
+        except (ValueError, OSError) as error:
+            self._wrong("--tokenizer-type", f"tokenizer: {error}")
+            return None
+        rows = self._rows_to_build(size)
+        if rows < size:
+            self._wrong(
+                "--padded-vocab-size", f"--padded-vocab-size {rows} is smaller than the tokenizer's vocabulary ({size})"
+            )
+        source = data.tokenizer_model or data.vocab_file or ""
+        self.lines.append(
+            f"tokenizer: {data.tokenizer_type} {source}".rstrip() + f", {size:,} tokens, padded to {rows:,}"
+        )
+        return rows
+
+    def _rows_to_build(self, size: int) -> int:
+        """Return the vocabulary size as the run will pad it, that of the checkpoint if there is one."""
+
+        def saved_rows(folder: str) -> int | None:
+            if not os.path.exists(folder):
+                return None
+            from moe_trainer.checkpoint.resolve import saved_padded_vocab_size
+
+            try:
+                return saved_padded_vocab_size(folder, self.args.output.ckpt_step)
+            except (ValueError, OSError):  # reported by `loaded`
+                return None
+
+        return choose_padded_vocab_size(self.args, size, saved_rows)
+
+    def data(self, rows: int | None) -> None:
+        """Open the index of every prefix in every split, and count tokens."""
+        data, training = self.args.data, self.args.training
+        try:
+            per_split, whole = blends_per_split(data), blend_of_all(data)
+        except ValueError as error:
+            self._wrong("--data-path", str(error))
+            return
+        if per_split is None and whole is None:
+            self.lines.append(
+                "data: mock data" + ("" if data.mock_data else ", because no data is given (--data-path)")
+            )
+            return
+        blends = per_split if per_split is not None else (whole, whole, whole)
+        shares = [(0.0, 1.0)] * 3 if per_split is not None else parse_split(data.split or DEFAULT_SPLIT)
+        opened = self._open(
+            {
+                prefix: source_flag(data, number)
+                for number, blend in enumerate(blends)
+                if blend
+                for prefix in blend.prefixes
+            },
+            rows,
+        )
+        needed = (
+            requested_sizes(training) if training.global_batch_size and training.eval_global_batch_size else (0, 0, 0)
+        )
+        for number, (blend, share) in enumerate(zip(blends, shares)):
+            if blend is not None and share is not None and all(prefix in opened for prefix in blend.prefixes):
+                self._split(number, blend, share, opened, needed[number])
+            elif number == 0 and (blend is None or share is None) and needed[0]:
+                self._wrong("--data-path", f"{needed[0]} samples are asked of the train split, which has no data")
+
+    def _open(self, wanted: dict[str, str], rows: int | None) -> dict[str, np.ndarray]:
+        """Return the sequence lengths of each prefix that can be opened."""
+        found = {}
+        for prefix, flag in wanted.items():
+            try:
+                low = open_token_file(prefix)
+                self._compare_ids(low, prefix, flag, rows)
+            except (ValueError, OSError) as error:
+                self._wrong(flag.split()[0], f"{flag}: {error}")
+                continue
+            found[prefix] = np.asarray(low.sequence_lengths, dtype=np.int64)
+        if found:
+            tokens, sequences = sum(int(lengths.sum()) for lengths in found.values()), sum(map(len, found.values()))
+            self.lines.append(
+                f"data: {len(found)} of {len(wanted)} prefixes can be read, {tokens:,} tokens in {sequences:,} "
+                "sequences"
+            )
+        return found
+
+    def _compare_ids(self, low: IndexedDataset, prefix: str, flag: str, rows: int | None) -> None:
+        left = MAX_CHECKED_TOKENS
+        for number in range(len(low)):
+            if left <= 0 or rows is None:
+                return
+            ids = low.get(number, 0, min(left, int(low.sequence_lengths[number])))
+            left -= max(len(ids), 1)
+            if len(ids) and int(ids.max()) >= rows:
+                self._wrong(
+                    flag.split()[0],
+                    f"{flag}: {prefix}: sequence {number} holds the id {int(ids.max())}, the padded vocabulary has "
+                    f"{rows}: "
+                    "these tokens are of another tokenizer",
+                )
+                return
+
+    def _split(
+        self, number: int, blend: Blend, share: tuple[float, float], opened: dict[str, np.ndarray], samples: int | None
+    ) -> None:
+        """Compare the tokens of a split with what the run reads; `samples` is None for one pass."""
+        length = self.args.data.seq_length
+        found, empty, small = [], [], []
+        for prefix in blend.prefixes:
+            begin, end = split_range(share, len(opened[prefix]))
+            tokens = int(opened[prefix][begin:end].sum())
+            found.append(tokens)
+            if length and tokens < length + 1:
+                needs_sample = (
+                    tokens == 0 or samples is None
+                )  # a small split is read again and again, as in Megatron-LM
+                (empty if needs_sample else small).append(
+                    f"{prefix} ({tokens:,} tokens in {end - begin:,} of {len(opened[prefix]):,} sequences)"
+                )
+        name, total = ("train", "validation", "test")[number], sum(found)
+        if samples == 0 or not length:
+            self.lines.append(f"  {name}: {total:,} tokens")
+            return
+        if empty:
+            self._wrong(
+                source_flag(self.args.data, number).split()[0],
+                f"the {SPLIT_NAMES[number]} split of {', '.join(empty)} holds less than one "
+                f"sample of --seq-length {length} (+ 1) tokens; {self._remedy(number)}",
+            )
+            return
+        read = total if samples is None else samples * length
+        text = "one pass" if samples is None else f"{read:,} are read, {read / total:.2f} epochs"
+        self.lines.append(f"  {name}: {total:,} tokens; {text}")
+        if small:
+            self.lines.append(
+                f"    WARNING: less than one sample of --seq-length {length} (+ 1) tokens: {', '.join(small)}: the "
+                "same tokens are read again "
+                f"within a sample; {self._remedy(number)}"
+            )
+        if samples is not None and blend.weights is not None and len(blend.prefixes) > 1:
+            for prefix, weight, tokens in zip(blend.prefixes, normalize(blend.weights), found):
+                self.lines.append(
+                    f"    {prefix}: {tokens:,} tokens, weight {weight:.4g}: {weight * read / tokens:.2f} epochs"
+                )
+
+    def _remedy(self, number: int) -> str:
+        """Describe what to change if a split is too small."""
+        data, training = self.args.data, self.args.training
+        whole = blends_per_split(data) is None
+        text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT})" if whole else "add data"
+        if number == 0:
+            return text if not whole else f"{text}, or add data"
+        evaluated = (
+            "--full-validation" if training.full_validation and number == 1 else f"--eval-iters {training.eval_iters}"
+        )
+        return f"{text}{', or add data' if whole else ''}, or do not evaluate (now {evaluated}; --eval-iters 0)"
+
+    def loaded(self) -> None:
+        """Find the checkpoints and weights from which the run starts."""
+        output = self.args.output
+        own = (
+            output.save is not None
+            and output.load is not None
+            and os.path.abspath(output.save) == os.path.abspath(output.load)
+        )
+        for flag, folder in (("--load", output.load), ("--pretrained-checkpoint", output.pretrained_checkpoint)):
+            if folder is None:
+                continue
+            try:
+                found = self._find(folder, output.ckpt_step if flag == "--load" else None)
+            except (ValueError, OSError) as error:
+                self._wrong(flag, f"{flag} {folder}: {error}")
+                continue
+            if found is not None:
+                self.lines.append(f"{flag} {folder}: {found}")
+            elif flag == "--load" and not self._needs_checkpoint():
+                starts = (
+                    f"--pretrained-checkpoint {output.pretrained_checkpoint}"
+                    if output.pretrained_checkpoint
+                    else "random weights"
+                )
+                problem = "" if own or output.pretrained_checkpoint else "WARNING: "
+                advice = (
+                    "" if own or output.pretrained_checkpoint else " (--exit-on-missing-checkpoint ends it instead)"
+                )
+                self.lines.append(f"{problem}{flag} {folder}: {_absent(folder)}; the run starts from {starts}{advice}")
+            else:
+                self._wrong(flag, f"{flag} {folder}: {_absent(folder)}")
+        if output.init_from is not None and not os.path.isfile(output.init_from):
+            self._wrong("--init-from", f"--init-from {output.init_from}: there is no such file")
+
+    def _needs_checkpoint(self) -> bool:
+        """Return whether a missing --load checkpoint ends the run, instead of starting from random weights."""
+        output = self.args.output
+        return (
+            self.args.is_eval_only
+            or output.exit_on_missing_checkpoint
+            or output.ckpt_convert_format is not None
+            or self.args.moe.moe_use_upcycling
+        )
+
+    def _find(self, folder: str, step: int | None) -> str | None:
+        """Describe the checkpoint in the folder, None if there is none.
+
+        Raises:
+            ValueError: if it is incomplete or of an unknown format.
+        """
+        if not os.path.exists(folder):
+            return None
+        from moe_trainer.checkpoint.resolve import check_complete, check_format, is_weights_only, resolve_checkpoint
+
+        found = resolve_checkpoint(Path(folder), step)
+        if found is None:
+            return None
+        check_format(found)
+        check_complete(found)
+        size = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
+        return (
+            f"{'Hugging Face or released weights' if is_weights_only(found) else found.name}, complete, {_amount(size)}"
+        )
+
+    def outputs(self, rows: int | None) -> None:
+        """Check that the output folders are writable and the checkpoints fit."""
+        output = self.args.output
+        for flag, path, kind in _written(self.args):
+            problem = why_unwritable(path, kind)
+            if problem is not None:
+                self._wrong(flag, f"{flag} {path}: {problem}")
+            elif flag == "--save":
+                self._check_space(_existing(Path(path)), rows)
+        if output.save is None and not self.args.training.skip_train:
+            self.lines.append("--save is not given: nothing is saved")
+
+    def _check_space(self, folder: Path, rows: int | None) -> None:
+        output, training = self.args.output, self.args.training
+        stat = os.statvfs(folder)
+        free = stat.f_bavail * stat.f_frsize
+        if free == 0:
+            self._wrong("--save", f"--save {output.save}: the file system of {folder} has no space that can be written")
+            return
+        size = None if rows is None else checkpoint_bytes(self.args, rows)
+        if size is None:
+            self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
+            return
+        count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
+        kept = f"{count} {'is' if count == 1 else 'are'} planned" + (
+            ", fewer are kept (--save-retain-interval)" if output.save_retain_interval else ""
+        )
+        self.lines.append(
+            f"--save {output.save}: can be written, {_amount(free)} free; a checkpoint takes about {_amount(size)} "
+            f"(estimate), {kept}"
+        )
+        if free < size:
+            self._wrong(
+                "--save", f"--save {output.save}: {_amount(free)} are free, one checkpoint takes about {_amount(size)}"
+            )
+        elif free < count * size and not output.save_retain_interval:
+            self.lines.append(
+                f"WARNING: all {count} checkpoints take about {_amount(count * size)}, more than the {_amount(free)} "
+                "that are free"
+            )
+
+
+def why_unwritable(path: str, kind: Literal["folder", "file", "file in a folder that exists"]) -> str | None:
+    """Return why a path cannot be written, None if it can. Missing folders are created, except for the last kind."""
+    if kind != "folder" and os.path.isdir(path):
+        return "this is a folder"
+    place = Path(path if kind == "folder" else os.path.dirname(path) or ".")
+    there = _existing(place)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    if kind == "file in a folder that exists" and there != place.absolute():
+        return f"the folder {place} does not exist"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
+def _existing(place: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+
+
+def checkpoint_bytes(args: Arguments, rows: int) -> int | None:
+    """Estimate the size of a checkpoint: weights, and optimizer state in fp32. None if the model is not known."""
+    try:
+        total = count_parameters(args, rows)
+    except (TypeError, ValueError, ZeroDivisionError):  # wrong flags, which are reported elsewhere
+        return None
+    narrow = args.precision.bf16 or args.precision.fp16
+    state = 0 if args.output.no_save_optim else 4 * (MOMENTS.get(args.optimizer.optimizer, 1) + narrow)
+    return (total.total + (total.mtp or 0)) * ((2 if narrow else 4) + state)
+
+
+def _written(args: Arguments) -> Iterator[tuple[str, str, Literal["folder", "file", "file in a folder that exists"]]]:
+    """Yield (flag, path, kind as for `why_unwritable`) of everything the run writes."""
+    output = args.output
+    folders = [("--data-cache-path", args.data.data_cache_path), ("--config-logger-dir", output.config_logger_dir)]
+    if not args.is_eval_only:
+        folders = [
+            ("--save", output.save),
+            ("--tensorboard-dir", output.tensorboard_dir),
+            ("--wandb-save-dir", output.wandb_save_dir),
+            *folders,
+        ]
+    yield from ((flag, path, "folder") for flag, path in folders if path)
+    if output.metrics_file:
+        yield "--metrics-file", output.metrics_file, "file"
+    if output.export_weights:
+        yield "--export-weights", output.export_weights, "file in a folder that exists"
+
+
+def _absent(folder: str) -> str:
+    return f"there is no {'checkpoint in this' if os.path.isdir(folder) else 'such'} folder"
+
+
+def _amount(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB" if size < 1000 else f"{size:,.0f} TB"

@@ -1,0 +1,140 @@
+"""When a run saves, and how it handles I/O failures.
+
+A failed save does not end the run: the previous checkpoint stays valid, the failure is logged and counted, and the next
+save is tried when it is due. The run ends after several consecutive failures, or if the last save of the run failed.
+Other errors of a save (ranks that do not match) end it at once, since retrying would not help.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from moe_trainer.checkpoint.errors import StorageError
+from moe_trainer.checkpoint.manager import check_writable, save
+from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.errors import as_user_error
+from moe_trainer.optim.scheduler_state import scheduler_state_dict
+from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.rerun import history_state
+
+logger = logging.getLogger(__name__)
+
+
+def save_is_due(ctx: TrainContext, state: TrainState) -> bool:
+    """Return whether --save-interval asks for a checkpoint of this iteration."""
+    interval = ctx.args.output.save_interval
+    return interval is not None and state.iteration % interval == 0
+
+
+def save_checkpoint(ctx: TrainContext, state: TrainState) -> None:
+    """Save a checkpoint, in the background with --async-save. I/O failures are logged and counted. Collective.
+
+    Raises:
+        UserError: on every rank, after too many consecutive I/O failures or for any other error.
+    """
+    output = ctx.args.output
+    content = make_checkpoint_state(ctx, state)
+    if ctx.metrics is not None:
+        # a run killed later resumes from this checkpoint, so everything logged until now must be on disk
+        ctx.metrics.flush()
+    finish_save(ctx)
+    with ctx.timers("save-checkpoint"), as_user_error(f"--save {output.save}"), _counting_failures(ctx):
+        ctx.wait_params()
+        ctx.save_history.begin(state.iteration)
+        if output.async_save:
+            ctx.saver.start(output.save, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+        else:
+            save(output.save, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+            ctx.save_history.succeeded()
+
+
+def save_upcycled(ctx: TrainContext, state: TrainState) -> None:
+    """Save the model of --moe-use-upcycling before training. Collective.
+
+    Raises:
+        UserError: on every rank, if the folder cannot be written.
+    """
+    output = ctx.args.output
+    with ctx.timers("save-checkpoint"), as_user_error(f"--save {output.save}"):
+        ctx.optimizer.wait_params()
+        save(output.save, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+    logger.info(
+        "--moe-use-upcycling: the model made of %s is saved to %s",
+        output.load or output.pretrained_checkpoint,
+        output.save,
+    )
+
+
+def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
+    """Write the loaded checkpoint to --ckpt-convert-save/FORMAT (--ckpt-convert-format). Collective.
+
+    Weights loaded without optimizer state are written without it.
+
+    Raises:
+        UserError: on every rank, if the folder cannot be written.
+    """
+    output = ctx.args.output
+    with as_user_error(f"--ckpt-convert-save {output.ckpt_convert_save}"):
+        folder = Path(output.ckpt_convert_save) / output.ckpt_convert_format
+        with_state = ctx.save_options.save_optim and not output.no_load_optim and state.iteration > 0
+        options = replace(
+            ctx.save_options,
+            ckpt_format=output.ckpt_convert_format,
+            save_optim=with_state,
+            retain_interval=None,
+            filesystem_id=check_writable(folder, ctx.ps),
+        )
+        save(folder, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, options)
+
+
+def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointState:
+    """Return everything of a checkpoint except tensors."""
+    return CheckpointState(
+        iteration=state.iteration,
+        args=ctx.args.as_dict() | _megatron_extra_args(ctx),
+        consumed_train_samples=state.consumed_train_samples,
+        consumed_valid_samples=state.consumed_valid_samples,
+        skipped_train_samples=state.skipped_train_samples,
+        num_floating_point_operations_so_far=state.total_flops,
+        scheduler=scheduler_state_dict(ctx.learning_rate, ctx.weight_decay, state.scheduled_samples),
+        extra=history_state(state) | ({"fingerprint": state.fingerprint} if state.fingerprint else {}),
+    )
+
+
+def _megatron_extra_args(ctx: TrainContext) -> dict[str, object]:
+    """Return the values that Megatron-LM records in addition to the flags, and that its loader compares or uses."""
+    return {
+        "padded_vocab_size": ctx.padded_vocab_size,
+        "world_size": ctx.ps.world.size,
+        "data_parallel_size": ctx.ps.dp.size,
+        # read by torch's own reader; the other strategy needs a package that is not used here
+        "async_strategy": "mcore",
+    }
+
+
+def finish_save(ctx: TrainContext) -> None:
+    """Wait for the background save, if any, and make it visible. Collective. Raises as save_checkpoint."""
+    if ctx.saver.in_progress:
+        with ctx.timers("save-checkpoint"), as_user_error(f"--save {ctx.args.output.save}"), _counting_failures(ctx):
+            ctx.saver.finish()
+            ctx.save_history.succeeded()
+
+
+@contextmanager
+def _counting_failures(ctx: TrainContext) -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        ctx.save_history.failed(error)
+        if ctx.runtime.launch_env.rank == 0:
+            logger.error(
+                "WARNING: %s The run goes on and tries again at the next save; failure %d in a row, the run ends at %d",
+                error,
+                ctx.save_history.consecutive_failures,
+                MAX_CONSECUTIVE_FAILURES,
+            )

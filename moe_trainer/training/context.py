@@ -1,0 +1,132 @@
+"""The context of a training run, and the state that changes while it trains.
+
+Learning rate, batch size and data order are functions of `TrainState`, which is also what a checkpoint stores besides
+model and optimizer. That is what makes a resumed run bitwise equal to one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from arguments import Arguments
+from moe_trainer.checkpoint.manager import AsyncSaver
+from moe_trainer.checkpoint.options import SaveOptions
+from moe_trainer.data.build import Datasets
+from moe_trainer.data.fingerprint import Fingerprint
+from moe_trainer.data.loader import Batch, BatchFormat
+from moe_trainer.debug.tensor_dump import Dumps
+from moe_trainer.memory.iteration_graph import IterationGraph
+from moe_trainer.metrics.logger import MetricsLogger
+from moe_trainer.metrics.profiler import Profiler
+from moe_trainer.metrics.timers import Timers
+from moe_trainer.model.block import TransformerLayer
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.optim.fsdp_shard import FsdpGrads
+from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.optimizer import Optimizer
+from moe_trainer.optim.schedules import BatchSizeSchedule, LrSchedule, WeightDecaySchedule
+from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.pipeline.schedule import Schedule
+from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, RerunStatistics
+from moe_trainer.resilience.save_failures import SaveHistory
+from moe_trainer.training.initialize import Runtime
+from moe_trainer.training.monitors import RankMonitors
+
+
+@dataclass
+class TrainState:
+    """Progress of the run, in iterations and samples.
+
+    Attributes:
+        scheduled_samples: samples of updates that were made; they drive the learning rate.
+        history: recent losses and gradient norms, and the iterations that were rejected.
+        fingerprint: of the data and the tokenizer, on rank 0.
+        suspicion: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
+        spread: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    scheduled_samples: int = 0
+    total_flops: float = 0.0
+    history: LossHistory = field(default_factory=LossHistory)
+    fingerprint: Fingerprint = field(default_factory=dict)
+    suspicion: PendingFaultReport | None = None
+    spread: RerunStatistics = field(default_factory=RerunStatistics)
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """Everything the loop works with, built by training/setup.py.
+
+    A run that does not train the weights (`Arguments.has_frozen_weights`) has no gradients, optimizer or schedules.
+    `build_context` fills the fields up to `dumps`; data, metrics and monitors are added once the checkpoint is loaded.
+
+    Attributes:
+        may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
+        iteration_graph: CUDA graph of the full iteration.
+    """
+
+    args: Arguments
+    runtime: Runtime
+    padded_vocab_size: int
+    chunks: list[Transformer]
+    schedule: Schedule
+    grads: DataParallelGrads | FsdpGrads | None
+    optimizer: Optimizer | None
+    learning_rate: LrSchedule | None
+    weight_decay: WeightDecaySchedule | None
+    batch_size: BatchSizeSchedule
+    train_iters: int
+    save_options: SaveOptions
+    saver: AsyncSaver
+    save_history: SaveHistory
+    timers: Timers
+    profiler: Profiler
+    iteration_graph: IterationGraph | None = None
+    dumps: Dumps = field(default_factory=Dumps)
+    datasets: Datasets | None = None
+    batch_format: BatchFormat | None = None
+    train_batches: Iterator[Batch] | None = None
+    may_lose_tokens: bool = False
+    metrics: MetricsLogger | None = None
+    monitors: RankMonitors | None = None
+
+    @property
+    def ps(self) -> ParallelState:
+        """Process groups of this rank."""
+        return self.runtime.ps
+
+    def wait_params(self) -> None:
+        """Wait until the parameters hold the result of the last update."""
+        if self.optimizer is not None:
+            self.optimizer.wait_params()
+
+    @property
+    def should_save(self) -> bool:
+        """Whether checkpoints are saved."""
+        return self.args.output.save is not None and not self.args.has_frozen_weights
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the loss is normalized by the tokens of the global batch instead of per microbatch."""
+        return self.args.training.calculate_per_token_loss
+
+
+def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:
+    """Yield every transformer layer with its global name, "decoder.layers.3" or "mtp.layers.0"."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                name = get_param_info(next(module.parameters())).names[0]
+                yield ".".join(name.split(".")[:3]), module
+
+
+def print_rank_0(runtime: Runtime, text: str) -> None:
+    """Print on rank 0 only."""
+    if runtime.launch_env.rank == 0:
+        print(text, flush=True)

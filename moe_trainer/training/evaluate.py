@@ -1,0 +1,169 @@
+"""Evaluation: validation during training, the sets after it, and evaluation of a checkpoint (--skip-train).
+
+A validation prints Megatron-LM's line. The evaluation of a checkpoint also reports each prefix of a blend separately,
+and ends with a table of loss and perplexity per token and per byte.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_trainer.data.build import AnyDataset
+from moe_trainer.data.loader import Batch
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.errors import as_user_error
+from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_table
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.parallel import collectives
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.setup import make_batch_iterator
+from moe_trainer.training.step import reduce_loss, run_microbatches
+
+
+@dataclass(frozen=True)
+class ByteLengths:
+    """Bytes of text per token id. `reason` explains why `lengths` is None."""
+
+    lengths: np.ndarray | None
+    reason: str = ""
+
+
+def byte_lengths(tokenizer: Tokenizer, rows: int) -> ByteLengths:
+    """Ask the tokenizer for the bytes of each token id, padded with zeros to the vocabulary size."""
+    try:
+        lengths = np.asarray(tokenizer.byte_lengths(), dtype=np.int64)
+    except ValueError as error:
+        return ByteLengths(None, str(error))
+    return ByteLengths(np.pad(lengths, (0, max(0, rows - len(lengths)))))
+
+
+class _ByteCount:
+    """Count the bytes of all labels that contribute to the loss."""
+
+    def __init__(self, lengths: np.ndarray):
+        self._lengths, self.total = lengths, 0
+
+    def through(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.total += int((self._lengths[batch.labels_BS.numpy()] * (batch.loss_mask_BS.numpy() > 0)).sum())
+            yield batch
+
+
+def can_validate(ctx: TrainContext) -> bool:
+    """Return whether there is a validation set to evaluate."""
+    return bool(ctx.datasets.valid) and (ctx.args.training.eval_iters > 0 or ctx.args.training.full_validation)
+
+
+def validate(
+    ctx: TrainContext, state: TrainState, where: str, bytes_of: ByteLengths | None = None
+) -> list[EvaluationResult]:
+    """Evaluate and report every validation set; during training, consume validation samples."""
+    training = ctx.args.training
+    from_the_start = training.full_validation or ctx.args.is_eval_only
+    consumed = 0 if from_the_start else state.consumed_valid_samples
+    results = []
+    for name, dataset in zip(ctx.datasets.valid_names, ctx.datasets.valid):
+        kind = f"validation-{name}" if name else "validation"
+        results.append(evaluate(ctx, state, where, kind, dataset, consumed, training.full_validation, bytes_of))
+    if not from_the_start and results:
+        state.consumed_valid_samples += results[-1].samples
+    return results
+
+
+def evaluate(
+    ctx: TrainContext,
+    state: TrainState,
+    where: str,
+    kind: str,
+    dataset: AnyDataset,
+    consumed: int,
+    full_pass: bool,
+    bytes_of: ByteLengths | None = None,
+) -> EvaluationResult:
+    """Compute the mean loss of `--eval-iters` evaluation batches of a dataset, or all of it.
+
+    Starts at sample `consumed`. `bytes_of`: also count the bytes of the text.
+    """
+    training, ps = ctx.args.training, ctx.ps
+    micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
+    # a full pass ends with the last full microbatch of all ranks, not with the last full batch
+    one_pass = len(dataset) // (micro * ps.dp.size)
+    microbatches = one_pass if full_pass else training.eval_iters * (batch_size // (micro * ps.dp.size))
+    with as_user_error(f"the {kind} set"):
+        batches = make_batch_iterator(ctx, dataset, micro, consumed)
+    count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths)
+    if count is not None:
+        batches = count.through(batches)
+    set_training(ctx.chunks, False)
+    if training.manual_gc and training.manual_gc_eval:
+        gc.collect()
+    sums: list[Tensor] = []
+    with ctx.timers("evaluate"), torch.no_grad():
+        ctx.wait_params()
+        if microbatches > 0:
+            sums = run_microbatches(ctx, batches, microbatches, micro, forward_only=True)
+    set_training(ctx.chunks, True)
+    loss_sum, tokens = reduce_loss(ctx, sums)
+    num_bytes = None if count is None else _sum_bytes(ctx, count.total)
+    result = EvaluationResult(kind, microbatches * micro * ps.dp.size, loss_sum, int(tokens), num_bytes)
+    if ctx.metrics is not None:
+        ctx.metrics.validation(
+            where,
+            kind,
+            {"lm loss": result.loss},
+            state.iteration,
+            state.consumed_train_samples,
+            result if bytes_of else None,
+        )
+    return result
+
+
+def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> None:
+    """Evaluate validation and test sets and each prefix of a blend, and print a table (--skip-train). Collective."""
+    training, iteration = ctx.args.training, state.iteration
+    bytes_of = byte_lengths(tokenizer, ctx.padded_vocab_size)
+    results = []
+    if can_validate(ctx):
+        results += validate(ctx, state, f"iteration {iteration} on validation set", bytes_of)
+    if ctx.datasets.test is not None and training.eval_iters > 0:
+        results.append(
+            evaluate(ctx, state, f"iteration {iteration} on test set", "test", ctx.datasets.test, 0, False, bytes_of)
+        )
+    for name, dataset in ctx.datasets.domains:
+        kind, _, prefix = name.partition("-")
+        results.append(
+            evaluate(
+                ctx,
+                state,
+                f"iteration {iteration} on {kind} set {prefix}",
+                name,
+                dataset,
+                0,
+                training.full_validation,
+                bytes_of,
+            )
+        )
+    if ctx.metrics is not None:
+        output = ctx.args.output
+        source = output.load or output.pretrained_checkpoint or output.init_from
+        ctx.metrics.print(evaluation_table(results, iteration, source, bytes_of.reason))
+
+
+def _sum_bytes(ctx: TrainContext, num_bytes: int) -> int:
+    """Sum the count of the last stage over data-parallel ranks; every stage reads the same batches."""
+    total = torch.tensor(num_bytes, dtype=torch.int64, device=ctx.runtime.device)
+    if ctx.ps.is_last_stage:
+        total = collectives.all_reduce(total, ctx.ps.dp)
+    return int(collectives.broadcast(total, ctx.ps.pp, src=ctx.ps.pp.size - 1))
+
+
+def set_training(chunks: list[Transformer], training: bool) -> None:
+    """Switch every chunk between training and evaluation mode."""
+    for chunk in chunks:
+        chunk.train(training)

@@ -1,0 +1,101 @@
+"""Locate the origin of a non-finite result.
+
+Module, expert and microbatch (debug/nonfinite.py), rank, device, samples.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moe_trainer.debug.nonfinite import AFTER_LAST, FORWARD, Chunk, Fault, NonFiniteTracer, Rows, nonfinite_gradients
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import chunk_stages
+from moe_trainer.moe.experts import Experts
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.params import get_param_info
+from moe_trainer.training.context import TrainContext, TrainState
+
+
+def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], list[Tensor]]) -> str:
+    """Describe the first non-finite value over all ranks, and the rank that has it. Collective.
+
+    `rerun` repeats the iteration without graphs and returns its sums.
+    """
+    ps = ctx.ps
+    chunks = [Chunk(number, chunk, partial(global_name, chunk)) for number, chunk in chunk_stages(ctx.chunks, ps)]
+    tracer = NonFiniteTracer(chunks, lambda: ps.trace.microbatch, _map_rows_to_experts(ctx.chunks))
+    with tracer.watching():
+        sums = rerun()
+    for index, pair in enumerate(sums, start=1):
+        if not torch.isfinite(pair[0]):
+            tracer.note(
+                Fault(
+                    index,
+                    FORWARD,
+                    chunks[-1].number,
+                    AFTER_LAST,
+                    "the loss is not finite, and all modules' results are",
+                )
+            )
+    local_fault = tracer.earliest()
+    if local_fault is None and (names := nonfinite_gradients(ctx.grads.owned_views())):
+        local_fault = Fault(
+            AFTER_LAST,
+            1,
+            0,
+            0,
+            f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is",
+        )
+    gathered = collectives.all_gather_object((local_fault, _describe_owner(ctx, state, local_fault)), ps.world)
+    faults = [(fault, owner) for fault, owner in gathered if fault is not None]
+    if not faults:
+        return "nothing that is not finite was found in it"
+    fault = min(fault for fault, _ in faults)
+    return f"{fault.text}, on {' and '.join(owner for each, owner in faults if each == fault)}"
+
+
+def device_name(ctx: TrainContext) -> str:
+    """Return host and device index of this rank, "node7 3"; only the host on CPU."""
+    device = ctx.runtime.device
+    return platform.node() + (f" {device.index or 0}" if device.type == "cuda" else "")
+
+
+def global_name(chunk: Transformer, path: str) -> str:
+    """Return a module's path in the full model; the path in a chunk counts from its first layer."""
+    words = path.split(".")
+    if words[:2] == ["decoder", "layers"] and len(words) > 2:
+        words[2] = str(chunk.layout.layers[int(words[2])])
+    return ".".join(words) if path else ("output_layer and loss" if chunk.layout.has_loss else "the pipeline stage")
+
+
+def _describe_owner(ctx: TrainContext, state: TrainState, fault: Fault | None) -> str:
+    ps = ctx.ps
+    coordinates = ", ".join(f"{name} {getattr(ps, name).rank}" for name in ("tp", "cp", "pp", "ep", "dp"))
+    text = f"rank {ps.world.rank} ({device_name(ctx)}; {coordinates})"
+    if fault is None or not 0 < fault.microbatch < AFTER_LAST:
+        return text
+    size = ctx.args.training.micro_batch_size
+    start = state.consumed_train_samples + ((fault.microbatch - 1) * ps.dp.size + ps.dp.rank) * size
+    return f"{text}, samples {start} to {start + size - 1} of the run"
+
+
+def _map_rows_to_experts(chunks: list[Transformer]) -> Rows:
+    """Return a function that maps the input tokens of an experts module to its experts."""
+    # collected before anything runs: parameters that a sharded module gathers have no names
+    names = {
+        id(module): [name.partition(".linear_fc1")[0] for name in get_param_info(module.linear_fc1.weight).names]
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Experts)
+    }
+
+    def rows(module: nn.Module, args: tuple) -> tuple[list[str], list[int]] | None:
+        expert_names = names.get(id(module))
+        return None if expert_names is None else (expert_names, list(args[2])[: len(expert_names)])
+
+    return rows

@@ -1,0 +1,210 @@
+"""The training loop: iterations with their reports, evaluations, saves and exit conditions."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import time
+from contextlib import nullcontext
+
+import torch
+
+from moe_trainer.errors import as_user_error
+from moe_trainer.estimate.flops import training_flops
+from moe_trainer.metrics.console import memory_line
+from moe_trainer.metrics.logger import IterationRecord
+from moe_trainer.metrics.timers import format_report
+from moe_trainer.parallel import collectives
+from moe_trainer.resilience.signals import ExitSignalHandler
+from moe_trainer.resilience.timeouts import TimeoutManager
+from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.evaluate import can_validate, set_training, validate
+from moe_trainer.training.exit_conditions import ExitDecision, sync_exit_decision
+from moe_trainer.training.record_step import record_step, recording_is_due
+from moe_trainer.training.rerun import log_rerun_statistics, snapshot_iteration_start
+from moe_trainer.training.step import train_step
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    ctx: TrainContext,
+    state: TrainState,
+    started: float,
+    timeouts: TimeoutManager,
+    exit_signal: ExitSignalHandler | None,
+) -> ExitDecision | None:
+    """Train until the last iteration or an exit condition.
+
+    Returns:
+        Why the run ends early, None if all iterations are done.
+    """
+    training = ctx.args.training
+    if training.manual_gc:
+        gc.disable()
+        gc.collect()
+    set_training(ctx.chunks, True)
+    is_first = True
+    ctx.monitors.run_due_checks(ctx.chunks, ctx.optimizer, state.iteration)
+    while state.iteration < ctx.train_iters:
+        with timeouts.extended() if recording_is_due(ctx, state) else nullcontext():
+            train_iteration(ctx, state)
+        if is_first:
+            timeouts.use_training_timeout()
+        is_first = False
+        if evaluation_is_due(ctx, state):
+            with timeouts.extended():
+                validate(ctx, state, f"iteration {state.iteration}")
+        if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
+            gc.collect()
+        decision = sync_exit_decision(ctx, state, started, exit_signal)
+        if ctx.saver.in_progress and not decision.saving:
+            with timeouts.extended():
+                finish_save(ctx)
+        if ctx.should_save and (save_is_due(ctx, state) or decision.reason is not None):
+            with timeouts.extended():
+                save_checkpoint(ctx, state)
+        if decision.reason is not None:
+            return decision
+    log_rerun_statistics(ctx, state)
+    return None
+
+
+def train_iteration(ctx: TrainContext, state: TrainState) -> None:
+    """Run one iteration, report it and advance `state`."""
+    begin = time.perf_counter()
+    iteration = state.iteration + 1
+    ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
+    microbatches = ctx.batch_size.num_microbatches(state.consumed_train_samples)
+    samples = microbatches * ctx.args.training.micro_batch_size * ctx.ps.dp.size
+    if iteration in ctx.args.training.iterations_to_skip:
+        skip_iteration(ctx, state, microbatches, samples)
+        return
+    ctx.profiler.before(iteration)
+    ctx.monitors.start()
+    learning_rate = 0.0 if ctx.learning_rate is None else ctx.learning_rate.lr(state.scheduled_samples)
+    result = (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, microbatches)
+    state.iteration = iteration
+    state.consumed_train_samples += samples
+    if result.skipped is not None:
+        state.skipped_train_samples += samples
+        state.history.skip(
+            iteration, state.consumed_train_samples - samples, state.consumed_train_samples, result.skipped
+        )
+    if result.updated:
+        state.scheduled_samples += samples
+    seq_length = ctx.args.data.seq_length
+    flops = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size)
+    if ctx.args.has_frozen_weights:
+        flops /= 3  # forward only; backward is twice as much
+    state.total_flops += flops
+    trace = ctx.profiler.after(iteration)
+    if trace is not None:
+        logger.warning("profile of this rank written to %s", trace)
+    params_norm = ctx.optimizer.params_norm() if ctx.args.output.log_params_norm and ctx.optimizer is not None else None
+    elapsed = time.perf_counter() - begin
+    report = ctx.monitors.stop(iteration)
+    if ctx.metrics is not None:
+        record = IterationRecord(
+            iteration=iteration,
+            consumed_samples=state.consumed_train_samples,
+            losses=result.losses,
+            learning_rate=learning_rate,
+            next_learning_rate=0.0 if ctx.learning_rate is None else ctx.learning_rate.lr(state.scheduled_samples),
+            grad_norm=result.grad_norm,
+            loss_scale=1.0 if ctx.optimizer is None else ctx.optimizer.loss_scale,
+            global_batch_size=samples,
+            skipped=not result.updated and ctx.optimizer is not None,
+            elapsed_s=elapsed,
+            tokens=samples * seq_length,
+            flops=flops,
+            max_memory_mb=peak_memory_mb(ctx.runtime.device),
+            dropped_tokens=result.dropped_tokens,
+            skipped_samples=state.skipped_train_samples,
+            num_zeros=result.num_zeros,
+            max_attention_logit=result.max_attention_logit,
+            params_norm=params_norm,
+            per_layer=result.per_layer,
+            loads=result.loads,
+            compute_times=report.compute_times,
+            energy=report.energy,
+            rejected=state.history.skipped,
+        )
+        ctx.metrics.record(record)
+        for line in report.lines:
+            ctx.metrics.print(line)
+    report_timers(ctx, iteration)
+    report_memory(ctx, iteration)
+    ctx.monitors.run_due_checks(ctx.chunks, ctx.optimizer, iteration)
+
+
+def skip_iteration(ctx: TrainContext, state: TrainState, microbatches: int, samples: int) -> None:
+    """Consume the samples of an iteration of --iterations-to-skip and advance `state`."""
+    snapshot_iteration_start(ctx)
+    for _ in range(microbatches):
+        with as_user_error("data"):
+            next(ctx.train_batches)
+    state.iteration += 1
+    state.consumed_train_samples += samples
+    state.skipped_train_samples += samples
+    logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", state.iteration, samples)
+
+
+def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
+    """Return whether a validation follows this iteration."""
+    training = ctx.args.training
+    start = training.start_eval_at_iter or 0
+    return (
+        training.eval_interval is not None
+        and state.iteration % training.eval_interval == 0
+        and state.iteration >= start
+        and can_validate(ctx)
+    )
+
+
+def report_timers(ctx: TrainContext, iteration: int) -> None:
+    """Log the timers of all ranks at the log interval."""
+    output = ctx.args.output
+    if iteration % output.log_interval != 0 or output.timing_log_level == 0:
+        return
+    own_times = ctx.timers.take()
+    per_rank = collectives.all_gather_object(own_times, ctx.ps.world)
+    logger.info("%s", format_report(per_rank, output.timing_log_option, output.log_interval))
+    if ctx.metrics is not None:
+        ctx.metrics.timers(own_times, iteration)
+
+
+def report_memory(ctx: TrainContext, iteration: int) -> None:
+    """Print the device memory of the first rank of each data-parallel group, early or at --log-memory-interval."""
+    output, device = ctx.args.output, ctx.runtime.device
+    interval = output.log_memory_interval
+    is_due = iteration % interval == 0 if interval else iteration in (1, output.log_interval, 2 * output.log_interval)
+    if device.type == "cuda" and is_due and ctx.ps.dp.rank == 0:
+        cuda = torch.cuda
+        print(
+            memory_line(
+                ctx.runtime.launch_env.rank,
+                iteration,
+                cuda.memory_allocated(device),
+                cuda.max_memory_allocated(device),
+                cuda.memory_reserved(device),
+                cuda.max_memory_reserved(device),
+                device_memory_used(device) if output.log_device_memory_used else None,
+            ),
+            flush=True,
+        )
+
+
+def device_memory_used(device: torch.device) -> int:
+    """Return the bytes in use on the device, including other processes, communicators and the driver."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak memory of this process in MiB: of the device on CUDA, else of the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

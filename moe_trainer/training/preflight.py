@@ -1,0 +1,63 @@
+"""Checks of outputs and iterations before training, instead of failures at the first save."""
+
+import logging
+
+from moe_trainer.checkpoint.resolve import latest_iteration
+from moe_trainer.errors import UserError
+from moe_trainer.training.check_files import why_unwritable
+from moe_trainer.training.context import TrainContext, TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def check_output_paths(ctx: TrainContext, state: TrainState) -> None:
+    """Check where the run will write.
+
+    Raises:
+        UserError: if there is nothing to train or the exported weights could not be written.
+    """
+    if ctx.train_iters <= 0 and not ctx.args.training.skip_train:
+        raise UserError(
+            f"--train-iters or --train-samples give {ctx.train_iters} iterations: there is nothing to train "
+            "(--skip-train evaluates only)"
+        )
+    target = ctx.args.output.export_weights
+    problem = None if target is None else why_unwritable(target, "file in a folder that exists")
+    if problem is not None:
+        raise UserError(f"--export-weights {target}: {problem}")
+    warn_if_newer_checkpoint(ctx, state)
+    warn_if_never_recorded(ctx, state)
+
+
+def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
+    """Warn if the newest checkpoint of the save folder is ahead of this run, whose saves move the tracker back."""
+    save = ctx.args.output.save
+    if not ctx.should_save or ctx.args.output.load == save or ctx.runtime.launch_env.rank != 0:
+        return
+    newest = latest_iteration(save)
+    if newest is not None and newest > state.iteration:
+        logger.warning(
+            "--save %s already holds a checkpoint of iteration %d, and this run starts at %d: its saves will move "
+            "latest_checkpointed_iteration.txt back. To go on from there: --load %s; else choose another folder",
+            save,
+            newest,
+            state.iteration,
+            save,
+        )
+
+
+def warn_if_never_recorded(ctx: TrainContext, state: TrainState) -> None:
+    """Warn if this run does not reach the iteration of --record-step."""
+    wanted, skipped = ctx.args.output.record_step, ctx.args.training.iterations_to_skip
+    if wanted is None or ctx.runtime.launch_env.rank != 0:
+        return
+    if ctx.args.training.skip_train:
+        logger.warning("--record-step %d: nothing will be recorded; --skip-train leaves the training out", wanted)
+    elif not state.iteration < wanted <= ctx.train_iters or wanted in skipped:
+        logger.warning(
+            "--record-step %d: nothing will be recorded; this run goes from iteration %d to %d%s",
+            wanted,
+            state.iteration + 1,
+            ctx.train_iters,
+            " and skips that one" if wanted in skipped else "",
+        )

@@ -1,0 +1,211 @@
+"""The order of everything in a pretraining job.
+
+`pretrain` joins the other ranks, `run_job` builds, resumes, trains and saves. The loop is training/loop.py, one
+iteration training/step.py. There are no hooks: what always runs is written in these functions, and what depends on
+flags was decided when the `TrainContext` was built.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from arguments import Arguments
+from moe_trainer.checkpoint.directory import release_lock
+from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
+from moe_trainer.errors import as_user_error, report_once_per_job
+from moe_trainer.exit_codes import ExitCode
+from moe_trainer.launch_env import LaunchEnv
+from moe_trainer.memory.host_allocator import tune_malloc
+from moe_trainer.metrics.console import arguments_block
+from moe_trainer.parallel.state import close_groups
+from moe_trainer.resilience.flight_recorder import make_flight_recorder
+from moe_trainer.resilience.heartbeat import HeartbeatStore
+from moe_trainer.resilience.signals import ExitSignalHandler
+from moe_trainer.resilience.timeouts import TimeoutManager
+from moe_trainer.resilience.watchdog import Watchdog
+from moe_trainer.training.checkpointing import (
+    convert_checkpoint,
+    finish_save,
+    save_checkpoint,
+    save_is_due,
+    save_upcycled,
+)
+from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
+from moe_trainer.training.exit_conditions import ExitDecision
+from moe_trainer.training.export import export_weights
+from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
+from moe_trainer.training.loop import train
+from moe_trainer.training.metrics import close_metrics, open_metrics
+from moe_trainer.training.monitors import RankMonitors
+from moe_trainer.training.preflight import check_output_paths
+from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
+from moe_trainer.training.resume import resolve_auto_resume, resume
+from moe_trainer.training.run_manifest import write_run_manifest
+from moe_trainer.training.setup import build_context, build_datasets_and_loaders
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(args: Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHandler | None = None) -> int:
+    """Run the job of one process and return its exit code.
+
+    A signal that `exit_signal` received ends the run after the current iteration, with a checkpoint.
+
+    Raises:
+        UserError: for errors the user can correct.
+    """
+    started = time.monotonic()  # the time of day may jump
+    with as_user_error("start-up"):
+        runtime = initialize(args, launch_env)
+    if runtime.device.type == "cpu":
+        tune_malloc()
+    print_rank_0(runtime, f"time to initialize megatron (seconds): {time.monotonic() - started:.3f}")
+    with make_watchdog(args, runtime) as watchdog, report_once_per_job(make_error_dedup_counter(runtime.store)):
+        return run_job(args, runtime, watchdog, started, exit_signal)
+
+
+def make_watchdog(args: Arguments, runtime: Runtime) -> Watchdog:
+    """Create this rank's watchdog, which reports a local failure and aborts when another rank fails or hangs."""
+    rank = runtime.launch_env.rank
+    return Watchdog(
+        runtime.ps.trace,
+        runtime.launch_env.world_size,
+        None if runtime.store is None else HeartbeatStore(runtime.store, rank),
+        args.parallel.distributed_timeout_minutes * 60.0,
+        recorder=make_flight_recorder(os.environ, rank),
+    )
+
+
+def run_job(
+    args: Arguments, runtime: Runtime, watchdog: Watchdog, started: float, exit_signal: ExitSignalHandler | None
+) -> int:
+    """Build, resume, train, evaluate and save; return the exit code."""
+    args = resolve_auto_resume(args, runtime.ps)
+    log_arguments(args, runtime)
+    parallel = args.parallel
+    timeouts = TimeoutManager(
+        runtime.ps,
+        watchdog,
+        runtime.device,
+        parallel.distributed_timeout_minutes * 60.0,
+        parallel.distributed_timeout_seconds_after_init,
+    )
+    with as_user_error("tokenizer"):
+        tokenizer = build_tokenizer(args.data)
+    ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)
+    if args.output.ckpt_convert_format is not None:
+        convert_checkpoint(ctx, state)
+        close_groups(runtime.ps)
+        return ExitCode.OK
+    check_output_paths(ctx, state)
+    if args.moe.moe_use_upcycling:
+        save_upcycled(ctx, state)
+    ctx = with_rewindable_batches(build_datasets_and_loaders(ctx, state, tokenizer))
+    load_pending_fault_report(ctx, state)
+    write_run_manifest(args, ctx.chunks, runtime.ps)
+    ctx = replace(ctx, metrics=open_metrics(ctx, state), monitors=RankMonitors(args, runtime))
+    if ctx.metrics is not None:
+        ctx.metrics.begin()
+    print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
+    try:
+        decision = train_and_evaluate(ctx, state, started, timeouts, exit_signal, tokenizer)
+    except KeyboardInterrupt:
+        if ctx.metrics is not None and not args.training.skip_train:
+            ctx.metrics.end(f"interrupted after iteration {state.iteration}", ctx.save_history.saved)
+            ctx.metrics.flush()
+        raise
+    if decision is not None:
+        print_datetime(runtime, decision.reason)
+    if ctx.metrics is not None and not args.training.skip_train:
+        ctx.metrics.end(describe_end(ctx, state, decision), ctx.save_history.saved)
+    close_metrics(ctx)
+    ctx.save_history.raise_if_unsaved()
+    if ctx.should_save and runtime.launch_env.rank == 0:
+        release_lock(Path(args.output.save))
+    ctx.monitors.close()
+    close_groups(runtime.ps)
+    # Megatron-LM's launchers expect 0 from a run that a signal ended; a user of --auto-resume wants it restarted.
+    return ExitCode.RESTART if decision is not None and decision.interrupted and args.output.auto_resume else 0
+
+
+def train_and_evaluate(
+    ctx: TrainContext,
+    state: TrainState,
+    started: float,
+    timeouts: TimeoutManager,
+    exit_signal: ExitSignalHandler | None,
+    tokenizer: Tokenizer,
+) -> ExitDecision | None:
+    """Train, evaluate and export until the last save is complete.
+
+    Returns:
+        Why the run ends early, None if it is complete.
+    """
+    args, runtime = ctx.args, ctx.runtime
+    decision = None
+    if args.training.skip_train:
+        print_rank_0(runtime, "skipping training (--skip-train is on) ...")
+    else:
+        print_rank_0(runtime, "training ...")
+        decision = train(ctx, state, started, timeouts, exit_signal)
+    if decision is None:
+        if not args.training.skip_train:
+            print_datetime(runtime, "after training is done")
+        with timeouts.extended():
+            if args.is_eval_only:
+                evaluate_checkpoint(ctx, state, tokenizer)
+            else:
+                finalize_training(ctx, state)
+            if args.output.export_weights is not None:
+                export_weights(ctx, args.output.export_weights)
+    with timeouts.extended():
+        finish_save(ctx)
+    return decision
+
+
+def finalize_training(ctx: TrainContext, state: TrainState) -> None:
+    """Save, validate and test after the last iteration."""
+    training = ctx.args.training
+    unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
+    if ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
+        save_checkpoint(ctx, state)
+    if can_validate(ctx):
+        validate(ctx, state, f"iteration {state.iteration} on validation set")
+    if ctx.datasets.test is not None and training.eval_iters > 0:
+        evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", ctx.datasets.test, 0, False)
+
+
+def describe_end(ctx: TrainContext, state: TrainState, decision: ExitDecision | None) -> str:
+    """Return one line for the summary: all iterations, or why not."""
+    if decision is None:
+        return f"all {ctx.train_iters} iterations are done"
+    return f"early, after iteration {state.iteration}: {decision.reason.rstrip('.')}"
+
+
+def log_arguments(args: Arguments, runtime: Runtime) -> None:
+    """Log the notes on the flags, then the settings that differ from their defaults (all with --log-all-arguments)."""
+    for note in args.notes:
+        logger.info("%s", note)
+    settings = args.as_dict()
+    shown = (
+        settings
+        if args.output.log_all_arguments
+        else {name: value for name, value in settings.items() if args.source.get(name, "default") != "default"}
+    )
+    print_rank_0(runtime, arguments_block(shown))
+    if len(shown) < len(settings):
+        print_rank_0(
+            runtime,
+            f"{len(settings) - len(shown)} settings are at their defaults (--log-all-arguments prints them too)",
+        )
+
+
+def print_datetime(runtime: Runtime, text: str) -> None:
+    """Print Megatron-LM's dated marker line."""
+    print_rank_0(runtime, f"[{text}] datetime: {datetime.datetime.now().strftime('%Y-%m-%d %H:%M:%S')} ")

@@ -1,0 +1,403 @@
+"""Validate the loss and gradient norm of an iteration, and rerun rejected iterations.
+
+Runs after the gradient reduction and before the optimizer step: the weights are unchanged, and router statistics and
+fp8 scales are not updated yet, so an evaluation can be discarded or repeated. A rank that rejects its loss adds NaN to
+the sum of the gradient norm, which has the same bits on all ranks: either all ranks rerun or none, without another
+collective.
+
+docs/design/rerun.md describes the decisions of --rerun-mode and the exit codes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arguments import Arguments
+from moe_trainer.checkpoint.random_state import capture, get_streams, restore
+from moe_trainer.data.loader import Batch
+from moe_trainer.errors import as_user_error
+from moe_trainer.exit_codes import ExitCode
+from moe_trainer.layers.sparse_attention import reset_indexer_loss
+from moe_trainer.model.mtp import reset_mtp_metrics
+from moe_trainer.moe.balancing import reset_iteration
+from moe_trainer.moe.receive_buffer import get_receive_budgets
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.coordination import run_on_rank0
+from moe_trainer.quantization.iteration import reset_amax
+from moe_trainer.resilience.rejection import (
+    MAX_CONSECUTIVE_SKIPS,
+    TOLERANCE,
+    PendingFaultReport,
+    RejectionReason,
+    RejectionRules,
+    ResultRejectedError,
+    difference,
+    pick_injected_rank,
+    track,
+)
+from moe_trainer.resilience.rewindable import RewindableIterator
+from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.fault_localization import device_name, global_name, locate_nonfinite
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepEvaluation:
+    """Result of forward, backward and gradient reduction of one iteration.
+
+    Attributes:
+        sums: per microbatch of this rank, as run_microbatches returns them.
+        loss: mean over all ranks.
+        norm: of all gradients, before clipping.
+        mtp: input of mtp_metrics.
+        indexer: input of indexer_metric.
+        overflowed: tokens were lost (moe/receive_buffer.py). The evaluation must be discarded; its norm is NaN.
+    """
+
+    sums: list[Tensor]
+    loss: float
+    tokens: float
+    norm: float
+    mtp: tuple[float, ...] = ()
+    indexer: tuple[float, ...] = ()
+    overflowed: bool = False
+
+
+@dataclass(frozen=True)
+class ValidationOutcome:
+    """Accepted evaluation. `skipped` is the reason why its update is not made, None if it is made."""
+
+    evaluation: StepEvaluation
+    skipped: str | None = None
+
+
+def rejection_rules(args: Arguments) -> RejectionRules:
+    """Return the rejection rules that the flags enable."""
+    training = args.training
+    return RejectionRules(
+        training.check_for_nan_in_loss_and_grad,
+        training.check_for_spiky_loss,
+        training.check_for_large_grads,
+        training.loss_spike_factor,
+    )
+
+
+def with_rewindable_batches(ctx: TrainContext) -> TrainContext:
+    """Make the training batches rewindable if an iteration may have to be rerun.
+
+    Collective with --moe-expert-rank-capacity-factor: ranks agree whether any of them may lose tokens.
+    """
+    mode = ctx.args.training.rerun_mode
+    repeats = mode != "disabled" and (mode != "validate_results" or rejection_rules(ctx.args).any)
+    if ctx.train_batches is None or ctx.args.optimizer.freeze_all_layers:
+        return ctx
+    loses = ctx.args.moe.moe_expert_rank_capacity_factor is not None and any(
+        collectives.all_gather_object(
+            any(budget.allows_device_counts for budget in get_receive_budgets(ctx.chunks)), ctx.ps.world
+        )
+    )
+    return replace(ctx, train_batches=make_rewindable_iterator(ctx), may_lose_tokens=loses) if repeats or loses else ctx
+
+
+def make_rewindable_iterator(ctx: TrainContext) -> RewindableIterator[Batch]:
+    """Wrap the training batches and the random generators so that they can return to the start of an iteration."""
+    streams = get_streams(ctx.chunks)
+    return RewindableIterator(ctx.train_batches, partial(capture, streams), partial(restore, streams=streams))
+
+
+def snapshot_iteration_start(ctx: TrainContext) -> None:
+    """Snapshot the batch position and the random state at the start of an iteration."""
+    if isinstance(ctx.train_batches, RewindableIterator):
+        ctx.train_batches.begin()
+
+
+def history_state(state: TrainState) -> dict[str, dict]:
+    """Return the part of a checkpoint that holds the history of results."""
+    kept = state.history.as_dict()
+    return {"history": kept} if kept else {}
+
+
+def log_rerun_statistics(ctx: TrainContext, state: TrainState) -> None:
+    """Log the differences between repeated iterations (--rerun-mode report_stats)."""
+    if state.spread.repeats:
+        print_rank_0(ctx.runtime, f"--rerun-mode report_stats: {state.spread.text}")
+
+
+def inject_error(ctx: TrainContext, state: TrainState, sums: list[Tensor], repeated: bool) -> list[Tensor]:
+    """Return the sums, one of them NaN if --error-injection-rate selects this rank now.
+
+    `repeated`: this is not the first evaluation of the iteration.
+    """
+    training, ps = ctx.args.training, ctx.ps
+    if not training.error_injection_rate or not sums:
+        return sums
+    chosen = pick_injected_rank(
+        training.error_injection_rate, training.seed, state.iteration + 1, ps.dp_cp.size * ps.tp.size
+    )
+    kind, noted = training.error_injection_type, state.suspicion
+    over = (kind == "transient_error" and repeated) or (
+        kind == "persistent_error"
+        and noted is not None
+        and noted.iteration == state.iteration + 1
+        and device_name(ctx) not in noted.devices
+    )
+    if chosen != ps.dp_cp.rank * ps.tp.size + ps.tp.rank or over:
+        return sums
+    logger.warning(
+        "iteration %d: injecting a %s on rank %d (--error-injection-rate)",
+        state.iteration + 1,
+        kind.replace("_", " "),
+        ps.world.rank,
+    )
+    return [sums[0] * math.nan, *sums[1:]]
+
+
+def validate_result(
+    ctx: TrainContext, state: TrainState, first: StepEvaluation, rerun: Callable[[bool], StepEvaluation]
+) -> ValidationOutcome:
+    """Decide whether the result of an iteration is accepted.
+
+    `rerun` evaluates the iteration again from its start; its argument disables CUDA graphs.
+
+    Raises:
+        ResultRejectedError: on all ranks, with the same message.
+
+    Communication: none for a result that all ranks accept. Collective otherwise.
+    """
+    rules, mode = rejection_rules(ctx.args), ctx.args.training.rerun_mode
+    logs = (state.iteration + 1) % ctx.args.output.log_interval == 0
+    if not rules.any:
+        return ValidationOutcome(_compared(state, first, rerun(False)) if mode == "report_stats" and logs else first)
+    if math.isfinite(first.norm) and state.history.judge_norm(first.norm, rules) is None:
+        _settle(ctx, state)
+        if mode == "report_stats" and logs:
+            first = _compared(state, first, rerun(False))
+        return _accepted(state, first, rules)
+    return _RejectionHandler(ctx, state, rules, rerun).decide(first)
+
+
+def _accepted(state: TrainState, evaluation: StepEvaluation, rules: RejectionRules) -> ValidationOutcome:
+    state.history.update(evaluation.loss, evaluation.norm, rules)
+    return ValidationOutcome(evaluation)
+
+
+def _compared(state: TrainState, first: StepEvaluation, second: StepEvaluation) -> StepEvaluation:
+    """Add two evaluations to the statistics and return the second."""
+    state.spread.add((first.loss, second.loss), (first.norm, second.norm))
+    logger.info("--rerun-mode report_stats: %s", state.spread.text)
+    return second
+
+
+def rewind(ctx: TrainContext) -> None:
+    """Undo the effects of forward and backward, except the gradients, which the next evaluation overwrites."""
+    reset_iteration_stats(ctx)
+    ctx.train_batches.rewind()
+
+
+def reset_iteration_stats(ctx: TrainContext) -> None:
+    """Discard the router, multi-token prediction, indexer and amax statistics of the current iteration."""
+    reset_iteration(ctx.chunks)
+    reset_mtp_metrics(ctx.chunks)
+    reset_indexer_loss(ctx.chunks)
+    reset_amax(ctx.chunks)
+
+
+def load_pending_fault_report(ctx: TrainContext, state: TrainState) -> None:
+    """Load the fault report that an earlier run left in the save folder. Collective if there can be one."""
+    folder = ctx.args.output.save
+    if folder is None or ctx.args.training.rerun_mode != "validate_results":
+        return
+    with as_user_error("--save"):
+        state.suspicion = run_on_rank0(lambda: PendingFaultReport.read(folder), ctx.ps.world)
+
+
+def _settle(ctx: TrainContext, state: TrainState) -> None:
+    """Resolve the fault report of an earlier run if it was about this iteration, which was accepted here."""
+    noted, number = state.suspicion, state.iteration + 1
+    if noted is None or number < noted.iteration:
+        return
+    state.suspicion = None
+    if number == noted.iteration:
+        text = (
+            f"iteration {number} is accepted here and was rejected twice on {_shown(noted.devices)} ({noted.because}; "
+            f"{noted.place}): "
+            "that machine produces incorrect results"
+        )
+        if ctx.ps.world.rank == 0:
+            logger.warning("%s", text)
+        _track(ctx, number, "second_rerun_not_reproducible", text)
+    if ctx.ps.world.rank == 0:
+        PendingFaultReport.clear(ctx.args.output.save)
+
+
+class _RejectionHandler:
+    """State machine for one rejected result."""
+
+    def __init__(
+        self, ctx: TrainContext, state: TrainState, rules: RejectionRules, rerun: Callable[[bool], StepEvaluation]
+    ):
+        self.ctx, self.state, self.rules, self.rerun = ctx, state, rules, rerun
+        self.number = state.iteration + 1
+
+    def decide(self, first: StepEvaluation) -> ValidationOutcome:
+        """Decide about a result that a rank rejects, or whose gradients overflow under a dynamic loss scale."""
+        first, reason = self._reason(first)
+        if reason is None:
+            return ValidationOutcome(first)
+        if self.ctx.args.training.rerun_mode != "validate_results":
+            return self._apply_policy(first, reason, "")
+        _track(self.ctx, self.number, "initial_run", reason.text)
+        self._log_rank0(f"iteration {self.number}: {reason.text}; rerunning the iteration")
+        before = self._fingerprint(first)
+        second, repeated = self._reason(self.rerun(False))
+        if repeated is None:
+            self._log_transient_fault(reason, self._differences(before, second))
+            _settle(self.ctx, self.state)
+            return _accepted(self.state, second, self.rules)
+        if not self._same(reason, repeated, first, second):
+            text = (
+                f"iteration {self.number}: {reason.text}; on rerun, {repeated.text}: not reproducible, "
+                f"so the cause is neither the model nor the data. {self._differences(before, second)}"
+            )
+            _track(self.ctx, self.number, "first_rerun_not_reproducible", text)
+            raise ResultRejectedError(text, ExitCode.RESULT_NOT_VALID)
+        _track(self.ctx, self.number, "first_rerun_reproducible", reason.text)
+        where = locate_nonfinite(self.ctx, self.state, lambda: self.rerun(True).sums) if reason.kind == "nan" else ""
+        return self._apply_policy(second, reason, where)
+
+    def _reason(self, evaluation: StepEvaluation) -> tuple[StepEvaluation, RejectionReason | None]:
+        """Return the evaluation with its true norm, and the reason of the first rank that rejects it. Collective."""
+        evaluation = replace(evaluation, norm=self.ctx.optimizer.grad_norm())
+        history = self.state.history
+        mine = history.judge_loss(evaluation.loss, self.rules) or history.judge_norm(evaluation.norm, self.rules)
+        told = collectives.all_gather_object(mine, self.ctx.ps.world)
+        return evaluation, next((reason for reason in told if reason is not None), None)
+
+    def _same(
+        self, reason: RejectionReason, repeated: RejectionReason, first: StepEvaluation, second: StepEvaluation
+    ) -> bool:
+        """Return whether all ranks got the same result twice. Collective."""
+        alike = (
+            reason.kind == repeated.kind
+            and max(difference(first.loss, second.loss), difference(first.norm, second.norm)) <= TOLERANCE
+        )
+        return all(collectives.all_gather_object(alike, self.ctx.ps.world))
+
+    def _fingerprint(self, evaluation: StepEvaluation) -> list[tuple[str, Tensor]]:
+        """Return copies of this rank's own results, in the order in which they were computed."""
+        found = [
+            (f"buffers of {global_name(chunk, path)}", buffer.clone())
+            for chunk in self.ctx.chunks
+            for path, buffer in chunk.named_buffers()
+        ]
+        found += [
+            (f"the loss of microbatch {index}", pair[0].clone()) for index, pair in enumerate(evaluation.sums, start=1)
+        ]
+        squares = [view.float().square().sum() for _, view in self.ctx.grads.owned_views() if view.numel()]
+        return [*found, ("gradients after their reduction", torch.stack(squares).sum() if squares else torch.zeros(()))]
+
+    def _differences(self, before: list[tuple[str, Tensor]], second: StepEvaluation) -> str:
+        """Describe which ranks got another result, and where it differs first. Collective."""
+        now = self._fingerprint(second)
+        mine = next(
+            (
+                name
+                for (name, old), (_, new) in zip(before, now, strict=True)
+                if not torch.allclose(old, new, rtol=TOLERANCE, atol=0.0, equal_nan=True)
+            ),
+            None,
+        )
+        told = collectives.all_gather_object(
+            None if mine is None else f"rank {self.ctx.ps.world.rank} ({device_name(self.ctx)}) first in {mine}",
+            self.ctx.ps.world,
+        )
+        differing = [text for text in told if text is not None]
+        if not differing:
+            return "No rank's own losses, buffers or gradients differ: the reduction of the loss differs"
+        ranks = "; ".join(differing)
+        return f"Results differ on {ranks} (gradients are reduced over ranks; losses and buffers are local)"
+
+    def _log_transient_fault(self, reason: RejectionReason, where: str) -> None:
+        text = f"iteration {self.number}: {reason.text}; not reproduced on rerun: transient hardware fault. {where}"
+        self._log_rank0(f"{text}. Training continues with the rerun's result")
+        _track(self.ctx, self.number, "first_rerun_not_reproducible", text)
+
+    def _apply_policy(self, evaluation: StepEvaluation, reason: RejectionReason, where: str) -> ValidationOutcome:
+        """Apply --on-nan or --on-loss-spike to a result that is taken to be reproducible."""
+        training, state = self.ctx.args.training, self.state
+        action = training.on_nan if reason.kind == "nan" else training.on_loss_spike
+        text = f"iteration {self.number}: {reason.text}" + (f"; first place: {where}" if where else "")
+        if action == "report":
+            self._log_rank0(f"{text}; the update is made (--on-loss-spike report)")
+            return _accepted(state, evaluation, self.rules)
+        if action == "skip" and state.history.consecutive_skips + 1 < MAX_CONSECUTIVE_SKIPS:
+            self._log_rank0(f"{text}; the update is skipped")
+            return ValidationOutcome(evaluation, reason.text)
+        if action == "skip":
+            raise ResultRejectedError(
+                f"{text}. {MAX_CONSECUTIVE_SKIPS} consecutive iterations were rejected, so this is not a single bad "
+                "batch",
+                ExitCode.FAILED,
+            )
+        self._stop(text, reason, where)
+
+    def _stop(self, text: str, reason: RejectionReason, where: str) -> None:
+        ctx, noted = self.ctx, self.state.suspicion
+        last = "the last checkpoint is untouched"
+        if ctx.args.training.rerun_mode != "validate_results":
+            advice = " --no-check-for-nan-in-loss-and-grad disables this check" if reason.kind == "nan" else ""
+            raise ResultRejectedError(f"{text}; {last}.{advice}", ExitCode.FAILED)
+        text += f"; reproduced on rerun; {last}. --on-nan skip and --on-loss-spike skip exclude such a batch."
+        if ctx.args.output.save is None:
+            raise ResultRejectedError(
+                f"{text} The model or the data, or a machine that is wrong every time", ExitCode.RESULT_NOT_VALID
+            )
+        devices = collectives.all_gather_object(device_name(ctx), ctx.ps.world)
+        if noted is not None and noted.iteration == self.number and not set(devices) & set(noted.devices):
+            _track(ctx, self.number, "second_rerun_reproducible", text)
+            self._on_rank_0(PendingFaultReport.clear)
+            raise ResultRejectedError(
+                f"{text} Other machines ({_shown(noted.devices)}) got the same: it is the model or the data",
+                ExitCode.RESULT_NOT_VALID,
+            )
+        suspicion = PendingFaultReport(self.number, reason.text, where, devices)
+        self._on_rank_0(suspicion.write)
+        raise ResultRejectedError(
+            f"{text} To tell the model and the data from a machine that is wrong every time, resume on other machines "
+            "than "
+            f"{_shown(devices)} (exit code {ExitCode.RESUME_ELSEWHERE.value})",
+            ExitCode.RESUME_ELSEWHERE,
+        )
+
+    def _log_rank0(self, text: str) -> None:
+        if self.ctx.ps.world.rank == 0:
+            logger.warning("%s", text)
+
+    def _on_rank_0(self, act: Callable[[str], None]) -> None:
+        if self.ctx.ps.world.rank == 0:
+            try:
+                act(self.ctx.args.output.save)
+            except OSError as error:
+                logger.warning("the note about iteration %d in %s: %s", self.number, self.ctx.args.output.save, error)
+
+
+def _track(ctx: TrainContext, iteration: int, status: str, text: str) -> None:
+    path = ctx.args.training.result_rejected_tracker_filename
+    if path is not None and ctx.ps.world.rank == 0:
+        try:
+            track(path, iteration, ctx.ps.world.rank, device_name(ctx), status, text)
+        except OSError as error:
+            logger.warning("--result-rejected-tracker-filename %s: %s", path, error)
+
+
+def _shown(devices: list[str]) -> str:
+    distinct = sorted(set(devices))
+    return ", ".join(distinct[:8]) + (f" and {len(distinct) - 8} more" if len(distinct) > 8 else "")

@@ -1,0 +1,343 @@
+"""Assembly of a run: model, gradient buffers, optimizer, schedules, data.
+
+`build_context` builds what does not depend on a checkpoint; training/resume.py loads one; `build_datasets_and_loaders`
+continues the data where the checkpoint stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from arguments import Arguments
+from arguments.regular_file import regular_file
+from arguments.vocabulary import choose_padded_vocab_size, get_padded_vocab_size
+from moe_trainer.checkpoint.directory import tokenizer_files
+from moe_trainer.checkpoint.manager import AsyncSaver, saved_padded_vocab_size
+from moe_trainer.checkpoint.options import SaveOptions
+from moe_trainer.data.build import AnyDataset, batch_format, build_datasets, requested_sizes
+from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
+from moe_trainer.data.loader import Batch, build_loader
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.debug.tensor_dump import Dumps
+from moe_trainer.errors import UserError, as_user_error
+from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
+from moe_trainer.memory.iteration_graph import IterationGraph
+from moe_trainer.metrics.profiler import Profiler
+from moe_trainer.metrics.timers import Timers
+from moe_trainer.model.build import DTYPES, build_chunks
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import load_named_weights
+from moe_trainer.optim.build import build_optimizer
+from moe_trainer.optim.fsdp_shard import FsdpGrads
+from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.param_groups import is_matrix
+from moe_trainer.optim.schedules import (
+    build_batch_size_schedule,
+    build_lr_schedule,
+    build_weight_decay_schedule,
+)
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.coordination import run_on_rank0
+from moe_trainer.parallel.fsdp import FullSharding
+from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight_grads
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
+from moe_trainer.pipeline.schedule import Schedule, make_schedule
+from moe_trainer.quantization.iteration import store_weights_in_fp8
+from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
+from moe_trainer.resilience.save_failures import SaveHistory
+from moe_trainer.training.context import TrainContext, TrainState, named_transformer_layers, print_rank_0
+from moe_trainer.training.initialize import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> TrainContext:
+    """Build model, gradient buffers, optimizer and schedules. Collective."""
+    ps = runtime.ps
+    vocab = padded_vocabulary(args, ps, tokenizer.vocab_size)
+    if vocab < tokenizer.vocab_size:
+        raise UserError(
+            f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({tokenizer.vocab_size})"
+        )
+    print_rank_0(
+        runtime,
+        f" > padded vocab (size: {tokenizer.vocab_size}) with {vocab - tokenizer.vocab_size} dummy tokens (new size: "
+        f"{vocab})",
+    )
+    timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace)
+    with timers("model-and-optimizer-setup"):
+        chunks = build_chunks(args, ps, vocab, runtime.device)
+        if args.model.dsa_indexer_warmup:
+            freeze_all_but_indexers(chunks)
+        register_layer_trace_hooks(ps.trace, named_transformer_layers(chunks))
+        if args.output.init_from is not None:
+            with as_user_error(f"--init-from {args.output.init_from}"):
+                load_named_weights(chunks, read_safetensors(args.output.init_from), ps, strict=True)
+            logger.info("initial weights from %s", args.output.init_from)
+        count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
+        if ps.dp_cp.rank == 0:
+            print(
+                f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
+                f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}",
+                flush=True,
+            )
+        grads, optimizer = None, None
+        if args.has_frozen_weights:
+            prepare_evaluation(args, runtime, chunks)
+        else:
+            grads = build_grad_buffers(args, runtime, chunks)
+            optimizer = build_optimizer(
+                chunks,
+                grads,
+                args.optimizer,
+                args.precision,
+                args.parallel,
+                ps,
+                device=runtime.device,
+                check_for_nan=args.training.check_for_nan_in_loss_and_grad,
+                count_zeros=args.output.log_num_zeros_in_grad,
+                timer=timers,
+            )
+    with as_user_error("schedules"):
+        batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
+        learning_rate, weight_decay, train_iters = None, None, 0
+        if not args.has_frozen_weights:
+            final_batch_size = batch_size.final_global_batch_size
+            learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
+            weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
+        if not args.is_eval_only:
+            # --train-samples takes precedence: the derived --train-iters ignores a batch-size schedule
+            samples = args.training.train_samples
+            train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
+        schedule = build_schedule(args, runtime, chunks)
+        if waiting := deadlocking_batch_sizes(args, ps.dp.size):
+            raise ValueError("; ".join(waiting))
+    return TrainContext(
+        args=args,
+        runtime=runtime,
+        padded_vocab_size=vocab,
+        chunks=chunks,
+        schedule=schedule,
+        grads=grads,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        train_iters=train_iters,
+        save_options=SaveOptions.from_args(
+            args.output, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
+        ),
+        saver=AsyncSaver(),
+        save_history=SaveHistory(),
+        timers=timers,
+        profiler=Profiler(args.output, runtime.launch_env.rank),
+        iteration_graph=_iteration_graph(args, runtime.device, chunks),
+        dumps=Dumps(args.output, args.moe, runtime.launch_env.rank),
+    )
+
+
+def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph | None:
+    impl = args.training.cuda_graph_impl
+    if impl != "none" and device.type != "cuda":
+        logger.info(
+            "--cuda-graph-impl %s: no CUDA device, so this rank runs without CUDA graphs; the results are the same",
+            impl,
+        )
+    if impl != "full_iteration" or device.type != "cuda":
+        return None
+    streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
+    return IterationGraph(args.training.cuda_graph_warmup_steps, streams)
+
+
+def prepare_evaluation(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
+    """Shard the model over the data-parallel ranks if the flags ask for it.
+
+    No gradients or optimizer state. Collective.
+    """
+    if args.parallel.has_sharded_params and runtime.ps.dp_cp.size > 1:
+        apply_fsdp(args, runtime, chunks)
+    if args.has_fp8_params:
+        logger.info("--fp8-param-gather has no effect: there are no updated weights to gather")
+
+
+def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | FsdpGrads:
+    """Build the gradient buffers, or shard the model and build the sharded gradients. Collective."""
+    ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
+    narrow = (
+        parallel.use_megatron_fsdp
+        and parallel.megatron_fsdp_main_grads_dtype == "bf16"
+        and args.precision.params_dtype_name != "fp32"
+    )
+    if parallel.has_sharded_params:
+        if ps.dp_cp.size > 1:
+            apply_fsdp(args, runtime, chunks)
+            return FsdpGrads(parameters(chunks), ps, per_token_loss=per_token, sums_in_bf16=narrow)
+        logger.info("one data-parallel rank: parameters are not sharded")
+    if parallel.fsdp_strategy == "no_shard":
+        parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
+    if args.has_fp8_params:
+        count = store_weights_in_fp8(chunks)
+        logger.info("--fp8-param-gather: %s parameters of this rank are stored and gathered in fp8", f"{count:,}")
+    fused = args.training.gradient_accumulation_fusion
+    if fused and not all(chunk.graphs.parts <= {"iteration"} for chunk in chunks):
+        fused = False
+        logger.info(
+            "--gradient-accumulation-fusion has no effect: graphs of layer parts return gradients, which hooks outside "
+            "accumulate"
+        )
+    return DataParallelGrads(
+        parameters(chunks),
+        ps,
+        parallel,
+        args.precision,
+        per_token_loss=per_token,
+        main_grads="bf16" if narrow else args.optimizer.main_grads_dtype,
+        is_matrix=lambda param: is_matrix(param, args.optimizer),
+        separate=list(chunks[0].parameters()) if parallel.overlap_param_gather_with_optimizer_step else (),
+        fused=fused,
+    )
+
+
+def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
+    """Shard all parameters over the data-parallel ranks, layer by layer."""
+    parallel, precision = args.parallel, args.precision
+    reduce_dtype = parallel.megatron_fsdp_grad_comm_dtype if parallel.use_megatron_fsdp else "auto"
+    if reduce_dtype == "auto":
+        reduce_dtype = "bf16" if precision.grad_reduce_in_bf16 else "fp32"
+    sharding = FullSharding(
+        runtime.ps,
+        runtime.device,
+        param_dtype=dict(DTYPES)[precision.params_dtype_name],
+        reduce_dtype=dict(DTYPES)[reduce_dtype],
+        keep_gathered=parallel.has_gathered_params,
+    )
+    for chunk in chunks:
+        # the head reads a tied embedding without calling it, so it is gathered together with the chunk
+        apart = [chunk.embedding] if chunk.embedding is not None and not chunk.tied else []
+        sharding.shard(chunk, [*apart, *(layer for _, layer in named_transformer_layers([chunk]))])
+        if chunk.weight_grads is not None:
+            reduce_after_weight_grads(chunk, chunk.weight_grads)
+    if chunks[0].overlap_executor is not None:
+        chunks[0].overlap_executor.pass_state = FSDPPassState(chunks)
+    logger.info(
+        "parameters, gradients and optimizer state are sharded over %d data-parallel ranks", runtime.ps.dp_cp.size
+    )
+
+
+def parameters(chunks: list[Transformer]) -> list[Parameter]:
+    """Return all parameters in order of use."""
+    return [param for chunk in chunks for param in chunk.parameters()]
+
+
+def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
+    """Build the pipeline schedule."""
+    parallel, late_head = args.parallel, args.parallel.has_deferred_head_wgrad
+    return make_schedule(
+        parallel.pipeline_schedule,
+        runtime.ps.pp,
+        len(chunks),
+        runtime.device,
+        second=runtime.ps.pp_second,
+        group_size=parallel.microbatch_group_size_per_vp_stage,
+        overlap=parallel.overlap_p2p_comm,
+        queues=[chunk.weight_grads for chunk in chunks] if parallel.has_deferred_wgrad or late_head else None,
+        head_lag=parallel.wgrad_deferral_limit if late_head else None,
+        overlap_executor=chunks[0].overlap_executor if parallel.overlap_moe_expert_parallel_comm else None,
+    )
+
+
+def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> int:
+    """Return the padded vocabulary size, of the checkpoint to load if there is one. Collective."""
+
+    def saved_rows(folder: str) -> int | None:
+        with as_user_error(f"--load {folder}"):
+            return run_on_rank0(lambda: saved_padded_vocab_size(folder, args.output.ckpt_step), ps.world)
+
+    rows, from_flags = choose_padded_vocab_size(args, vocab_size, saved_rows), get_padded_vocab_size(args, vocab_size)
+    if rows != from_flags:
+        logger.info(
+            "keeping the checkpoint's padded vocabulary size %d; these flags give %d "
+            "(--padded-vocab-size overrides it)",
+            rows,
+            from_flags,
+        )
+    return rows
+
+
+def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> TrainContext:
+    """Return the context with datasets, and with the training batches that follow the consumed samples. Collective."""
+    args, ps, rank = ctx.args, ctx.ps, ctx.runtime.launch_env.rank
+    train, valid, test = requested_sizes(args.training)
+    # a batch-size schedule reads fewer samples than iterations times the final size; Megatron-LM requests the latter
+    print_rank_0(ctx.runtime, " > datasets target sizes (minimum size):")
+    for name, size in (("train", train), ("validation", valid), ("test", test)):
+        print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
+    with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
+        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
+            current = make_fingerprint(
+                args.data, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
+            )
+            for warning in compare_fingerprints(state.fingerprint, current):
+                logger.warning("WARNING: %s", warning)
+            state.fingerprint = current
+        datasets = build_datasets(
+            args.data,
+            args.training,
+            tokenizer,
+            (train, valid, test),
+            is_builder=rank == 0,
+            barrier=lambda: collectives.barrier(ps.world),
+        )
+        ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
+        if datasets.train is not None and not args.training.skip_train:
+            batches = make_batch_iterator(
+                ctx, datasets.train, args.training.micro_batch_size, state.consumed_train_samples
+            )
+            ctx = replace(ctx, train_batches=batches)
+    return ctx
+
+
+def make_batch_iterator(
+    ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int, consumed: int
+) -> Iterator[Batch]:
+    """Return this rank's batches of a dataset after `consumed` samples, counted over all ranks."""
+    args, dp = ctx.args, ctx.ps.dp
+    return iter(
+        build_loader(
+            dataset,
+            micro_batch_size,
+            dp.rank,
+            dp.size,
+            consumed,
+            args.training.dataloader_type or "single",
+            args.data.num_workers,
+            fmt=ctx.batch_format,
+            pin_memory=ctx.runtime.device.type == "cuda",
+        )
+    )
+
+
+def read_safetensors(path: str) -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        ValueError: if it is missing or damaged.
+    """
+    if os.path.isdir(path):
+        raise ValueError("is a folder; a .safetensors file is needed")
+    try:
+        return load_file(regular_file(path))
+    except FileNotFoundError:
+        raise ValueError("there is no such file") from None
+    except SafetensorError as error:
+        raise ValueError(f"not a readable safetensors file ({error})") from error

@@ -1,0 +1,55 @@
+"""Quantities of a command line that Megatron-LM defines by the mapping, and the command line without them.
+
+The one process computes such a quantity by its definition (emulate_topology.py, emulate_balancing.py, emulate_fp8.py),
+which is not the plain program. A parity check therefore names them, and adds a case without any, in which the reference
+runs the plain program. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from arguments.rules.derived_sizes import as_list
+from moe_trainer.verification.mapping import ParallelMapping
+
+_KINDS, _COEFFS = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+_CAPACITY = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
+
+
+def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -> tuple[str, ...]:
+    """Return the names of the quantities that one process computes by their definition.
+
+    `values` is a small command line by destination.
+    """
+    num_shards, kinds = mapping.tp * mapping.cp, as_list(values.get(_KINDS) or "")
+    is_defined = {
+        "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and mapping.dp > 1,
+        "sinkhorn balancing (over each rank's tokens)": "sinkhorn" in kinds and num_shards > 1,
+        "expert capacity and dropped tokens (of each rank's tokens)": values.get("moe_expert_capacity_factor")
+        is not None
+        and num_shards > 1,
+        "multi-token prediction's mean (over each context rank's tokens)": bool(values.get("mtp_num_layers"))
+        and mapping.cp > 1,
+    }
+    return tuple(name for name, condition in is_defined.items() if condition)
+
+
+def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict[str, object]:
+    """Return the values that remove these quantities.
+
+    They are sequence-wise balancing, no capacity, and no multi-token prediction under context parallelism.
+    """
+    changes: dict[str, object] = {}
+    kinds = as_list(values.get(_KINDS) or "")
+    if "global_aux_loss" in kinds or "sinkhorn" in kinds:
+        coeffs = as_list(values.get(_COEFFS) or 0.0) if "sinkhorn" not in kinds else [1e-2]
+        by_kind = {
+            "seq_aux_loss" if kind in ("global_aux_loss", "sinkhorn") else kind: coeff
+            for kind, coeff in zip(kinds, coeffs)
+        }
+        changes |= {_KINDS: list(by_kind), _COEFFS: list(by_kind.values())}
+    if mapping.tp * mapping.cp > 1:
+        changes |= {dest: None for dest in _CAPACITY if dest in values}
+    if values.get("mtp_num_layers") and mapping.cp > 1 and not values.get("pipeline_model_parallel_layout"):
+        changes |= {dest: None for dest in values if dest.startswith("mtp_")}
+    return changes

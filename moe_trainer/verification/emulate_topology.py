@@ -1,0 +1,82 @@
+"""Quantities that Megatron-LM defines by the layout, computed in one process as many ranks would.
+
+moe/balancing.py lists all of them and explains why. emulate_balancing.py has the global auxiliary loss, emulate_fp8.py
+the fp8 formats. Here:
+
+* Expert capacity: ceil(T * k / E * factor) for the T tokens of one sequence shard. With tensor parallelism (MoE layers
+  then always have sequence shards) and context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops
+  separately.
+* Sinkhorn balancing: its iteration covers the tokens of one sequence shard.
+* Multi-token prediction: each context rank takes the mean over its valid tokens, and these means are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_trainer.model.mtp import MTPLosses, shift_left
+from moe_trainer.ops.attach_loss import attach_loss
+from moe_trainer.training.context import TrainContext
+from moe_trainer.verification.sequence_sharding import SequenceSharding
+
+
+def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
+    """Make a run on full sequences compute what a sharding defines. Call it before the first step."""
+    if sharding.num_shards == 1:
+        return
+    training, length = run.args.training, run.args.data.seq_length
+    tokens = [sharding.token_indices(index, length, training.micro_batch_size) for index in range(sharding.num_shards)]
+    for chunk in run.chunks:
+        for layer in chunk.moe_layers():
+            layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, tokens)
+            if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
+                layer.router._route = route_by_shard(layer.router._route, tokens)
+    losses = run.chunks[-1].mtp_losses
+    if sharding.cp > 1 and losses is not None:
+        by_context = SequenceSharding(1, sharding.cp)
+        losses.forward = mean_by_context_rank(
+            losses, [by_context.positions(index, length) for index in range(sharding.cp)]
+        )
+
+
+def route_by_shard(decide: Callable, tokens: list[Tensor]) -> Callable:
+    """Wrap a function from tensors [T, E] to probs_TE and routing_TE so that it runs separately for every shard."""
+
+    def decide_by_shard(*tensors_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        shards = [decide(*(None if tensor is None else tensor[index] for tensor in tensors_TE)) for index in tokens]
+        order = torch.argsort(torch.cat(tokens))
+        return torch.cat([probs for probs, _ in shards])[order], torch.cat([routing for _, routing in shards])[order]
+
+    return decide_by_shard
+
+
+def mean_by_context_rank(losses: MTPLosses, positions: list[Tensor]) -> Callable:
+    """Return a forward pass of MTPLosses with the mean over the tokens of each context rank."""
+
+    def forward(
+        x_SBH: Tensor,
+        states: Sequence[Tensor],
+        labels_BS: Tensor,
+        loss_mask_BS: Tensor | None,
+        loss_BS: Callable[[Tensor, Tensor], Tensor],
+        grad_scale: float | Tensor,
+    ) -> Tensor:
+        mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
+        before = [mask_BS[:, index].sum() for index in positions]
+        for depth, state in enumerate(states):
+            labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
+            token_loss_BS, weights_BS = loss_BS(state, labels_BS), torch.zeros_like(mask_BS)
+            for index, valid in zip(positions, before):
+                count = mask_BS[:, index].sum().clamp(min=1)
+                mean = (token_loss_BS[:, index].detach() * mask_BS[:, index]).sum() / count
+                losses.losses[depth] += mean / len(positions)
+                share = valid / count if losses.per_token_loss else 1.0 / (count * len(positions))
+                weights_BS[:, index] = mask_BS[:, index] * share
+            x_SBH = attach_loss(x_SBH, token_loss_BS * weights_BS, losses.loss_weight * grad_scale)
+        losses.losses[-1] += 1
+        return x_SBH
+
+    return forward

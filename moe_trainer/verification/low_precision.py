@@ -1,0 +1,159 @@
+"""Options of fp8 and fp4 that a parity check can keep: recipes whose numbers one process can compute for a mapping.
+
+emulate_fp8.py shards every linear as the ranks do, so scales and blocks of a rank's shard are those of the ranks. What
+remains are the tokens of an expert: if they come from several microbatches or in another order, no single pass of one
+process has them together. Then scales per tensor are replaced by delayed ones, which are equal on all ranks, and
+blocks along the tokens (gradients of weights) are left out. What is quantized, where and in which order stays as in
+the recipe.
+
+Rounding to fp8 occasionally turns a difference in the last digit into one of several percent. These checks therefore
+compute in fp64, router included, with constant weights: even small steps would change roundings. A further case without
+fp8 checks the optimizer. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from arguments.settings import Settings
+from moe_trainer.verification.mapping import ParallelMapping
+
+FP8_NOTE = "--fp8-format: checked in fp64 with constant weights, since a last digit can change a rounding to fp8"
+FROZEN_LR = 1e-12
+"""Learning rate that leaves fp32 weights unchanged."""
+
+FP8_FLAGS = (
+    "fp8",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "fp8_output_proj",
+    "moe_router_padding_for_quantization",
+    "fp8_param_gather",
+)
+TRANSPORT_FLAGS = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
+_TRANSPORT_NOTE = (
+    "tokens sent in fp8 ({}): checked in fp64 with constant weights, since a last digit can change a rounding to fp8"
+)
+_SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
+_BLOCKS = ("blockwise", "mxfp8")
+WITHOUT_FP8 = MappingProxyType(
+    dict.fromkeys(
+        (*FP8_FLAGS, "moe_router_padding_for_fp8", "reuse_grad_buf_for_mxfp8_param_ag", "te_precision_config_file")
+    )
+)
+
+
+def comparable_fp8_options(
+    values: Mapping[str, object], mapping: ParallelMapping, num_layers: int
+) -> tuple[dict[str, object], list[str]]:
+    """Return options with which fp8 can be compared, and notes on what they change.
+
+    The options replace those in `values`, a command line by destination. Flags that cannot be kept are None.
+    """
+    transport = [dest for dest in TRANSPORT_FLAGS if values.get(dest) == "mxfp8"]
+    if transport and (values.get("fp4") or not values.get("fp8") or any(values.get(dest) for dest in _SHARDED)):
+        flags, without = ", ".join(f"--{dest.replace('_', '-')}" for dest in transport), dict.fromkeys(transport)
+        reason = "--fp4-format" if values.get("fp4") else "full sharding"
+        others, notes = comparable_fp8_options({**values, **without}, mapping, num_layers)
+        if values.get("fp4") or any(values.get(dest) for dest in _SHARDED):
+            return {**others, **without}, [
+                *notes,
+                f"{flags}: left out; tokens in fp8 are checked in fp64, which excludes {reason}",
+            ]
+        return {**others, "lr": FROZEN_LR, "decoupled_lr": None, "moe_router_dtype": "fp64"}, [
+            *notes,
+            _TRANSPORT_NOTE.format(flags),
+        ]
+    if values.get("fp4"):
+        return {**WITHOUT_FP8, "fp4": None, "fp4_recipe": None}, [
+            "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
+        ]
+    if not values.get("fp8"):
+        return dict(WITHOUT_FP8), []
+    if any(values.get(dest) for dest in _SHARDED):
+        return dict(WITHOUT_FP8), [
+            "--fp8-format: left out; it is checked in fp64, and fully sharded parameters are fp32"
+        ]
+    notes = [FP8_NOTE]
+    if values.get("te_precision_config_file"):
+        notes.append(
+            "--te-precision-config-file: left out; it names layers of the full model, so all use the recipe of the "
+            "flags"
+        )
+    options: dict[str, object] = {
+        "lr": FROZEN_LR,
+        "decoupled_lr": None,
+        "te_precision_config_file": None,
+        "reuse_grad_buf_for_mxfp8_param_ag": None,
+    }
+    recipe = str(values.get("fp8_recipe") or "delayed")
+    if values.get("num_experts") or values.get("finermoe_output_granularity"):  # FineRMoE derives num_experts
+        options["moe_router_dtype"] = "fp64"
+        recipe = _of_experts(options, values, recipe, mapping, notes)
+    options["fp8_recipe"] = recipe
+    ends = [
+        dest
+        for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        if values.get("first_last_layers_bf16")
+    ]
+    options |= {
+        dest: min(int(values.get(dest) if values.get(dest) is not None else 1), max(num_layers - 1, 0) // 2)
+        for dest in ends
+    }
+    return options, notes
+
+
+def _of_experts(
+    options: dict[str, object], values: Mapping[str, object], recipe: str, mapping: ParallelMapping, notes: list[str]
+) -> str:
+    """Set the options that experts allow, and return the recipe."""
+    has_one_microbatch = mapping.etp * mapping.ep == mapping.tp * mapping.cp
+    if values.get("moe_router_padding_for_quantization") and mapping.tp * mapping.cp > 1:
+        options |= {"moe_router_padding_for_quantization": None, "moe_router_padding_for_fp8": None}
+        notes.append("--moe-router-padding-for-quantization: left out; every rank pads for its own tokens")
+    if recipe == "tensorwise" and not has_one_microbatch:
+        notes.append("--fp8-recipe tensorwise: delayed instead; the maximum is over tokens of several microbatches")
+        return "delayed"
+    if recipe in _BLOCKS and not (has_one_microbatch and mapping.cp == 1) and values.get("fp8_wgrad") is not False:
+        options["fp8_wgrad"] = False
+        notes.append(
+            "--no-fp8-wgrad: set in the small command line; blocks along an expert's tokens span microbatches or shards"
+        )
+    return recipe
+
+
+def reference_options(values: Mapping[str, object]) -> dict[str, object]:
+    """Return options of the reference: padding and rounding of tokens require a dispatcher, even in one process."""
+    needs_dispatcher = values.get("moe_router_padding_for_quantization") or any(
+        values.get(dest) == "mxfp8" for dest in TRANSPORT_FLAGS
+    )
+    return {"moe_token_dispatcher_type": "alltoall"} if needs_dispatcher else {}
+
+
+def needs_fp64(values: Mapping[str, object]) -> bool:
+    """Whether a check of these values computes in fp64."""
+    return bool(values.get("fp8")) or any(values.get(dest) == "mxfp8" for dest in TRANSPORT_FLAGS)
+
+
+def is_method_note(note: str) -> bool:
+    """Whether a note describes the method of the check, as opposed to a change."""
+    return note == FP8_NOTE or note.startswith(_TRANSPORT_NOTE.split("(")[0])
+
+
+def comparable_moment_dtypes(s: Settings, notes: list[str]) -> dict[str, object]:
+    """Return fp16 for those formats of the optimizer's moments whose rounding is visible in the weights."""
+    coarse = [
+        dest
+        for dest in ("exp_avg_dtype", "exp_avg_sq_dtype")
+        if s.use_precision_aware_optimizer and s.values[dest] in ("bf16", "fp8")
+    ]
+    if coarse:
+        notes.append(f"{', '.join(s.shown(dest) for dest in coarse)}: fp16, whose rounding is below the tolerance")
+    return dict.fromkeys(coarse, "fp16")

@@ -1,0 +1,474 @@
+"""Legal mappings and models from a seed. The same seed gives the same cases on every machine.
+
+A draw picks the number of ranks, a factorization, a model and options as plain flags, and applies the trainer's rules;
+rejected draws are repeated. So this module only knows which combinations are likely to be legal. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from moe_trainer.verification.low_precision import comparable_fp8_options
+from moe_trainer.verification.mapping import ParallelMapping
+from moe_trainer.verification.shrink import (
+    LARGE_EPSILON,
+    LEARNING_RATE,
+    STEPS,
+    VOCAB,
+    ParityCase,
+    ShrinkError,
+    make_case,
+)
+
+_MAX_DRAWS = 40
+
+
+def draw_cases(count: int, ranks: int, seed: int) -> list[ParityCase]:
+    """Draw `count` cases of 2 to `ranks` ranks, most of them large."""
+    rng = random.Random(seed)
+    cases: list[ParityCase] = []
+    while len(cases) < count:
+        worlds = [world for world in (2, 4, 8, 16) if world <= ranks]
+        world = rng.choices(worlds, [2.0**number for number in range(len(worlds))])[0]
+        mapping = rng.choice(list(factorizations(world)))
+        case = next(filter(None, (draw(rng, mapping) for _ in range(_MAX_DRAWS))), None)
+        if case is not None and case not in cases:
+            cases.append(case)
+    return cases
+
+
+def matrix(world: int, models: int) -> list[ParityCase]:
+    """Return `models` cases for every factorization of `world` ranks, always the same ones."""
+    cases = []
+    for mapping in factorizations(world):
+        rng = random.Random(str(mapping))
+        drawn = filter(None, (draw(rng, mapping) for _ in range(models * _MAX_DRAWS)))
+        cases += itertools.islice(drawn, models)
+    return cases
+
+
+def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
+    """Draw a model and options for a mapping; None if the rules reject them."""
+    values = _model(rng, mapping) | _router(rng) | _sample_parallel_options(rng, mapping) | _batch(rng, mapping)
+    values |= _stages(rng, mapping, values)
+    values |= _context(rng, mapping, values["num_layers"])
+    values |= _sample_uncommon_options(
+        random.Random(repr(sorted(values.items()))), mapping, values
+    )  # a separate generator, so that all other draws are unchanged
+    values |= _quantile_balancing(random.Random(repr(sorted(values.items()))), values)  # the same
+    values |= _sharded(rng, mapping, values) or _overlapped(rng, mapping, values)
+    values |= _fp8(rng, mapping, values)
+    values |= _memory(rng, values)
+    values |= _optimizer_state(random.Random(repr(sorted(values.items()))), values)  # the same
+    values |= _scaled_widths(random.Random(repr(sorted(values.items()))), values)  # the same
+    try:
+        return make_case(
+            mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16"))
+        )
+    except ShrinkError:
+        return None
+
+
+def factorizations(world: int) -> Iterator[ParallelMapping]:
+    """Yield all mappings of `world` ranks, a power of two; vpp is 1 or 2 with pipeline stages."""
+    powers = [1 << bit for bit in range(world.bit_length()) if 1 << bit <= world]
+    for tp in powers:
+        for cp in powers:
+            for pp in powers:
+                if tp * cp * pp > world or tp > 4:
+                    continue
+                for etp in powers:
+                    for ep in powers:
+                        if etp * ep * pp <= world and etp <= 4:
+                            for vpp in (1, 2) if pp > 1 else (1,):
+                                yield ParallelMapping(tp, cp, pp, vpp, world // (tp * cp * pp), ep, etp)
+
+
+def _chance(rng: random.Random, share: float) -> bool:
+    return rng.random() < share
+
+
+def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+    """Draw sizes and kind of attention, with enough heads for tensor and context ranks."""
+    heads = max(4, mapping.tp * mapping.cp)
+    values: dict[str, object] = {
+        "num_attention_heads": heads,
+        "hidden_size": 4 * heads,
+        "kv_channels": 4,
+        "ffn_hidden_size": 24,
+        "normalization": "RMSNorm",
+        "swiglu": _chance(rng, 0.8),
+        "position_embedding_type": "rope",
+        "moe_ffn_hidden_size": rng.choice((16, 24)),
+        "untie_embeddings_and_output_weights": _chance(rng, 0.6),
+        "add_bias_linear": True,
+        "num_experts": rng.choice((8, 16)),
+        "init_method_std": 0.2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "make_vocab_size_divisible_by": 16,
+    }
+    kind = rng.choice(("plain", "grouped", "latent"))
+    if _chance(rng, 0.85) or kind == "latent" or mapping.etp > 1:
+        values["add_bias_linear"] = False
+    if kind == "grouped":
+        values |= {"group_query_attention": True, "num_query_groups": rng.choice((1, heads // 2, heads))}
+    if kind == "latent":
+        values |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": rng.choice((None, 12)),
+            "kv_lora_rank": 8,
+            "qk_head_dim": 4,
+        }
+        values |= {"qk_pos_emb_head_dim": 4, "v_head_dim": rng.choice((4, 6)), "rotary_scaling_factor": 4.0}
+    values["qk_layernorm"] = _chance(rng, 0.4)
+    values["attention_output_gate"] = not values.get("multi_latent_attention") and _chance(rng, 0.3)
+    values["softmax_type"] = rng.choice(("vanilla", "vanilla", "learnable", "off-by-one"))
+    if _chance(rng, 0.3) and not values["add_bias_linear"]:
+        values |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": _chance(rng, 0.5)}
+        values["moe_shared_expert_overlap"] = _chance(rng, 0.3)
+    if _chance(rng, 0.3):
+        values |= {"mtp_num_layers": rng.choice((1, 1, 2)), "mtp_use_repeated_layer": _chance(rng, 0.2)}
+    elif kind != "latent" and _chance(rng, 0.2):
+        values["position_embedding_type"] = "learned_absolute"
+    if _chance(rng, 0.3):
+        values["normalization"] = "LayerNorm"
+    if _chance(rng, 0.15) and values["position_embedding_type"] == "rope":
+        values |= {"window_size": (5, 0)} if _chance(rng, 0.5) else {"no_rope_freq": 2}
+    return values
+
+
+def _sample_uncommon_options(
+    rng: random.Random, mapping: ParallelMapping, values: dict[str, object]
+) -> dict[str, object]:
+    """Draw kinds of attention and experts that few models have, without unsupported combinations."""
+    latent = bool(values.get("multi_latent_attention"))
+    options = dict(
+        rng.choice((_nothing, _sparse_attention, _sparse_attention) if latent else (_nothing, _nothing, _delta_net))(
+            rng, mapping, values
+        )
+    )
+    return options | rng.choice((_nothing, _nothing, _fine_experts, _latent_experts))(rng, mapping, values)
+
+
+def _nothing(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    del rng, mapping, values
+    return {}
+
+
+def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    del values
+    options: dict[str, object] = {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": rng.choice((1, 2, 4)),
+        "dsa_indexer_head_dim": rng.choice((4, 8)),
+        "dsa_indexer_topk": rng.choice((3, 5, 64)),
+        "dsa_indexer_loss_coeff": rng.choice((None, 1.0, 1.0)),
+        "softmax_type": "vanilla",
+        "dsa_indexer_rope_interleaved": _chance(rng, 0.3),
+        "dsa_indexer_rotate_activation": _chance(rng, 0.7),
+        "window_size": None,
+        "dsa_indexer_scoring_relu": _chance(rng, 0.8),
+        "dsa_indexer_k_norm_epsilon": rng.choice((None, 1e-3)),
+    }
+    stage = rng.choice(("dsa_indexer_use_sparse_loss", "dsa_indexer_warmup", None))
+    if options["dsa_indexer_loss_coeff"] is not None and stage is not None:
+        options[stage] = True
+    if options["dsa_indexer_loss_coeff"] is None or options.get("dsa_indexer_use_sparse_loss"):
+        options["dsa_attention_form"] = rng.choice(("gathered", "masked"))
+    return options | (
+        {"cp_comm_type": ["allgather"], "hierarchical_context_parallel_sizes": None} if mapping.cp > 1 else {}
+    )
+
+
+def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    keys = max(2, mapping.tp * mapping.cp)
+    pattern = [rng.choice((0, 1)) for _ in range(int(str(values["num_layers"])))]
+    return {
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": rng.choice((2, 3, pattern)),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * rng.choice((1, 2)),
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": rng.choice((8, 16)),
+        "swiglu": True,
+        "layernorm_epsilon": LARGE_EPSILON,
+    }
+
+
+def _latent_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    del mapping, values
+    return {"moe_latent_size": rng.choice((8, 12)), "moe_shared_expert_overlap": False}
+
+
+def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    slices, candidates, cuts, copies = rng.choice((2, 4)), rng.choice((1, 2)), 3, rng.choice((1, 2))
+    while slices * candidates * cuts * copies % mapping.ep:
+        copies += 1
+    options: dict[str, object] = {
+        "finermoe_intermediate_granularity": cuts,
+        "finermoe_output_granularity": slices,
+        "finermoe_intermediate_expansion": copies,
+        "finermoe_output_expansion": candidates,
+        "moe_router_topk": slices * rng.choice((1, 2)),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": None,
+        "num_experts": None,
+        "moe_ffn_hidden_size": None,
+        **dict.fromkeys(
+            (
+                "moe_router_topk_scaling_factor",
+                "moe_router_num_groups",
+                "moe_router_group_topk",
+                "moe_expert_capacity_factor",
+                "moe_pad_expert_input_to_capacity",
+                "moe_token_drop_policy",
+            )
+        ),
+    }
+    if values["moe_token_dispatcher_type"] == "flex":
+        options["moe_token_dispatcher_type"] = "alltoall"
+    if values["moe_router_load_balancing_type"] == ["sinkhorn"]:
+        options |= {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [1e-2]}
+    return options
+
+
+def _router(rng: random.Random) -> dict[str, object]:
+    """Draw router, balancing, capacity and dispatcher."""
+    values: dict[str, object] = {
+        "moe_router_topk": rng.choice((2, 2, 4)),
+        "moe_token_dispatcher_type": rng.choice(("allgather", "alltoall", "alltoall", "flex")),
+        "moe_grouped_gemm": _chance(rng, 0.8),
+        "moe_router_dtype": rng.choice((None, "fp32", "fp64")),
+    }
+    score = rng.choice(("softmax", "softmax", "sigmoid"))
+    values["moe_router_score_function"] = score
+    if score == "softmax":
+        values["moe_router_pre_softmax"] = _chance(rng, 0.4)
+    else:
+        values["moe_router_enable_expert_bias"] = _chance(rng, 0.6)
+        values["moe_router_topk_scaling_factor"] = rng.choice((None, 2.5))
+    if _chance(rng, 0.3):
+        values |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    balance = rng.choice(
+        (["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"], ["aux_loss", "seq_aux_loss"], ["none"], ["sinkhorn"])
+    )
+    values["moe_router_load_balancing_type"] = balance
+    values["moe_aux_loss_coeff"] = [0.0 if kind in ("none", "sinkhorn") else 1e-2 for kind in balance]
+    values["moe_z_loss_coeff"] = rng.choice((None, 1e-3))
+    if _chance(rng, 0.25):
+        values["moe_expert_capacity_factor"] = rng.choice((0.7, 1.5))
+        values["moe_pad_expert_input_to_capacity"] = _chance(rng, 0.5)
+        values["moe_token_drop_policy"] = rng.choice(("probs", "position"))
+    return values
+
+
+def _quantile_balancing(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw quantile balancing sometimes, if the model allows it."""
+    excluded_by = ("finermoe_output_granularity", "moe_router_group_topk", "moe_expert_capacity_factor")
+    if any(values.get(dest) for dest in excluded_by) or not _chance(rng, 0.2):
+        return {}
+    return {
+        "moe_router_load_balancing_type": ["quantile_balancing"],
+        "moe_aux_loss_coeff": [0.0],
+        "moe_router_quantile_balancing_ema": rng.choice((0.0, 0.6)),
+    }
+
+
+def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+    """Draw the flags of the mapping and of data parallelism."""
+    distributed, overlap = _chance(rng, 0.5), _chance(rng, 0.5)
+    instances = (
+        2 if distributed and (mapping.dp * mapping.cp) % 2 == 0 and mapping.edp % 2 == 0 and _chance(rng, 0.2) else None
+    )
+    return {
+        "tensor_model_parallel_size": mapping.tp,
+        "context_parallel_size": mapping.cp,
+        "pipeline_model_parallel_size": mapping.pp,
+        "expert_model_parallel_size": mapping.ep,
+        "expert_tensor_parallel_size": mapping.etp,
+        "sequence_parallel": mapping.tp > 1 and _chance(rng, 0.7),
+        "use_tp_pp_dp_mapping": mapping.edp == mapping.dp and _chance(rng, 0.4),
+        "use_distributed_optimizer": distributed,
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": distributed and overlap,
+        "ddp_bucket_size": 3000 if overlap else None,
+        "num_distributed_optimizer_instances": instances,
+        "transformer_impl": "local",
+    }
+
+
+def _optimizer_state(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw formats and placement of the optimizer's state sometimes."""
+    if values["optimizer"] != "adam" or not _chance(rng, 0.3):
+        return {}
+    options: dict[str, object] = {"use_precision_aware_optimizer": True}
+    if _chance(rng, 0.7):
+        options |= {"exp_avg_dtype": rng.choice(("fp32", "fp16")), "exp_avg_sq_dtype": "fp16"}
+    placement = rng.choice(("", "optimizer_cpu_offload", "chunked_optimizer_state_offload"))
+    if placement:
+        share = (
+            "optimizer_offload_fraction" if placement == "optimizer_cpu_offload" else "optimizer_state_offload_fraction"
+        )
+        options |= {placement: True, share: rng.choice((0.5, 1.0))}
+    return options
+
+
+def _scaled_widths(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw maximal update parametrization sometimes, from a narrower or wider base."""
+    if not _chance(rng, 0.15):
+        return {}
+    return {
+        "use_mup": True,
+        "mup_base_hidden_size": int(str(values["hidden_size"])) * 2 // rng.choice((1, 4, 5)),
+        "mup_embedding_mult": rng.choice((1.0, 3.0)),
+        "mup_output_mult": rng.choice((1.0, 0.7)),
+        "mup_base_head_dim": rng.choice((None, 4.0)),
+        "mup_attn_scale_power": rng.choice((1.0, 0.5)),
+    }
+
+
+def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+    micro, accumulation = rng.choice((1, 2)), rng.choice((1, 2, 4))
+    if mapping.pp > 1 and accumulation < mapping.pp and _chance(rng, 0.7):
+        accumulation = 2 * mapping.pp
+    length = max(16, 2 * mapping.cp * mapping.tp)
+    return {
+        "micro_batch_size": micro,
+        "global_batch_size": micro * accumulation * mapping.dp,
+        "seq_length": length,
+        "max_position_embeddings": length,
+        "train_iters": STEPS,
+        "lr": LEARNING_RATE,
+        "lr_decay_style": "constant",
+        "adam_eps": 1e-5,
+        "clip_grad": rng.choice((0.5, 1.0)),
+        "decoupled_lr": rng.choice((None, None, 2 * LEARNING_RATE)),
+        "optimizer": rng.choice(("adam", "adam", "adam", "sgd")),
+        "calculate_per_token_loss": _chance(rng, 0.25),
+        "eval_iters": 0,
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCAB,
+        "reset_position_ids": _chance(rng, 0.15),
+        "reset_attention_mask": _chance(rng, 0.15),
+        "dataloader_inter_document_masking": _chance(rng, 0.05),
+        "eod_mask_loss": _chance(rng, 0.15),
+    }
+
+
+def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    """Draw the number of layers and their distribution over the stages."""
+    pp, vpp, mtp = mapping.pp, mapping.vpp, values.get("mtp_num_layers") or 0
+    layers = max(pp * vpp, rng.choice((2, 3)) if pp == 1 else 2)
+    options: dict[str, object] = {}
+    kind = rng.choice(("even", "even", "first", "account", "layout")) if pp > 1 else "even"
+    if vpp > 1 and kind != "layout":
+        options["num_virtual_stages_per_pipeline_rank"] = vpp
+    if pp > 1 and _chance(rng, 0.25):
+        options["pipeline_schedule"] = "zero-bubble"
+    if kind == "first":
+        options["decoder_first_pipeline_num_layers"] = 2 * vpp
+        layers = 2 * vpp + vpp * (pp - 1)
+    elif kind == "account" and pp * vpp > 2:
+        options |= {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+        layers = 2 * pp * vpp - 2 if pp * vpp < 4 else pp * vpp - 2
+    elif kind == "layout":
+        stages = ["t" * rng.choice((0, 1, 1, 2)) for _ in range(pp * vpp)]
+        stages[0] = stages[0] or "t"
+        alone = mtp and pp > 2 and _chance(rng, 0.5)
+        stages[-1] = "" if alone else stages[-1]
+        stages[-2 if alone else -1] += "m" * mtp
+        layers = max("".join(stages).count("t"), 1)
+        options["pipeline_model_parallel_layout"] = "|".join(["E" + stages[0], *stages[1:]]) + "L"
+    options["num_layers"] = layers
+    if layers > 1 and _chance(rng, 0.4):
+        options["moe_layer_freq"] = rng.choice((2, [0] + [1] * (layers - 1)))
+    return options
+
+
+def _context(rng: random.Random, mapping: ParallelMapping, layers: int) -> dict[str, object]:
+    if mapping.cp == 1:
+        return {}
+    kinds = ["p2p", "allgather", "a2a"] + (["a2a+p2p"] if mapping.cp >= 4 else [])
+    chosen = [rng.choice(kinds)] if _chance(rng, 0.7) else [rng.choice(kinds) for _ in range(layers)]
+    nested = {"hierarchical_context_parallel_sizes": [2, mapping.cp // 2]} if "a2a+p2p" in chosen else {}
+    return {"cp_comm_type": chosen, **nested}
+
+
+def _sharded(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    """Draw fully sharded data parallelism sometimes."""
+    if mapping.dp == 1 or not _chance(rng, 0.2):
+        return {}
+    values = {
+        "use_distributed_optimizer": False,
+        "overlap_param_gather": False,
+        "num_distributed_optimizer_instances": None,
+    }
+    if _chance(rng, 0.4):
+        return {**values, "use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
+    strategy = rng.choice(("optim", "optim_grads", "optim_grads_params"))
+    return {
+        **values,
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": strategy,
+        "ckpt_format": "fsdp_dtensor",
+    }
+
+
+def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw recompute often, and activation offloading sometimes."""
+    options: dict[str, object] = {}
+    kind = rng.choice(("none", "none", "full", "selective", "selective"))
+    if kind == "full":
+        options |= {
+            "recompute_granularity": "full",
+            "recompute_method": rng.choice(("uniform", "block")),
+            "recompute_num_layers": rng.choice((1, 2)),
+            "distribute_saved_activations": values["tensor_model_parallel_size"] > 1
+            and not values["sequence_parallel"],
+        }
+    if kind == "selective":
+        parts = ["core_attn", "layernorm", "moe", "shared_experts", "mlp"] + ["mla_up_proj"] * bool(
+            values.get("multi_latent_attention")
+        )
+        options |= {"recompute_granularity": kind, "recompute_modules": rng.sample(parts, rng.choice((1, 2, 3)))}
+    if _chance(rng, 0.3):
+        parts = ["attn_norm", "qkv_linear", "core_attn", "mlp_norm"]
+        parts += [] if "moe" in options.get("recompute_modules", ()) else ["expert_fc1", "moe_act"]
+        options |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": rng.sample(parts, rng.choice((1, 3, len(parts)))),
+            "min_offloaded_tensor_size": 1,
+            "transformer_impl": "transformer_engine",
+        }
+    return options
+
+
+def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    """Draw fp8 sometimes, as far as one process can compute it."""
+    if not _chance(rng, 0.2):
+        return {}
+    options: dict[str, object] = {
+        "fp8": rng.choice(("e4m3", "hybrid")),
+        "fp8_recipe": rng.choice(("delayed", "tensorwise", "blockwise", "mxfp8")),
+        "fp8_amax_history_len": rng.choice((1, 2)),
+        "fp8_amax_compute_algo": rng.choice(("most_recent", "max")),
+        "first_last_layers_bf16": _chance(rng, 0.2),
+        "moe_router_padding_for_quantization": values["moe_token_dispatcher_type"] != "allgather" and _chance(rng, 0.3),
+        "fp8_param_gather": bool(values.get("use_distributed_optimizer")),
+    }
+    return options | comparable_fp8_options(values | options, mapping, int(str(values["num_layers"])))[0]
+
+
+def _overlapped(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    """Draw the overlapped token exchange sometimes. It requires --bf16; the check computes in fp32 anyway."""
+    if mapping.ep == 1 or values["moe_token_dispatcher_type"] == "allgather" or not _chance(rng, 0.3):
+        return {}
+    options: dict[str, object] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+    if _chance(rng, 0.5):
+        options |= {"delay_wgrad_compute": True, "transformer_impl": "transformer_engine"}
+    return options

@@ -1,0 +1,282 @@
+"""Replay of a recorded iteration (debug/step_record.py), with its own flags or with some of them replaced.
+
+A replay is a run like any other: model, schedule and reductions are built from flags, weights are loaded with
+--init-from, the batches are distributed to the data ranks of the layout, and the iteration is recorded again. Two
+records of one iteration are then compared (compare_records.py). Nothing here depends on what a layer computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from arguments import ArgumentError, Arguments, parse_args
+from arguments.container import OPTIONS
+from arguments.parse import resolve_command_line
+from arguments.rules.derived_sizes import derive_sizes
+from arguments.spelling import to_command_line
+from moe_trainer.checkpoint.random_state import get_streams, reseed, restore, restore_named
+from moe_trainer.data.loader import Batch
+from moe_trainer.debug.step_record import Record
+from moe_trainer.errors import UserError
+from moe_trainer.launch_env import LaunchEnv
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
+from moe_trainer.training.record_step import AXES, record_iteration
+from moe_trainer.training.setup import build_context
+from moe_trainer.verification import low_precision
+from moe_trainer.verification.kept_flags import NOT_IN_REFERENCE
+
+_DATA_FLAGS = frozenset(
+    """
+    seq_length reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking
+    create_attention_mask_in_dataloader
+    """.split()
+)
+# flags of a run as opposed to one iteration, or of its machine
+_RUN_FLAGS = frozenset(
+    """
+    global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed exit_interval
+    exit_duration_in_mins exit_signal_handler exit_signal iterations_to_skip skip_train eval_interval eval_iters
+    eval_global_batch_size eval_micro_batch_size full_validation multiple_validation_sets validation_set_names
+    start_eval_at_iter world_size local_rank fake_process_group print_groups initial_loss_scale error_injection_rate
+    error_injection_type check_for_spiky_loss check_for_large_grads on_nan on_loss_spike loss_spike_factor
+    """.split()
+)
+_RANDOM_FLAGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
+# destinations of flags that ask for a lower precision than fp32
+_LOW_PRECISION_FLAGS = frozenset(
+    {"bf16", "fp16", "fp4", "fp4_recipe", *low_precision.WITHOUT_FP8, *low_precision.TRANSPORT_FLAGS}
+)
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """Flags and number of ranks of a replay. `as_recorded`: both are the recorded ones."""
+
+    argv: tuple[str, ...]
+    world_size: int
+    as_recorded: bool
+
+
+@dataclass(frozen=True)
+class ReplayChanges:
+    """Changes to the recorded flags.
+
+    Attributes:
+        flags: words that replace recorded flags.
+        without: spellings of recorded flags to leave out.
+        one_process: leave out parallel flags, recompute and offload.
+        fp32: leave out flags of lower precision.
+        world_size: number of ranks; None to derive it.
+    """
+
+    flags: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    one_process: bool = False
+    fp32: bool = False
+    world_size: int | None = None
+
+
+def plan_replay(record: Record, changes: ReplayChanges) -> ReplayPlan:
+    """Return the command line of a replay.
+
+    Raises:
+        ArgumentError: if the flags are not valid.
+        ValueError: if a flag to leave out was not recorded.
+    """
+    head = record.head
+    settings, _ = resolve_command_line(head["flags"], None)
+    left_out = _get_dests(changes.without, settings.given_dests())
+    values = {dest: settings.values[dest] for dest in settings.given_dests() if _is_kept(dest) and dest not in left_out}
+    if changes.one_process:
+        values = {
+            dest: value
+            for dest, value in values.items()
+            if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE - {"bf16"}
+        }
+    if changes.fp32:
+        values = {dest: value for dest, value in values.items() if dest not in _LOW_PRECISION_FLAGS}
+    fixed = {
+        "global_batch_size": head["samples"],
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "eval_iters": 0,
+        "rerun_mode": "disabled",
+        "vocab_size": head["vocab_size"] or head["padded_vocab_size"] - 1,
+        "padded_vocab_size": head["padded_vocab_size"],
+        "init_from": str(record.weights.resolve()),
+        **({"initial_loss_scale": head["loss_scale"]} if values.get("fp16") else {}),
+    }
+    argv = (*to_command_line(values | fixed), *changes.flags)
+    as_recorded = not (changes.flags or changes.without or changes.one_process or changes.fp32 or changes.world_size)
+    world_size = _world_size(argv, head, changes)
+    parse_args(list(argv), world_size)
+    return ReplayPlan(argv, world_size, as_recorded)
+
+
+def _is_kept(dest: str) -> bool:
+    section = OPTIONS[dest].section
+    return dest == "ckpt_format" or (
+        dest not in _RUN_FLAGS and section != "output" and (section != "data" or dest in _DATA_FLAGS)
+    )
+
+
+def _get_dests(spellings: Iterable[str], given: Iterable[str]) -> set[str]:
+    """Return the destinations of flags by their spelling."""
+    known = {spelling: dest for dest in given for spelling in OPTIONS[dest].spellings}
+    unknown = [spelling for spelling in spellings if spelling not in known]
+    if unknown:
+        raise ValueError(f"--without {' '.join(unknown)}: no such flag was recorded")
+    return {known[spelling] for spelling in spellings}
+
+
+def _world_size(argv: tuple[str, ...], head: Mapping[str, Any], changes: ReplayChanges) -> int:
+    """Return the recorded number of ranks if the mapping is unchanged, otherwise that of one model replica."""
+    if changes.world_size is not None:
+        return changes.world_size
+    settings, violations = resolve_command_line(list(argv), None)
+    if violations:
+        raise ArgumentError(violations, settings)
+    sizes = derive_sizes(settings, None)
+    if all(getattr(sizes, name) == head["mapping"][name] for name in AXES if name != "dp"):
+        return head["world_size"]
+    return math.lcm(sizes.tp * sizes.cp * sizes.pp, sizes.etp * sizes.ep * sizes.pp)
+
+
+def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
+    """Describe what differs between the two runs by definition (moe/balancing.py explains why)."""
+    args = parse_args(list(plan.argv), plan.world_size)
+    model, moe = args.model, args.moe
+    sizes = derive_sizes(resolve_command_line(list(plan.argv), plan.world_size)[0], plan.world_size)
+    changed = {name for name in AXES if getattr(sizes, name) != record.head["mapping"][name]}
+    micro_batch_changed = args.training.micro_batch_size != record.head["micro_batch_size"]
+    recorded = resolve_command_line(record.head["flags"], None)[0]
+    values = {**vars(model), **vars(moe)}
+    random_flags = [name for name in _RANDOM_FLAGS if values[name] or recorded.values[name]]
+    for name in random_flags:
+        if values[name] != recorded.values[name]:
+            yield f"{OPTIONS[name].spellings[0]} {values[name]}: recorded with {recorded.values[name]}"
+    if random_flags and (changed or micro_batch_changed):
+        flags = ", ".join(OPTIONS[name].spellings[0] for name in random_flags)
+        yield f"{flags}: every rank draws its own random numbers, so they differ under another mapping"
+    if moe.moe_expert_capacity_factor is not None and (changed & {"tp", "cp"} or micro_batch_changed):
+        yield (
+            "--moe-expert-capacity-factor: the capacity counts the tokens of one rank, so other tokens are dropped "
+            "under "
+            "another tp or cp"
+        )
+    balancing = str(moe.moe_router_load_balancing_type)
+    if "sinkhorn" in balancing and (changed & {"tp", "cp"} or micro_batch_changed):
+        yield "sinkhorn balances the tokens of one rank"
+    if "quantile_balancing" in balancing and micro_batch_changed:
+        yield "quantile balancing estimates its bias from one microbatch"
+    if "global_aux_loss" in balancing and (changed & {"dp"} or micro_batch_changed):
+        yield "global_aux_loss counts tokens over the data ranks of one microbatch index"
+    if "cp" in changed and model.mtp_num_layers:
+        yield "multi-token prediction: each context rank divides by its own number of valid tokens"
+    if (args.precision.fp8 or args.precision.fp4) and changed:
+        reason = (
+            "the last digit can change a rounding"
+            if args.precision.fp8_recipe == "delayed"
+            else "scales and blocks are those of a rank's shard"
+        )
+        yield f"fp8 and fp4: {reason}"
+    if recorded.values["fp8_param_gather"]:
+        yield (
+            "--fp8-param-gather: the recorded run cast its weights to fp8 from fp32 main parameters, the replay casts "
+            "them from the recorded bf16 weights"
+        )
+    if micro_batch_changed:
+        yield (
+            "--micro-batch-size: losses are means over a microbatch, which differ if labels are masked, and in the "
+            "auxiliary losses"
+        )
+    if args.precision.params_dtype_name != record.head["dtype"]:
+        yield (
+            f"recorded with {record.head['dtype']}, replayed with {args.precision.params_dtype_name}: for nearly equal "
+            "experts rounding chooses another one, and the outputs of that token differ"
+        )
+
+
+def replay_on_cpu(rank: int, world_size: int, record: Record, plan: ReplayPlan, folder: str, threads: int) -> None:
+    """Replay as one rank on this machine's CPU, in an initialized process group, and record in `folder`."""
+    torch.set_num_threads(threads)
+    args = parse_args(list(plan.argv), world_size)
+    launch_env = LaunchEnv(rank, world_size, rank, None, None, "replay")
+    ps = make_groups(args, launch_env, timedelta(minutes=args.parallel.distributed_timeout_minutes))
+    set_seeds(args, ps)
+    set_numerics_flags(args)
+    replay(record, args, Runtime(launch_env, torch.device("cpu"), ps), Path(folder))
+
+
+def replay(record: Record, args: Arguments, runtime: Runtime, folder: Path) -> None:
+    """Run the recorded iteration under `args` and record it in `folder`. Collective over the world.
+
+    Raises:
+        UserError: if the weights do not fit the flags, or the record cannot be written.
+    """
+    head = record.head
+    run = build_context(
+        args,
+        runtime,
+        SimpleNamespace(vocab_size=min(head["vocab_size"] or 1, head["padded_vocab_size"]), eod=None, pad=None),
+    )
+    batches = get_local_batches(record, run)
+    state = TrainState(**head["state"])
+    _restore(record, run, state)
+    for chunk in run.chunks:
+        chunk.train()
+    try:
+        _, problem, _ = record_iteration(
+            replace(run, train_batches=iter(batches)),
+            state,
+            len(batches),
+            folder,
+            head["sample_numbers"],
+            weights=False,
+        )
+    except FloatingPointError:
+        return  # a loss or gradient is not finite; the record is complete
+    if problem is not None:
+        raise UserError(problem)
+
+
+def get_local_batches(record: Record, run: TrainContext) -> list[Batch]:
+    """Return this rank's microbatches of the recorded global batch, distributed as the loader does."""
+    micro, dp, samples = run.args.training.micro_batch_size, run.ps.dp, record.head["samples"]
+    if samples % (micro * dp.size):
+        raise UserError(
+            f"{record.folder}: {samples} samples cannot be split over {dp.size} data ranks in microbatches of {micro}"
+        )
+    global_batch = record.batch()
+    starts = range(dp.rank * micro, samples, dp.size * micro)
+    return [
+        Batch(**{name: tensor[start : start + micro].contiguous() for name, tensor in global_batch.items()})
+        for start in starts
+    ]
+
+
+def _restore(record: Record, run: TrainContext, state: TrainState) -> None:
+    """Restore random states and scales; a rank restores its own states if the mapping is unchanged."""
+    ps, streams = run.ps, get_streams(run.chunks)
+    if record.head["world_size"] == ps.world.size and all(
+        getattr(ps, name).size == record.head["mapping"][name] for name in AXES
+    ):
+        restore(record.generators(ps.world.rank), streams, record.folder)
+    else:
+        reseed(run.args.training.seed, state.iteration, ps, streams)
+        restore_named((record.generators(rank) for rank in record.ranks()), streams)
+    scales = record.scaling()
+    with torch.no_grad():
+        for chunk in run.chunks:
+            for name, tensor in chunk.named_scaling_state():
+                if name in scales:
+                    tensor.copy_(scales[name])

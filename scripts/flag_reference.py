@@ -1,0 +1,306 @@
+#!/usr/bin/env python3
+"""Generate the flag reference of the manual from `arguments/`.
+
+MkDocs calls this at build time (manual_hooks.py). By hand:
+
+    python scripts/flag_reference.py FOLDER      write the pages as Markdown
+
+Every flag is described by what the program itself uses: meaning and default from the section files, status from the tables of flags
+without effect or not implemented, and the validation rules that mention it from the source of `arguments/rules`.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from arguments import flag_status
+from arguments.container import OPTIONS, SECTIONS  # noqa: E402
+from arguments.help import field_docs, help_lines  # noqa: E402
+from arguments.schema import Option  # noqa: E402
+
+STATUS = {
+    "acts": "acts",
+    "no effect": "accepted, has no effect",
+    "not implemented": "not implemented: rejected by name",
+    "renamed": "old name",
+    "unsupported": "not supported: rejected by name",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One validation rule: its name, its file, and the flags that it reads."""
+
+    name: str
+    file: str
+    messages: tuple[str, ...]
+    dests: frozenset[str]
+
+
+def page_titles() -> dict[str, str]:
+    """Titles of the generated pages by file name, in the order of the navigation."""
+    sections = {section: "MoE" if section == "moe" else section.capitalize() for section, _ in SECTIONS}
+    return {"index": "All flags", **sections, "other": "Flags of Megatron-LM that are not here"}
+
+
+def pages() -> dict[str, str]:
+    """Markdown of every page by file name, without the extension."""
+    return {
+        "index": _index(),
+        **{section: _section_page(section, cls) for section, cls in SECTIONS},
+        "other": _other_page(),
+    }
+
+
+def anchor(option: Option) -> str:
+    """Return the anchor of a flag on the page of its section."""
+    return option.dest.replace("_", "-")
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Every function under arguments/rules that reads flags."""
+    found = []
+    for path in sorted((ROOT / "arguments" / "rules").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                dests = frozenset(_dests(node))
+                if dests:
+                    found.append(Rule(node.name, path.name, tuple(dict.fromkeys(_messages(node))), dests))
+    return tuple(found)
+
+
+def _dests(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and child.attr in OPTIONS:
+            yield child.attr
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and child.value in OPTIONS:
+            yield child.value
+
+
+def _messages(node: ast.FunctionDef) -> Iterator[str]:
+    """The texts that a rule can print: strings of more than four words, with flags and values filled in by name."""
+    docstring = ast.get_docstring(node, clean=False)
+    inside = {
+        id(part)
+        for child in ast.walk(node)
+        if isinstance(child, ast.JoinedStr)
+        for part in ast.walk(child)
+        if part is not child
+    }
+    for child in ast.walk(node):
+        if id(child) in inside or not isinstance(child, ast.JoinedStr | ast.Constant):
+            continue
+        text = "".join(map(_part, child.values)) if isinstance(child, ast.JoinedStr) else child.value
+        if isinstance(text, str) and text != docstring and len(text.split()) > 4:
+            yield " ".join(text.split())
+
+
+def _part(part: ast.expr) -> str:
+    """One piece of an f-string: text as it is, a flag by its spelling, any other value as dots."""
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    constants = [child.value for child in ast.walk(part) if isinstance(child, ast.Constant) and child.value in OPTIONS]
+    return OPTIONS[constants[0]].spellings[0] if constants else "..."
+
+
+def _code(text: object) -> str:
+    return f"`{text}`"
+
+
+@cache
+def _usage() -> dict[str, str]:
+    """First spelling of every flag -> its line in the help text: all spellings and what follows them."""
+    return {line.split()[0].rstrip(","): line.strip() for line in help_lines(width=10**6) if line.startswith("    --")}
+
+
+def _choices(option: Option) -> str:
+    return ", ".join(_code(choice) for choice in option.choices or ())
+
+
+def _default(option: Option) -> str:
+    if option.takes == 0:
+        return "not given" if option.off and not option.on else "on" if option.default else "off"
+    if option.default is None or option.default == []:
+        return "unset"
+    return _code(" ".join(map(str, option.default)) if isinstance(option.default, list) else option.default)
+
+
+def status(option: Option) -> tuple[str, str]:
+    """Return status and reason of a flag in the manual's words."""
+    kind, reason = flag_status.get_flag_status(option.dest)
+    if kind == "renamed":
+        return STATUS[kind], f"use `{reason}`"
+    return STATUS[kind], reason if kind != "acts" else ""
+
+
+def _value_notes(option: Option) -> Iterator[str]:
+    """Single values that are rejected although the flag acts, and what the flag needs to have an effect."""
+    dest = option.dest
+    feature = flag_status.NOT_IMPLEMENTED.get(dest)
+    if feature is not None and feature.values is not None:
+        yield f"Not implemented: {', '.join(map(_code, feature.values))} ({feature.what})."
+    unsupported = flag_status.UNSUPPORTED.get(dest)
+    if unsupported is not None and unsupported.values is not None:
+        yield f"Not supported: {', '.join(map(_code, unsupported.values))} ({unsupported.instead})."
+    for (name, old), new in flag_status.RENAMED_VALUES.items():
+        if name == dest:
+            yield f"Old value: `{old}` is read as `{new}`."
+    for parents, children in flag_status.REQUIRES:
+        if dest in children.split():
+            yield f"Has an effect only with {' or '.join(map(_needed, parents))}."
+    for parent, value, children in flag_status.REQUIRES_VALUE:
+        if dest in children.split():
+            yield f"Has an effect only with `{OPTIONS[parent].spellings[0]} {value}`."
+
+
+def _needed(parent: str) -> str:
+    dest, _, value = parent.partition("=")
+    return _code(f"{OPTIONS[dest].spellings[0]} {value}".strip())
+
+
+def _section_page(section: str, cls: type) -> str:
+    docs, heading = field_docs(section), ""
+    title = page_titles()[section]
+    lines = [f"# {title} flags", "", (cls.__doc__ or "").strip(), ""]
+    for option in OPTIONS.values():
+        if option.section != section or option.hidden:
+            continue
+        if docs[option.dest][0] != heading:
+            heading = docs[option.dest][0]
+            lines += [f"## {heading[:1].upper()}{heading[1:]}", ""]
+        lines += _entry(option, docs[option.dest][1])
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(option: Option, text: str) -> str:
+    return f"Turn off: {text[:1].lower()}{text[1:]}" if option.off and not option.on else text
+
+
+def _entry(option: Option, text: str) -> Iterator[str]:
+    kind, reason = status(option)
+    yield f"### {option.spellings[0]} {{ #{anchor(option)} }}"
+    yield ""
+    yield _meaning(option, text)
+    yield ""
+    yield f"- Write: {_code(_usage()[option.spellings[0]])}; field `{option.dest}`"
+    yield f"- Default: {_default(option)}"
+    if option.choices:
+        yield f"- Choices: {_choices(option)}"
+    yield f"- Status: {kind}{f' ({reason})' if reason else ''}"
+    yield from (f"- {note}" for note in _value_notes(option))
+    mentioned = [rule for rule in rules() if option.dest in rule.dests]
+    if mentioned:
+        yield ""
+        names = [rule.name for rule in mentioned[:4]] + ["..."] * (len(mentioned) > 4)
+        yield f'??? info "Validation rules that read it: {", ".join(names)}"'
+        yield ""
+        for rule in mentioned:
+            own = [message for message in rule.messages if any(spelling in message for spelling in option.spellings)]
+            yield f"    - `{rule.name}` (`arguments/rules/{rule.file}`)" + (":" if own else "")
+            if own:
+                yield ""
+                yield from (f"        - {_escaped(message)}" for message in own)
+                yield ""
+    yield ""
+
+
+def _escaped(message: str) -> str:
+    for mark in ("\\", "`", "*", "_", "<", "[", "]", "|"):
+        message = message.replace(mark, "\\" + mark)
+    return message
+
+
+def _index() -> str:
+    counts = {}
+    for option in OPTIONS.values():
+        counts[status(option)[0]] = counts.get(status(option)[0], 0) + 1
+    lines = [
+        "# Flag reference",
+        "",
+        "Generated from `arguments/` when the manual is built. The search field finds a flag by either spelling: "
+        "`--moe-router-topk` or `moe_router_topk`.",
+        "On the command line `--help FLAG` and `--help SECTION` print the same.",
+        "",
+        "| status | flags |",
+        "|---|---|",
+        *(f"| {kind} | {count} |" for kind, count in counts.items()),
+        "",
+        "[Flags of Megatron-LM that are not here](other.md): old spellings, removed flags, flags of other products.",
+        "",
+    ]
+    for section, _ in SECTIONS:
+        docs = field_docs(section)
+        lines += [f"## {page_titles()[section]}", "", "| flag | default | status | meaning |", "|---|---|---|---|"]
+        for option in OPTIONS.values():
+            if option.section == section and not option.hidden:
+                meaning = _meaning(option, docs[option.dest][1]).partition(". ")[0].rstrip(".").replace("|", "\\|")
+                link = f"[`{option.spellings[0]}`]({section}.md#{anchor(option)})"
+                lines.append(
+                    f"| {link} | {_default(option).replace('|', chr(92) + '|')} | {status(option)[0]} | {meaning} |"
+                )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _other_page() -> str:
+    lines = [
+        "# Flags of Megatron-LM that are not here",
+        "",
+        "Old spellings are read as what they became. Flags of other products are rejected with what to use instead.",
+        "[Rejected flags](../refused_flags.md) lists single values and combinations too.",
+        "",
+    ]
+    for title, kind, column in (
+        ("Old spellings", "renamed", "read as"),
+        ("Old spellings without effect", "no effect", "why"),
+        ("Not implemented", "not implemented", "what it requests"),
+        ("Removed", "removed", "instead"),
+    ):
+        lines += [f"## {title}", "", f"| flag | {column} |", "|---|---|"]
+        for old in flag_status.OLD_SPELLINGS.values():
+            if old.status == kind:
+                lines += _old_spelling_rows(old)
+        lines.append("")
+    lines += ["## Flags of other products", ""]
+    for product in flag_status.PRODUCTS:
+        lines += [f"### {product.name[:1].upper()}{product.name[1:]}", "", _sentence(product.instead), ""]
+        flags = [word.partition("=")[0] for word in product.flags.split()]
+        flags += [f"{prefix}*" for prefix in product.prefixes.split()]
+        lines += [", ".join(map(_code, flags)), ""]
+    return "\n".join(lines)
+
+
+def _old_spelling_rows(old: flag_status.OldSpelling) -> Iterator[str]:
+    if old.status != "renamed":
+        yield f"| `{old.spelling}` | {old.text} |"
+    for value, becomes in old.becomes:
+        written = f"{old.spelling} {value or ''}".strip()
+        yield f"| `{written}` | {_code(becomes.replace('{}', 'VALUE')) if becomes else 'nothing: it is the default'} |"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def main() -> int:
+    """Write the pages into a folder."""
+    parser = argparse.ArgumentParser(description="Write the flag reference of the manual as Markdown pages.")
+    parser.add_argument("folder", type=Path, help="where the pages go; made if it is missing")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

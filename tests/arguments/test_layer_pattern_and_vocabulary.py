@@ -1,0 +1,63 @@
+"""The MoE layer pattern and the padded vocabulary."""
+
+import pytest
+
+from arguments import parse_args
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.vocabulary import choose_padded_vocab_size, padded_vocab_size
+from tests.arguments.test_tokens import TOY
+
+
+def test_frequency_as_an_integer():
+    assert moe_layer_pattern(4, 8, 1) == (True,) * 4
+    assert moe_layer_pattern(5, 8, 2) == (True, False, True, False, True)
+    assert moe_layer_pattern(4, 8, 3) == (True, False, False, True)
+
+
+def test_frequency_as_a_list():
+    assert moe_layer_pattern(3, 8, [0, 1, 1]) == (False, True, True)
+    with pytest.raises(ValueError, match="lists 2 layers, but --num-layers is 3"):
+        moe_layer_pattern(3, 8, [0, 1])
+    with pytest.raises(ValueError, match="0 .dense. or 1"):
+        moe_layer_pattern(2, 8, [0, 2])
+    with pytest.raises(ValueError, match="at least 1"):
+        moe_layer_pattern(2, 8, 0)
+
+
+def test_without_experts_every_layer_is_dense():
+    assert moe_layer_pattern(3, None, 1) == (False,) * 3
+    assert moe_layer_pattern(3, 0, [1, 1]) == (False,) * 3
+
+
+def test_mtp_copies_the_last_layer():
+    assert mtp_is_moe((False, True))
+    assert not mtp_is_moe((True, False))
+    assert not mtp_is_moe(())
+
+
+@pytest.mark.parametrize(
+    ("vocab", "divisible_by", "tp", "padded"),
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (129280, 3232, 1, 129280),
+        (129280, 3232, 8, 129280),
+        (1, 1, 1, 1),
+    ],
+)
+def test_padding(vocab, divisible_by, tp, padded):
+    assert padded_vocab_size(vocab, divisible_by, tp) == padded
+
+
+def test_padding_refuses_nonsense():
+    with pytest.raises(ValueError, match="positive"):
+        padded_vocab_size(10, 0)
+
+
+@pytest.mark.parametrize(("saved", "flags", "rows"), [
+    ({"a": 384}, "", 384), ({"a": None, "b": 384}, "", 384), ({"a": 99}, "", 128), ({"a": 385}, "--tensor-model-parallel-size 2", 256),
+    ({"a": 384}, "--padded-vocab-size 512", 512), ({}, "", 128),
+])  # fmt: skip
+def test_rows_of_the_checkpoint_are_kept_where_they_fit(saved, flags, rows):
+    line = [*TOY, "--load", "a", "--pretrained-checkpoint", "b", "--disable-bias-linear", *flags.split()]
+    assert choose_padded_vocab_size(parse_args(line, 2), 100, saved.get) == rows

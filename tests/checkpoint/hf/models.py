@@ -1,0 +1,251 @@
+"""Tiny random models of transformers, one per family that is converted, and how they are run beside ours."""
+
+import torch
+
+import arguments
+from moe_trainer.checkpoint.manager import load, read_saved_args
+from moe_trainer.checkpoint.options import LoadOptions
+from moe_trainer.model.build import build_chunks
+from moe_trainer.parallel.state import ParallelState
+
+LAYERS, VOCAB, SEQ = 3, 96, 32
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 56,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 48,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GROUPED = {"num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+MODELS = {
+    "llama": (
+        "Llama",
+        _GROUPED
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+    ),
+    "mistral": ("Mistral", _GROUPED | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", _GROUPED | {"tie_word_embeddings": True}),
+    "qwen3": (
+        "Qwen3",
+        _GROUPED | {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_next": (
+        "Qwen3Next",
+        _GROUPED
+        | _EXPERTS
+        | {
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 20,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "initializer_range": 0.1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "swiglu_limit": 0.7,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 2.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        _LATENT
+        | {
+            "q_lora_rank": None,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _LATENT
+        | {
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
+    # 16 heads, so that no score is exactly zero, among which the library takes any
+    "deepseek_v32": (
+        "DeepseekV32",
+        _LATENT
+        | {
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "index_n_heads": 16,
+            "index_head_dim": 8,
+            "index_topk": 7,
+        },
+    ),
+    # as deepseek_v3, with one group of experts and yarn
+    "kimi_k2": (
+        "DeepseekV3",
+        _LATENT
+        | {
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "num_mtp_layers": 0,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": _YARN,
+        },
+    ),
+    # no query rank
+    "moonlight": (
+        "DeepseekV3",
+        _LATENT
+        | {
+            "q_lora_rank": None,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "num_mtp_layers": 0,
+            "routed_scaling_factor": 2.446,
+        },
+    ),
+}
+"""Family or model -> (prefix of its classes, its configuration)."""
+
+
+def make(name, seed=1, **changes):
+    """A model of transformers, with norms, biases and buffers that no constant could stand for."""
+    import transformers
+
+    prefix, config = MODELS[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(
+        getattr(transformers, f"{prefix}Config")(**_SIZES | config | changes)
+    )
+    for param_name, param in model.named_parameters():
+        if param.dim() == 1 or param_name.endswith("_bias"):
+            param.data += 0.3 * torch.randn(param.shape)
+    for buffer_name, buffer in model.named_buffers():
+        if "correction_bias" in buffer_name:
+            buffer += 0.1 * torch.randn(buffer.shape)
+    return model
+
+
+def flags_for(folder, *more):
+    """A run that takes its architecture from `folder`."""
+    argv = [
+        "--load",
+        str(folder),
+        "--use-checkpoint-args",
+        "--seq-length",
+        str(SEQ),
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-3",
+        "--mock-data",
+        "--eval-iters",
+        "0",
+        "--transformer-impl",
+        "local",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--no-rope-fusion",
+        *more,
+    ]
+    return arguments.parse_args(argv, world_size=1, checkpoint=read_saved_args(folder))
+
+
+def load_ours(folder, *more):
+    """Our model with the weights of a folder (a checkpoint of either kind), on one rank."""
+    args = flags_for(folder, *more)
+    ps = ParallelState.single()
+    (model,) = build_chunks(args, ps, VOCAB)
+    found = load(
+        folder,
+        [model],
+        None,
+        ps,
+        LoadOptions(args=args.as_dict(), load_optim=False, load_rng=False, strictness="raise_all"),
+    )
+    assert found is not None and found.iteration == 0
+    return model
+
+
+def batch(seed=3):
+    """tokens, labels and positions, [2, SEQ]."""
+    tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:], torch.arange(SEQ).expand(2, SEQ)
+
+
+def logits_of(model, tokens_BS):
+    with torch.no_grad():
+        return model.eval()(tokens_BS).logits

@@ -1,0 +1,431 @@
+"""Conversion of what is not right, or not left alone: headers, keys, types, places; runs that meet or are ended at the last moment."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.hf.models import MODELS, load_ours, make
+from safetensors.torch import load_file, save_file
+
+from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.hf import import_weights as hf_import
+from moe_trainer.checkpoint.hf.config import read_config
+from moe_trainer.checkpoint.hf.conversion_job import (
+    ConversionJob,
+    PlannedTensor,
+    finish_job,
+    missing_files,
+    open_job,
+    write_share,
+)
+from moe_trainer.checkpoint.hf.families import FAMILIES
+from moe_trainer.checkpoint.hf.files import SafetensorsFolder, dequantize
+from moe_trainer.checkpoint.hf.folder import open_hf_model
+from scripts import convert
+
+pytest.importorskip("transformers")
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    make("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def source(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "hf"))
+
+
+def run_convert(*words):
+    return convert.main([*map(str, words)])
+
+
+def change_head(folder, edit):
+    """Rewrite the table of a file. edit: table -> table."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    text = json.dumps(edit(json.loads(content[8 : 8 + length]))).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def change_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_entry(**values):
+    return lambda table: table | {NAME: table[NAME] | values}
+
+
+HEADS = {
+    "no table": (lambda table: [1, 2], "not a JSON object"),
+    "offsets that are no whole numbers": (
+        lambda table: with_entry(data_offsets=[float(at) for at in table[NAME]["data_offsets"]])(table),
+        NAME,
+    ),
+    "a size that is no whole number": (
+        lambda table: with_entry(shape=[float(size) for size in table[NAME]["shape"]])(table),
+        NAME,
+    ),
+    "a negative size": (with_entry(shape=[-1, -1]), NAME),
+    "bytes of another tensor": (
+        lambda table: with_entry(data_offsets=table[NAME.replace("up", "gate")]["data_offsets"])(table),
+        "begins at byte",
+    ),
+    "a gap": (lambda table: {name: entry for name, entry in table.items() if name != NAME}, "begins at byte"),
+    "unknown dtype": (with_entry(dtype="Q4"), NAME),
+}
+
+
+@pytest.mark.parametrize("what", HEADS)
+def test_a_damaged_head_is_named(what, source):
+    edit, said = HEADS[what]
+    change_head(source, edit)
+    with pytest.raises(DamagedError, match="model.safetensors is damaged") as caught:
+        SafetensorsFolder(source)
+    assert said in str(caught.value)
+
+
+def test_an_index_that_leads_elsewhere_is_refused(source):
+    """Though the files there are whole."""
+    shutil.copy(source / "model.safetensors", source.with_name("model.safetensors"))
+    names = [name for name in load_file(source / "model.safetensors")]
+    for elsewhere in ("../model.safetensors", str(source.with_name("model.safetensors"))):
+        (source / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(names, elsewhere)})
+        )
+        with pytest.raises(DamagedError, match="outside its folder"):
+            SafetensorsFolder(source)
+
+
+def test_a_tensor_in_two_files_or_in_another_than_the_index_says_is_named(source):
+    save_file({NAME: torch.zeros(2), "other": torch.zeros(2)}, source / "more.safetensors")
+    with pytest.raises(DamagedError, match=f"^{NAME} is in"):
+        SafetensorsFolder(source)
+    save_file({"other": torch.zeros(2)}, source / "more.safetensors")
+    table = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
+    for wrong in (table | {NAME: "more.safetensors"}, table | {"absent": "model.safetensors"}):
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(DamagedError, match=f"^({NAME}|absent): .* lists it in"):
+            SafetensorsFolder(source)
+
+
+def test_tensors_that_a_listed_file_has_and_the_index_lacks_are_named(source):
+    table = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
+    for absent, said in (([NAME], NAME), (sorted(table)[:3], f"{sorted(table)[0]} and 2 more")):
+        (source / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {name: table[name] for name in table if name not in absent}})
+        )
+        with pytest.raises(DamagedError, match=f"^{said}: in .*model.safetensors, but not listed in .*index.json"):
+            SafetensorsFolder(source)
+
+
+def test_a_bias_of_the_choice_stays_fp32_beside_weights_of_16_bits(tmp_path):
+    make("deepseek_v3").bfloat16().save_pretrained(tmp_path / "hf")
+    model = open_hf_model(tmp_path / "hf")
+    types = {
+        mapping.native.rpartition(".")[2]: (
+            model.target_dtype(mapping),
+            model.target_dtype(mapping, torch.float16),
+            model.make(mapping).dtype,
+        )
+        for mapping in model.mappings
+    }
+    assert types == {"weight": (torch.bfloat16, torch.float16, torch.bfloat16), "expert_bias": (torch.float32,) * 3}
+
+
+def test_an_index_without_its_table_is_refused(source):
+    for text in ("{}", '{"weight_map": {}}', '{"weight_map": [1]}'):
+        (source / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(DamagedError, match="weight_map"):
+            SafetensorsFolder(source)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", []),
+        ("hidden_size", "32"),
+        ("num_experts", "8"),
+        ("num_experts", True),
+        ("vocab_size", None),
+        ("num_hidden_layers", 2.5),
+        ("num_hidden_layers", -1),
+        ("rms_norm_eps", "x"),
+        ("rms_norm_eps", math.nan),
+        ("initializer_range", -1),
+        ("rope_parameters", []),
+        ("rope_parameters", "x"),
+        ("rope_scaling", 2),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", 5),
+        ("mlp_only_layers", 5),
+        ("sliding_window", "x"),
+        ("decoder_sparse_step", "x"),
+        ("num_key_value_heads", 1.5),
+        ("max_position_embeddings", None),
+    ],
+)
+def test_a_value_of_another_kind_is_named(key, value):
+    config = make("qwen3_moe").config.to_dict()
+    assert read_config(config)[1]["num_layers"] == 3
+    with pytest.raises(CheckpointError, match="model type" if key == "model_type" else key):
+        read_config(config | {key: value} | ({"num_local_experts": value} if key == "num_experts" else {}))
+
+
+def test_rotary_numbers_that_no_flag_can_hold_are_named():
+    config = make("llama").config.to_dict()
+    rope = config["rope_parameters"]
+    assert read_config(config)[1]["rotary_base"] == 500000
+    for changed, said in (
+        ({"rope_theta": 1.5}, "rope_theta"),
+        ({"high_freq_factor": 5.0}, "--use-rope-scaling"),
+        ({"low_freq_factor": 2.0}, "--use-rope-scaling"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            read_config(config | {"rope_parameters": rope | changed})
+
+
+def test_every_fourth_layer_has_full_attention_where_a_config_names_none():
+    config = make("qwen3_next").config.to_dict() | {"layer_types": None, "num_hidden_layers": 8}
+    assert read_config(config)[1]["linear_attention_freq"] == [1, 1, 1, 0] * 2
+    assert read_config(config | {"full_attention_interval": 2})[1]["linear_attention_freq"] == [1, 0] * 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_no_flag_stands_for_must_have_the_value_that_is_read(name):
+    config = make(name).config.to_dict()
+    for key, (usual, *_) in FAMILIES[config["model_type"]].required_values.items():
+        with pytest.raises(CheckpointError, match=rf"{key} is '?other than {usual}"):
+            read_config(config | {key: f"other than {usual}"})
+
+
+def test_attention_temperatures_of_both_kinds_are_read():
+    config = make("kimi_k2").config.to_dict()
+    rope = config["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.9}
+    flags = read_config(config | {"rope_parameters": rope})[1]
+    assert (flags["mscale"], flags["mscale_all_dim"]) == (0.7, 0.9)
+
+
+def test_a_null_is_no_value():
+    config = make("qwen3_moe").config.to_dict()
+    assert read_config(config | {"rms_norm_eps": None})[1]["layernorm_epsilon"] == 1e-6
+
+
+def test_more_layers_than_tensors_are_told_at_once(source, capfd):
+    """Without going through all of them."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12, "layer_types": None}))
+    assert run_convert(source, source.with_name("ours")) == 2
+    assert "num_hidden_layers" in capfd.readouterr().err
+
+
+def refused(source, capfd, *words):
+    target = source.with_name("ours")
+    assert run_convert(source, target, *words) == 2
+    told = capfd.readouterr().err
+    assert (
+        "Traceback" not in told
+        and not (target / "release").exists()
+        and not (target / "latest_checkpointed_iteration.txt").exists()
+    )
+    return told
+
+
+@pytest.mark.parametrize(
+    ("what", "edit"),
+    [
+        ("whole numbers", lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int8)})),
+        (
+            "whole numbers in the embedding",
+            lambda tensors: tensors.update(
+                {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(torch.int8)}
+            ),
+        ),
+        ("truth values", lambda tensors: tensors.update({NAME: tensors[NAME] > 0})),
+        ("scales of a weight that has none", lambda tensors: tensors.update({NAME + "_scale_inv": torch.ones(1, 1)})),
+        (
+            "a scale that is no number",
+            lambda tensors: tensors.update(
+                {NAME: tensors[NAME].to(torch.float8_e4m3fn), NAME + "_scale_inv": torch.full((1, 1), math.nan)}
+            ),
+        ),
+        (
+            "eight bits of the other kind without scales",
+            lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.float8_e5m2)}),
+        ),
+    ],
+)
+def test_numbers_of_another_kind_are_named(what, edit, source, capfd):
+    change_tensors(source, edit)
+    assert ("model.embed_tokens.weight" if "embedding" in what else NAME) in refused(source, capfd)
+
+
+def test_every_block_has_its_own_scale():
+    """Blocks of 128 x 128, the last ones smaller."""
+    value = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2) + 0.5
+    found = dequantize(value, scales)
+    for row, column in ((0, 0), (127, 128), (128, 127), (255, 199), (256, 0), (299, 199)):
+        assert found[row, column] == (value[row, column].float() * scales[row // 128, column // 128]).bfloat16()
+    assert torch.equal(found[256:], (value[256:].float() * scales[2].repeat_interleave(128)[:200]).bfloat16())
+    for shape in ((2, 3), (3, 3), (4, 2), (6,)):
+        with pytest.raises(ValueError, match="are needed"):
+            dequantize(value, torch.ones(shape))
+
+
+def test_a_scale_in_four_bits_that_is_no_number_is_named(tmp_path):
+    blocks, scales = torch.zeros(1, 2, 1, 16, dtype=torch.uint8), torch.tensor([[[127], [255]]], dtype=torch.uint8)
+    save_file({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedError, match="experts.down_proj_scales"):
+        SafetensorsFolder(tmp_path).read("experts.down_proj")
+
+
+def test_scales_of_another_number_of_blocks_are_named(source, capfd):
+    change_tensors(
+        source,
+        lambda tensors: tensors.update(
+            {NAME: tensors[NAME].to(torch.float8_e4m3fn), NAME + "_scale_inv": torch.ones(2, 1)}
+        ),
+    )
+    assert NAME + "_scale_inv" in refused(source, capfd)
+
+
+def test_numbers_beyond_fp16_are_named(source, capfd):
+    change_tensors(source, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    assert "model.norm.weight" in refused(source, capfd, "--dtype", "fp16")
+    assert run_convert(source, source.with_name("other"), "--dtype", "bf16") == 0
+
+
+def test_weights_that_lose_digits_are_told(source, caplog):
+    caplog.set_level("INFO")
+    change_tensors(
+        source,
+        lambda tensors: tensors.update({"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].bfloat16()}),
+    )
+    assert run_convert(source, source.with_name("ours")) == 0
+    assert "stored wider than the embedding" in caplog.text and "torch.bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "said"),
+    [("3", "2", "RANK=3"), ("-1", "2", "RANK=-1"), ("x", "2", "RANK=x"), ("0", "0", "WORLD_SIZE=0")],
+)
+def test_a_rank_that_does_not_exist_is_refused(rank, world, said, source, capfd, monkeypatch):
+    monkeypatch.setenv("RANK", rank), monkeypatch.setenv("WORLD_SIZE", world)
+    assert said in refused(source, capfd)
+
+
+def test_targets_that_are_not_free_are_refused(source, capfd):
+    assert run_convert(source, source) == 2
+    assert "is the source" in capfd.readouterr().err and not (source / "release").exists()
+    run_folder = source.with_name("run")
+    run_folder.mkdir()
+    (run_folder / "latest_checkpointed_iteration.txt").write_text("12")
+    assert run_convert(source, run_folder) == 2
+    assert "of iteration 12" in capfd.readouterr().err
+    assert [path.name for path in run_folder.iterdir()] == ["latest_checkpointed_iteration.txt"]
+    with pytest.raises(SystemExit) as ended:
+        run_convert(source, source.with_name("ours"), "--max-shard-size", "inf")
+    assert ended.value.code == 2 and "--max-shard-size" in capfd.readouterr().err
+
+
+def test_a_tokenizer_folder_that_is_not_there_is_refused(source, capfd):
+    assert run_convert(source, source.with_name("ours")) == 0
+    assert run_convert(source.with_name("ours"), source.with_name("back"), "--tokenizer", source / "nowhere") == 2
+    assert "nowhere" in capfd.readouterr().err and not source.with_name("back").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.parametrize("size", [1, 3000, 100_000])
+def test_a_full_disk_is_told_as_such(size):
+    items = [
+        PlannedTensor(f"t{number}", torch.float32, (size,), lambda: iter([torch.zeros(size)])) for number in range(8)
+    ]
+    with pytest.raises(OSError) as caught:
+        hf_import._write_entries(Path("/dev/full"), items)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_conversion_that_was_ended_before_its_last_word_says_it(source, monkeypatch, caplog):
+    """The folder has its name, and the tracker is not written: the same command writes it."""
+    target, tracker = source.with_name("ours"), source.with_name("ours") / "latest_checkpointed_iteration.txt"
+
+    def ended(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hf_import, "write_tracker", ended)
+        assert run_convert(source, target) == 130
+    assert (target / "release").is_dir() and not tracker.exists()
+    made = {path.name: path.stat().st_mtime_ns for path in (target / "release").glob("*.distcp")}
+    assert run_convert(source, target) == 0
+    assert tracker.read_text() == "release" and made == {
+        path.name: path.stat().st_mtime_ns for path in (target / "release").glob("*.distcp")
+    }
+    assert not list(target.rglob("*conversion.json"))
+    load_ours(target)
+    assert run_convert(source, target) == 2
+
+
+def test_another_source_or_another_dtype_does_not_go_on_with_what_was_begun(source, monkeypatch, capfd):
+    words = (source, source.with_name("ours"), "--max-shard-size", "0.00005", "--dtype", "bf16")
+    with monkeypatch.context() as patched:  # the files of the other rank are missing
+        patched.setenv("RANK", "0"), patched.setenv("WORLD_SIZE", "2")
+        assert run_convert(*words) == 0
+    assert run_convert(*words[:-1], "fp16") == 2  # as many bytes
+    assert "belongs to another conversion" in capfd.readouterr().err
+    stamp = (source / "model.safetensors").stat().st_mtime_ns
+    os.utime(source / "model.safetensors", ns=(stamp, stamp + 10**6))
+    assert run_convert(*words) == 2
+    assert "its source has changed" in capfd.readouterr().err and not (source.with_name("ours") / "release").exists()
+    os.utime(source / "model.safetensors", ns=(stamp, stamp))
+    assert run_convert(*words) == 0
+
+
+def job_of(target, write):
+    items = tuple(
+        (f"{number}.bin", (PlannedTensor(str(number), torch.float32, (2,), lambda: iter([torch.zeros(2)])),))
+        for number in range(3)
+    )
+    return ConversionJob(
+        target, "source", items, write, lambda folder, notes: (folder / "done").write_text(str(sorted(notes)))
+    )
+
+
+def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
+    job = job_of(tmp_path / "out", lambda path, items: path.write_bytes(b"whole"))
+    open_job(job)
+    write_share(job)
+    os.truncate(job.folder / "1.bin", 2)
+    assert missing_files(job) == ["1.bin"] and not finish_job(job)
+    write_share(job)
+    assert finish_job(job) and (tmp_path / "out" / "1.bin").read_bytes() == b"whole"
+
+
+def test_runs_that_share_a_target_by_accident_leave_one_whole(tmp_path):
+    """The slower one finds its file, then its folder, gone, and is content."""
+    fast = job_of(tmp_path / "out", lambda path, items: path.write_bytes(b"x"))
+
+    def overtaken(path, items):
+        path.write_bytes(b"x")
+        write_share(fast)
+        assert finish_job(fast)
+
+    slow = job_of(tmp_path / "out", overtaken)
+    open_job(slow)
+    open_job(fast)
+    write_share(slow)
+    assert missing_files(slow) == [] and finish_job(slow)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.bin", "1.bin", "2.bin", "done"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,794 @@
+"""scripts/convert.py: both directions for every family, what it refuses, and that a killed conversion continues."""
+
+import itertools
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.hf.models import MODELS, VOCAB, batch, load_ours, logits_of, make
+from commands import REPOSITORY, environment, run
+from safetensors.torch import load_file, save_file
+from training.tiny import MOCK, TINY
+
+import arguments
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.export import _yarn_length
+from moe_trainer.checkpoint.hf.files import SafetensorsFolder, dequantize
+from moe_trainer.checkpoint.hf.folder import open_hf_model
+from moe_trainer.checkpoint.hf.names import duplicated_tensors, tensor_mappings
+from moe_trainer.checkpoint.resolve import read_saved_args
+from scripts import convert
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = "0.0001"  # GB: many files
+
+
+def run_convert(*words):
+    return convert.main([*map(str, words)])
+
+
+def tensors_of(folder):
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def write_folder(folder, tensors, config):
+    folder.mkdir()
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--max-shard-size", SMALL, "--verify") == 0
+    assert (tmp_path / "ours" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    tokens, _, positions = batch()
+    expected = logits_of(theirs, tokens)
+    with torch.no_grad():
+        given = load_ours(tmp_path / "ours").eval()(tokens, positions)
+    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--max-shard-size", SMALL) == 0
+    before, after = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+    )
+    assert type(again) is type(theirs) and not any(
+        info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    assert torch.equal(logits_of(again, tokens), expected)
+    difference = float(re.search(r"logits differ by at most (\S+),", caplog.text)[1])
+    assert difference < 1e-5 * expected.abs().max() and "MB/s" in caplog.text
+
+
+def hub_like_deepseek(folder, eight_bits=False, name="deepseek_v3"):
+    """As DeepSeek-V3 is published: one multi-token-prediction layer with copies of embedding and head. Returns: what it stands for."""
+    theirs = make(name)
+    theirs.save_pretrained(folder.with_name("plain"))
+    config = json.loads((folder.with_name("plain") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    tensors = tensors_of(folder.with_name("plain"))
+    last = {name: value for name, value in tensors.items() if name.startswith("model.layers.2.")}
+    for name, value in last.items():
+        tensors[name.replace("layers.2.", "layers.3.")] = torch.randn_like(value)
+    for leaf, shape in (("enorm", [32]), ("hnorm", [32]), ("eh_proj", [32, 64]), ("shared_head.norm", [32])):
+        tensors[f"model.layers.3.{leaf}.weight"] = torch.randn(shape)
+    tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
+    stored = dict(tensors)
+    for name in (
+        [
+            name
+            for name in tensors
+            if name.endswith(("_proj.weight", ".wq_b.weight", ".wk.weight")) and "eh_proj" not in name
+        ]
+        if eight_bits
+        else ()
+    ):
+        scale = tensors[name].abs().max() / 448
+        stored[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scale.view(1, 1)
+        tensors[name] = (stored[name].float() * scale).to(torch.bfloat16)
+    write_folder(folder, stored, config)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_multi_token_prediction_goes_along(name, tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf", name=name)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    model = load_ours(tmp_path / "ours")
+    layer = model.mtp.layers[0]
+    assert torch.equal(layer.eh_proj.weight, tensors["model.layers.3.eh_proj.weight"])
+    assert torch.equal(layer.final_layernorm.weight, tensors["model.layers.3.shared_head.norm.weight"])
+    assert torch.equal(
+        layer.mtp_model_layer.mlp.router.expert_bias, tensors["model.layers.3.mlp.gate.e_score_correction_bias"]
+    )
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize("last", ["full_attention", "linear_attention"])
+def test_multi_token_prediction_of_qwen3_next_goes_along(last, tmp_path):
+    """Its layer is one like the last."""
+    make("qwen3_next", layer_types=["linear_attention", "full_attention", last]).save_pretrained(tmp_path / "plain")
+    tensors = tensors_of(tmp_path / "plain")
+    tensors |= {
+        name.replace("model.layers.2.", "mtp.layers.0."): torch.rand_like(value) + 0.5
+        for name, value in tensors.items()
+        if "layers.2." in name
+    }
+    for leaf, shape in (
+        ("pre_fc_norm_embedding", [32]),
+        ("pre_fc_norm_hidden", [32]),
+        ("fc", [32, 64]),
+        ("norm", [32]),
+    ):
+        tensors[f"mtp.{leaf}.weight"] = torch.randn(shape)
+    write_folder(tmp_path / "hf", tensors, json.loads((tmp_path / "plain" / "config.json").read_text()))
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert torch.equal(
+        load_ours(tmp_path / "ours").mtp.layers[0].enorm.weight, tensors["mtp.pre_fc_norm_embedding.weight"]
+    )
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_depth_of_prediction_repeats_the_embedding_and_the_head(tied):
+    flags = {"num_layers": 3, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": not tied}
+    embedding, head = "model.embed_tokens.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"
+    repeated = {
+        f"model.layers.{layer}.{leaf}": of
+        for layer in (3, 4)
+        for leaf, of in (("embed_tokens.weight", embedding), ("shared_head.head.weight", head))
+    }
+    alone = {"lm_head.weight": embedding} if tied else {}
+    assert (
+        duplicated_tensors("deepseek_v3", flags) == repeated | alone
+        and duplicated_tensors("qwen3_next", flags) == alone
+    )
+
+
+def test_depths_of_prediction_count_on_from_the_layers_and_follow_the_last():
+    _, flags, _ = read_config(make("deepseek_v3", num_mtp_layers=2).config.to_dict())
+    flags |= {"rows": VOCAB}
+    of = {mapping.native: [ref.name for ref in mapping.sources] for mapping in tensor_mappings("deepseek_v3", flags)}
+    assert [of[f"mtp.layers.{depth}.enorm.weight"] for depth in (0, 1)] == [
+        ["model.layers.3.enorm.weight"],
+        ["model.layers.4.enorm.weight"],
+    ]
+    layer = "mtp.layers.1.mtp_model_layer."
+    assert (
+        of[f"{layer}mlp.router.weight"] == ["model.layers.4.mlp.gate.weight"]
+        and f"{layer}mlp.linear_fc2.weight" not in of
+    )
+    dense = {mapping.native for mapping in tensor_mappings("deepseek_v3", flags | {"moe_layer_freq": [1, 1, 0]})}
+    assert f"{layer}mlp.linear_fc2.weight" in dense and f"{layer}mlp.router.weight" not in dense
+
+
+def test_prediction_that_only_the_config_knows_is_left_out(tmp_path):
+    make("deepseek_v3").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = open_hf_model(tmp_path)
+    assert model.flags["mtp_num_layers"] is None and any(
+        "1 multi-token-prediction layers, and the files have none" in note for note in model.notes
+    )
+
+
+def test_a_copy_that_differs_is_refused(tmp_path, capfd):
+    tensors = hub_like_deepseek(tmp_path / "hf")
+    tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "hf" / "model.safetensors")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "model.layers.3.embed_tokens.weight" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_weights_in_eight_bits_become_what_they_stand_for(name, tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf", eight_bits=True, name=name)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+def test_blocks_of_eight_bits_at_odd_sizes(tmp_path):
+    """Whole blocks and the ends of both directions, each with its own scale."""
+    value, scales = torch.randn(200, 300).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+    expected = torch.empty(200, 300, dtype=torch.bfloat16)
+    for row, column in itertools.product(range(2), range(3)):
+        place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+        expected[place] = (value[place].float() * scales[row, column]).bfloat16()
+    assert torch.equal(dequantize(value, scales), expected)
+    save_file(
+        {
+            "stack": torch.stack([value.t().contiguous().view(200, 300), value]),
+            "stack_scale_inv": torch.stack([scales + 1, scales]),
+        },
+        tmp_path / "model.safetensors",
+    )
+    assert torch.equal(SafetensorsFolder(tmp_path).read("stack", 1), expected)
+    for wrong in (scales.t(), scales[:1], scales[:, :2]):
+        with pytest.raises(ValueError, match=r"\[2, 3\] are needed"):
+            dequantize(value, wrong)
+
+
+def test_eight_bits_without_scales_are_refused(tmp_path, capfd):
+    hub_like_deepseek(tmp_path / "hf", eight_bits=True)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    del stored["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv" in capfd.readouterr().err
+
+
+def in_four_bits(folder):
+    """gpt-oss as it is published: experts in MXFP4. Returns: the config, the tensors, and those that they stand for."""
+    theirs = make("gpt_oss", hidden_size=64, intermediate_size=96)
+    theirs.save_pretrained(folder)
+    stored, meant = {}, {}
+    for name, value in tensors_of(folder).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = meant[name] = value
+            continue
+        experts, inputs, outputs = value.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, blocks.shape[:3], dtype=torch.uint8)
+        stored[name + "_blocks"], stored[name + "_scales"] = blocks, scales
+        meant[name] = four_bits_one_by_one(blocks, scales)
+    return json.loads((folder / "config.json").read_text()), stored, meant
+
+
+def four_bits_one_by_one(blocks, scales):
+    """Sign, two bits of exponent, one of mantissa; the lower half of a byte comes first. Returns: [expert, input, output]."""
+    codes = torch.stack([blocks % 16, blocks // 16], -1).flatten(3)
+    sign, exponent, mantissa = (codes // 8).int(), (codes // 2 % 4).int(), (codes % 2).int()
+    size = torch.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent - 1))
+    values = torch.where(sign == 1, -size, size) * 2.0 ** (scales.int() - 127).unsqueeze(-1)
+    return values.flatten(2).transpose(1, 2).to(torch.bfloat16)
+
+
+def test_experts_in_four_bits_become_what_they_stand_for(tmp_path):
+    config, stored, meant = in_four_bits(tmp_path / "plain")
+    write_folder(tmp_path / "hf", stored, config | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == meant.keys()
+    for name, value in meant.items():
+        assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+def test_transformers_reads_four_bits_alike():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from moe_trainer.checkpoint.hf.files import dequantize_mxfp4
+
+    blocks = torch.randint(256, (2, 70, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 70, 3), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales)
+    found = torch.stack([dequantize_mxfp4(*pair).t() for pair in zip(blocks, scales)])
+    assert torch.equal(found, expected)
+    assert torch.equal(four_bits_one_by_one(blocks, scales), expected)
+
+
+@pytest.mark.parametrize("what", ["missing", "wrong shape"])
+def test_four_bits_without_their_scales_are_refused(what, tmp_path, capfd):
+    config, stored, _ = in_four_bits(tmp_path / "plain")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = stored.pop(name)
+    if what == "wrong shape":
+        stored[name] = scales[:, :-1]
+    write_folder(tmp_path / "hf", stored, config)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert name in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_stacked_experts_are_read_too(name, tmp_path):
+    theirs = make(name)
+    write_folder(tmp_path / "hf", theirs.state_dict(), theirs.config.to_dict())
+    assert any("gate_up_proj" in key for key in tensors_of(tmp_path / "hf"))
+    tokens, _, positions = batch()
+    with torch.no_grad():
+        given = load_ours(tmp_path / "hf").eval()(tokens, positions)
+    expected = logits_of(theirs, tokens)
+    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def break_folder(folder, what):
+    """Damage a folder of one file. Returns: what the refusal must name."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    if what == "missing expert":
+        del tensors[name]
+    elif what == "extra tensor":
+        name = "model.layers.1.mlp.experts.8.up_proj.weight"
+        tensors[name] = torch.zeros(24, 32)
+    elif what == "wrong shape":
+        tensors[name] = tensors[name][:-1].clone()
+    elif what == "not finite":
+        tensors[name][0, 0] = float("nan")
+    if what == "cut off":
+        header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+        name = max((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"][1])
+        os.truncate(path, path.stat().st_size - 5)
+    elif what == "no table":
+        name = "model.safetensors"
+        path.write_bytes(b"\xff" * 100)
+    else:
+        save_file(tensors, path)
+    return name
+
+
+@pytest.mark.parametrize("what", ["missing expert", "extra tensor", "wrong shape", "not finite", "cut off", "no table"])
+def test_a_source_that_is_not_whole_is_refused_by_name(what, tmp_path, capfd):
+    make("qwen3_moe", mlp_only_layers=[]).save_pretrained(tmp_path / "hf")
+    name = break_folder(tmp_path / "hf", what)
+    for workers in ("1", "2"):
+        assert run_convert(tmp_path / "hf", tmp_path / "ours", "--workers", workers, "--max-shard-size", SMALL) == 2
+        told = capfd.readouterr().err
+        assert name in told and "Traceback" not in told
+        assert (
+            not (tmp_path / "ours" / "release").exists()
+            and not (tmp_path / "ours" / "latest_checkpointed_iteration.txt").exists()
+        )
+        assert not list(tmp_path.rglob("metadata.json")) and not list(tmp_path.rglob(".metadata"))
+
+
+def test_left_over_tensors_can_be_let_go_by_name(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make("llama").save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file({**tensors, "extra.weight": torch.ones(2)}, tmp_path / "hf" / "model.safetensors")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--ignore", "^extra") == 0
+    assert "extra.weight is left out" in caplog.text
+
+
+def test_an_expert_that_a_checkpoint_lacks_is_named(tmp_path, capfd):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    import pickle
+
+    path = tmp_path / "ours" / "release" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    del index.state_dict_metadata["decoder.layers.mlp.router.weight"]
+    path.write_bytes(pickle.dumps(index))
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 2
+    assert "decoder.layers.0.mlp.router.weight" in capfd.readouterr().err and not (tmp_path / "back").exists()
+
+
+def test_weights_as_one_file(tmp_path):
+    theirs = make("qwen2")
+    theirs.save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "w.safetensors", "--to", "weights", "--dtype", "bf16") == 0
+    found = load_file(tmp_path / "w.safetensors")
+    model = load_ours(tmp_path / "hf")
+    assert found.keys() == {name for param in model.parameters() for name in param.info.names}
+    assert torch.equal(
+        found["decoder.layers.1.self_attention.linear_qkv.bias"],
+        model.decoder.layers[1].self_attention.linear_qkv.bias.to(torch.bfloat16),
+    )
+
+
+def test_an_iteration_by_its_number_and_token_ids_and_a_tokenizer_of_another_folder(tmp_path):
+    make("qwen2").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(
+        json.dumps({"eos_token_id": 7, "tokenizer_class": "Some", "hidden_size": 1})
+    )
+    (tmp_path / "other" / "special_tokens_map.json").write_text("{}")
+    (tmp_path / "ours" / "release").rename(tmp_path / "ours" / "iter_0000002")  # not what the tracker names
+    assert (
+        run_convert(
+            tmp_path / "ours",
+            tmp_path / "back",
+            "--config",
+            tmp_path / "other",
+            "--tokenizer",
+            tmp_path / "other",
+            "--ckpt-step",
+            "2",
+        )
+        == 0
+    )
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["tokenizer_class"], config["hidden_size"]) == (
+        7,
+        None,
+        "Some",
+        32,
+    )
+    assert (tmp_path / "back" / "special_tokens_map.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--to", "hf"], "--to hf"),
+        (["--vocab-size", "3"], "--vocab-size"),
+        (["--max-shard-size", "-1"], "--max-shard-size"),
+        (["--ignore", "("], "--ignore"),
+    ],
+)
+def test_wrong_options_are_refused(words, named, tmp_path, capfd):
+    make("llama").save_pretrained(tmp_path / "hf")
+    try:
+        code = run_convert(tmp_path / "hf", tmp_path / "ours", *words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and named in capfd.readouterr().err
+
+
+def test_a_target_that_is_there_and_a_source_that_has_changed_are_refused(tmp_path, capfd):
+    make("llama").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "exists already" in capfd.readouterr().err
+    (tmp_path / "other" / "release.converting").mkdir(parents=True)
+    (tmp_path / "other" / "release.converting" / "conversion.json").write_text("{}")
+    assert run_convert(tmp_path / "hf", tmp_path / "other") == 2
+    assert "belongs to another conversion" in capfd.readouterr().err
+
+
+KILLED = """
+import os, signal, sys
+from moe_trainer.checkpoint.hf import conversion_job
+from scripts import convert
+
+flush_file = conversion_job.flush_file
+
+def deadly(path):
+    if len(list(path.parent.glob(".*.done"))) == 3:  # the fourth file has its bytes, and not yet its name
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush_file(path)
+
+conversion_job.flush_file = deadly
+convert.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("to", ["ours", "hf"])
+def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
+    make("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[], hidden_size=64).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "whole", "--max-shard-size", SMALL) == 0
+    source = tmp_path / "hf"
+    if to == "hf":
+        source = tmp_path / "whole"
+        assert run_convert(source, tmp_path / "whole_hf", "--max-shard-size", SMALL) == 0
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
+    under_way = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
+    killed = subprocess.run(
+        command,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    done = {path.name for path in under_way.glob(".*.done")}
+    assert (
+        len(done) == 3
+        and list(under_way.glob("*.tmp-*"))
+        and not list(tmp_path.glob("out/**/metadata.json")) + list(tmp_path.glob("out*/config.json"))
+    )
+    (under_way / "rest.tmp-host-1").write_bytes(b"x")
+    kept = {path: path.stat().st_mtime_ns for path in under_way.iterdir() if f".{path.name}.done" in done}
+    assert run_convert(source, tmp_path / "out", "--max-shard-size", SMALL, "--workers", "2") == 0
+    final, same = (
+        (tmp_path / "out" / "release", tmp_path / "whole" / "release")
+        if to == "ours"
+        else (tmp_path / "out", tmp_path / "whole_hf")
+    )
+    assert sorted(path.name for path in final.iterdir()) == sorted(path.name for path in same.iterdir())
+    assert all((final / path.name).stat().st_mtime_ns == at for path, at in kept.items()), (
+        "files that were complete are written again"
+    )
+    pattern = "__*_0.distcp" if to == "ours" else "*.safetensors"
+    for path in final.glob(pattern):
+        assert (
+            path.read_bytes() == (same / path.name).read_bytes()
+            or path.name == f"__{len(list(final.glob(pattern))) - 1}_0.distcp"
+        )
+    if to == "ours":
+        load_ours(tmp_path / "out")
+
+
+def test_ranks_share_a_conversion(tmp_path, monkeypatch):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert run_convert(tmp_path / "hf", tmp_path / "ours", "--max-shard-size", SMALL) == 0
+        assert (tmp_path / "ours" / "release").exists() == (rank == "1")
+    monkeypatch.delenv("WORLD_SIZE"), monkeypatch.delenv("RANK")
+    load_ours(tmp_path / "ours")
+
+
+def test_a_model_trained_here_under_another_mapping_generates(tmp_path):
+    words = [
+        *TINY,
+        *MOCK,
+        "--train-iters",
+        "3",
+        "--save",
+        str(tmp_path / "run"),
+        "--save-interval",
+        "3",
+        "--export-weights",
+        str(tmp_path / "w.safetensors"),
+    ]
+    done = run(
+        [*words, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"],
+        tmp_path,
+        world_size=4,
+    )
+    assert done.returncode == 0, done.stderr
+    assert run_convert(tmp_path / "run", tmp_path / "hf", "--vocab-size", "120", "--verify") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.config.model_type == "mixtral" and model.config.vocab_size == 120
+    exported = load_file(tmp_path / "w.safetensors")
+    assert torch.equal(model.model.layers[1].mlp.gate.weight, exported["decoder.layers.1.mlp.router.weight"])
+    assert torch.equal(model.lm_head.weight, exported["output_layer.weight"][:120])
+    out = model.generate(torch.arange(5).view(1, -1), max_new_tokens=8, do_sample=False)
+    assert out.shape == (1, 13) and out.max() < 120
+
+
+def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path, caplog):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = [f"def name_{number}(value): return value + {number}" for number in range(200)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=120,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
+    done = run(
+        [*TINY, *MOCK, "--train-iters", "1", "--save", str(tmp_path / "run"), "--save-interval", "1", *named], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    with caplog.at_level("INFO"):
+        assert run_convert(tmp_path / "run", tmp_path / "hf", "--verify") == 0  # the run has recorded no --vocab-size
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos_id(), ours.eos_id()) and config[
+        "vocab_size"
+    ] == 128
+    assert f"--vocab-size {ours.get_piece_size()} drops the padding" in caplog.text and "at iteration 1" in caplog.text
+    assert run_convert(tmp_path / "hf", tmp_path / "back") == 0
+    for name, model in (("hf", tmp_path / "hf"), ("back", tmp_path / "back" / "release" / "tokenizer")):
+        flags = read_saved_args(tmp_path / name)
+        assert (flags["tokenizer_type"], flags["tokenizer_model"]) == (
+            "SentencePieceTokenizer",
+            str(model / "tokenizer.model"),
+        )
+    (tmp_path / "hf" / "config.json").write_text(
+        '{"model_type": "qwen3_moe"}'
+    )  # whose own tokenizer reads the file in another way
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert all(
+        theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text for text in lines[:9]
+    )
+
+
+def test_the_length_that_yarn_reaches_is_written():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert _yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {
+        "max_position_embeddings": 16384
+    }
+    assert (
+        _yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
+        == {}
+        == _yarn_length({"rope_scaling": None})
+    )
+
+
+def test_verify_refuses_another_model(tmp_path, capsys):
+    make("qwen3_moe").save_pretrained(tmp_path / "hf")
+    argv = [tmp_path / "hf", tmp_path / "ours", "--verify"]
+    assert run_convert(*argv) == 0
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.experts.1.down_proj.weight"] *= 2
+    save_file(tensors, path, {"format": "pt"})
+    assert convert._verify(convert._parse([*map(str, argv)])) == 1
+    assert "are not the same model" in capsys.readouterr().err
+
+
+def test_verify_takes_experts_of_odd_width(tmp_path):
+    """Their rows are no multiple of 16 bytes, which grouped GEMMs need."""
+    make("mixtral", intermediate_size=41).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+
+
+def test_verify_never_runs_code_of_the_folder(tmp_path):
+    """kimi_k2 is unknown to transformers, which would ask for the folder's own classes; it is a DeepSeek-V3."""
+    make("kimi_k2").save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text()) | {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "evil.KimiConfig", "AutoModelForCausalLM": "evil.KimiForCausalLM"},
+    }
+    path.write_text(json.dumps(config))
+    (tmp_path / "hf" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_latent_attention_with_a_hidden_size_that_the_heads_do_not_divide(tmp_path):
+    make("deepseek_v3", hidden_size=30).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+
+
+def test_temperatures_without_effect_do_not_keep_a_model_from_leaving():
+    flags = read_config(make("deepseek_v3").config.to_dict())[1] | {"rope_type": "rope", "mscale_all_dim": 1.0}
+    assert write_config(flags | {"rotary_scaling_factor": 1.0}, 96)[0].name == "deepseek_v3"
+    with pytest.raises(CheckpointError, match="mscale-all-dim") as error:
+        write_config(flags | {"rotary_scaling_factor": 40.0}, 96)
+    assert "unsupported operand" not in str(error.value)
+
+
+def test_multipliers_have_no_place_in_a_folder():
+    flags = read_config(make("deepseek_v3").config.to_dict())[1]
+    with pytest.raises(CheckpointError, match="--use-mup"):
+        write_config(flags | {"use_mup": True}, 96)
+
+
+def test_dropout_follows_the_folder_where_the_command_line_is_silent(tmp_path):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    record = read_saved_args(tmp_path / "hf")
+    argv = [
+        "--load",
+        str(tmp_path / "hf"),
+        "--use-checkpoint-args",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-3",
+        "--mock-data",
+        "--seq-length",
+        "32",
+        "--eval-iters",
+        "0",
+    ]
+    model = arguments.parse_args(argv, world_size=1, checkpoint=record).model
+    assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.0)
+    model = arguments.parse_args([*argv, "--hidden-dropout", "0.2"], world_size=1, checkpoint=record).model
+    assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.2)
+
+
+def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
+    theirs = make("qwen3_moe")
+    theirs.save_pretrained(tmp_path / "hf")
+    words = [
+        "--load",
+        str(tmp_path / "hf"),
+        "--use-checkpoint-args",
+        "--seq-length",
+        "32",
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--lr",
+        "1e-3",
+        "--train-iters",
+        "1",
+        "--mock-data",
+        "--eval-iters",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+        "--log-interval",
+        "1",
+        "--transformer-impl",
+        "local",
+    ]
+    losses = []
+    for world, mapping in (
+        (1, []),
+        (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        (2, ["--pipeline-model-parallel-layout", "Et*1|t*2L"] + ["--pipeline-model-parallel-size", "2"]),
+    ):
+        done = run([*words, *mapping], tmp_path, world_size=world)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout.split("lm loss: ")[1].split(" ")[0]))
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
+
+
+def test_a_family_that_cannot_express_a_model_says_why(tmp_path, capfd):
+    make("mixtral").save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--model-type", "llama") == 2
+    told = capfd.readouterr().err
+    assert "--num-experts" in told and not Path(tmp_path / "back").exists()
+    assert VOCAB == 96
+
+
+@pytest.mark.parametrize(
+    "changes, refusal",
+    [
+        ({}, None),
+        ({"dsa_indexer_rotate_activation": False}, None),
+        ({"dsa_indexer_k_norm_epsilon": 1e-6, "layernorm_epsilon": 1e-5}, None),
+        ({"dsa_indexer_k_norm_epsilon": 1e-5}, "--dsa-indexer-k-norm-epsilon"),
+        ({"layernorm_epsilon": 1e-5}, "--dsa-indexer-k-norm-epsilon"),
+        ({"q_lora_rank": None}, "--q-lora-rank"),
+        ({"dsa_indexer_rope_interleaved": True}, "--dsa-indexer-rope-interleaved"),
+        ({"dsa_indexer_scoring_relu": False}, "--no-dsa-indexer-scoring-relu"),
+        ({"experimental_attention_variant": None}, "--experimental-attention-variant"),
+    ],
+)
+def test_which_sparse_attention_a_config_can_express(changes, refusal):
+    flags = arguments.parse_args(["--preset", "deepseek_v3_2_tiny", "--mock-data"]).as_dict() | changes
+    if refusal is not None:
+        with pytest.raises(CheckpointError, match=refusal):
+            write_config(flags, 4096, "deepseek_v32")
+        return
+    family, config = write_config(flags, 4096)
+    assert family.name == config["model_type"] == "deepseek_v32"
+    assert (config["index_n_heads"], config["index_head_dim"], config["index_topk"]) == (4, 32, 48)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]}, "full_attention"),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+        ({"index_topk": None}, "index_topk"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_another_sparse_attention_is_refused_by_its_key(changes, named):
+    config = make("deepseek_v32").config.to_dict() | changes
+    config = {key: value for key, value in config.items() if key != "index_topk" or value is not None}
+    with pytest.raises(CheckpointError, match=named):
+        read_config(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_memory_does_not_grow_with_the_model(workers, tmp_path):
+    from scripts.bench_convert import make_folder, peak_of
+
+    make_folder(tmp_path / "hf", 1.5, vocabulary=4096)
+    for source, target in (("hf", "ours"), ("ours", "back")):
+        seconds, peak = peak_of(
+            [str(tmp_path / source), str(tmp_path / target), "--workers", workers, "--max-shard-size", "0.2"]
+        )
+        assert seconds > 0 and peak < 0.7e9, f"{peak / 1e9:.2f} GB"

@@ -1,0 +1,144 @@
+"""A config.json that lacks a key means what transformers makes of it."""
+
+import pytest
+
+from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.families import FAMILIES
+
+pytest.importorskip("transformers")
+_SIZES = {
+    "num_hidden_layers": 8,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "vocab_size": 211,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "index_n_heads": 4,
+    "index_head_dim": 8,
+    "index_topk": 4,
+    "q_lora_rank": 20,
+    "head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-4,
+    "first_k_dense_replace": 2,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+    "swiglu_limit": 3.0,
+}
+_EXPERTS = {
+    "mixtral": "num_local_experts",
+    "gpt_oss": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+    "qwen3_next": "num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+    "deepseek_v32": "n_routed_experts",
+}
+_VARIANTS = {
+    "mistral": [{"sliding_window": 9}],
+    "mixtral": [{"sliding_window": 9}],
+    "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
+}
+_WINDOWS = [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}]
+# transformers builds no such layer and so has no default that would matter: the tensors of the folder decide
+_BY_TENSORS = "num_nextn_predict_layers"
+
+
+def _completed(kind, config):
+    """The config.json that transformers saves of this one."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind](**{key: value for key, value in config.items() if key != "model_type"}).to_dict()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_key_that_is_missing_has_the_default_of_transformers(kind):
+    family = FAMILIES[kind]
+    variants = _VARIANTS.get(kind, []) + (_WINDOWS if kind.startswith("qwen") and kind != "qwen3_next" else []) or [{}]
+    compared = 0
+    for variant in variants:
+        used = {key.name for key in family.keys} | set(family.defaults) | {"rms_norm_eps", "tie_word_embeddings"}
+        used |= {"n_group", "topk_group"} if kind == "deepseek_v2" else set()
+        used |= {name for name in _SIZES if name.startswith("index_")} if kind == "deepseek_v32" else set()
+        config = {"model_type": kind} | {name: value for name, value in _SIZES.items() if name in used} | variant
+        if kind in _EXPERTS:
+            config[_EXPERTS[kind]] = 16
+        if kind == "deepseek_v2":
+            config["norm_topk_prob"] = False
+        for missing in [None, *config]:
+            if missing == "model_type":
+                continue
+            fewer = {name: value for name, value in config.items() if name != missing}
+            try:
+                given = read_config(fewer)[1]
+            except CheckpointError as error:
+                assert missing is not None and missing in str(error)
+                continue
+            assert given == read_config(_completed(kind, fewer) | {_BY_TENSORS: 0})[1], missing
+            compared += 1
+    assert compared >= 3
+
+
+def test_plain_positions_of_gpt_oss_are_written_so_that_transformers_does_not_scale_them():
+    config = {"model_type": "gpt_oss", "num_local_experts": 8} | {
+        name: _SIZES[name]
+        for name in (
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+            "num_experts_per_tok",
+        )
+    }
+    plain = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    flags = read_config(plain)[1]
+    assert flags["position_embedding_type"] == "rope"
+    _, written = write_config(flags, 211, "gpt_oss")
+    assert _completed("gpt_oss", written)["rope_parameters"]["rope_type"] == "default"
+    for silent in (config, config | {"rope_scaling": None}):  # both are yarn there
+        assert (
+            _completed("gpt_oss", silent)["rope_parameters"]["factor"]
+            == read_config(silent)[1]["rotary_scaling_factor"]
+            == 32.0
+        )
+
+
+def test_windows_of_some_layers_are_refused_where_transformers_gives_them_to_all():
+    config = {"model_type": "qwen3_moe", "num_experts": 16} | {
+        name: _SIZES[name]
+        for name in (
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+        )
+    }
+    flags = read_config(config | {"use_sliding_window": True, "sliding_window": 9})[1]
+    assert flags["window_size"] == (8, 0) and "window_attn_skip_freq" not in flags
+    write_config(flags, 211, "qwen3_moe")
+    with pytest.raises(CheckpointError, match="window"):
+        write_config(flags | {"window_attn_skip_freq": [1, 0] * 4}, 211, "qwen3_moe")

@@ -1,0 +1,44 @@
+"""Hugging Face folders load as they are: logits, loss and gradients of every family equal those of transformers."""
+
+import pytest
+import torch
+from checkpoint.hf.models import MODELS, batch, load_ours, logits_of, make
+from model.test_against_transformers import convert
+
+pytest.importorskip("transformers")
+
+
+# Qwen3-Next's gradients are compared in tests/model/test_qwen3_next.py, its weights here in test_convert.py
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_next"])
+def test_a_folder_of_transformers_gives_its_logits_loss_and_gradients(name, tmp_path):
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path, safe_serialization=True)
+    ours = load_ours(tmp_path)
+    tokens, labels, positions = batch()
+    expected = logits_of(theirs, tokens)
+    with torch.no_grad():
+        given = ours.eval()(tokens, positions)
+    assert expected.std() > 0.1
+    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+
+    loss = torch.nn.functional.cross_entropy(theirs.train()(tokens).logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    mean = ours.train()(tokens, positions, labels).mean()
+    assert abs(mean - loss).item() < 1e-5
+    mean.backward()
+    gradients = {key: param.grad for key, param in theirs.named_parameters()}
+    if "lm_head.weight" not in gradients:  # tied
+        gradients["lm_head.weight"] = gradients["model.embed_tokens.weight"]
+    groups = None if "kv_lora_rank" in MODELS[name][1] else 2
+    wanted = convert(gradients, groups)
+    seen = set()
+    for param in ours.parameters():
+        if ".indexer." in param.info.names[0]:  # without a loss of its own it has no gradient, here as there
+            assert param.grad is None and all(wanted[key] is None for key in param.info.names)
+            seen.update(param.info.names)
+            continue
+        grads = param.grad.unbind(0) if param.info.stacked else (param.grad,)
+        for key, grad in zip(param.info.names, grads, strict=True):
+            seen.add(key)
+            assert (grad - wanted[key]).abs().max() <= 1e-5 * wanted[key].abs().max() + 1e-7, key
+    assert seen >= set(wanted) - {"output_layer.weight"}

@@ -1,0 +1,99 @@
+"""The manual: the generated flag reference, the pictures, and the site that MkDocs builds."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arguments.container import OPTIONS
+from docs import browser
+from scripts import draw_docs, flag_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_reference_has_every_flag_with_its_status():
+    pages = flag_reference.pages()
+    text = "\n".join(pages.values())
+    for option in OPTIONS.values():
+        if not option.hidden:
+            assert f"### {option.spellings[0]} {{ #{flag_reference.anchor(option)} }}" in pages[option.section], (
+                option.dest
+            )
+    assert text.count("\n- Status: ") == sum(not option.hidden for option in OPTIONS.values())
+
+
+def test_entry_of_a_flag():
+    entry = flag_reference.pages()["moe"].partition("### --moe-router-topk {")[2].partition("\n### ")[0]
+    for part in (
+        "- Write: `--moe-router-topk N`; field `moe_router_topk`",
+        "- Default: `2`",
+        "- Status: acts",
+        "only with `--num-experts`",
+    ):
+        assert part in entry
+    rules = [rule for rule in flag_reference.rules() if "moe_router_topk" in rule.dests]
+    assert len(rules) > 3 and all(f"`{rule.name}` (`arguments/rules/{rule.file}`)" in entry for rule in rules)
+    assert "--moe-router-topk is more than --num-experts" in entry
+
+
+@pytest.mark.parametrize(
+    ("dest", "status"),
+    [
+        ("moe_router_topk", "acts"),
+        ("attention_backend", "accepted, has no effect"),
+        ("mtp_hsm", "not implemented: rejected by name"),
+        ("batch_size", "old name"),
+        ("spec", "not supported: rejected by name"),
+    ],
+)
+def test_status(dest, status):
+    assert flag_reference.status(OPTIONS[dest])[0] == status
+
+
+def test_pictures_are_current():
+    assert not draw_docs.stale_pictures(), "draw them again: python scripts/draw_docs.py"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built manual."""
+    if not (importlib.util.find_spec("mkdocs") and importlib.util.find_spec("material")):
+        pytest.skip("mkdocs and mkdocs-material are not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("manual") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_site_builds_without_a_dead_link_and_needs_no_network(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert 'src="http' not in text and 'rel="stylesheet" href="http' not in text, page
+    for page in ("records/cpu.html", "contributing.html", "changelog.html"):
+        assert (site / page).exists()
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    found = [entry["location"] for entry in index["docs"] if "moe_router_topk" in entry["text"]]
+    assert "flags/moe.html#moe-router-topk" in found
+
+
+@pytest.mark.skipif(not browser.is_available(), reason=browser.MISSING)
+def test_search_in_a_browser(site):
+    """Opened from disk: pages load, search finds the flag by either spelling, and the console shows nothing."""
+    with browser.chromium() as driver:
+        for page in ("parallelism.html", "flags/index.html", "index.html"):
+            driver.get((site / page).as_uri())
+            assert not driver.execute_script("return [...document.images].filter(i => !i.naturalWidth).map(i => i.src)")
+        for query in ("moe_router_topk", "--moe-router-topk"):
+            driver.get((site / "index.html").as_uri())
+            driver.find_element("css selector", ".md-search__input").click()
+            driver.find_element("css selector", ".md-search__input").send_keys(query)
+            links = browser.wait_for_elements(driver, ".md-search-result__link[href*='#moe-router-topk']")
+            assert links, query
+        assert [entry for entry in driver.get_log("browser")] == []

@@ -1,0 +1,144 @@
+"""pretrain_moe.py --dry-run: what it prints, writes and returns, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import resolve_command_line
+from moe_trainer.estimate.dry_run import run_dry_run
+
+ROOT = Path(__file__).parents[2]
+LINE = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8 --world-size 64".split()
+
+
+def test_a_plan_without_torch(tmp_path):
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import pretrain_moe; "
+        "sys.exit(pretrain_moe.main(sys.argv[1:]))"
+    )
+    report = tmp_path / "plan.json"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *LINE, "--dry-run", "--hardware", "h100", "--report", str(report)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s/GPU" in done.stdout and "stage" in done.stdout
+    assert json.loads(report.read_text())["hardware"] == "h100"
+
+
+@pytest.mark.parametrize(
+    "flags, code, says",
+    [
+        ((), 0, "fits: the fullest device has"),
+        (("--fake-process-group",), 0, "--fake-process-group"),
+        (
+            (
+                "--hardware",
+                "a100",
+                "--recompute-granularity",
+                "full",
+                "--recompute-method",
+                "uniform",
+                "--recompute-num-layers",
+                "1",
+            ),
+            0,
+            "a100",
+        ),
+        (("--micro-batch-size", "4"), 3, "does not fit: stage 0 needs"),
+        (("--help",), 0, "--dry-run"),
+        (("--hardware", "abacus"), 2, "abacus"),
+        (("--moe-flex-dispatcher-num-sms", "132", "--moe-token-dispatcher-type", "flex"), 2, "132 multiprocessors"),
+        (("--world-size", "63"), 2, "63 ranks"),
+        (("--world-size", "0"), 2, "--world-size 0"),
+        (("--num-layers", "31", "--pipeline-model-parallel-size", "2"), 2, "--num-layers"),
+        (("--no-such-flag",), 2, "--no-such-flag"),
+        (
+            (
+                "--global-batch-size",
+                "128",
+                "--pipeline-model-parallel-size",
+                "8",
+                "--num-virtual-stages-per-pipeline-rank",
+                "2",
+                "--micro-batch-size",
+                "1",
+                "--global-batch-size",
+                "40",
+            ),
+            2,
+            "microbatches",
+        ),
+        (("--report", "/nowhere/plan.json"), 2, "--report /nowhere/plan.json"),
+    ],
+)
+def test_exit_codes(capsys, flags, code, says):
+    assert run_dry_run([*LINE, "--dry-run", *flags]) == code
+    out, err = capsys.readouterr()
+    assert says in (err if code == 2 else out), (out, err)
+
+
+GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --fp4-recipe nvfp4"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        GRAPHS,
+        "--moe-n-hash-layers 3",
+        "--overlap-moe-expert-parallel-comm --moe-shared-expert-overlap",
+        "--replication",
+    ],
+)
+def test_what_the_trainer_rejects_has_no_plan_and_says_so(capsys, flags):
+    """The planner runs the trainer's rules."""
+    argv = [*LINE, *flags.split()]
+    _, violations = resolve_command_line(argv, 64)
+    assert violations and run_dry_run([*argv, "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "the trainer rejects this" in err and all(violation.message in err for violation in violations)
+
+
+def test_the_number_of_ranks_is_needed(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert run_dry_run([*LINE[:-2], "--dry-run"]) == 2 and "--world-size" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert run_dry_run([*LINE[:-2], "--dry-run"]) == 0
+
+
+def test_the_keys_of_the_report(tmp_path):
+    """What other programs read of it."""
+    path = tmp_path / "plan.json"
+    assert run_dry_run([*LINE, "--dry-run", "--hardware", "gb300", "--report", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert {"params", "memory", "step_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "mfu", "nearest_published"} <= set(
+        report
+    )
+    assert {f"{part}_gb" for part in ("weights", "grads", "optimizer", "activations", "dispatch", "total")} <= set(
+        report["memory"]
+    )
+    assert report["memory"]["margin_gb"] == pytest.approx(
+        report["memory"]["device_gb"] - report["memory"]["reserve_gb"] - report["memory"]["total_gb"]
+    )
+
+
+def test_a_small_device(tmp_path):
+    """With fewer multiprocessors than an exchange would like to have."""
+    path = tmp_path / "small.yaml"
+    path.write_text("like: h100\nnum_sms: 16\n")
+    assert run_dry_run([*LINE, "--dry-run", "--hardware", str(path), "--overlap-moe-expert-parallel-comm"]) == 0
+
+
+@pytest.mark.parametrize("flags", ["--skip-train", "--freeze-all-layers"])
+def test_weights_that_stay_need_no_optimizer(tmp_path, flags):
+    path = tmp_path / "report.json"
+    assert run_dry_run([*LINE, "--dry-run", "--report", str(path), *flags.split()]) == 0
+    report = json.loads(path.read_text())
+    memory = report["memory"]
+    assert memory["grads_gb"] == memory["optimizer_gb"] == 0 < memory["weights_gb"]

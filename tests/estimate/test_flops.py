@@ -1,0 +1,108 @@
+"""Model FLOPs against sums done by hand and against a published pair of figures."""
+
+import pytest
+
+import arguments
+from moe_trainer.estimate.flops import training_flops
+
+
+def parse(*flags):
+    recipe = (
+        "--seq-length 4 --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1"
+    )
+    vocabulary = "--mock-data --tokenizer-type NullTokenizer --vocab-size 10 --position-embedding-type rope"
+    return arguments.parse_args([*recipe.split(), *vocabulary.split(), *flags])
+
+
+def test_dense_without_gate():
+    args = parse(*"--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 32".split())
+    attention = 8 * 24 + 8 * 8 + 4 * 8
+    assert training_flops(args, 5, 4, 12) == 6 * 5 * 4 * (3 * (attention + 8 * 32 * 2) + 8 * 12)
+
+
+def test_gqa_moe_swiglu_with_a_dense_layer():
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 4 --group-query-attention --num-query-groups 2 --swiglu"
+    moe = "--ffn-hidden-size 10 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-layer-freq ([0]+[1])"
+    shared = "--moe-shared-expert-intermediate-size 7 --disable-bias-linear"
+    args = parse(*flags.split(), *moe.split(), *shared.split())
+    attention = 8 * (16 + 8 + 8) + 16 * 8 + 4 * 16
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * attention + 8 * 3 * (10 + 2 * 6 + 7) + 8 * 16)
+
+
+MOE = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --disable-bias-linear --ffn-hidden-size 12 --moe-shared-expert-intermediate-size 7"
+CORE = 8 * 24 + 8 * 8 + 4 * 8
+
+
+def test_experts_of_latents():
+    args = parse(*f"{MOE} --swiglu --num-experts 4 --moe-router-topk 2 --moe-latent-size 5".split())
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (CORE + 2 * 12 * 5 * 3 + 2 * 8 * 5 + 7 * 8 * 3 + 8 * 16)
+
+
+def test_gated_delta_nets():
+    flags = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 32 --swiglu --experimental-attention-variant gdn"
+    sizes = "--linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 3 --linear-value-head-dim 5"
+    args = parse(*flags.split(), *sizes.split())
+    linear = 8 * (6 + 6 + 20 + 20 + 4 + 4) + 4 * (6 + 6 + 20) + 4 * 4 * 5 * 5 + 20 * 8
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * linear + CORE + 3 * 8 * 32 * 3 + 8 * 16)
+
+
+@pytest.mark.parametrize(("gate", "matrices"), [("--swiglu", 2), ("", 1)])
+def test_experts_that_make_slices(gate, matrices):
+    args = parse(*f"{MOE} {gate} --G-I 4 --G-O 2 --R-I 1 --R-O 2 --moe-router-topk 4".split())
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (
+        CORE + 4 * 3 * (8 * matrices + 4) + 7 * 8 * (matrices + 1) + 8 * 16
+    )
+
+
+@pytest.mark.parametrize("q_lora", [None, 5])
+def test_mla_with_mtp(q_lora):
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"
+    mla = "--kv-lora-rank 6 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --mtp-num-layers 2"
+    args = parse(*flags.split(), *mla.split(), *(["--q-lora-rank", str(q_lora)] if q_lora else []))
+    query = q_lora * (8 + 2 * 6 + 1) if q_lora else 8 * 2 * 6
+    attention = query + 6 * (8 + 2 * 7 + 1) + 8 * 2 + 2 * 3 * 8 + 4 * 2 * (6 + 3) / 2
+    mtp = 2 * (2 * 64 + 3 * 8)
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (3 * (attention + 8 * 16 * 2) + mtp + 8 * 16 * 3)
+
+
+SPARSE = (
+    "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention --q-lora-rank 5 --kv-lora-rank 6 "
+    "--qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 4 "
+    "--dsa-indexer-loss-coeff 0.1"
+)
+LATENT = 5 * (8 + 2 * 6 + 1) + 6 * (8 + 2 * 7 + 1) + 8 * 2 + 2 * 3 * 8
+INDEXER = 5 * 3 * 4 + 8 * (4 + 3)
+
+
+@pytest.mark.parametrize("topk", [3, 8, 20])
+def test_sparse_attention(topk):
+    """The keys of every query, one by one."""
+    args = parse(*SPARSE.split(), "--dsa-indexer-topk", str(topk))
+    for length in (4, 16):
+        keys = sum(min(place + 0.5, topk) if place + 1 <= topk else topk for place in range(length)) / length
+        attention = LATENT + keys * 2 * (6 + 3) + INDEXER + length * 3 * (4 + 1) / 2
+        assert training_flops(args, 1, length, 16) == pytest.approx(
+            6 * length * (3 * (attention + 8 * 16 * 2) + 8 * 16), rel=1e-12
+        )
+
+
+def test_the_warm_up_of_indexers():
+    args = parse(*SPARSE.split(), "--dsa-indexer-topk", "3", "--dsa-indexer-warmup")
+    rest = 3 * (LATENT + 16 / 2 * 2 * (6 + 3) + 8 * 16 * 2) + 8 * 16
+    assert training_flops(args, 1, 16, 16) == pytest.approx(
+        6 * 16 * (rest / 3 + 3 * (INDEXER + 16 * 3 * 5 / 2)), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "tflops", "tokens_per_s"),
+    [
+        ("deepseek_v3", 129280, 857, 3298),
+        ("qwen3_235b_a22b", 151936, 974, 6583),
+    ],
+)
+def test_ratio_of_published_figures(name, vocab, tflops, tokens_per_s):
+    """TFLOP/s and tokens/s per GPU reported for one run: their ratio is the count per token (arXiv 2603.07685)."""
+    args = arguments.parse_args(["--preset", name, "--mock-data"])
+    per_token = training_flops(args, 1, 4096, vocab) / 4096
+    assert per_token == pytest.approx(tflops * 1e12 / tokens_per_s, rel=1e-3)

@@ -1,0 +1,83 @@
+"""The exchange of tokens against measured times, and the fractions of links that follow from them."""
+
+import pytest
+
+from arguments import parse_args
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.interconnect import (
+    Interconnect,
+    dispatch_combine_seconds,
+    exchange_seconds,
+    expected_distinct,
+    expected_domains,
+)
+
+# arXiv 2603.07685, table 7: microseconds by (machine, dispatcher), dispatch and combine, of 8, 16, 32 and 64 ranks
+MEASURED = {
+    ("h100", "hybridep"): ((661, 1485, 3064, 4626), (624, 1688, 3088, 4398)),
+    ("h100", "alltoall"): ((1265, 5774, 8059, 9164), (1277, 5628, 7815, 8727)),
+    ("gb200", "hybridep"): ((391, 578, 612, 675), (353, 527, 646, 744)),
+    ("gb200", "alltoall"): ((735, 743, 769, 930), (741, 765, 758, 827)),
+}
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+
+
+@pytest.mark.parametrize("machine, dispatcher", MEASURED)
+def test_exchanges_take_what_was_measured(machine, dispatcher):
+    for number, ep in enumerate((8, 16, 32, 64)):
+        flags = f"--preset deepseek_v3 --mock-data --num-layers 61 --expert-model-parallel-size {ep} {FLEX if dispatcher == 'hybridep' else ''}"
+        args = parse_args([*flags.split(), "--global-batch-size", "8192"], ep)
+        told = 1e6 * exchange_seconds(args, Interconnect(find_hardware(machine)), 4096, 2)
+        measured = sum(way[number] for way in MEASURED[machine, dispatcher]) / 2
+        assert told == pytest.approx(measured, rel=0.3), (ep, told, measured)
+
+
+def test_deepep_where_nvlink_joins_many():
+    flags = f"--preset deepseek_v3 --mock-data --expert-model-parallel-size 32 --global-batch-size 8192 {FLEX}"
+    hybrid = parse_args(flags.split(), 32)
+    deep = parse_args([*flags.split(), "--moe-flex-dispatcher-backend", "deepep"], 32)
+    for machine, factor in (("gb200", 2.0), ("h100", 1.0)):
+        links = Interconnect(find_hardware(machine))
+        assert exchange_seconds(deep, links, 4096, 2) == pytest.approx(
+            factor * exchange_seconds(hybrid, links, 4096, 2), rel=0.05
+        )
+
+
+def test_rows_are_as_wide_as_experts_read_and_make_them():
+    """FineRMoE's come back as halves; latents are narrow both ways; an all-gather carries whole rows both ways."""
+    links, flags = (
+        Interconnect(find_hardware("h100")),
+        "--preset finermoe_qwen2_5_7b --mock-data --expert-model-parallel-size 8",
+    )
+    fine, gathered = (
+        parse_args([*flags.split(), *more.split()], 8)
+        for more in ("", "--moe-token-dispatcher-type allgather --moe-shared-expert-overlap=false")
+    )
+    there = exchange_seconds(fine, links, 8192, 2)
+    assert dispatch_combine_seconds(fine, links, 8192, 2) == pytest.approx(
+        there + exchange_seconds(fine, links, 8192, 2, width=3584 // 2)
+    )
+    assert dispatch_combine_seconds(fine, links, 8192, 2) == pytest.approx(1.5 * there, rel=0.05)
+    assert dispatch_combine_seconds(gathered, links, 8192, 2) == pytest.approx(
+        2 * exchange_seconds(gathered, links, 8192, 2)
+    )
+    plain = "--preset qwen3_30b_a3b --mock-data --expert-model-parallel-size 8"
+    wide, latent = (parse_args([*plain.split(), *more.split()], 8) for more in ("", "--moe-latent-size 512"))
+    assert dispatch_combine_seconds(latent, links, 8192, 2) == pytest.approx(
+        dispatch_combine_seconds(wide, links, 8192, 2) / 4, rel=0.1
+    )
+
+
+def test_domains_that_are_hit():
+    assert expected_distinct(1, 8) == 1 and expected_distinct(1000, 1) == pytest.approx(1)
+    assert expected_domains(2, 8, None, None) == pytest.approx(2 * (1 - 0.5**8))
+    assert expected_domains(8, 8, 8, 4) == pytest.approx(4)  # one group in a domain: as many domains as groups
+    assert expected_domains(4, 8, 8, 8) == expected_domains(4, 8, None, None)
+    assert expected_domains(16, 8, 8, 4) == pytest.approx(4 * expected_distinct(2, 2))
+
+
+def test_rings():
+    links = Interconnect(find_hardware("h100"))
+    assert links.bandwidth(1, 8) == links.bandwidth(4, 2) >= links.bandwidth(1, 16) > links.bandwidth(8, 16)
+    assert links.bandwidth(1, 16) == pytest.approx(min(450e9 * 0.75, 8 * 50e9 * 0.87))
+    assert links.ring(1e9, 1, 1) == 0

@@ -1,0 +1,115 @@
+"""Parameter counts against published ones, and against models counted by hand."""
+
+import pytest
+
+import arguments
+from moe_trainer.estimate.parameters import count_parameters, params_report
+
+# Source: public checkpoints and their reports; total without multi-token prediction, active with embedding and head.
+PUBLISHED = {
+    "deepseek_v2": (235_741_434_880, 0, 21_375_800_320, 20_851_512_320, 23_592_960),
+    "deepseek_v2_lite": (15_706_484_224, 0, 2_661_150_208, 2_451_435_008, 8_650_752),
+    "moonlight_16b": (15_960_108_544, 0, 2_914_774_528, 2_579_230_208, 8_650_752),
+    "deepseek_v3": (671_026_404_352, 11_610_067_968, 37_552_282_624, 36_625_603_584, 44_040_192),
+    "deepseek_v3_2": (671_877_929_216, 11_610_067_968 + 13_959_424, 38_403_807_488, 37_477_128_448, 44_040_192),
+    "kimi_k2": (1_026_408_209_408, 0, 32_861_477_888, 31_687_072_768, 44_040_192),
+    "qwen2_57b_a14b": (57_408_658_944, 0, 14_249_270_784, 13_704_732_160, 27_525_120),
+    "qwen3_30b_a3b": (30_532_122_624, 0, 3_353_032_704, 3_041_867_776, 4_718_592),
+    "qwen3_235b_a22b": (235_093_634_560, 0, 22_190_763_520, 21_568_433_664, 18_874_368),
+    "qwen3_next_80b_a3b": (79_674_391_296, 1_650_471_424, 3_874_929_408, 3_563_764_480, 3_145_728),
+    "gpt_oss_20b": (20_914_757_184, 0, 4_187_440_704, 3_608_307_264, 24_891_840),
+    "gpt_oss_120b": (116_829_156_672, 0, 5_711_982_912, 5_132_849_472, 24_891_840),
+    "mixtral_8x7b": (46_702_792_704, 0, 12_879_925_248, 12_748_853_248, 176_160_768),
+    "mixtral_8x22b": (140_630_071_296, 0, 39_161_468_928, 38_960_142_336, 301_989_888),
+    "finermoe_qwen2_5_0_5b": (1_678_896_000, 0, 649_284_480, 513_149_824, 340_480),
+    "finermoe_qwen2_5_1_5b": (5_636_152_832, 0, 1_842_847_232, 1_609_473_536, 1_075_200),
+    "finermoe_qwen2_5_7b": (26_639_244_800, 0, 7_925_603_840, 7_380_606_464, 5_304_320),
+}
+ATTENTION = {
+    "deepseek_v3": 187_107_328,
+    "deepseek_v3_2": 187_107_328 + 13_959_424,
+    "deepseek_v2": 149_227_520,
+    "deepseek_v2_lite": 13_763_072,
+    "kimi_k2": 101_124_096,
+    "qwen3_30b_a3b": 18_874_624,
+    "qwen3_235b_a22b": 71_303_424,
+    "gpt_oss_20b": 26_550_144,
+    "qwen3_next_80b_a3b": 27_263_488,  # of a layer with softmax attention
+}
+
+
+def preset(name, *flags):
+    return arguments.parse_args(["--preset", name, "--mock-data", *flags])
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_preset_counts_are_the_published_ones(name):
+    counts = count_parameters(preset(name))
+    found = (counts.total, counts.mtp, counts.active, counts.active_no_embedding, counts.per_expert)
+    assert found == PUBLISHED[name]
+    if name in ATTENTION:
+        assert counts.attention_per_layer == ATTENTION[name]
+    report = params_report(preset(name))
+    assert report == dict(zip(("total", "mtp", "active", "active_no_embedding"), found, strict=False))
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [("0_5b", 1.68, 0.65), ("1_5b", 5.64, 1.85), ("7b", 26.65, 7.94)])
+def test_finermoe_has_the_published_billions(name, total, active):
+    """The last digit of the larger ones is one lower here (arXiv 2603.13364 names no vocabulary)."""
+    counts = count_parameters(preset(f"finermoe_qwen2_5_{name}"))
+    assert counts.total / 1e9 == pytest.approx(total, abs=0.015) and counts.active / 1e9 == pytest.approx(
+        active, abs=0.015
+    )
+
+
+def test_mixtral_8x22b_with_the_older_vocabulary():
+    assert count_parameters(preset("mixtral_8x22b"), padded_vocab_size=32000).total == 140_620_634_112
+
+
+def small(*flags):
+    base = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 16 --micro-batch-size 1"
+    recipe = "--train-iters 1 --lr 1e-3 --eval-interval 1 --mock-data --tokenizer-type NullTokenizer"
+    vocabulary = "--vocab-size 10 --make-vocab-size-divisible-by 4"
+    return arguments.parse_args([*base.split(), *recipe.split(), *vocabulary.split(), *flags])
+
+
+def test_dense_gpt2_style_with_biases_tied_head_and_learned_positions():
+    counts = count_parameters(small())
+    layer = (24 * 8 + 24) + (8 * 8 + 8) + (32 * 8 + 32) + (8 * 32 + 8) + 2 * 16
+    assert counts.total == 12 * 8 + 16 * 8 + 2 * layer + 16
+    assert counts.active == counts.total
+    assert counts.active_no_embedding == counts.total - 16 * 8  # the tied table is the head too
+    assert (counts.num_dense_layers, counts.num_moe_layers, counts.per_expert) == (2, 0, 0)
+
+
+def test_moe_with_biases_counts_experts_and_router_biases():
+    moe = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-layer-freq 2"
+    counts = count_parameters(small(*moe.split()))
+    expert = (6 * 8 + 6) + (8 * 6 + 8)
+    assert counts.per_expert == expert
+    assert counts.moe_ffn_per_layer == 4 * expert + 4 * 8 + 4
+    assert (counts.num_dense_layers, counts.num_moe_layers) == (1, 1)
+    assert counts.total - counts.active == 2 * expert
+
+
+def test_mtp_layer_is_a_layer_a_projection_and_three_norms():
+    flags = "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --swiglu --ffn-hidden-size 16"
+    one, two = (count_parameters(small(*flags.split(), "--mtp-num-layers", depth)) for depth in "12")
+    layer = 24 * 8 + 8 * 8 + 3 * 8 * 16 + 2 * 8
+    assert one.mtp == layer + 2 * 8 * 8 + 3 * 8
+    assert two.mtp == 2 * one.mtp
+    assert one.total == count_parameters(small(*flags.split())).total
+
+
+def test_unknown_vocabulary_is_an_error_and_an_empty_report():
+    args = arguments.parse_args(
+        [*"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 16".split()]
+        + [
+            *"--micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-interval 1 --tokenizer-type HuggingFaceTokenizer".split()
+        ]
+        + [*"--tokenizer-model somewhere --data-path somewhere".split()]
+    )
+    with pytest.raises(ValueError, match="--vocab-size"):
+        count_parameters(args)
+    assert set(params_report(args).values()) == {None}
+    assert params_report(args, padded_vocab_size=12)["total"] > 0

@@ -1,0 +1,71 @@
+"""The counts from flags equal the parameters of the model that the same flags build."""
+
+import pytest
+
+import arguments
+import model_zoo
+from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.estimate.parameters import count_parameters
+from moe_trainer.model.build import build_chunks
+from moe_trainer.parallel.state import ParallelState
+
+
+def built(args):
+    """Return (parameters outside multi-token prediction, parameters inside) of the model built without storage."""
+    (chunk,) = build_chunks(args, ParallelState.single(), padded_vocab_size_from_flags(args), device="meta")
+    sizes = {True: 0, False: 0}
+    for name, parameter in chunk.named_parameters():
+        sizes[name.startswith("mtp.")] += parameter.numel()
+    return sizes[False], sizes[True]
+
+
+@pytest.mark.parametrize("name", model_zoo.names())
+def test_every_preset(name):
+    args = arguments.parse_args(["--preset", name, "--mock-data"])
+    counts = count_parameters(args)
+    assert built(args) == (counts.total, counts.mtp)
+
+
+BASE = (
+    "--num-layers 3 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 16 --micro-batch-size 1 "
+    "--train-iters 1 --lr 1e-3 --eval-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 30"
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--swiglu --untie-embeddings-and-output-weights",
+        "--disable-bias-linear --add-qkv-bias --normalization RMSNorm",
+        "--group-query-attention --num-query-groups 2 --kv-channels 10 --qk-layernorm",
+        "--group-query-attention --num-query-groups 2 --kv-channels 10 --attention-output-gate --add-qkv-bias",
+        "--softmax-type learnable --position-embedding-type rope --mtp-num-layers 1",
+        "--softmax-type off-by-one",
+        "--swiglu --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 6 "
+        "--linear-key-head-dim 5 --linear-value-head-dim 7 --linear-conv-kernel-dim 3 --position-embedding-type rope --mtp-num-layers 1",
+        "--swiglu --experimental-attention-variant gdn --linear-attention-freq [1,0,0] --normalization RMSNorm",
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 20 --moe-layer-freq ([0]+[1]*2) --disable-bias-linear",
+        "--num-experts 4 --moe-layer-freq 2 --moe-grouped-gemm --swiglu --disable-bias-linear",
+        "--num-experts 4 --moe-layer-freq 2",
+        "--num-experts 4 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --disable-bias-linear",
+        "--num-experts 4 --moe-latent-size 10 --moe-shared-expert-intermediate-size 12 --disable-bias-linear --swiglu",
+        "--num-experts 4 --moe-latent-size 10 --moe-layer-freq 2 --position-embedding-type rope --mtp-num-layers 1",
+        "--G-I 4 --G-O 3 --R-I 2 --R-O 2 --disable-bias-linear --swiglu --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate",
+        "--G-I 4 --G-O 3 --R-I 1 --R-O 1",
+        "--multi-latent-attention --qk-layernorm --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion",
+        "--multi-latent-attention --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --disable-bias-linear",
+        "--multi-latent-attention --qk-layernorm --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion "
+        "--normalization RMSNorm --mtp-num-layers 1 --experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 64 "
+        "--dsa-indexer-topk 3",
+        "--multi-latent-attention --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --experimental-attention-variant dsa "
+        "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 66 --dsa-indexer-topk 3 --no-dsa-indexer-rotate-activation",
+        "--position-embedding-type rope --mtp-num-layers 2 --num-experts 4 --moe-layer-freq 2 --disable-bias-linear",
+        "--position-embedding-type rope --mtp-num-layers 3 --mtp-use-repeated-layer",
+        "--position-embedding-type none --mtp-num-layers 1 --qk-layernorm",
+    ],
+)
+def test_every_kind_of_layer(flags):
+    args = arguments.parse_args(BASE.split() + flags.split())
+    counts = count_parameters(args)
+    assert built(args) == (counts.total, counts.mtp)

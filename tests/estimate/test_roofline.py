@@ -1,0 +1,154 @@
+"""Operators as costs: bytes, FLOPs and what limits them; and the step that is made of them."""
+
+import pytest
+
+from arguments import parse_args
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.interconnect import Interconnect
+from moe_trainer.estimate.layer_time import attention_rates, gemm_seconds
+from moe_trainer.estimate.plan import make_plan
+from moe_trainer.estimate.roofline import (
+    FINISH,
+    OPERATOR,
+    START,
+    WAIT,
+    Collective,
+    make_roofline,
+    rank_of_stage,
+    read_operator,
+    stages_to_execute,
+)
+
+H100 = find_hardware("h100")
+# text: bytes, FLOPs
+OPERATORS = {
+    "aten::mm.out|r,BFloat16,4x8,64|r,BFloat16,8x2,32|w,BFloat16,4x2,16": (112, 2 * 4 * 8 * 2),
+    "aten::addmm|r,float32,4x2,32|r,bfloat16,4x8,64|r,bfloat16,8x2,32|o,float32,4x2,32": (160, 2 * 4 * 8 * 2),
+    "aten::bmm|r,BFloat16,3x4x8,192|r,BFloat16,3x8x2,96|o,BFloat16,3x4x2,48": (336, 3 * 2 * 4 * 8 * 2),
+    # rows of two experts times a weight each; and the gradient of the weights, which contracts the rows
+    "aten::_grouped_mm|r,BFloat16,10x8,160|r,BFloat16,2x8x6,192|r,Int,2,8|o,BFloat16,10x6,120": (480, 2 * 10 * 8 * 6),
+    "aten::_grouped_mm|r,BFloat16,6x10,120|r,BFloat16,10x8,160|r,Int,2,8|o,BFloat16,2x6x8,192": (480, 2 * 10 * 8 * 6),
+    "aten::_scaled_dot_product_flash_attention causal|r,bfloat16,1x2x16x8,512|r,bfloat16,1x2x16x8,512|r,bfloat16,1x2x16x8,512|o,bfloat16,1x2x16x8,512": (
+        2048,
+        2 * 2 * 16 * 16 * (8 + 8) // 2,
+    ),
+    "aten::_scaled_dot_product_flash_attention_backward causal|r,bfloat16,1x2x16x8,512|r,bfloat16,1x2x16x8,512|r,bfloat16,1x2x16x8,512"
+    "|r,bfloat16,1x2x16x8,512|o,bfloat16,1x2x16x8,512": (2560, int(2.5 * 2 * 2 * 16 * 16 * (8 + 8) // 2)),
+    # what is overwritten is not read, what is changed is
+    "aten::fill_.Scalar|w,Float,100,400": (400, 0),
+    "copy on the device|r,BFloat16,100,200|w,Float,100,400": (600, 0),
+    "aten::add.out|r,Float,100,400|r,BFloat16,100,200|w,Float,100,400": (1000, 0),
+    "aten::mul_.Tensor|w,Float,100,400|r,Float,,4": (804, 0),
+    "aten::_fused_adamw_|w,Float,9,36|w,Float,9,36|w,Float,9,36|w,Float,9,36": (7 * 36, 0),
+    # of a table the rows that are picked
+    "aten::index_select|r,BFloat16,1000x8,16000|r,Long,5,40|o,BFloat16,5x8,80": (200, 0),
+    "aten::index_add_|w,Float,1000x8,32000|r,Long,5,40|r,Float,5x8,160": (520, 0),
+    "aten::_embedding_bag_forward_only|r,BFloat16,64x16,2048|r,Long,32,256|r,Long,17,136|o,BFloat16,16x16,512": (
+        1024 + 256 + 136 + 512,
+        0,
+    ),
+    "triton::rows_kernel|o,BFloat16,10x8,160|o,BFloat16,2x6x8,192|o,BFloat16,10x6,120|o,Int,2,8": (480, 2 * 10 * 8 * 6),
+    "triton::weight_kernel|o,BFloat16,10x6,120|o,BFloat16,10x8,160|o,BFloat16,2x6x8,192|o,Int,2,8": (
+        480,
+        2 * 10 * 8 * 6,
+    ),
+    "triton::rows_kernel|o,BFloat16,10x8,160|o,Long,10,80": (240, 0),
+    "triton::norm_kernel|o,BFloat16,4x8,64|o,BFloat16,4x8,64": (128, 0),
+}
+
+
+@pytest.mark.parametrize("text", OPERATORS)
+def test_bytes_and_flops(text):
+    operator = read_operator(text)
+    assert (operator.bytes, operator.flops) == OPERATORS[text]
+
+
+def test_rates_are_those_of_the_planner():
+    left, right, flash = list(OPERATORS)[3:6]
+    assert read_operator(left).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 5, 6, 8))
+    assert read_operator(right).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 6, 8, 5))
+    assert read_operator(flash).compute(H100) == pytest.approx(OPERATORS[flash][1] / attention_rates(H100, 16)[0])
+    eight = "aten::_scaled_mm_v2|r,float8_e4m3fn,4x8,32|r,float8_e4m3fn,8x2,16|o,bfloat16,4x2,16"
+    assert read_operator(eight).compute(H100) == pytest.approx(gemm_seconds(H100, 4, 2, 8, "fp8"))
+    single = "aten::mm|r,Float,4x8,128|r,Float,8x2,64|o,Float,4x2,32"
+    assert read_operator(single).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 4, 2, 8))
+
+
+FLAGS = (
+    "--preset mixtral_8x7b --mock-data --seq-length 4096 --micro-batch-size 1 --global-batch-size 256 --expert-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 4 --use-distributed-optimizer"
+)
+SLOW, FAST = "aten::fill_.Scalar|w,Float,1,1000000000", "aten::fill_.Scalar|w,Float,1,4"
+PUBLISHED_RUNS = "all_to_all|ep|8|1|8192|1"
+
+
+def recording(*events: tuple) -> dict[str, list]:
+    """Events: (kind, text, microbatch, pass, and the captured part if it is in one)."""
+    texts: dict[str, int] = {}
+    return {
+        "events": [
+            [
+                kind,
+                *(texts.setdefault(word, len(texts)) for word in (text, "a.py:1 f", "decoder.layers.0")),
+                microbatch,
+                *(texts.setdefault(word, len(texts)) for word in (action, *(part or [""]))),
+            ]
+            for kind, text, microbatch, action, *part in events
+        ],
+        "texts": list(texts),
+    }
+
+
+def test_a_step_of_its_operators():
+    plan = make_plan(parse_args(FLAGS.split(), 64), 64, H100)
+    assert plan.num_microbatches == 16
+    assert stages_to_execute(plan.args) == [0, 1, 3] and rank_of_stage(plan.args, 64, 1) == 16
+    events = [(OPERATOR, SLOW, 0, "")]
+    for microbatch in (1, 2, 3):
+        events += [
+            (OPERATOR, SLOW, microbatch, "forward 0"),
+            (WAIT, "a", microbatch, "forward 0"),
+            (OPERATOR, FAST, microbatch, "backward 0"),
+        ]
+    found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording(*events)))
+    memory, constants = H100.hbm_tb_s * 1e12 * H100.constants.memory, H100.constants
+    assert found.time.optimizer == pytest.approx(1e9 / memory)
+    assert found.time.compute == pytest.approx(16 * (1e9 / memory + constants.latency + constants.launch))
+    assert found.time.bubble > 3 * (1e9 / memory + constants.latency + constants.launch)
+    line = found.busiest.lines["a.py:1 f"]
+    assert line.kernels == {"memory": 17, "launch": 16} and found.busiest.host_waits == 16
+    assert found.busiest.ahead == pytest.approx(17 * 1e9 / memory + 16 * constants.launch)
+
+
+def test_what_runs_beside_a_collective_hides_it():
+    plan = make_plan(parse_args(FLAGS.split(), 64), 64, H100)
+    ring = "all_gather|tp|2|1|1000000000|1"
+    seconds = Interconnect(H100).ring(1e9, 1, 2)
+    for beside, exposed in ((False, seconds), (True, seconds - 1e9 / (H100.hbm_tb_s * 1e12 * H100.constants.memory))):
+        events = []
+        for microbatch in (1, 2, 3):
+            events += [
+                (START, ring, microbatch, "forward 0"),
+                *([(OPERATOR, SLOW, microbatch, "forward 0")] if beside else []),
+                (FINISH, ring, microbatch, "forward 0"),
+            ]
+        found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording(*events)))
+        assert found.time.tensor == pytest.approx(16 * exposed)
+
+
+def test_a_collective_as_text():
+    collective = Collective.of_text(PUBLISHED_RUNS)
+    assert (collective.group, collective.size, collective.bytes) == (
+        "ep",
+        8,
+        8192,
+    ) and collective.as_text() == PUBLISHED_RUNS
+
+
+def test_captured_parts_cost_no_launch():
+    words = [*FLAGS.split(), "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "moe_router"]
+    plan = make_plan(parse_args(words, 64), 64, H100)
+    for part, launches in (("", H100.constants.launch), ("attn", H100.constants.launch), ("moe_router", 0.0)):
+        found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording((OPERATOR, FAST, 1, "forward 0", part))))
+        assert found.busiest.unfilled == pytest.approx(launches)
+    assert any("CUDA graphs" in note for note in found.notes)

@@ -1,0 +1,383 @@
+"""The search: its results are legal, fit and are what it says they are; its layouts are whole; what it leaves out of a command line."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arguments import parse_args
+from arguments.report import run_validate_only
+from arguments.rules.layout_grammar import DECODER, read_layout
+from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.parallel_configs import (
+    ParallelConfig,
+    dispatcher_choices,
+    divisors,
+    drop_flags,
+    gemm_formats,
+    layer_counts,
+    layout_text,
+    parallel_shapes,
+    recompute_sets,
+    select_flags,
+)
+from moe_trainer.estimate.plan import PlanError, closest_reference_run, make_plan
+from moe_trainer.estimate.search import (
+    DEFAULT_HEADROOM,
+    Estimator,
+    RankedConfig,
+    base_arguments,
+    explain_speedup,
+    ranked,
+    search,
+    search_formats,
+    ties,
+)
+from moe_trainer.estimate.search_text import launch_line, search_lines
+from moe_trainer.estimate.uncertainty import ErrorBar, error_bar
+
+ROOT = Path(__file__).parents[2]
+FLAGS = "--preset qwen3_30b_a3b --mock-data --global-batch-size 64".split()
+
+
+@pytest.fixture(scope="module")
+def outcome():
+    return search(
+        [*FLAGS, "--tensor-model-parallel-size", "2", "--sequence-parallel"], 16, find_hardware("h100"), best=8
+    )
+
+
+def test_results_are_legal_and_fit(outcome, capsys):
+    assert len(outcome.found) == 8 and outcome.refused == 0 and outcome.seen > outcome.planned >= 8
+    fastest = min(each.plan.time.step for each in outcome.found)
+    assert all(ties(outcome.found[0].plan, each.plan) for each in outcome.found if each.plan.time.step == fastest)
+    for each in outcome.found:
+        argv = [*FLAGS, *each.argv, "--world-size", "16"]
+        assert run_validate_only(argv, lambda args: {"total": None}) == 0, argv
+        capsys.readouterr()
+        assert make_plan(parse_args([*FLAGS, *each.argv], 16), 16, find_hardware("h100")).margin >= 0
+        assert each.bottleneck
+    shapes_found = Counter(replace(each.mapping, recompute=(), backend="", overlap=False) for each in outcome.found)
+    assert max(shapes_found.values()) <= 2  # the fastest, and the fastest whose choices are not doubtful
+
+
+FOUR = (
+    ("deepseek_v3", "h100", 1024, "--fp8-format e4m3 --fp8-recipe blockwise --global-batch-size 8192"),
+    ("deepseek_v3", "gb200", 256, "--fp8-format e4m3 --fp8-recipe mxfp8 --global-batch-size 8192"),
+    ("qwen3_235b_a22b", "h100", 256, "--global-batch-size 2048"),
+    ("mixtral_8x7b", "h100", 64, "--global-batch-size 256"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, machine, gpus, flags", FOUR)
+def test_published_jobs(preset, machine, gpus, flags, capsys):
+    """Ten that fit and that the trainer takes; the published mapping is not better than the first, or it is the first."""
+    flags = ["--preset", preset, "--mock-data", "--bf16", *flags.split()]
+    outcome = search(flags, gpus, find_hardware(machine))
+    assert len(outcome.found) == 10
+    for each in outcome.found:
+        assert each.plan.margin >= 0 and each.plan.headroom >= DEFAULT_HEADROOM and each.bottleneck
+        assert run_validate_only([*flags, *each.argv, "--world-size", str(gpus)], lambda args: {"total": None}) == 0
+        capsys.readouterr()
+    assert (outcome.published is None) == (preset == "mixtral_8x7b")
+    if outcome.published is not None:
+        run, plan = outcome.published
+        mapping = plan.args.parallel
+        assert (
+            mapping.tensor_model_parallel_size,
+            mapping.pipeline_model_parallel_size,
+            mapping.expert_model_parallel_size,
+        ) == (run.tp, run.pp, run.ep)
+        first = outcome.found[0].plan
+        assert first.tokens_per_second > 0.98 * plan.tokens_per_second
+
+
+def test_formats_are_compared():
+    flags = ["--preset", "mixtral_tiny", "--mock-data", "--fp16", "--global-batch-size", "16"]
+    outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"), best=30)
+    widths = {each.plan.width for each in outcome.found}
+    assert widths == {"bf16", "fp8"} and "--fp16" not in outcome.base
+    for each in outcome.found[::7]:
+        args = parse_args([*outcome.base, *each.argv], 4)
+        assert args.precision.bf16 and bool(args.precision.fp8) == (each.plan.width == "fp8")
+    assert gemm_formats(find_hardware("a100")) == ("bf16",) and "nvfp4" in gemm_formats(find_hardware("gb300"))
+    with pytest.raises(PlanError, match="no products in mxfp8"):
+        search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
+
+
+def test_of_equal_error_bars_the_simplest_mapping_stands_first():
+    flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "256"]
+    simple = ParallelConfig(2, 1, 1, 1, 8, 1, 2, (), "deepep", True)
+    found = []
+    for mapping in (replace(simple, pp=2, vpp=12, ep=4), simple):
+        line = mapping.flags(layout_text(layer_counts(32, mapping.pp * mapping.vpp, 1.0), 0))
+        found.append(
+            RankedConfig(
+                mapping,
+                tuple(line),
+                make_plan(parse_args([*flags, *line], 64), 64, find_hardware("h100")),
+                "",
+                ErrorBar(0.1, ()),
+            )
+        )
+    assert (
+        ties(found[0].plan, found[1].plan)
+        and closest_reference_run(found[0].plan).distance < closest_reference_run(found[1].plan).distance
+    )
+    assert [each.mapping.num_features for each in ranked(found, 2)] == [4, 6]
+
+
+def test_headroom_is_left():
+    flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "64"]
+    tight, wide = (search(flags, 8, find_hardware("h200"), best=3, headroom=headroom) for headroom in (1.0, 2.5))
+    assert all(each.plan.headroom >= 2.5 for each in wide.found)
+    assert min(each.plan.headroom for each in tight.found) < 2.5 and tight.small >= wide.small
+
+
+def test_the_first_is_argued_for(outcome):
+    first, second = outcome.found[0].plan, outcome.found[1].plan
+    assert first.time.step <= second.time.step or ties(first, second)
+    assert explain_speedup(first, second) or second.time.step / first.time.step < 1.01
+    assert outcome.own is not None and outcome.own.tokens_per_second < first.tokens_per_second
+
+
+def test_estimates_are_near_the_plans(outcome):
+    """The order of the first pass decides what is planned at all: it may not be far off."""
+    args = parse_args(FLAGS, None)
+    hardware = find_hardware("h100")
+    estimator = Estimator(args, 16, hardware, padded_vocab_size_from_flags(args))
+    for each in outcome.found:
+        estimate = estimator.estimate(each.mapping)
+        assert estimate.seconds == pytest.approx(each.plan.time.step, rel=0.15)
+        assert estimate.memory == pytest.approx(each.plan.peak.total, rel=0.25)
+
+
+def test_no_shape_is_refused():
+    """Every mapping that the search may show passes the rules: a sample of all."""
+    args, hardware = parse_args(FLAGS, None), find_hardware("gb200")
+    mappings = [
+        replace(shape, recompute=recompute, backend=backend, overlap=overlap)
+        for shape in parallel_shapes(args, 32, hardware)
+        for (backend, overlap), recompute in itertools.product(
+            dispatcher_choices(args, hardware, shape.ep, shape.etp), recompute_sets(args)
+        )
+        if not (overlap and (recompute == ("full",) or "moe" in recompute or shape.pp > 1 and shape.vpp == 1))
+    ]
+    for mapping in mappings[::199]:
+        layout = layout_text(layer_counts(48, mapping.pp * mapping.vpp, 1.0), 0)
+        args = parse_args([*FLAGS, *mapping.flags(layout)], 32)
+        assert not args.unbuildable
+        assert args.parallel == mapping.applied(args, layout).parallel
+
+
+@pytest.mark.parametrize(
+    "layers, stages, extra",
+    [(61, 16, 2.4), (61, 32, 2.4), (94, 48, 1.0), (32, 1, 0.5), (4, 4, 0.0), (61, 62, 3.0), (5, 4, 9.0)],
+)
+def test_layouts_are_whole(layers, stages, extra):
+    counts = layer_counts(layers, stages, extra)
+    assert (
+        sum(counts) == layers
+        and len(counts) == stages
+        and min(counts) >= 0
+        and max(counts) - min(counts[:-1] or counts) <= 1
+    )
+    if stages > 1:
+        read = read_layout(layout_text(counts, 1))
+        assert [stage.count(DECODER) for stage in read.stages] == counts and read.stages[-1].endswith("mL")
+
+
+def test_the_published_layout_of_deepseek_v3():
+    assert layout_text(layer_counts(61, 32, 2.4), 1) == "Et|(tt|)*30mL"
+
+
+def test_flags_that_are_left_out():
+    line = "--tensor-model-parallel-size=4 --bf16 --recompute-modules moe_act layernorm --lr 1e-4 --world-size 8 --sequence-parallel --num-layers 4"
+    assert drop_flags(line.split()) == "--bf16 --lr 1e-4 --num-layers 4".split()
+    assert select_flags(line.split()) == [word for word in line.split() if word not in drop_flags(line.split())]
+
+
+def test_no_machine_is_told_what_it_lacks():
+    args = parse_args(FLAGS, None)
+    assert ("hybridep", False) in dispatcher_choices(args, find_hardware("gb200"), 8, 1)
+    assert ("hybridep", True) not in dispatcher_choices(args, find_hardware("gb200"), 8, 1) and dispatcher_choices(
+        args, find_hardware("h100"), 1, 1
+    ) == [("", False)]
+    assert divisors(12, 6) == [1, 2, 3, 4, 6]
+    assert ParallelConfig(1, 1, 1, 1, 1, 1, 2).flags(None) == [
+        "--micro-batch-size",
+        "2",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        (
+            "search --preset mixtral_tiny --mock-data --gpus 4 --hardware a100 --best 3",
+            0,
+            "torchrun --nproc-per-node 4 pretrain_moe.py --preset mixtral_tiny",
+        ),
+        ("search --preset deepseek_v3 --mock-data --gpus 8", 2, "256 devices hold it"),
+        ("search --preset mixtral_8x7b --mock-data --gpus 7", 2, "--use-precision-aware-optimizer"),
+        ("search --preset mixtral_8x7b --mock-data --gpus 67", 2, "no sizes divide"),
+        ("search --preset mixtral_tiny --mock-data --gpus 4 --formats bf16,fp9", 2, "fp9"),
+        (
+            "search --preset mixtral_tiny --mock-data --gpus 4 --hardware b200 --formats bf16,mxfp8 --best 2",
+            0,
+            "mappings of 4 x b200",
+        ),
+        ("search --preset no_such --mock-data --gpus 8", 2, "no_such"),
+        ("search --preset mixtral_tiny --gpus 0", 2, "--gpus"),
+        ("search --preset mixtral_tiny --gpus 8 --headrom 1", 2, "did you mean --headroom?"),
+        ("search --preset mixtral_tiny --gpu=8", 2, "did you mean --gpus?"),
+        ("search --preset mixtral_tiny", 2, "--gpus N is missing"),
+        ("search --preset mixtral_tiny --gpus 8 --num-layer 3", 2, "did you mean --num-layers"),
+        ("--preset mixtral_tiny --mock-data --world-size 4", 0, "tokens/s/GPU"),
+        ("", 2, "search FLAGS"),
+    ],
+)
+def test_the_script(words, code, says):
+    done = subprocess.run(
+        [sys.executable, "scripts/plan.py", *words.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "WORLD_SIZE"},
+    )
+    assert done.returncode == code and says in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+MIXTRAL = (
+    "--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size 4096 "
+    "--ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm "
+    "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 "
+    "--no-masked-softmax-fusion --no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--overlap-param-gather --overlap-grad-reduce --tokenizer-type Llama2Tokenizer --tokenizer-model t.model --data-path d --split 99990,8,2 "
+    "--micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 "
+    "--weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 "
+    "--expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel --eval-interval 1000 --eval-iters 10 --no-load-optim --no-load-rng"
+).split()
+"""examples/mixtral/train_mixtral_8x7b_distributed.sh of Megatron-LM: 32 H100."""
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    return search(MIXTRAL, 32, find_hardware("h100"), best=3)
+
+
+def test_a_line_without_a_preset(mixtral, capsys):
+    """What the line says stays, but what a mapping sets; the line to paste is legal and has its launcher."""
+    line = launch_line(mixtral, 32).split()
+    assert line[:4] == ["torchrun", "--nproc-per-node", "8", "--nnodes"] and line[4] == "4"
+    assert set(MIXTRAL) - set(line) <= {"--pipeline-model-parallel-size", "4", "256"} | set(mixtral.replaced)
+    assert (
+        "--micro-batch-size" in mixtral.replaced
+        and "--global-batch-size" in line
+        and line.count("--micro-batch-size") == 1
+    )
+    assert (
+        run_validate_only([*mixtral.base, *mixtral.found[0].argv, "--world-size", "32"], lambda args: {"total": None})
+        == 0
+    )
+    capsys.readouterr()
+    assert mixtral.own is not None and "your own mapping" in "\n".join(search_lines(mixtral, 32, "h100"))
+
+
+def test_flags_that_need_a_dispatcher_keep_one():
+    """Padding for 8 bits needs alltoall or flex, as recipes give it beside the dispatcher."""
+    line = [*MIXTRAL, "--fp8-format", "hybrid", "--moe-router-padding-for-quantization"]
+    base, args = base_arguments(line)
+    assert "--moe-token-dispatcher-type" not in base and args.moe.moe_router_padding_for_quantization
+    assert search(line, 32, find_hardware("h200"), best=1).found
+
+
+def test_a_preset_may_set_what_is_searched(tmp_path):
+    path = tmp_path / "mine.yaml"
+    text = (ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text()
+    path.write_text(
+        text + "\n  --tensor-model-parallel-size: 2\n  --sequence-parallel: true\n  --expert-model-parallel-size: 4\n"
+    )
+    outcome = search(["--preset", str(path), "--mock-data", "--bf16"], 8, find_hardware("h100"), best=60)
+    found = {each.mapping.tp for each in outcome.found}
+    assert {1, 2} <= found
+    for each in outcome.found:
+        assert each.plan.args.parallel.tensor_model_parallel_size == each.mapping.tp
+        assert each.plan.args.parallel.expert_model_parallel_size == each.mapping.ep
+
+
+@pytest.mark.parametrize(
+    "name, machine, gpus",
+    [
+        ("zoo_readme/DeepSeek-V3", "h100", 256),
+        ("zoo_yaml/Qwen3-30B-A3B/sbatch/bf16", "h100", 16),
+        ("zoo_yaml/Mixtral-8x7B/sbatch/mxfp8", "gb200", 16),
+    ],
+)
+@pytest.mark.slow
+def test_recipes_without_presets(shared, name, machine, gpus):
+    recipe = next(
+        each for each in json.loads((shared / "reference" / "recipes.json").read_text()) if each["name"] == name
+    )
+    assert "--preset" not in recipe["argv"]
+    outcome = search(recipe["argv"], gpus, find_hardware(machine), best=2)
+    assert len(outcome.found) == 2
+
+
+def test_old_spellings_are_left_out():
+    assert drop_flags("--recompute-activations --checkpoint-activations --bf16 --moe-layer-recompute".split()) == [
+        "--bf16"
+    ]
+
+
+def test_ties_go_to_the_best_supported(mixtral):
+    """A mapping with context parallelism at 4K tokens is doubtful; one that is clearly slower is no tie."""
+    one = mixtral.found[0]
+    hardware = find_hardware("h100")
+    flags = [*mixtral.base, *one.argv]
+    half = make_plan(parse_args([*flags, "--context-parallel-size", "2"], 32), 32, hardware)
+
+    def timed(plan, seconds):
+        return RankedConfig(
+            one.mapping,
+            one.argv,
+            replace(plan, time=replace(plan.time, compute=plan.time.compute + seconds - plan.time.step)),
+            "",
+            error_bar(plan),
+        )
+
+    plain, doubtful, slow = timed(one.plan, 1.0), timed(half, 0.9), timed(one.plan, 1.3)
+    assert doubtful.bar.relative > plain.bar.relative + 0.1
+    assert [each.plan.time.step for each in ranked([slow, doubtful, plain], 3)] == pytest.approx([1.0, 0.9, 1.3])
+    assert [each.plan.time.step for each in ranked([plain, timed(half, 0.6)], 2)] == pytest.approx([0.6, 1.0])
+
+
+def test_what_is_refused_is_said():
+    """No mapping is legal: the rule is named, and not that nothing fits."""
+    outcome = search([*MIXTRAL, "--num-distributed-optimizer-instances", "7"], 32, find_hardware("h100"), best=1)
+    text = "\n".join(search_lines(outcome, 32, "h100"))
+    assert not outcome.found and outcome.refused == outcome.planned
+    assert (
+        "no mapping is legal" in text and "--num-distributed-optimizer-instances 7" in text and "none fits" not in text
+    )
+
+
+def test_progress_is_told():
+    told = []
+    search([*FLAGS, "--num-layers", "8"], 8, find_hardware("h100"), best=1, progress=told.append)
+    assert any("mappings estimated" in text and " of " in text for text in told) and any(
+        "planned in full" in text for text in told
+    )

@@ -1,0 +1,133 @@
+"""The memory line of --validate-only: weights in 8 bits of every rank against built runs, and what the line says."""
+
+import json
+import re
+
+from harness import run_ranks
+from training.layouts import argv_of, groups_of, make_run
+
+import pretrain_moe
+from arguments import parse_args
+from arguments.stage_layout import chunk_layouts
+from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.estimate.rank_parameters import ParamsPerRank
+from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states, state_report
+from moe_trainer.parallel.params import get_param_info, is_fp8_param, unique_params
+
+STORED = "--bf16 --use-distributed-optimizer --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CASES = (
+    ("biases, tied head", f"--pipeline-model-parallel-size 2 --qk-layernorm {STORED} --expert-model-parallel-size 2"),
+    (
+        "deepseek",
+        f"{TP2} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tt|mL --expert-tensor-parallel-size 1 {STORED}",
+    ),
+    (
+        "plain",
+        f"{TP2} --pipeline-model-parallel-size 2 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate {STORED} "
+        "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+    ),
+)
+
+
+def _stored(rank, n):
+    found = []
+    for kind, flags in CASES:
+        argv = [*argv_of(kind), *flags.split()]
+        ps = groups_of(argv, rank, n)
+        params = unique_params(param for chunk in make_run(argv, rank, ps, 1).chunks for param in chunk.parameters())
+        found.append(
+            (
+                ps.pp.rank,
+                ParamsPerRank(
+                    *(
+                        sum(
+                            param.numel()
+                            for param in params
+                            if is_fp8_param(param) and get_param_info(param).kind == kind
+                        )
+                        for kind in ("dense", "expert")
+                    )
+                ),
+            )
+        )
+    return found
+
+
+def test_weights_in_8_bits_of_every_rank():
+    for results in run_ranks(_stored, 4):
+        for (kind, flags), (stage, held) in zip(CASES, results, strict=True):
+            args = parse_args([*argv_of(kind), *flags.split()], 4)
+            plain = matrices_only(args, padded_vocab_size_from_flags(args))
+            assert fp8_params_on_rank(plain, chunk_layouts(args.model, args.parallel)[stage]) == held, (
+                kind,
+                flags,
+                stage,
+            )
+
+
+def _line(capsys, *words):
+    assert pretrain_moe.main([*words, "--validate-only"]) == 0
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory per rank"))
+
+
+def test_the_line_of_a_large_job(capsys):
+    """DeepSeek-V3 on 1024 ranks: the last stage holds head, fewer layers and multi-token prediction."""
+    words = (
+        "--preset deepseek_v3 --world-size 1024 --mock-data --bf16 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 "
+        "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --use-distributed-optimizer"
+    ).split()
+    line = _line(capsys, *words)
+    most, stage, least = re.search(
+        r"rank: ([\d.]+) GiB .* on pipeline stage (\d+) of 16, where it is most \(least: ([\d.]+)\)", line
+    ).groups()
+    args = parse_args(words, 1024)
+    totals = [state.total / 2**30 for state in stage_states(args, 1024, padded_vocab_size_from_flags(args))]
+    assert (
+        float(most) == round(max(totals), 2)
+        and float(least) == round(min(totals), 2)
+        and totals[int(stage)] == max(totals)
+    )
+
+
+def test_equal_stages_are_not_told_apart(capsys):
+    line = _line(capsys, *argv_of("plain"), "--world-size", "2", *TP2.split())
+    assert "pipeline stage" not in line and "moments" in line
+
+
+def test_without_a_number_of_ranks_it_is_that_of_one_replica():
+    words = [
+        "--preset",
+        "mixtral_8x7b",
+        "--mock-data",
+        "--bf16",
+        "--use-distributed-optimizer",
+        "--expert-tensor-parallel-size",
+        "1",
+        *TP2.split(),
+    ]
+    assert state_report(parse_args(words, None), None) == state_report(parse_args(words, 2), 2)
+    assert state_report(parse_args(words, 2), 2) != state_report(parse_args(words, 4), 4)
+
+
+def test_the_report_has_the_memory_of_the_plan(tmp_path):
+    """Of legal flags on a known number of ranks; the same as --dry-run writes."""
+    words = "--preset mixtral_8x7b --mock-data --bf16 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer".split()
+    found = {}
+    for mode in ("--validate-only", "--dry-run"):
+        assert (
+            pretrain_moe.main(
+                [*words, mode, "--world-size", "64", "--hardware", "h200", "--report", str(tmp_path / mode)]
+            )
+            == 0
+        )
+        found[mode] = json.loads((tmp_path / mode).read_text())
+    assert (
+        found["--validate-only"]["memory"] == found["--dry-run"]["memory"]
+        and found["--dry-run"]["memory"]["total_gb"] > 10
+    )
+    assert found["--validate-only"]["params"] == found["--dry-run"]["params"]
+    assert pretrain_moe.main([*words, "--validate-only", "--world-size", "63", "--report", str(tmp_path / "bad")]) == 2
+    assert pretrain_moe.main([*words, "--validate-only", "--report", str(tmp_path / "unknown")]) == 0
+    assert all("memory" not in json.loads((tmp_path / name).read_text()) for name in ("bad", "unknown"))

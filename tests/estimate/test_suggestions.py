@@ -1,0 +1,88 @@
+"""What makes a plan fit that does not: real plans of changed lines, cheapest first."""
+
+import pytest
+
+from moe_trainer.estimate.dry_run import run_dry_run
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.parallel_configs import drop_flags
+from moe_trainer.estimate.plan import make_plan, validated_args
+from moe_trainer.estimate.suggestions import changes, cheapest_fixes
+
+LINE = "--preset mixtral_8x7b --mock-data --bf16 --use-distributed-optimizer --expert-model-parallel-size 8 --global-batch-size 256".split()
+
+
+def planned(argv, gpus, machine="h100"):
+    return make_plan(validated_args(argv, gpus), gpus, find_hardware(machine))
+
+
+@pytest.mark.parametrize(
+    "flags, gpus, kinds",
+    [
+        ("--micro-batch-size 4", 64, {1}),
+        ("--micro-batch-size 8 --seq-length 8192 --max-position-embeddings 32768", 16, {1, 2}),
+        ("--micro-batch-size 4 --num-layers 64", 16, {2, 3, 4, 5, 6}),
+    ],
+)
+def test_fixes_fit_and_are_ordered(flags, gpus, kinds):
+    argv = [*LINE, *flags.split()]
+    plan = planned(argv, gpus)
+    assert plan.margin < 0
+    fixes = cheapest_fixes(argv, plan)
+    assert fixes and {len(fix.changes) for fix in fixes} <= kinds
+    assert [fix.slower for fix in fixes] == sorted(fix.slower for fix in fixes)
+    for fix in fixes:
+        dests = frozenset().union(*(change.dests for change in fix.changes))
+        again = planned([*drop_flags(argv, dests), *fix.words], gpus)
+        assert again.margin >= 0 and again.margin == fix.plan.margin
+        assert f"fits with {again.margin / 2**30:.1f} GiB left" in fix.text
+        assert fix.slower == pytest.approx(plan.tokens_per_second / again.tokens_per_second - 1)
+
+
+def test_headroom_is_asked_for():
+    argv = [*LINE, "--micro-batch-size", "4"]
+    plan = planned(argv, 64)
+    assert all(fix.plan.headroom >= 2 for fix in cheapest_fixes(argv, plan, headroom=2.0))
+
+
+def test_what_a_search_chooses_itself_is_left_alone():
+    args = validated_args([*LINE, "--micro-batch-size", "4"], 64)
+    kinds = {change.kind for change in changes(args, find_hardware("h100"), 64, searched=False)}
+    assert kinds == {"optimizer", "offload"}
+
+
+def test_more_devices_are_the_last_resort():
+    argv = "--preset deepseek_v3 --mock-data --bf16 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 512".split()
+    plan = planned(argv, 32)
+    fixes = cheapest_fixes(argv, plan)
+    assert all(fix.plan.margin >= 0 for fix in fixes)
+    assert not [fix for fix in cheapest_fixes(argv, plan, searched=False) if "--world-size" in fix.words]
+
+
+def test_the_dry_run_names_them(capsys, tmp_path):
+    line = [
+        *LINE,
+        "--micro-batch-size",
+        "4",
+        "--world-size",
+        "64",
+        "--dry-run",
+        "--report",
+        str(tmp_path / "plan.json"),
+    ]
+    assert run_dry_run(line) == 3
+    text = capsys.readouterr().out
+    assert "does not fit: stage 0" in text and "cheapest changes that fit:\n  --micro-batch-size" in text
+    assert '"fixes": [\n' in (tmp_path / "plan.json").read_text()
+    assert run_dry_run([*LINE, "--micro-batch-size", "1", "--world-size", "64", "--dry-run"]) == 0
+    assert "cheapest" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--skip-train", "--freeze-all-layers"])
+def test_weights_that_stay_are_offered_no_change_of_training(flag):
+    line = [*LINE, "--micro-batch-size", "4"]
+    kinds = [
+        {change.kind for change in changes(validated_args(given, 64), find_hardware("h100"), 64)}
+        for given in (line, [*line, flag])
+    ]
+    training = {"optimizer", "offload", "recompute"}
+    assert kinds[0] & training == training and not kinds[1] & training and kinds[1]

@@ -1,0 +1,112 @@
+"""Error bars: fitted to the published runs, held against those that were left out, wider the further a plan is from them."""
+
+import math
+
+import pytest
+
+from moe_trainer.estimate import uncertainty
+from moe_trainer.estimate.calibrate import plan_published_run
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.plan import make_plan, validated_args
+from moe_trainer.estimate.plan_text import plan_json, plan_lines
+from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
+from moe_trainer.estimate.uncertainty import (
+    COMPARISON,
+    FITTED,
+    Residual,
+    comparison_bar,
+    cross_validate,
+    error_bar,
+    fit,
+    published_residuals,
+)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
+
+    return {run: plan_published_run(run) for run in (*PUBLISHED_RUNS, *HOLDOUT_RUNS)}
+
+
+@pytest.fixture(scope="module")
+def residuals(plans):
+    return published_residuals(plans, lambda run: plans[run].tflops, plans.get)
+
+
+def test_the_terms_in_use_are_the_fitted_ones(residuals):
+    found = fit(residuals)
+    assert found.base == pytest.approx(FITTED.base, abs=0.002) and set(found.terms) == set(FITTED.terms)
+    for name, value in found.terms.items():
+        assert value == pytest.approx(FITTED.terms[name], abs=0.002), name
+
+
+def test_four_fifths_of_models_that_were_left_out_lie_inside(residuals):
+    found = cross_validate(residuals)
+    inside = sum(run.error <= bar for run, bar in found) / len(found)
+    assert len(found) == 76 and 0.8 <= inside <= 0.95
+    bars = sorted(bar for _, bar in found)
+    assert bars[len(bars) // 2] < 0.15  # not by being wide everywhere
+
+
+def test_plain_runs_do_not_need_the_wide_bars(residuals):
+    """The bar tells runs apart: those with features are further off than those without."""
+    plain = [run.error for run in residuals if not any(FITTED.terms.get(name) for name in run.features)]
+    other = [run.error for run in residuals if any(FITTED.terms.get(name, 0) > 0.1 for name in run.features)]
+    assert sorted(plain)[len(plain) // 2] < 0.06 < 0.12 < sorted(other)[len(other) // 2]
+
+
+def test_a_fit_by_hand():
+    runs = [Residual("a", error, frozenset()) for error in (0.01, 0.02, 0.03, 0.04)] + [
+        Residual("b", 0.5, frozenset({"context parallelism"})),
+        Residual("b", 0.1, frozenset({"context parallelism"})),
+    ]
+    terms = fit(runs)
+    assert terms.base == 0.04 and terms.terms["context parallelism"] == pytest.approx(0.46)
+    left_out = dict((run.group, bar) for run, bar in cross_validate(runs))
+    assert left_out["b"] == pytest.approx(0.04 + uncertainty.UNTESTED)
+
+
+LINE = (
+    "--preset mixtral_8x22b --mock-data --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --global-batch-size 1024 --micro-batch-size 1"
+)
+
+
+@pytest.mark.parametrize(
+    "flags, machine, says",
+    [
+        ("--context-parallel-size 2", "h100", "context parallelism below 16K tokens"),
+        ("", "a100", "hardware without a published run"),
+        (
+            "--hidden-size 256 --ffn-hidden-size 512 --num-layers 8 --num-attention-heads 8",
+            "h100",
+            "billion parameters",
+        ),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "h100", "full recompute"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "gb300", "products in 4 bits"),
+        ("--moe-token-dispatcher-type allgather", "h100", "allgather"),
+    ],
+)
+def test_what_was_never_measured_makes_a_bar_wider(flags, machine, says):
+    argv = LINE.split()
+    published = make_plan(validated_args(argv, 128), 128, find_hardware("h100"))
+    plan = make_plan(validated_args([*argv, *flags.split()], 128), 128, find_hardware(machine))
+    bar = error_bar(plan)
+    assert error_bar(published).relative < 0.1 < bar.relative and any(says in name for name, _ in bar.reasons), bar
+    text = "\n".join(plan_lines(plan))
+    assert f"s +- {bar.percent}" in text and says in text
+    assert plan_json(plan)["step_error"] == bar.relative
+    assert comparison_bar(published, published) == COMPARISON < comparison_bar(published, plan)
+
+
+def test_published_pairs_are_told_apart(plans):
+    """COMPARISON holds four fifths of the pairs of one model, machine, format and size that have the same features."""
+    errors = []
+    rows = list(plans)
+    for index, one in enumerate(rows):
+        for two in rows[index + 1 :]:
+            same = (one.family, one.hardware, one.width, one.gpus) == (two.family, two.hardware, two.width, two.gpus)
+            if same and uncertainty.features(plans[one]) == uncertainty.features(plans[two]):
+                errors.append(abs(math.log(plans[one].tflops / one.tflops) - math.log(plans[two].tflops / two.tflops)))
+    assert len(errors) > 10 and sum(error <= COMPARISON for error in errors) >= 0.8 * len(errors)

@@ -1,0 +1,219 @@
+"""dashboard.html: what goes into the page, how large and how often, and that it never ends a run. In a browser: the file beside."""
+
+import json
+import math
+import re
+import time
+from itertools import count
+
+import pytest
+from metrics.test_logger import record
+
+from arguments.output import OutputArgs
+from moe_trainer.estimate.hardware import bf16_peak_tflops
+from moe_trainer.metrics import dashboard as module
+from moe_trainer.metrics.dashboard import Dashboard, DownsampledList, dashboard_path_for, main, open_dashboard
+from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+
+
+def embedded(path):
+    """The data that stands in a page."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL).group(1))
+
+
+def routing(iteration, layers=2, experts=4):
+    loads = [[iteration + expert for expert in range(experts)] for _ in range(layers)]
+    names = ("load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "bias_drift", "rank_max_over_mean")
+    return {
+        "layers": list(range(layers)),
+        "straggler_cost": 0.1,
+        "tokens_per_expert": loads,
+        **{name: [1.0] * layers for name in names},
+    }
+
+
+def test_a_run_leaves_its_page_beside_its_metrics(tmp_path):
+    log = MetricsLogger(
+        LogOptions(OutputArgs(log_interval=1), 10, str(tmp_path / "metrics.jsonl"), peak_tflops=30.0), 2, 0, {"lr": 0.1}
+    )
+    log.record(record(1, 4.0))
+    first = embedded(tmp_path / "dashboard.html")
+    assert [each["lm loss"] for each in first["records"]] == [4.0] and not first["done"]
+    log.record(record(2, 3.0))
+    log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
+    log.close()
+    data, lines = embedded(tmp_path / "dashboard.html"), (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert data["records"] + data["validations"] == [json.loads(line) for line in lines]
+    assert data["done"] and data["train_iters"] == 10 and data["world_size"] == 2 and data["settings"] == {"lr": 0.1}
+    assert data["records"][0]["mfu"] == pytest.approx(3.0 / 30.0)
+
+
+def test_a_resumed_run_shows_what_came_before(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"iteration": 1, "lm loss": 5.0}\n{"iteration": 2, "lm loss": 4.0}\n{"iteration": 3, "lm loss": 3.0}\n{"itera'
+    )
+    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, str(path)), 1, 2, {})
+    log.record(record(3, 2.0))
+    log.record(record(4, 2.0))
+    log.close()
+    data = embedded(tmp_path / "dashboard.html")
+    assert [(each["iteration"], each["lm loss"]) for each in data["records"]] == [
+        (1, 5.0),
+        (2, 4.0),
+        (3, 2.0),
+        (4, 2.0),
+    ]
+    assert data["events"] == [{"resumed_from": 2}] and [each.get("resumed_from") for each in data["records"]] == [
+        None,
+        None,
+        2,
+        None,
+    ]
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+    page = Dashboard(tmp_path / "dashboard.html", {}).page()
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|@import|url\(|fetch\(|XMLHttpRequest""", page)
+    assert "uPlot (v1.6.32)" in page and "The MIT License (MIT)" in page and "@@" not in page.replace("@@iterator", "")
+
+
+def test_text_of_users_stays_text_and_what_is_no_number_is_null(tmp_path):
+    nasty = "</script><script>alert(1)</script><!--"
+    board = Dashboard(tmp_path / "dashboard.html", {"title": nasty, "settings": {nasty: nasty}})
+    board.add({"iteration": 1, "lm loss": math.nan, "grad_norm": math.inf})
+    assert nasty not in (tmp_path / "dashboard.html").read_text()
+    data = embedded(tmp_path / "dashboard.html")
+    assert data["settings"] == {nasty: nasty} and data["records"] == [
+        {"iteration": 1, "lm loss": None, "grad_norm": None}
+    ]
+
+
+def test_what_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, caplog):
+    board = Dashboard(tmp_path / "gone" / "dashboard.html", {})
+    for iteration in (1, 2):
+        board.take({"iteration": iteration})
+        board.write()
+    assert [entry.message for entry in caplog.records if "cannot write the dashboard" in entry.message] == [
+        caplog.records[0].message
+    ]
+    (tmp_path / "gone").mkdir()
+    board.write()
+    assert len(embedded(tmp_path / "gone" / "dashboard.html")["records"]) == 2
+
+
+def test_a_full_disk_leaves_the_old_page(tmp_path, monkeypatch, caplog):
+    board = Dashboard(tmp_path / "dashboard.html", {})
+    board.add({"iteration": 1})
+    old = (tmp_path / "dashboard.html").read_text()
+
+    def full(self, text, encoding):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "write_text", full)
+    board.take({"iteration": 2})
+    board.write()
+    assert (tmp_path / "dashboard.html").read_text() == old and "No space left on device" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["dashboard.html"]
+
+
+def test_pages_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    """A page that takes 0.1 s of a clock is written again after 10 s; a fast one after a second."""
+    for taken, wait in ((0.1, 10.0), (0.0001, 1.0)):
+        now, written = [0.0], []
+        board = Dashboard(tmp_path / "dashboard.html", {})
+        monkeypatch.setattr(module.time, "monotonic", lambda now=now: now[0])
+
+        def page(done, now=now, written=written, taken=taken):
+            written.append(now[0])
+            now[0] += taken
+            return ""
+
+        monkeypatch.setattr(board, "page", page)
+        for iteration in range(1000):
+            now[0] = max(now[0], iteration * 0.05)
+            board.add({"iteration": iteration})
+        gaps = [after - before for before, after in zip(written, written[1:])]
+        assert len(gaps) >= 3 and all(wait - 1e-6 <= gap <= wait + taken + 0.06 for gap in gaps)
+
+
+def test_thinned_lists_are_even_bounded_and_end_with_the_newest():
+    for length in (0, 1, 5, 9, 10, 11, 100, 1234):
+        kept = DownsampledList(10)
+        for item in range(length):
+            kept.add(item)
+        items = kept.items()
+        assert len(items) <= 11 and items[:1] == list(range(length))[:1] and items[-1:] == list(range(length))[-1:]
+        assert len({after - before for before, after in zip(items[:-1], items[1:-1])}) <= 1
+    assert DownsampledList(2).items() == []
+
+
+def test_the_page_of_a_long_run_of_a_large_model_stays_small(tmp_path):
+    board, large = Dashboard(tmp_path / "dashboard.html", {}), routing(1000, 58, 256)
+    for iteration in count(1):
+        board.take({"iteration": iteration, "lm loss": 1.23456789, "routing": large})
+        if iteration == 3000:
+            break
+    begin = time.process_time()  # of this process: the machine may be busy
+    board.write()
+    assert time.process_time() - begin < 20.0
+    assert (tmp_path / "dashboard.html").stat().st_size < 6e6
+    data = embedded(tmp_path / "dashboard.html")
+    assert data["loads"][-1]["iteration"] == data["layers"][-1]["iteration"] == data["records"][-1]["iteration"] == 3000
+
+
+def test_the_page_of_any_metrics_file(tmp_path, capsys):
+    (tmp_path / "old.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n[1]\n')
+    assert main([str(tmp_path / "old.jsonl")]) == 0
+    assert embedded(tmp_path / "old-dashboard.html")["records"] == [{"iteration": 1, "lm loss": 5.0}]
+    (tmp_path / "foreign.jsonl").write_text(
+        '{"iteration": 1, "routing": 5}\n{"iteration": 2, "routing": {}}\n{"iteration": 3, "lm loss": 4.0}\n'
+    )
+    assert main([str(tmp_path / "foreign.jsonl")]) == 0
+    assert embedded(tmp_path / "foreign-dashboard.html")["records"][-1] == {"iteration": 3, "lm loss": 4.0}
+    (tmp_path / "foreign-dashboard.html").unlink()
+    (tmp_path / "foreign-dashboard.html").mkdir()
+    assert main([str(tmp_path / "foreign.jsonl")]) == 1  # logged as a warning
+    assert main([str(tmp_path / "none.jsonl")]) == 2 and main([]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_devices_get_no_page():
+    assert open_dashboard("/dev/full", {}) is None and dashboard_path_for("a/metrics.jsonl").name == "dashboard.html"
+
+
+def test_peaks_by_the_names_of_drivers():
+    assert bf16_peak_tflops("NVIDIA H200") == bf16_peak_tflops("NVIDIA H100 80GB HBM3") == 989.4
+    assert (
+        bf16_peak_tflops("NVIDIA GB200") == 2500
+        and bf16_peak_tflops("NVIDIA B200") == 2250
+        and bf16_peak_tflops("NVIDIA A100-SXM4-80GB") == 312
+    )
+    assert (
+        bf16_peak_tflops("NVIDIA H100 PCIe") is None
+        and bf16_peak_tflops("NVIDIA GH200 480GB") is None
+        and bf16_peak_tflops("NVIDIA GeForce RTX 4090") is None
+    )
+
+
+def test_what_happened_is_kept_when_records_are_thinned(tmp_path, monkeypatch):
+    """Of a resumed run with skipped iterations; and read from a file that is too large to be parsed whole."""
+    path = tmp_path / "metrics.jsonl"
+    skipped = {"iteration": 4001, "samples": [1, 2], "because": "the loss is nan"}
+    lines = [{"iteration": number} for number in range(1, 6001)]
+    lines[3002] |= {"resumed_from": 3002}
+    lines[4003] |= {"rejected": [skipped]}
+    path.write_text(
+        "".join(
+            json.dumps(line) + "\n"
+            for line in [*lines[:500], {"validation": "validation", "iteration": 500, "lm loss": 1.0}, *lines[500:]]
+        )
+    )
+    events = [{"resumed_from": 3002}, {"rejected": [skipped]}]
+    for most, fewest in ((module.MAX_PARSED_BYTES, 1000), (10_000, 400)):
+        monkeypatch.setattr(module, "MAX_PARSED_BYTES", most)
+        open_dashboard(path, {}).write()
+        data = embedded(tmp_path / "dashboard.html")
+        assert data["events"] == events and [each["iteration"] for each in data["validations"]] == [500]
+        assert fewest <= len(data["records"]) <= module.MAX_RECORDS + 1 and data["records"][-1] == {"iteration": 6000}

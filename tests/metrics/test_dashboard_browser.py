@@ -1,0 +1,203 @@
+"""dashboard.html of a real run, in a headless Chromium: it renders, says nothing on the console, and shows the figures of metrics.jsonl."""
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+from training.forked import pretrain
+from training.tiny import MOCK, TINY
+
+from moe_trainer.metrics.dashboard import open_dashboard
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+DRIVER = shutil.which("chromedriver")
+REASON = next(
+    (
+        text
+        for text, lacking in (
+            ("no Chromium here (apt-get install chromium)", CHROMIUM is None),
+            ("no chromedriver here (apt-get install chromium-driver)", DRIVER is None),
+            ("selenium is not installed (pip install selenium)", importlib.util.find_spec("selenium") is None),
+        )
+        if lacking
+    ),
+    None,
+)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+# evaluation after iterations 4 and 8; experts over two ranks, and a bias that moves
+JOB = [
+    *TINY,
+    *MOCK,
+    "--train-iters",
+    "8",
+    "--eval-interval",
+    "4",
+    "--eval-iters",
+    "1",
+    "--moe-per-layer-logging",
+    "--split",
+    "90,9,1",
+    "--expert-model-parallel-size",
+    "2",
+    "--moe-token-dispatcher-type",
+    "alltoall",
+    "--moe-router-score-function",
+    "sigmoid",
+    "--moe-router-enable-expert-bias",
+]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    found, _ = pretrain(JOB, folder, 2)
+    return found, folder / "dashboard.html"
+
+
+@pytest.fixture(scope="module")
+def browser(records, tmp_path_factory):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1400,1800",
+        f"--user-data-dir={profile}",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_script_timeout(60)
+    driver.get(records[1].as_uri())
+    yield driver
+    driver.quit()
+
+
+def test_it_loads_without_a_word_and_without_a_network(records, browser):
+    assert browser.get_log("browser") == []
+    asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    # a fresh Chromium opens a page of its own, too
+    urls = {
+        each["params"]["request"]["url"]
+        for each in asked
+        if each["method"] == "Network.requestWillBeSent" and each["params"]["documentURL"] == records[1].as_uri()
+    }
+    assert len(urls) >= 1 and all(url.startswith(("file:", "data:")) for url in urls), urls
+
+
+def test_the_curves_are_those_of_the_metrics_file(records, browser):
+    steps = [record for record in records[0] if "validation" not in record]
+    checks = [record for record in records[0] if record.get("validation") == "validation"]
+    charts = browser.execute_script(
+        "return Object.fromEntries(Object.entries(dashboard.charts).map(([name, chart]) => [name, chart.data]))"
+    )
+    x = [step["iteration"] for step in steps]
+    assert x == list(range(1, 9)) and len(checks) >= 2
+    for name, key, factor in (
+        ("throughput", "tokens_per_s", 1),
+        ("tflops", "tflops_per_gpu", 1),
+        ("learning_rate", "learning_rate", 1),
+        ("grad_norm", "grad_norm", 1),
+        ("memory", "max_memory_mb", 1 / 1024),
+        ("batch", "global_batch_size", 1),
+    ):
+        assert charts[name] == [x, pytest.approx([step[key] * factor for step in steps])], name
+    validation = {record["iteration"]: record["lm loss"] for record in checks}
+    test = {record["iteration"]: record["lm loss"] for record in records[0] if record.get("validation") == "test"}
+    assert charts["loss"] == [
+        x,
+        [step["lm loss"] for step in steps],
+        [validation.get(at) for at in x],
+        [test.get(at) for at in x],
+    ]
+    for name in ("load_max_over_mean", "load_entropy", "dead_experts", "bias_drift", "rank_max_over_mean"):
+        assert charts[name] == [x, *([step["routing"][name][layer] for step in steps] for layer in range(2))], name
+    assert charts["straggler_cost"] == [x, pytest.approx([step["routing"]["straggler_cost"] * 100 for step in steps])]
+    assert "drop_rate" not in charts and "mfu" not in charts  # nothing is dropped; a CPU has no peak
+
+
+def test_every_plot_has_ink(browser):
+    inks = browser.execute_script("""
+        return Object.fromEntries(Object.entries(dashboard.charts).map(([name, chart]) => {
+            const {width, height} = chart.ctx.canvas, pixels = chart.ctx.getImageData(0, 0, width, height).data;
+            let colours = 0;
+            for (let at = 0; at < pixels.length; at += 4)  // a colour, not a grey: axes and text are grey
+                colours += pixels[at + 3] > 0 && Math.max(...pixels.slice(at, at + 3)) - Math.min(...pixels.slice(at, at + 3)) > 40;
+            return [name, colours];
+        }))""")
+    assert len(inks) >= 10 and all(count > 50 for count in inks.values()), inks
+
+
+def test_the_heat_map_shows_the_loads_and_goes_back_in_time(records, browser):
+    steps = [record for record in records[0] if "validation" not in record]
+    colour = """
+        const {left, wide, high} = dashboard.map, [layer, expert] = arguments, dense = window.devicePixelRatio || 1;
+        const x = (left + (expert + 0.5) * wide) * dense, y = (layer + 0.4) * high * dense;
+        return [dashboard.map.iteration, ...document.getElementById("map").getContext("2d").getImageData(x, y, 1, 1).data];"""
+    for step in (steps[-1], steps[0]):
+        for layer, loads in enumerate(step["routing"]["tokens_per_expert"]):
+            for expert, load in enumerate(loads):
+                iteration, red, green, blue, _ = browser.execute_script(colour, layer, expert)
+                mean = sum(loads) / len(loads)
+                assert iteration == step["iteration"]
+                if load == 0:
+                    assert (red, green, blue) == (0, 0, 0)
+                elif load == mean:
+                    assert (red, green, blue) == (247, 247, 247)
+                else:
+                    assert (red > blue) == (load > mean), (layer, expert, load, mean)
+        browser.execute_script('const moment = document.getElementById("moment"); moment.value = 0; moment.oninput();')
+
+
+def test_the_head_tells_where_the_run_is(records, browser):
+    from selenium.webdriver.common.by import By
+
+    assert browser.find_element(By.ID, "state").text.startswith("iteration 8 of 8, 2 ranks, ended; written ")
+    last = [record for record in records[0] if "validation" not in record][-1]
+    assert f"{last['lm loss']:.5g}" in browser.find_element(By.ID, "figures").text
+    assert "num_experts" in browser.find_element(By.ID, "settings").get_attribute("textContent")
+
+
+def test_a_phone_shows_all_of_it_and_what_happened(records, browser, tmp_path):
+    """The same run, had it been resumed after iteration 3 and skipped iteration 6."""
+    lines = [dict(record) for record in records[0]]
+    lines[3]["resumed_from"] = 3
+    lines[7]["rejected"] = [{"iteration": 6, "samples": [20, 24], "because": "the loss is nan"}]
+    lines[7]["own_time_ms"] = {"min": 1.0, "median": 2.0, "max": 4.0, "stragglers": []}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    open_dashboard(tmp_path / "metrics.jsonl", {}).write()
+    browser.get_log("browser")  # what reading pixels back has said
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    )
+    try:
+        browser.get((tmp_path / "dashboard.html").as_uri())
+        assert browser.get_log("browser") == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script(
+            'return [...document.querySelectorAll(".card")].every((card) => card.scrollWidth <= card.clientWidth + 1)'
+        )
+        assert browser.execute_script('return document.getElementById("events").textContent') == (
+            "resumed after iteration 3; iteration 6 skipped: the loss is nan"
+        )
+        # a dashed line stands at iteration 3 of the loss: ink where the chart without events has none
+        ink = """
+            const plot = dashboard.charts.memory, x = Math.round(plot.valToPos(3, "x", true)), {top, height} = plot.bbox;
+            const pixels = plot.ctx.getImageData(x - 1, top, 3, height).data, dark = [];
+            for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3] > 120 && pixels[at] < 110) dark.push(at);
+            return dark.length;"""
+        assert browser.execute_script(ink) > 60
+        assert browser.execute_script("return dashboard.charts.own_time.data[1].filter((value) => value != null)") == [
+            4.0
+        ]
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,0 +1,149 @@
+"""Energy in the log: read from NVML's counter, in Megatron-LM's format, without effect if there is no counter."""
+
+import datetime
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import read_metrics, run
+from harness import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training.tiny import MOCK, TINY
+
+from arguments.output import OutputArgs
+from moe_trainer.metrics import energy
+from moe_trainer.metrics.console import IterationLine, memory_line
+from moe_trainer.metrics.energy import Energy, EnergyMeter, open_energy_meter
+from moe_trainer.metrics.logger import IterationRecord, LogOptions, MetricsLogger
+from moe_trainer.parallel.state import ParallelState
+
+CUDA = torch.device("cuda")
+
+
+def meters(rank, n):
+    """Rank 0 uses 30 J in three iterations, rank 1 60 J; each second of the clock is one."""
+    readings, moments = iter([1000.0, 1000.0 + 30_000.0 * (rank + 1)]), iter([5.0, 7.0])
+    energy.time = SimpleNamespace(perf_counter=lambda: next(moments))
+    return EnergyMeter(ParallelState.create(n, rank), torch.device("cpu"), lambda: next(readings)).lap(3)
+
+
+def test_energy_is_a_mean_over_gpus():
+    assert run_ranks(meters, 2) == [((10.0 + 20.0) / 2, (15.0 + 30.0) / 2)] * 2
+
+
+class Library:
+    """As pynvml, with one GPU."""
+
+    class NVMLError(Exception):
+        """As pynvml's."""
+
+    def __init__(self, total=None):
+        self.total = total
+
+    def nvmlInit(self):
+        self.ready = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert self.ready
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if self.total is None:
+            raise self.NVMLError("Not Supported")
+        assert handle == "GPU-1234"
+        return self.total
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (None, "the package nvidia-ml-py (pynvml) is not installed"),
+        (Library(), "cannot read the GPU's energy (Not Supported)"),
+    ],
+)
+def test_a_gpu_without_a_counter_says_why(monkeypatch, library, reason):
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    assert open_energy_meter(ParallelState.single(), CUDA) == reason
+
+
+def test_the_counter_is_that_of_this_gpu(monkeypatch):
+    library = Library(5000)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    assert energy._counter(CUDA)() == 5000
+
+
+def test_a_cpu_run_logs_that_the_flags_have_no_effect(tmp_path):
+    done = run(
+        [*TINY, *MOCK, "--train-iters", "1", "--log-energy", "--log-device-memory-used", "--record-memory-history"],
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for flag, reason in (
+        ("--log-energy", "a CPU has no energy counter"),
+        ("--log-device-memory-used", "on CPU"),
+        ("--record-memory-history", "on CUDA devices only"),
+    ):
+        assert f"{flag} has no effect" in done.stderr and reason in done.stderr
+    assert "energy per GPU" not in done.stdout and not (tmp_path / "snapshot.pickle").exists()
+
+
+def test_energy_reaches_line_file_and_tensorboard(tmp_path, capsys):
+    log = MetricsLogger(
+        LogOptions(
+            OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "board")), 10, str(tmp_path / "metrics.jsonl")
+        ),
+        2,
+        0,
+        {},
+    )
+    log.record(
+        IterationRecord(
+            iteration=1,
+            consumed_samples=4,
+            losses={"lm loss": 2.0},
+            learning_rate=0.1,
+            next_learning_rate=0.1,
+            grad_norm=1.5,
+            loss_scale=1.0,
+            global_batch_size=4,
+            skipped=False,
+            elapsed_s=0.5,
+            tokens=100,
+            flops=3e12,
+            max_memory_mb=10.0,
+            energy=Energy(150.0, 300.0),
+        )
+    )
+    log.close()
+    assert " energy per GPU (J/iter/GPU): 150.0 | power per GPU (W/GPU): 300.0 |" in capsys.readouterr().out
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (record["energy_per_gpu_j"], record["power_per_gpu_w"]) == (150.0, 300.0)
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [events.Scalars(name)[0].value for name in ("iter-energy/gpu", "power/gpu")] == [150.0, 300.0]
+
+
+def test_the_fields_stand_where_parsers_look():
+    line = IterationLine(
+        iteration=1,
+        train_iters=2,
+        consumed_samples=4,
+        elapsed_ms=1.0,
+        learning_rate=0.5,
+        global_batch_size=4,
+        loss_scale=1.0,
+        skipped_iterations=0,
+        nan_iterations=0,
+        throughput=3.0,
+        energy=(12.34, 567.89),
+    ).format(datetime.datetime.now())
+    assert (
+        " throughput per GPU (TFLOP/s/GPU): 3.0 | energy per GPU (J/iter/GPU): 12.3 | power per GPU (W/GPU): 567.9 | learning rate: "
+        in line
+    )
+    assert memory_line(0, 1, 1, 1, 1, 1, 3 * 2**20).endswith(
+        " | max reserved: 9.5367431640625e-07 | total device memory used: 3.0"
+    )

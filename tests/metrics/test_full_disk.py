@@ -1,0 +1,118 @@
+"""Full disks: metrics.jsonl buffers its records and loses none, TensorBoard starts a new file."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from moe_trainer.errors import UserError
+from moe_trainer.metrics import metrics_file
+from moe_trainer.metrics.metrics_file import open_metrics_file
+from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter
+
+
+class Disk:
+    """An os.write that accepts `free` bytes."""
+
+    def __init__(self, monkeypatch):
+        self.free, self._write = 10**9, os.write
+        monkeypatch.setattr(metrics_file.os, "write", self.write)
+
+    def write(self, descriptor, content):
+        if self.free == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(descriptor, content[: self.free])
+        self.free -= written
+        return written
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_records_are_buffered_on_a_full_disk(tmp_path, disk, caplog):
+    path = tmp_path / "metrics.jsonl"
+    file = open_metrics_file(str(path), 0)
+    file.append('{"iteration": 1}')
+    disk.free = 7  # the next record is torn
+    for iteration in (2, 3):
+        file.append(f'{{"iteration": {iteration}}}')
+    assert path.read_text() == '{"iteration": 1}\n{"itera'
+    assert caplog.text.count("cannot write") == 1 and str(path) in caplog.text
+    disk.free = 10**9
+    file.append('{"iteration": 4}')
+    file.close()
+    assert lines(path) == [{"iteration": number} for number in (1, 2, 3, 4)]
+    assert "no record is missing" in caplog.text
+
+
+def test_buffered_records_at_the_end_are_an_error(tmp_path, disk):
+    path = tmp_path / "metrics.jsonl"
+    file = open_metrics_file(str(path), 0)
+    disk.free = 0
+    file.append('{"iteration": 1}')
+    with pytest.raises(UserError, match=f"--metrics-file: cannot write {path}: No space left on device"):
+        file.close()
+    file.close()
+
+
+def test_the_buffer_is_bounded(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(metrics_file, "MAX_BUFFERED_BYTES", 40)
+    file = open_metrics_file(str(tmp_path / "metrics.jsonl"), 0)
+    disk.free = 0
+    file.append("x" * 20)
+    with pytest.raises(UserError, match="cannot write"):
+        file.append("x" * 20)
+
+
+class Writer:
+    """The part of SummaryWriter that TensorBoardWriter uses; `broken` is the disk."""
+
+    def __init__(self, log, broken):
+        if broken:
+            raise full()
+        self.log, self.broken = log, broken
+
+    def add_scalar(self, name, value, step):
+        if self.broken:
+            raise full()
+        self.log.append(step)
+
+    def flush(self):
+        if self.broken:
+            raise full()
+
+    close = flush
+
+
+def full():
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_tensorboard_continues_in_a_new_file(caplog):
+    broken, files = [], []
+
+    def open_writer():
+        files.append([])
+        return Writer(files[-1], broken)
+
+    writer = TensorBoardWriter("tb", open_writer)
+    writer.add_scalar("lm loss", 1.0, 1)
+    broken.append(True)
+    for step in (2, 3):
+        writer.add_scalar("lm loss", 1.0, step)
+        writer.flush()
+    broken.clear()
+    writer.flush()
+    writer.add_scalar("lm loss", 1.0, 4)
+    writer.close()
+    assert files[0] == [1] and files[-1] == [4]
+    assert caplog.text.count("cannot write tb (No space left on device)") == 1 and "in a new file" in caplog.text
+    with pytest.raises(OSError, match="No space"):
+        TensorBoardWriter("tb", lambda: Writer([], [True]))

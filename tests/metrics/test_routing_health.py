@@ -1,0 +1,58 @@
+"""Routing health against its definitions."""
+
+import math
+
+import pytest
+import torch
+
+from moe_trainer.metrics.routing_health import COLD, HOT, MEAN, PER_LAYER, heat_map, routing_health
+
+
+def table(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_a_layer_by_hand():
+    """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped; the first layer is dense."""
+    found = routing_health(
+        table([0, 0, 0, 0, 0, 0, 0, 0], [6, 0, 1, 1, 2, 4, 0.25, 1]), expert_ranks=2, layer_share=0.1
+    )
+    assert found["layers"] == [1] and found["tokens_per_expert"] == [[6, 0, 1, 1]]
+    assert (
+        found["load_max_over_mean"] == [3.0]
+        and found["dead_experts"] == [1]
+        and found["drop_rate"] == [0.25]
+        and found["clone_rate"] == [0.5]
+    )
+    assert found["bias_drift"] == [0.25] and found["rank_max_over_mean"] == [1.5]
+    assert found["load_entropy"] == pytest.approx([-(0.75 * math.log(0.75) + 0.25 * math.log(0.125)) / math.log(4)])
+    assert found["straggler_cost"] == pytest.approx(0.05)
+    assert all(len(found[name]) == 1 for name in PER_LAYER)
+
+
+def test_balance_is_one_and_costs_nothing():
+    found = routing_health(table(*[[5, 5, 5, 5, 0, 0, 0, 1]] * 3), expert_ranks=4, layer_share=0.2)
+    assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [1.0] * 3
+    assert found["load_entropy"] == pytest.approx([1.0] * 3) and found["straggler_cost"] == 0.0
+
+
+def test_all_on_one_expert_is_the_worst():
+    found = routing_health(table([8, 0, 0, 0, 0, 0, 0, 1]), expert_ranks=4, layer_share=0.5)
+    assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [4.0] and found[
+        "load_entropy"
+    ] == pytest.approx([0.0])
+    assert found["straggler_cost"] == pytest.approx(1.5)
+
+
+def test_a_stage_of_dense_layers_has_nothing_to_say():
+    found = routing_health(table([0, 0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
+    assert found["layers"] == [] and found["straggler_cost"] == 0.0 and found["tokens_per_expert"] == []
+
+
+def test_the_picture_of_the_loads():
+    """Mean 4: four times it, a quarter of it, itself, nobody."""
+    picture = heat_map([[16, 4, 1, 0, 0, 3], [4, 4, 4, 4, 4, 4]], cell=2)
+    assert picture.dtype == torch.uint8 and picture.shape == (3, 4, 12)
+    colours = [tuple(picture[:, 1, 2 * expert + 1].tolist()) for expert in range(6)]
+    assert colours[:5] == [HOT, MEAN, COLD, (0, 0, 0), (0, 0, 0)] and COLD < colours[5] < MEAN
+    assert tuple(picture[:, 3, 0].tolist()) == MEAN

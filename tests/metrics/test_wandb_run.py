@@ -1,0 +1,127 @@
+"""Weights & Biases by a stand-in for its package: what is handed over, which run a resumed job continues, and what its failures cost."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from metrics.test_logger import record
+
+from arguments.output import OutputArgs
+from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+
+
+class Run:
+    """One run on the stand-in's server: rows by step. As the real one, it takes no step below the last."""
+
+    def __init__(self, number, given):
+        self.id, self.given, self.rows, self.step, self.finished = (
+            given.get("id") or f"run{number}",
+            given,
+            {},
+            0,
+            False,
+        )
+        self.refused = []
+
+    def log(self, values, step):
+        assert not self.finished
+        if step < self.step:
+            self.refused.append(step)
+            return
+        self.step = step
+        self.rows.setdefault(step, {}).update(values)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def server(monkeypatch):
+    runs = {}
+
+    def init(**given):
+        run = Run(len(runs), given)
+        if given.get("resume") == "allow" and run.id in runs:
+            run.rows = runs[run.id].rows
+            run.step = max(run.rows, default=-1) + 1
+        runs[run.id] = run
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return runs
+
+
+def job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
+    """Iterations start + 1 to stop, with a validation at the end unless it is killed."""
+    output = OutputArgs(log_interval=1, save=str(folder), wandb_project="moe", wandb_exp_name="one", **flags)
+    log = MetricsLogger(
+        LogOptions(output, 10, str(folder / "metrics.jsonl"), resumes_own_run=resumes_own_run), 1, start, {"lr": 0.1}
+    )
+    for iteration in range(start + 1, stop + 1):
+        log.record(record(iteration, 10.0 - iteration))
+    if not killed:
+        log.validation(f"iteration {stop}", "validation", {"lm loss": 3.5}, stop, 8)
+        log.close()
+
+
+def test_numbers_are_those_of_tensorboard(tmp_path, server):
+    job(tmp_path, 0, 2)
+    (run,) = server.values()
+    assert (
+        run.given["project"] == "moe"
+        and run.given["name"] == "one"
+        and run.given["config"] == {"lr": 0.1}
+        and run.given["entity"] is None
+    )
+    assert run.given["dir"] == f"{tmp_path}/wandb" and "id" not in run.given and run.finished
+    assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(1, 9.0), (2, 8.0)]
+    assert run.rows[2]["lm loss validation"] == 3.5 and {
+        "learning-rate",
+        "grad-norm",
+        "samples vs steps",
+        "iteration-time",
+    } <= set(run.rows[1])
+
+
+def test_a_resumed_job_continues_its_run_and_logs_no_step_twice(tmp_path, server):
+    job(tmp_path, 0, 5, killed=True)  # its last checkpoint is of iteration 3
+    job(tmp_path, 3, 8, resumes_own_run=True)
+    (run,) = server.values()
+    assert run.given["id"] == "run0" and run.given["resume"] == "allow" and run.refused == []
+    assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(step, 10.0 - step) for step in range(1, 9)]
+    assert json.loads((tmp_path / "wandb_run.json").read_text()) == {"id": "run0", "project": "moe", "entity": None}
+
+
+def test_other_jobs_begin_a_new_run(tmp_path, server):
+    job(tmp_path, 0, 2)
+    job(tmp_path, 2, 3)  # weights from elsewhere: not its own checkpoints
+    assert list(server) == ["run0", "run1"]
+    job(tmp_path, 3, 4, resumes_own_run=True, wandb_entity="team")  # another place
+    assert list(server) == ["run0", "run1", "run2"] and "resume" not in server["run2"].given
+    job(tmp_path, 0, 1, resumes_own_run=True)  # asked to resume, without a checkpoint yet
+    assert list(server)[-1] == "run3"
+    (tmp_path / "wandb_run.json").write_text("{torn")
+    job(tmp_path, 1, 2, resumes_own_run=True)
+    assert list(server)[-1] == "run4" and server["run4"].rows[2]["lm loss"] == 8.0
+
+
+def test_its_failures_do_not_end_a_run(tmp_path, server, caplog):
+    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, wandb_project="moe"), 10), 1, 0, {})
+    server["run0"].log = None  # not callable
+    for iteration in (1, 2):
+        log.record(record(iteration, 4.0))
+    log.close()
+    assert caplog.text.count("W&B logging failed") == 1 and not server["run0"].finished
+
+
+def test_what_keeps_it_from_beginning_is_told(tmp_path, monkeypatch):
+    def init(**given):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(ValueError, match="--wandb-project moe: Weights & Biases cannot start a run: no API key"):
+        job(tmp_path, 0, 1)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import raises
+    with pytest.raises(ValueError, match="--wandb-project: the package wandb is not installed"):
+        job(tmp_path, 0, 1)

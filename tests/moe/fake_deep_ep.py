@@ -1,0 +1,325 @@
+"""A stand-in for the package deep_ep over gloo: the same calls, the same meaning, no GPU.
+
+Every method's parameters are checked against the recorded signatures of the real package (`Signatures.bind`). Results are filled in only
+when their event is waited for, and an event can be waited for once, so that a missing or early wait shows.
+
+Meaning: a token goes once to every rank that holds one of its experts (number // experts per rank), tokens of a rank in their order,
+ranks one after the other. Received numbers are counted from the receiver's first expert, -1 for experts of other ranks; in version 2 the
+weight of a -1 is whatever was in memory (here NaN). combine adds what comes back from several ranks in rank order, and adds weights
+column by column.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+
+def _optional(names: str) -> list[list[str | None]]:
+    return [[name, "None"] for name in names.split()]
+
+
+_CLASS = "deep_ep.hybrid_ep_buffer.HybridEPBuffer"
+# of the library's branch hybrid-ep: parameters and defaults by qualified name, as they are recorded for the others
+HYBRID_EP = {
+    _CLASS: [
+        *([name, None] for name in ("group", "hidden_dim", "max_num_of_tokens_per_rank", "num_local_experts")),
+        *_optional(
+            "use_fp8 num_sms_dispatch_api num_sms_combine_api num_sms_preprocessing_api num_blocks_permute num_blocks_unpermute"
+        ),
+    ],
+    f"{_CLASS}.dispatch_with_permute": [
+        ["*", None],
+        ["hidden", None],
+        *_optional(
+            "topk_idx topk_weights num_of_experts_per_rank num_of_experts use_fp8 routing_map probs scaling_factor num_permuted_tokens pad_multiple "
+            "handle non_blocking fuse_permute_dispatch"
+        ),
+    ],
+    f"{_CLASS}.combine_with_unpermute": [
+        ["*", None],
+        ["hidden", None],
+        *_optional("probs handle pad_multiple fuse_unpermute_combine"),
+    ],
+}
+
+
+class Signatures:
+    """Recorded parameters by qualified name, and a record of the calls made."""
+
+    def __init__(self, recorded: dict):
+        self.recorded = recorded
+        self.calls: list[tuple[str, dict]] = []
+
+    def bind(self, name: str, args: tuple, kwargs: dict) -> dict:
+        """The call's arguments by name. Raises: TypeError when the real function does not take them."""
+        parameters, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for parameter, default in self.recorded[name]:
+            if parameter == "*":
+                kind = inspect.Parameter.KEYWORD_ONLY
+                continue
+            if parameter.startswith("**"):
+                parameters.append(inspect.Parameter(parameter[2:], inspect.Parameter.VAR_KEYWORD))
+                continue
+            value = inspect.Parameter.empty if default is None else default
+            parameters.append(inspect.Parameter(parameter, kind, default=value))
+        bound = inspect.Signature(parameters).bind(*args, **kwargs).arguments
+        self.calls.append((name, dict(bound)))
+        return bound
+
+
+class Event:
+    """The work of one call: it happens when somebody waits for it."""
+
+    def __init__(self, work=None):
+        self.work = work
+
+    def current_stream_wait(self) -> None:
+        assert self.work is not None, "waited for twice, or for nothing"
+        work, self.work = self.work, None
+        work()
+
+
+def exchange(tensors: list[torch.Tensor], group) -> list[torch.Tensor]:
+    """Send tensors[i] to rank i; what they sent, by rank. Rows may differ in number."""
+    sizes = torch.tensor([t.shape[0] for t in tensors])
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=group)
+    tail = tensors[0].shape[1:]
+    out = tensors[0].new_empty(int(arriving.sum()), *tail)
+    dist.all_to_all_single(out, torch.cat(tensors).contiguous(), arriving.tolist(), sizes.tolist(), group=group)
+    return list(out.split(arriving.tolist()))
+
+
+class Way:
+    """Which tokens went where: the meaning of both libraries' handles."""
+
+    def __init__(self, idx_TK: torch.Tensor, num_experts: int, group):
+        self.group, self.num_tokens, self.idx_TK = group, idx_TK.shape[0], idx_TK
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.num_local = num_experts // self.size
+        holder_TK = torch.where(idx_TK < 0, -1, idx_TK // self.num_local)
+        self.to_rank = [(holder_TK == rank).any(1).nonzero().flatten() for rank in range(self.size)]
+        arrived = exchange([idx_TK[tokens] for tokens in self.to_rank], group)
+        self.from_rank = [len(part) for part in arrived]
+        idx_NK = torch.cat(arrived) - self.rank * self.num_local
+        self.idx_NK = torch.where((idx_NK < 0) | (idx_NK >= self.num_local), -1, idx_NK)
+        self.counts = [int((self.idx_NK == expert).sum()) for expert in range(self.num_local)]
+
+    def send(self, table: torch.Tensor) -> torch.Tensor:
+        return torch.cat(exchange([table[tokens] for tokens in self.to_rank], self.group))
+
+    def bring_back(self, table: torch.Tensor) -> torch.Tensor:
+        total = table.new_zeros(self.num_tokens, *table.shape[1:])
+        for tokens, part in zip(self.to_rank, exchange(list(table.split(self.from_rank)), self.group)):
+            total[tokens] += part
+        return total
+
+
+def later(like: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    """Tensors that get the values of `like` when the event is waited for; until then they hold nonsense."""
+    outs = [torch.full_like(t, torch.nan if t.is_floating_point() else -99) for t in like]
+
+    def fill():
+        for out, value in zip(outs, like):
+            out.copy_(value)
+
+    return outs, Event(fill)
+
+
+def make_v1(recorded: Signatures, prefix: str):
+    """The class deep_ep.Buffer."""
+
+    class Config:
+        def __init__(self, per_rank):
+            self.per_rank = per_rank
+
+        def get_nvl_buffer_size_hint(self, row_bytes, num_ranks):
+            return self.per_rank * row_bytes * num_ranks
+
+        def get_rdma_buffer_size_hint(self, row_bytes, num_ranks):
+            return 0
+
+    class Buffer:
+        num_sms = None
+
+        def __init__(self, *args, **kwargs):
+            bound = recorded.bind(prefix, args, kwargs)
+            self.group, self.nvl_bytes = bound["group"], bound["num_nvl_bytes"]
+
+        @staticmethod
+        def set_num_sms(*args, **kwargs):
+            Buffer.num_sms = recorded.bind(f"{prefix}.set_num_sms", args, kwargs)["new_num_sms"]
+
+        @staticmethod
+        def capture(*args, **kwargs):
+            recorded.bind(f"{prefix}.capture", args, kwargs)
+            return Event()
+
+        @staticmethod
+        def get_dispatch_config(*args, **kwargs):
+            recorded.bind(f"{prefix}.get_dispatch_config", args, kwargs)
+            return Config(3)
+
+        @staticmethod
+        def get_combine_config(*args, **kwargs):
+            recorded.bind(f"{prefix}.get_combine_config", args, kwargs)
+            return Config(2)
+
+        def get_dispatch_layout(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.get_dispatch_layout", args, kwargs)
+            assert bound["topk_idx"].dtype == torch.int64
+            return "per rank", "per rdma rank", "per expert", ("in rank", bound["num_experts"]), Event()
+
+        def dispatch(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.dispatch", args, kwargs)
+            assert bound["x"].is_contiguous() and isinstance(bound["previous_event"], Event)
+            assert bound["async_finish"] and bound["allocate_on_comm_stream"]
+            if "handle" in bound:
+                assert not {"topk_idx", "topk_weights", "num_tokens_per_rank"} & set(bound)
+                (x,), event = later([bound["handle"].send(bound["x"])])
+                return x, None, None, bound["handle"].counts, bound["handle"], event
+            layout = [bound[f"num_tokens_per_{what}"] for what in ("rank", "rdma_rank", "expert")]
+            assert layout == ["per rank", "per rdma rank", "per expert"]
+            weights = bound["topk_weights"]
+            assert weights.dtype == torch.float32 and weights.is_contiguous()
+            way = Way(bound["topk_idx"], bound["is_token_in_rank"][1], self.group)
+            received = way.send(weights).masked_fill(way.idx_NK < 0, 0.0)
+            (x, idx, received), event = later([way.send(bound["x"]), way.idx_NK, received])
+            return x, idx, received, way.counts, way, event
+
+        def combine(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.combine", args, kwargs)
+            assert bound["x"].is_contiguous() and isinstance(bound["previous_event"], Event) and bound["async_finish"]
+            way, weights = bound["handle"], bound.get("topk_weights")
+            assert weights is None or weights.dtype == torch.float32
+            (x, *combined), event = later([way.bring_back(t) for t in (bound["x"], weights) if t is not None])
+            return x, combined[0] if combined else None, event
+
+    return Buffer
+
+
+def make_v2(recorded: Signatures, prefix: str):
+    """The class deep_ep.ElasticBuffer."""
+
+    class ElasticBuffer:
+        def __init__(self, *args, **kwargs):
+            bound = recorded.bind(prefix, args, kwargs)
+            self.group, self.bound = bound["group"], bound
+
+        @staticmethod
+        def capture(*args, **kwargs):
+            recorded.bind(f"{prefix}.capture", args, kwargs)
+            return "event handle"
+
+        def dispatch(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.dispatch", args, kwargs)
+            assert (
+                bound["previous_event"] == "event handle"
+                and bound["async_with_compute_stream"]
+                and bound["allocate_on_comm_stream"]
+            )
+            if "handle" in bound:
+                handle = bound["handle"]
+                assert not {"topk_idx", "topk_weights"} & set(bound) and not bound.get("do_cpu_sync")
+                assert bound["num_experts"] == handle.num_experts and bound["num_sms"] > 0
+                (x,), event = later([handle.way.send(bound["x"])])
+                return x, handle.way.idx_NK, None, handle, event
+            assert (
+                bound["x"].shape[0] <= self.bound["num_max_tokens_per_rank"]
+                and bound["topk_weights"].dtype == torch.float32
+            )
+            way = Way(bound["topk_idx"], bound["num_experts"], self.group)
+            handle = SimpleNamespace(
+                way=way,
+                num_experts=bound["num_experts"],
+                num_sms=bound["num_sms"] or 6,
+                num_recv_tokens_per_expert_list=way.counts,
+            )
+            weights = way.send(bound["topk_weights"]).masked_fill(way.idx_NK < 0, torch.nan)
+            (x, idx, weights), event = later([way.send(bound["x"]), way.idx_NK, weights])
+            return x, idx, weights, handle, event
+
+        def combine(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.combine", args, kwargs)
+            assert bound["previous_event"] == "event handle" and bound["async_with_compute_stream"]
+            way, weights = bound["handle"].way, bound.get("topk_weights")
+            (x, *combined), event = later([way.bring_back(t) for t in (bound["x"], weights) if t is not None])
+            return x, combined[0] if combined else None, event
+
+    return ElasticBuffer
+
+
+def make_hybrid(recorded: Signatures, prefix: str):
+    """The class deep_ep.HybridEPBuffer: dense routing, equally many tokens on all ranks, rows sorted by expert."""
+
+    class HybridEPBuffer:
+        def __init__(self, *args, **kwargs):
+            self.bound = recorded.bind(prefix, args, kwargs)
+            self.group = self.bound["group"]
+
+        def dispatch_with_permute(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.dispatch_with_permute", args, kwargs)
+            hidden = bound["hidden"]
+            if "handle" in bound:
+                assert "routing_map" not in bound
+                (way, _), probs = bound["handle"], bound.get("probs")
+                assert bound.get("num_permuted_tokens") == way.num_rows, "the handle does not keep the number of rows"
+                assert bound.get("non_blocking", False) == way.limited
+                return (
+                    self.rows(way, hidden),
+                    None if probs is None else self.weights(way, probs),
+                    None,
+                    None,
+                    bound["handle"],
+                )
+            routing, probs = bound["routing_map"], bound["probs"]
+            assert routing.dtype == torch.bool and probs.dtype == torch.float32
+            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.group))]
+            dist.all_gather(sizes, torch.tensor([len(hidden)]), group=self.group)
+            assert len({int(size) for size in sizes}) == 1, "HybridEP hangs when ranks have different numbers of tokens"
+            assert len(hidden) <= self.bound["max_num_of_tokens_per_rank"]
+            numbers = torch.where(routing, torch.arange(routing.shape[1]), -1)
+            way = Way(numbers, routing.shape[1], self.group)
+            assert way.num_local == self.bound["num_local_experts"] == bound["num_of_experts_per_rank"]
+            mine = slice(way.rank * way.num_local, (way.rank + 1) * way.num_local)
+            way.local, way.mine, way.num_columns = (
+                way.send(routing.to(torch.uint8))[:, mine].bool(),
+                mine,
+                routing.shape[1],
+            )
+            way.expert, way.token = way.local.t().nonzero().unbind(1)
+            way.limited = bound.get("non_blocking", False)
+            way.num_rows = bound["num_permuted_tokens"] if way.limited else len(way.token)
+            flag = torch.tensor([int(len(way.token) > way.num_rows)], dtype=torch.int32)
+            # beyond the limit rows are dropped, expert by expert; the counts are of those that are left
+            way.expert, way.token = way.expert[: way.num_rows], way.token[: way.num_rows]
+            counts = way.expert.bincount(minlength=way.num_local)
+            return self.rows(way, hidden), self.weights(way, probs), None, counts, (way, flag)
+
+        @staticmethod
+        def rows(way, hidden):
+            """Rows for the experts; what stands behind them is undefined."""
+            rows = hidden.new_full((way.num_rows, hidden.shape[1]), torch.nan)
+            rows[: len(way.token)] = way.send(hidden)[way.token]
+            return rows
+
+        @staticmethod
+        def weights(way, probs):
+            weights = probs.new_full((way.num_rows,), torch.nan)
+            weights[: len(way.token)] = way.send(probs)[way.token, way.mine.start + way.expert]
+            return weights
+
+        def combine_with_unpermute(self, *args, **kwargs):
+            bound = recorded.bind(f"{prefix}.combine_with_unpermute", args, kwargs)
+            (way, _), hidden, probs = bound["handle"], bound["hidden"], bound.get("probs")
+            used = len(way.token)
+            tokens = hidden.new_zeros(len(way.local), hidden.shape[1]).index_add(0, way.token, hidden[:used])
+            if probs is None:
+                return way.bring_back(tokens), None
+            table = torch.zeros(len(way.local), way.num_columns)
+            table[way.token, way.mine.start + way.expert] = probs[:used]
+            return way.bring_back(tokens), way.bring_back(table)
+
+    return HybridEPBuffer

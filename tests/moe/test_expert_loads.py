@@ -1,0 +1,138 @@
+"""Loads of the experts over tensor, context, data, expert and pipeline ranks: exactly those of one process on the same tokens."""
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.layers import Chunk, build_layer, sections, shard_of
+from moe.test_balancing_ranks import SCALE, S, microbatches
+from moe.test_dispatch_ranks import Layout
+
+from moe_trainer.moe.balancing import collect_moe_metrics, reset_iteration, update_expert_bias
+from moe_trainer.moe.expert_loads import collect_expert_loads
+from moe_trainer.parallel.state import ParallelState
+
+KINDS = {
+    "plain": {},
+    "expert bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+    },
+}
+MAPPINGS = (
+    Layout(2, tp=2),
+    Layout(2, cp=2),
+    Layout(2, ep=2),
+    Layout(4, tp=2, ep=2, etp=2, sp=True),
+    Layout(4, tp=2, cp=2, sp=True),
+    Layout(4),
+)
+
+
+def loads_of(args, ps, dp_ranks):
+    """Two iterations' tables of one layer, whose data ranks are these."""
+    layer, tables = shard_of(args, ps), []
+    for _ in range(2):
+        for dp_rank in dp_ranks:
+            for x in microbatches(dp_rank):
+                x = x.chunk(ps.cp.size)[ps.cp.rank]
+                layer(x.chunk(ps.tp.size)[ps.tp.rank] if args.sp else x, SCALE)
+        update_expert_bias([Chunk(layer)], ps)
+        tables.append(collect_expert_loads([Chunk(layer)], ps, 8, 2))
+        collect_moe_metrics([Chunk(layer)], ps, 2, args.moe, 2)
+    return tables
+
+
+def arguments_of(changes, sp=False):
+    args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=sp, moe_per_layer_logging=True, **changes)
+    args.sp = sp
+    return args
+
+
+def _rank(rank, n, layout):
+    ps = layout.state(rank)
+    return [loads_of(arguments_of(changes, layout.sp), ps, [ps.dp.rank]) for changes in KINDS.values()]
+
+
+@pytest.mark.parametrize("layout", MAPPINGS, ids=str)
+def test_loads_are_those_of_one_process(layout):
+    dp = layout.n // (layout.tp * layout.cp)
+    expected = [loads_of(arguments_of(changes), ParallelState.single(), range(dp)) for changes in KINDS.values()]
+    for every in run_ranks(_rank, layout.n, layout):
+        for tables, wanted in zip(every, expected, strict=True):
+            for table, want in zip(tables, wanted, strict=True):
+                assert (
+                    table.dtype == torch.float64 and table[0, :8].sum() == dp * 2 * S * 2 * 2
+                )  # microbatches, tokens, sequences, top-k
+                torch.testing.assert_close(table, want, rtol=1e-7, atol=0)
+    assert expected[1][1][0, 10] > 0.0  # the bias has moved
+
+
+def _dropping(rank, n):
+    ps = ParallelState.create(n, rank, ep=n)
+    args = arguments_of({"moe_expert_capacity_factor": 0.5})
+    return loads_of(args, ps, [ps.dp.rank])[0]
+
+
+def test_what_is_dropped_still_counts_as_load():
+    """Capacity is per rank and microbatch, so data ranks drop what one process drops of their microbatches."""
+    expected = loads_of(arguments_of({"moe_expert_capacity_factor": 0.5}), ParallelState.single(), range(2))[0]
+    for table in run_ranks(_dropping, 2):
+        assert table[0, 8] == expected[0, 8] > 0
+        assert torch.equal(table[0, :8], expected[0, :8]) and table[0, :8].sum() == 2 * 2 * S * 2 * 2
+
+
+def _stage(rank, n):
+    ps = ParallelState.create(n, rank, pp=2)
+    args = arguments_of({})
+    layers = []
+    if ps.pp.rank == 1:
+        layer = build_layer(args, ps, layer_number=2)
+        layer(microbatches(ps.dp.rank)[0], SCALE)
+        layers.append(layer)
+    return collect_expert_loads([Chunk(*layers)], ps, 8, 2)
+
+
+def test_a_stage_without_experts_knows_the_loads_of_the_others():
+    first, second = run_ranks(_stage, 2)
+    assert torch.equal(first, second)
+    assert first[0].sum() == 0 and first[1, :8].sum() == S * 2 * 2 and first[1, 11] == 1.0
+
+
+def test_evaluation_and_recomputation_do_not_count():
+    args = arguments_of({})
+    layer = shard_of(args, ParallelState.single())
+    with torch.no_grad():
+        layer(microbatches(0)[0], SCALE)
+    layer.eval()
+    layer(microbatches(0)[0], SCALE)
+    assert layer.router.tokens_per_expert.sum() == 0
+
+
+def test_without_the_flag_nothing_is_counted():
+    layer = shard_of(sections(), ParallelState.single())
+    assert layer.router.tokens_per_expert is None
+
+
+def _cloning(rank, n):
+    ps = ParallelState.create(n, rank, ep=n)
+    layer, planned = shard_of(arguments_of({"moe_clone_hot_experts": 2}), ps), []
+    with torch.no_grad():  # the first rank's experts are the hot ones
+        layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
+    plan = layer.cloner.plan
+    layer.cloner.plan = lambda routing_TE: planned.append(plan(routing_TE)) or planned[-1]
+    for _ in range(2):  # the iteration is repeated
+        reset_iteration([Chunk(layer)])
+        planned.clear()
+        for x in microbatches(ps.dp.rank):
+            layer(x.abs(), SCALE)
+    table = collect_expert_loads([Chunk(layer)], ps, 8, 2)
+    assert layer.num_cloned_tokens == 0
+    return table[0, 9].item(), sum(
+        clone.num_tokens for redirect, _ in planned if redirect is not None for clone in redirect.clones
+    )
+
+
+def test_what_clones_take_over_is_counted_once():
+    (first, planned), (second, again) = run_ranks(_cloning, 2)
+    assert first == second == planned == again > 0

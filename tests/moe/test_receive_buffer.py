@@ -1,0 +1,134 @@
+"""A budget for received rows: the numbers of a layer without it, buffers of one size, and an overflow that loses nothing."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from harness import run_ranks
+from moe.layers import HIDDEN, build_layer, sections, shard_of
+
+from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
+from moe_trainer.parallel.state import ParallelState
+
+KINDS = {
+    "plain": {},
+    "grouped": {"moe_grouped_gemm": True},
+    "biases": {"add_bias_linear": True},
+    "grouped, biases": {"add_bias_linear": True, "moe_grouped_gemm": True, "swiglu": False},
+    "shared, sigmoid": {
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4,
+    },
+    "probabilities on the input": {
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "rows"), [(8, 1.0, 16), (8, 1.25, 20), (7, 1.3, 19), (5, 1.1, 11), (10, 1.1, 22)]
+)
+def test_rows_are_tokens_times_topk_times_factor_rounded_up(tokens, factor, rows):
+    assert ReceiveBudget("layer", factor, topk=2).size_for(tokens, num_received=3) == rows
+    assert ReceiveBudget("layer", factor, topk=1, etp_size=2).size_for(tokens, num_received=3) == rows
+
+
+def test_an_overflow_grows_the_budget_and_names_the_factor(caplog):
+    budget = ReceiveBudget("layers.3", 1.0, topk=2)
+    with caplog.at_level(logging.WARNING):
+        assert budget.size_for(10, 20) == 20 and budget.factor == 1.0 and not caplog.records
+        assert budget.size_for(10, 23) == 23 and budget.factor == 1.15
+    assert (
+        "layers.3" in caplog.text
+        and "23 tokens" in caplog.text
+        and "--moe-expert-rank-capacity-factor 1.15 would" in caplog.text
+    )
+    assert ReceiveBudget("again", 1.15, topk=2).size_for(10, 23) == 23, "the factor that was named is enough"
+    assert budget.size_for(10, 4) == 23 and len(caplog.records) == 1, "the budget stays larger"
+    assert budget.size_for(0, 5) == 23, "a rank without tokens has the budget of its largest microbatch"
+
+
+def test_place_keeps_rows_and_their_gradient():
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    out = pad_to_buffer(x, 5)
+    assert torch.equal(out[:3], x) and not out[3:].any()
+    (grad,) = torch.autograd.grad(out, x, torch.arange(10, dtype=torch.float64).view(5, 2))
+    assert torch.equal(grad, torch.arange(6, dtype=torch.float64).view(3, 2))
+
+
+def passes(layer, x, weight, microbatches=2):
+    """Outputs, input gradients and weight gradients of some microbatches, and the sizes of what experts computed on."""
+    found, sizes, run = [], [], layer.experts.forward
+
+    def watched(x_RH, *rest, **options):
+        sizes.append(x_RH.shape[0])
+        return run(x_RH, *rest, **options)
+
+    layer.experts.forward = watched
+    for index in range(microbatches):
+        own = (x * (1 + index)).clone().requires_grad_()
+        y = layer(own, 0.7)
+        (y * weight).sum().backward()
+        found += [y.detach(), own.grad]
+    return [*found, *(param.grad.clone() for param in layer.parameters())], sizes
+
+
+def _one_rank(rank, n, sizes, dispatcher, kind, factor, dtype, layout):
+    ps = ParallelState.create(n, rank, **layout) if n > 1 else ParallelState.single()
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = torch.randn(2, sizes[rank], 1, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    results = []
+    for changes in ({}, {"moe_expert_rank_capacity_factor": factor}):
+        args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **KINDS[kind], **changes)
+        layer = shard_of(args, ps, dtype) if n > 1 else build_layer(args, dtype=dtype)
+        results.append((*passes(layer, x, weight), layer.budget))
+    (plain, rows, none), (ours, budgets, budget) = results
+    assert none is None
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert torch.equal(mine, theirs)
+    return rows, budgets, budget.factor > factor, args.moe.moe_router_topk
+
+
+def check(n, sizes, dispatcher, kind, factor, layout, dtype=torch.float32):
+    if n > 1:
+        found = run_ranks(_one_rank, n, sizes, dispatcher, kind, factor, dtype, layout)
+    else:
+        found = [_one_rank(0, 1, sizes, dispatcher, kind, factor, dtype, layout)]
+    for size, (rows, budgets, overflown, topk) in zip(sizes, found):
+        planned = -(-max(size, 1) * topk * layout.get("etp", 1) * int(factor * 100) // 100)
+        assert overflown == any(own > planned for own in rows)
+        if not overflown:
+            assert set(budgets) == {planned}
+        assert all(budget >= own for own, budget in zip(rows, budgets))
+    return found
+
+
+one_process = partial(check, 1, (12,), "alltoall", layout={})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_bit_for_bit(kind, dtype):
+    one_process(kind=kind, factor=1.5, dtype=dtype)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}, {"etp": 2}], ids=str)
+def test_ranks_bit_for_bit(layout, dispatcher):
+    n = layout.get("ep", 1) * layout.get("etp", 1)
+    found = check(n, (12,) * n, dispatcher, "plain", 4.0, layout)
+    assert not any(overflown for _, _, overflown, _ in found)
+
+
+def test_overflow_on_ranks_and_uneven_tokens_lose_nothing():
+    found = check(4, (12, 3, 5, 0), "alltoall", "plain", 0.5, {"ep": 4})
+    assert any(overflown for _, _, overflown, _ in found)
+
+
+@pytest.mark.parametrize("kind", ["grouped, biases", "shared, sigmoid"])
+def test_kinds_on_ranks(kind):
+    check(2, (12, 12), "alltoall", kind, 2.0, {"ep": 2})

@@ -1,0 +1,71 @@
+"""Batch sizes with which virtual stages would wait for each other: named before anything is built, by --validate-only and by a run."""
+
+import pytest
+
+import pretrain_moe
+from arguments import parse_args
+from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
+from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.simulate import simulate_schedule
+from tests.arguments.test_tokens import TOY
+
+VIRTUAL = "--num-layers 12 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1 --train-samples 400".split()
+RAMP = [*VIRTUAL, *"--rampup-batch-size 8 1 120 --global-batch-size 16".split()]
+
+
+def args_of(words, world_size=4):
+    line = [*TOY]
+    for flag in ("--train-iters", "--lr-decay-iters"):
+        if flag in line:
+            del line[line.index(flag) : line.index(flag) + 2]
+    return [*line, *words], world_size
+
+
+@pytest.mark.parametrize(
+    "words, sizes",
+    [
+        (RAMP, [9, 13]),
+        ([*RAMP, "--pipeline-schedule", "zero-bubble"], [9, 13]),
+        ([*VIRTUAL, *"--rampup-batch-size 4 4 120 --global-batch-size 16".split()], []),
+        ([*RAMP[:4], *RAMP[6:]], []),  # without virtual stages
+    ],
+)
+def test_the_sizes_of_a_ramp(words, sizes):
+    line, world = args_of(words)
+    found = deadlocking_batch_sizes(parse_args(line, world), 1)
+    assert [int(text.split()[3]) for text in found] == sizes
+    assert all("multiple of --microbatch-group-size-per-virtual-pipeline-stage" in text for text in found)
+
+
+def test_what_is_not_walked_can_run():
+    """The shortcut: whole groups, or a last one that fills the pipeline."""
+    for ranks, chunks, group in ((2, 2, 3), (3, 2, 4), (4, 3, 4), (4, 2, 6)):
+        for count in range(1, 4 * group):
+            if not 0 < count % group < ranks:
+                for kind in ("interleaved", "zero-bubble"):
+                    simulate_schedule(make_orders(kind, ranks, chunks, count, group_size=group), chunks)
+
+
+def test_validate_only_names_them_with_everything_else(capsys):
+    line, _ = args_of(
+        [
+            *RAMP,
+            "--validate-only",
+            "--world-size",
+            "4",
+            "--fp8-margin",
+            "1",
+            "--fp8-format",
+            "e4m3",
+            "--fp4-format",
+            "e2m1",
+        ]
+    )
+    assert pretrain_moe.main(line) == 2
+    out = capsys.readouterr().err
+    assert (
+        "global batch size 9 makes 9 microbatches" in out
+        and "global batch size 13" in out
+        and "Use only one of --fp8-format" in out
+    )
+    assert "3 problems with the arguments:" in out

@@ -1,0 +1,112 @@
+"""A weight cast part by part has the bytes and scales of the full weight quantized, and GEMMs read them."""
+
+import itertools
+
+import pytest
+import torch
+
+from moe_trainer.quantization.fp8_weight import Fp8Weight, can_store_in_fp8
+from moe_trainer.quantization.gemms import QuantizedGemms, make_recipe
+from moe_trainer.quantization.quantize import compute_amax, quantize
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+
+
+def stored(values, recipe, cuts, scale=None):
+    """Cast in parts that begin at `cuts`."""
+    weight = Fp8Weight(values.shape, recipe.weight, values.dtype, values.device, lambda: scale)
+    weight.bind(torch.zeros(values.numel(), dtype=torch.uint8), torch.zeros(weight.num_blocks))
+    bounds = [0, *cuts, values.numel()]
+    parts = [(values.reshape(-1)[a:b], a) for a, b in itertools.pairwise(bounds)]
+    for part, start in parts:
+        weight.update_amax(part, start)
+    weight.compute_scales()
+    for part, start in parts:
+        weight.cast(part, start)
+    return weight
+
+
+@pytest.mark.parametrize("portion", [1 << 18, 900, 64])
+@pytest.mark.parametrize("shape", [(300, 130), (3, 140, 260), (3, 128, 130), (7, 16, 24)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_parts_give_the_bytes_of_the_whole(name, shape, portion, monkeypatch):
+    monkeypatch.setattr("moe_trainer.quantization.fp8_weight.PORTION_CPU", portion)
+    recipe = make_recipe(name)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))
+    scale = torch.tensor(0.37) if name == "delayed" else None
+    numel = values.numel()
+    weight = stored(values, recipe, (1, 257, numel // 2 + 3, numel - 5), scale)
+    matrices = values if values.dim() == 3 else values[None]
+    for index, matrix in enumerate(matrices):
+        for transposed, scaling in ((False, recipe.weight), (True, recipe.weight_t)):
+            expected = quantize(matrix.t() if transposed else matrix, scaling, scale)
+            found = weight[index].operand(scaling, transposed, torch.float32)
+            assert torch.equal(found.dequantized(), expected.dequantized()) and torch.equal(
+                found.inverse, expected.inverse
+            )
+        assert weight[index].amax == compute_amax(matrix)
+
+
+def test_fp64_is_rounded_once():
+    """1 + 1/16 + a bit is above the tie between two numbers of E4M3 in fp64, and on it in fp32."""
+    values = torch.full((16, 16), 17 / 16 + 2.0**-40, dtype=torch.float64)
+    values[0, 0] = 448.0
+    weight = stored(values, make_recipe("tensorwise"), ())
+    assert weight[0].operand(make_recipe("tensorwise").weight, False, torch.float64).dequantized()[1, 1] == 1.125
+    assert stored(values.float(), make_recipe("tensorwise"), ())[0].values_NK[1, 1].float() == 1.0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_not_finite_becomes_nan(name, bad):
+    values = torch.ones(256, 256)
+    values[3, 3] = bad
+    scale = torch.tensor(1.0) if name == "delayed" else None
+    recipe = make_recipe(name)
+    found = stored(values, recipe, (100,), scale)[0].operand(recipe.weight, False, torch.float32).dequantized()
+    expected = quantize(values, recipe.weight, scale).dequantized()
+    assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_read_the_bytes(name):
+    """Same results as quantizing the weight, also of what delayed scaling notes.
+
+    The parameter itself is not looked at.
+    """
+    recipe = make_recipe(name)
+    generator = torch.Generator().manual_seed(2)
+    values, x, grad = (torch.randn(shape, generator=generator) for shape in ((2, 32, 48), (5, 48), (5, 32)))
+    plain, kept = QuantizedGemms(recipe, "a"), QuantizedGemms(recipe, "a")
+    kept.fp8_weight = stored(values, recipe, (7, 1000), kept.weight_scale())
+    placeholder_param = kept.fp8_weight.placeholder_param(torch.bfloat16)
+    assert (
+        placeholder_param.shape == values.shape
+        and placeholder_param.isnan().all()
+        and placeholder_param.untyped_storage().nbytes() == 2
+    )
+    for expert in range(2):
+        for method, operand in (("output", x), ("input_grad", grad)):
+            expected = getattr(plain, method)(operand, plain.expert_weight(values, expert))
+            assert torch.equal(getattr(kept, method)(operand, kept.expert_weight(placeholder_param, expert)), expected)
+    if recipe.delayed is not None:
+        assert torch.equal(kept.amax, plain.amax) and kept.amax[1] > 0
+
+
+def test_a_plain_weight_needs_no_index():
+    recipe = make_recipe("blockwise")
+    values, x = torch.randn(32, 48), torch.randn(5, 48)
+    plain, kept = QuantizedGemms(recipe, "a"), QuantizedGemms(recipe, "a")
+    kept.fp8_weight = stored(values, recipe, ())
+    assert torch.equal(kept.output(x, kept.fp8_weight.placeholder_param(torch.float32)), plain.output(x, values))
+
+
+def test_what_can_be_stored():
+    found = {
+        name: can_store_in_fp8(recipe.weight, recipe.weight_t)
+        for name, recipe in (
+            (name, make_recipe(name)) for name in ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+        )
+    }
+    assert found == {"delayed": True, "tensorwise": True, "blockwise": True, "mxfp8": False, "nvfp4": False}

@@ -1,0 +1,161 @@
+"""Quantized GEMMs of many experts in one call.
+
+Torch's scaled_grouped_mm computed as it is defined, against GEMM by GEMM.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quantization.test_gemms import products_of
+from quantization.test_scaled_mm import offset
+from torch.nn.functional import ScalingType, SwizzleType
+
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.quantization import gemms, scaled_grouped
+from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
+from moe_trainer.quantization.gemms import make_recipe
+from moe_trainer.quantization.quantize import quantize
+from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
+
+SIGNATURE = inspect.signature(F.scaled_grouped_mm)
+ROWS = (5, 130, 1)
+
+
+def tiles(flat, rows, cols):
+    return torch.tensor([[flat[offset(row, col, cols)] for col in range(cols)] for row in range(rows)])
+
+
+def numbers(values, scale, kind):
+    if kind == ScalingType.RowWise:
+        assert scale.shape == values.shape[:1] and scale.dtype == torch.float32
+        return values.float() * scale[:, None]
+    cols = values.shape[1] // 32
+    return values.float() * tiles(scale.float().flatten(), len(values), cols).repeat_interleave(32, 1)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """torch's scaled_grouped_mm, as it is defined for rows in groups."""
+    calls = []
+
+    def scaled_grouped_mm(*args, **kwargs):
+        bound = SIGNATURE.bind(*args, **kwargs).arguments
+        calls.append(bound)
+        a, b, kind, ends = bound["mat_a"], bound["mat_b"], bound["scale_recipe_a"], bound["offs"].tolist()
+        assert kind == bound["scale_recipe_b"] and bound["offs"].dtype == torch.int32 and ends[-1] == len(a)
+        assert a.dtype == b.dtype == torch.float8_e4m3fn and a.is_contiguous() and b.transpose(1, 2).is_contiguous()
+        assert bound["output_dtype"] == torch.bfloat16 and a.shape[1] % 16 == b.shape[2] % 16 == 0
+        tiled = kind == ScalingType.BlockWise1x32
+        assert (
+            bound["swizzle_a"]
+            == bound["swizzle_b"]
+            == (SwizzleType.SWIZZLE_32_4_4 if tiled else SwizzleType.NO_SWIZZLE)
+        )
+        found, first = [], 0
+        for group, (start, end) in enumerate(zip([0, *ends], ends)):
+            height = -(-(end - start) // 128) * 128 if tiled else end - start
+            scale = bound["scale_a"][first : first + height]
+            first += height
+            right = numbers(b[group].t(), bound["scale_b"][group], kind)
+            found.append(numbers(a[start:end], scale, kind) @ right.t())
+        assert first == len(bound["scale_a"])
+        return torch.cat(found).to(torch.bfloat16)
+
+    monkeypatch.setattr(F, "scaled_grouped_mm", scaled_grouped_mm)
+    return calls
+
+
+def random(rows, cols, scaling, seed):
+    return quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)), scaling)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
+def test_groups_are_products_of_their_own(device, name):
+    recipe = make_recipe(name)
+    a = [random(rows, 256, recipe.x, seed) for seed, rows in enumerate(ROWS)]
+    b = [random(144, 256, recipe.weight, 10 + seed) for seed in range(len(ROWS))]
+    expected = torch.cat([one.dequantized() @ other.dequantized().t() for one, other in zip(a, b)])
+    torch.testing.assert_close(native_grouped_mm(a, b).float(), expected, rtol=8e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "mxfp8"])
+def test_experts_in_grouped_calls_are_those_one_by_one(device, monkeypatch, name):
+    generator, activation, found = torch.Generator().manual_seed(0), Activation("silu", gated=True), []
+    shapes = {"x": (136, 128), "p": (136,), "w1": (4, 256, 128), "w2": (4, 128, 128), "b1": (4, 256), "b2": (4, 128)}
+    drawn = {key: torch.randn(shape, generator=generator).mul_(0.5) for key, shape in shapes.items()}
+    asked = []
+
+    def groups(x, outputs, a, b, dtype):
+        asked.append((x.shape, outputs))
+        return True
+
+    for grouped in (False, True):
+        if grouped:
+            monkeypatch.setattr(gemms, "can_use_native_grouped_mm", groups)
+        v = {key: value.to(torch.bfloat16).requires_grad_() for key, value in drawn.items()}
+        y = quantized_expert_mlp(
+            v["x"],
+            v["p"],
+            v["w1"],
+            v["w2"],
+            (5, 130, 0, 1),
+            activation,
+            (products_of(name), products_of(name)),
+            b1_eG=v["b1"],
+            b2_eH=v["b2"],
+        )
+        y.float().square().sum().backward()
+        found.append([y.detach(), *(value.grad for value in v.values())])
+    assert len(device) == 4 and asked == [((5, 128), 256), ((5, 128), 128), ((5, 128), 128), ((5, 256), 128)]
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() <= 2e-2 * one.float().norm()
+
+
+def test_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(scaled_grouped, "_works", lambda *_: True)
+    recipe, blocks = make_recipe("tensorwise", hybrid=True), make_recipe("blockwise")
+    mx = make_recipe("mxfp8")
+
+    def on(width, device="cuda"):
+        return SimpleNamespace(is_cuda=device == "cuda", shape=(8, width), device=device)
+
+    bf16 = torch.bfloat16
+    assert can_use_native_grouped_mm(on(48), 32, recipe.x, recipe.weight, bf16) and can_use_native_grouped_mm(
+        on(128), 32, mx.x, mx.weight, bf16
+    )
+    assert not can_use_native_grouped_mm(on(48, "cpu"), 32, recipe.x, recipe.weight, bf16)
+    assert not can_use_native_grouped_mm(on(48), 32, recipe.x, recipe.weight, torch.float16)
+    assert not can_use_native_grouped_mm(on(40), 32, recipe.x, recipe.weight, bf16) and not can_use_native_grouped_mm(
+        on(48), 40, recipe.x, recipe.weight, bf16
+    )
+    assert not can_use_native_grouped_mm(on(48), 32, recipe.grad, recipe.weight_t, bf16), "E5M2"
+    assert not can_use_native_grouped_mm(on(128), 32, blocks.x, blocks.weight, bf16) and not can_use_native_grouped_mm(
+        on(96), 32, mx.x, mx.weight, bf16
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "works"),
+    [
+        ((8, 9), "tensorwise", False),
+        ((9, 0), "tensorwise", True),
+        ((10, 0), "tensorwise", False),
+        ((9, 0), "mxfp8", False),
+        ((10, 0), "mxfp8", True),
+    ],
+)
+def test_devices_and_what_they_refuse(device, monkeypatch, caplog, capability, name, works):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    recipe, cpu, tried = make_recipe(name), torch.device("cpu"), scaled_grouped._works.__wrapped__
+    assert tried(cpu, recipe.x, recipe.weight) is works
+    if works:
+        right = F.scaled_grouped_mm
+        monkeypatch.setattr(F, "scaled_grouped_mm", lambda *args, **options: right(*args, **options) * 1.1)
+        assert not tried(cpu, recipe.x, recipe.weight) and "gives other numbers" in caplog.text
+        monkeypatch.setattr(
+            F, "scaled_grouped_mm", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("built without it"))
+        )
+        assert not tried(cpu, recipe.x, recipe.weight) and "built without it" in caplog.text

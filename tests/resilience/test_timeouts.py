@@ -1,0 +1,91 @@
+"""Timeouts that shorten after the start and lengthen where one rank works for all, and what ranks agree on between iterations."""
+
+import signal
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import run_ranks, wait_until
+
+from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.trace import CommunicationError
+from moe_trainer.resilience.timeouts import TimeoutManager
+from moe_trainer.resilience.watchdog import Watchdog
+from moe_trainer.training.exit_conditions import sync_exit_decision
+
+CPU = torch.device("cpu")
+
+
+def wait_for_a_slow_rank(rank, n, word):
+    ps = ParallelState.create(n, rank, timeout=timedelta(seconds=30))
+    watchdog = Watchdog(ps.trace, n, None, 30.0)  # not entered: the communicators' own timeouts are looked at
+    timeouts = TimeoutManager(ps, watchdog, CPU, 30.0, 2.0)
+    with timeouts.extended():
+        assert watchdog.timeout == 30.0
+    timeouts.use_training_timeout()
+    assert watchdog.timeout == 2.0
+    with timeouts.extended():
+        assert watchdog.timeout == 30.0
+        if rank == 0:
+            time.sleep(4)  # the others wait at the end of the block, or here:
+        collectives.all_reduce(torch.ones(1), ps.dp)
+    assert watchdog.timeout == 2.0
+    begin = time.monotonic()
+    if rank == 0:
+        wait_until(word.exists)
+    else:
+        with pytest.raises(CommunicationError):
+            collectives.all_reduce(torch.ones(1), ps.dp)
+        assert time.monotonic() - begin < 20
+        word.touch()
+    ps.set_timeout(timedelta(seconds=30))  # the harness ends with a barrier
+
+
+def test_a_slow_save_is_no_hang_and_a_hang_afterwards_is_one(tmp_path):
+    run_ranks(wait_for_a_slow_rank, 2, tmp_path / "word", timeout=60.0)
+
+
+def test_without_the_flag_nothing_changes():
+    watchdog = SimpleNamespace(timeout=600.0)
+    timeouts = TimeoutManager(ParallelState.single(), watchdog, CPU, 600.0, None)
+    timeouts.use_training_timeout()
+    with timeouts.extended():
+        assert watchdog.timeout == 600.0
+    assert watchdog.timeout == 600.0
+
+
+def settle(rank, n):
+    """Share with every rank what only rank 1 knows."""
+    ps = ParallelState.create(n, rank)
+
+    def ask(signalled=False, writing=False, duration=None, interval=None, started=None):
+        training = SimpleNamespace(exit_duration_in_mins=duration, exit_interval=interval)
+        run = SimpleNamespace(
+            args=SimpleNamespace(training=training),
+            saver=SimpleNamespace(under_way=writing is not None, writing=bool(writing)),
+            runtime=SimpleNamespace(device=CPU),
+            ps=ps,
+        )
+        return sync_exit_decision(
+            run,
+            SimpleNamespace(iteration=6),
+            time.monotonic() if started is None else started,
+            SimpleNamespace(received=signal.SIGTERM if signalled else None),
+        )
+
+    one = rank == 1
+    assert ask() == (False, None, False)
+    assert ask(writing=one) == (True, None, False)
+    assert ask(signalled=one) == (False, "exiting program after receiving SIGTERM.", True)
+    saving, reason, interrupted = ask(duration=5, started=time.monotonic() - 600 * one)
+    assert interrupted and not saving and reason.startswith("exiting program after 10.0")
+    assert ask(duration=5) == (False, None, False)
+    assert ask(writing=one, interval=3) == (True, "exiting program at iteration 6", False)
+    assert ask(interval=4) == (False, None, False)
+
+
+def test_what_one_rank_knows_all_act_upon():
+    run_ranks(settle, 3)

@@ -1,0 +1,47 @@
+"""Files that grow at their end: what a failed append leaves, and where an older file is continued."""
+
+import json
+import os
+
+import pytest
+
+from moe_trainer import io
+from moe_trainer.io import ResumableFile, resume_offset
+
+
+def test_what_a_failed_append_has_left_is_overwritten(tmp_path, monkeypatch):
+    file = ResumableFile(tmp_path / "file")
+    assert file.append(b"first\n") == 0
+    real = os.open
+
+    def half(path, flags, mode):
+        with open(path, "ab") as target:
+            target.write(b"half of a long record that the disk")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(io.os, "open", half)
+    with pytest.raises(OSError, match="No space left"):
+        file.append(b"a record\n")
+    monkeypatch.setattr(io.os, "open", real)
+    assert file.append(b"next\n") == 6 and file.end == 11
+    assert (tmp_path / "file").read_bytes() == b"first\nnext\n"
+
+
+def test_an_older_file_is_continued_before_the_first_step_that_comes_again(tmp_path):
+    path, kept = tmp_path / "lines", []
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 0, 1, 2, 2)) + '{"step": 1, "to')
+    assert resume_offset(path, "step", 2, kept.append) == len('{"step": 0}\n') * 3 and kept == [
+        {"step": 0},
+        {"step": 0},
+        {"step": 1},
+    ]
+    assert resume_offset(path, "step", 9) == len('{"step": 0}\n') * 5
+    assert (
+        resume_offset(path, "step", 0)
+        == resume_offset(path, "other", 5)
+        == resume_offset(tmp_path / "none", "step", 5)
+        == 0
+    )
+    file = ResumableFile(path, resume_offset(path, "step", 1))
+    file.append(b"x\n")
+    assert path.read_text() == '{"step": 0}\n{"step": 0}\nx\n'

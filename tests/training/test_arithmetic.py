@@ -1,0 +1,24 @@
+"""What initialize() tells torch about products."""
+
+import pytest
+import torch
+
+from arguments import parse_args
+from moe_trainer.training.initialize import set_numerics_flags
+from tests.arguments.test_tokens import TOY
+
+BF16 = torch.backends.cuda.matmul
+
+
+@pytest.fixture
+def allowed():
+    before = BF16.allow_bf16_reduced_precision_reduction
+    BF16.allow_bf16_reduced_precision_reduction = True
+    yield
+    BF16.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("flags, stays", [([], True), (["--disable-bf16-reduced-precision-matmul"], False)])
+def test_bf16_products_are_summed_in_fp32_when_asked(flags, stays, allowed):
+    set_numerics_flags(parse_args([*TOY, *flags], 1))
+    assert BF16.allow_bf16_reduced_precision_reduction is stays

@@ -1,0 +1,176 @@
+"""--auto-resume: the same command line, started again and again, gives one run."""
+
+import signal
+import time
+
+import pytest
+from commands import environment, read_metrics, run, start
+from training.tiny import MOCK, TINY
+
+ITERATIONS = 6
+LINE = [
+    *TINY,
+    *MOCK,
+    "--train-iters",
+    str(ITERATIONS),
+    "--save",
+    "ckpt",
+    "--save-interval",
+    "2",
+    "--tensorboard-dir",
+    "tb",
+    "--auto-resume",
+]
+
+
+def again(cwd, *flags, ranks=1, code=0):
+    finished = run([*LINE, *flags], cwd, ranks)
+    assert finished.returncode == code, finished.stderr
+    return finished
+
+
+def curve(cwd):
+    return [
+        (r["iteration"], r["lm loss"], r["grad_norm"], r["learning_rate"])
+        for r in read_metrics(cwd / "ckpt" / "metrics.jsonl")
+        if "validation" not in r
+    ]
+
+
+def scalars(cwd):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(cwd / "tb"), size_guidance={"scalars": 0})
+    found.Reload()
+    return {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in ("lm loss", "lm loss vs samples", "grad-norm")
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    again(folder)
+    return folder
+
+
+def test_minutes_that_are_over_ask_for_another_start(tmp_path, whole):
+    for done in range(1, ITERATIONS + 1):
+        finished = again(tmp_path, "--exit-duration-in-mins", "0", code=75)
+        assert "[exiting program after" in finished.stdout
+        assert len(curve(tmp_path)) == done
+    again(tmp_path, "--exit-duration-in-mins", "0")
+    assert curve(tmp_path) == curve(whole)
+    assert scalars(tmp_path) == scalars(whole)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_what_a_batch_system_sends_saves_and_asks_for_another_start(tmp_path, name):
+    process = start(
+        [*LINE, "--train-iters", "100000", "--lr-decay-iters", "100", "--save-interval", "100000"],
+        tmp_path,
+        environment(),
+    )
+    metrics, deadline = tmp_path / "ckpt" / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for _ in range(3):
+        process.send_signal(signal.Signals[name])
+    stdout, stderr = process.communicate(timeout=600)
+    assert process.returncode == 75, stderr
+    assert f"[exiting program after receiving {name}.] datetime:" in stdout
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == str(curve(tmp_path)[-1][0])
+
+
+def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path, whole):
+    """Iterations 3 to 5 are done, and their checkpoint is not whole: everything of them is done again."""
+    again(tmp_path, "--exit-interval", "5")
+    for iteration in (4, 5):
+        next((tmp_path / "ckpt" / f"iter_000000{iteration}").glob("*.distcp")).unlink()
+    finished = again(tmp_path)
+    assert finished.stderr.count("skipping the damaged checkpoint") == 2
+    assert "going on from iteration 2" in finished.stderr
+    assert curve(tmp_path) == curve(whole)
+    assert scalars(tmp_path) == scalars(whole)
+
+
+def test_a_torn_tracker_is_no_obstacle(tmp_path, whole):
+    again(tmp_path, "--exit-interval", "4")
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1x")
+    again(tmp_path)
+    assert curve(tmp_path) == curve(whole)
+
+
+def test_a_start_that_never_saved_is_put_aside(tmp_path, whole):
+    again(tmp_path, "--exit-interval", "3", "--save-interval", "100")
+    for path in (tmp_path / "ckpt").iterdir():
+        if path.name != "metrics.jsonl":
+            path.rename(tmp_path / path.name)
+    again(tmp_path)
+    assert curve(tmp_path) == curve(whole)
+    assert scalars(tmp_path) == scalars(whole)
+    assert len(list((tmp_path / "tb" / "earlier-1").iterdir())) == 1
+
+
+def test_another_number_of_ranks_goes_on(tmp_path, whole):
+    again(tmp_path, "--exit-interval", "3", ranks=2)
+    again(tmp_path)
+    assert [row[0] for row in curve(tmp_path)] == list(range(1, ITERATIONS + 1))
+    assert [row[1] for row in curve(tmp_path)] == pytest.approx([row[1] for row in curve(whole)], rel=1e-4)
+
+
+def test_what_the_first_start_began_from_is_not_begun_from_again(tmp_path):
+    again(tmp_path, "--save", "base")
+    base = ["--load", "base", "--finetune", "--no-load-optim", "--no-load-rng", "--seed", "7"]
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "base").symlink_to(tmp_path / "base")
+    again(tmp_path / "undisturbed", *base)
+    again(tmp_path, *base, "--exit-interval", "3")
+    again(tmp_path, *base)
+    assert curve(tmp_path) == curve(tmp_path / "undisturbed")
+
+
+def test_it_needs_a_folder(tmp_path):
+    finished = run([*TINY, *MOCK, "--train-iters", "2", "--auto-resume"], tmp_path)
+    assert finished.returncode == 2
+    assert "--auto-resume needs --save" in finished.stderr
+
+
+def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, whole):
+    """--use-checkpoint-args with --auto-resume alone: the first start needs the flags, a later one takes them from the run's own checkpoint."""
+    again(tmp_path, "--use-checkpoint-args", "--exit-interval", "4")
+    shape = {
+        "--num-layers": "3",
+        "--hidden-size": "64",
+        "--num-attention-heads": "2",
+        "--max-position-embeddings": "64",
+        "--num-experts": "8",
+    }
+    other = [shape.get(before, word) for before, word in zip(["", *LINE], LINE)]
+    finished = run([*other, "--use-checkpoint-args"], tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "--num-layers 3: overridden by the checkpoint's value 2" in finished.stdout + finished.stderr
+    assert curve(tmp_path) == curve(whole)
+    nothing = run([*other[other.index("--seq-length") :], "--use-checkpoint-args"], tmp_path / "ckpt")
+    assert nothing.returncode == 2 and "--num-layers is missing" in nothing.stderr
+
+
+def test_a_run_that_has_ended_says_nothing_twice(tmp_path):
+    flags = ["--eval-interval", "3", "--eval-iters", "1"]
+    again(tmp_path, *flags)
+    whole = [
+        {name: value for name, value in record.items() if name in ("iteration", "validation", "lm loss")}
+        for record in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")
+    ]
+    assert [record["iteration"] for record in whole if "validation" in record] == [
+        3,
+        6,
+        6,
+        6,
+    ]  # the last one is of the test set
+    again(tmp_path, *flags)
+    assert [
+        {name: record[name] for name in kept}
+        for kept, record in zip(whole, read_metrics(tmp_path / "ckpt" / "metrics.jsonl"), strict=True)
+    ] == whole

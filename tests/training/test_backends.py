@@ -1,0 +1,119 @@
+"""What happens when an optional library is missing: one decision for all of them."""
+
+import logging
+import sys
+
+import pytest
+
+from moe_trainer.backends import BackendPolicy, MissingBackendError, import_problem
+from moe_trainer.errors import UserError
+from moe_trainer.layers.kernels import select_kernels
+from moe_trainer.layers.layer_factory import select_layer_factory
+from moe_trainer.moe.dispatch import deepep
+from moe_trainer.parallel.state import ParallelState
+
+TYPED = frozenset({"this_flag"})
+
+
+def use(backends: BackendPolicy, problem: str | None = "the package nowhere is not installed") -> bool:
+    return backends.should_use(
+        ("this_flag", "old_flag"),
+        flag="--this-flag",
+        problem=problem,
+        remedy="Install it (pip install nowhere)",
+        instead="plain torch",
+    )
+
+
+def test_a_library_that_is_there_is_used(caplog):
+    with caplog.at_level(logging.INFO):
+        assert use(BackendPolicy("error", TYPED, cuda=True), problem=None)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("backends", "stops"),
+    [
+        (BackendPolicy(), False),
+        (BackendPolicy(cuda=True), False),
+        (BackendPolicy(typed=TYPED), False),
+        (BackendPolicy(typed=TYPED, cuda=True), True),
+        (BackendPolicy(typed=frozenset({"old_flag"}), cuda=True), True),
+        (BackendPolicy(typed=frozenset({"another_flag"}), cuda=True), False),
+        (BackendPolicy("fallback", TYPED, cuda=True), False),
+        (BackendPolicy("error"), True),
+    ],
+)
+def test_by_default_only_what_was_typed_stops_and_only_on_cuda(backends, stops, caplog):
+    if stops:
+        with pytest.raises(MissingBackendError) as error:
+            use(backends)
+        assert isinstance(error.value, UserError)  # exit code 2 and no traceback
+        assert str(error.value) == (
+            "--this-flag: the package nowhere is not installed. Install it (pip install nowhere), or add "
+            "--on-missing-backend fallback to use plain torch."
+        )
+        return
+    with caplog.at_level(logging.INFO):
+        assert not use(backends)
+    assert caplog.messages == ["--this-flag: the package nowhere is not installed; using plain torch"]
+
+
+def test_layers_of_transformer_engine(caplog):
+    """Megatron's default falls back and says so; typed on a CUDA machine it is an error that says what to do."""
+    ps = ParallelState.single()
+    with caplog.at_level(logging.INFO):
+        assert select_layer_factory("transformer_engine", ps, ["p2p"], BackendPolicy(cuda=True)).name == "local"
+    assert len(caplog.messages) == 1 and "transformer_engine" in caplog.messages[0]
+    with pytest.raises(MissingBackendError, match="--transformer-impl local, or add --on-missing-backend fallback"):
+        select_layer_factory(
+            "transformer_engine", ps, ["p2p"], BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True)
+        )
+    assert select_layer_factory("local", ps, ["p2p"], BackendPolicy("error", cuda=True)).name == "local"
+
+
+def test_gathered_they_are_told_together():
+    backends = BackendPolicy("error", missing=[])
+    backends.check()
+    assert not use(backends) and not use(backends, "the package elsewhere is not installed")
+    with pytest.raises(MissingBackendError, match="(?s)nowhere.*elsewhere"):
+        backends.check()
+
+
+def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
+    """Not only that it is absent: a library built for another torch, or one that lacks a library of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in {
+        "whole": "",
+        "half": "import the_other_half",
+        "foreign": "raise OSError('libcudart.so.11: cannot open\\nmore')",
+    }.items():
+        (tmp_path / f"{name}_package.py").write_text(text)
+    assert import_problem("whole_package") is None
+    assert import_problem("no_such_package") == "the package no_such_package is not installed"
+    assert (
+        import_problem("half_package")
+        == "the installed half_package cannot be imported (ModuleNotFoundError: No module named 'the_other_half')"
+    )
+    assert (
+        import_problem("foreign_package")
+        == "the installed foreign_package cannot be imported (OSError: libcudart.so.11: cannot open)"
+    )
+
+
+@pytest.mark.parametrize("library", ["triton", "deep_ep"])
+def test_a_broken_library_stops_the_run_that_asked_for_it_with_the_reason(library, tmp_path, monkeypatch):
+    (tmp_path / f"{library}.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    asked = {
+        "triton": lambda: select_kernels(["norm"], BackendPolicy("error", cuda=True)),
+        "deep_ep": lambda: BackendPolicy("error").should_use(
+            (), flag="flex", problem=deepep.problem(), remedy="", instead=""
+        ),
+    }
+    with pytest.raises(
+        MissingBackendError, match=f"the installed {library} cannot be imported .ImportError: undefined symbol: _ZN3c10"
+    ):
+        asked[library]()

@@ -1,0 +1,239 @@
+"""--skip-train: one command evaluates a checkpoint, without anything that only training needs; and --no-load-optim restarts the schedule."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import read_metrics, run
+from training.tiny import MOCK, TINY
+
+from moe_trainer.data.indexed import IndexedDatasetBuilder
+
+SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 4 iterations on a blend of two files, which ends with an evaluation of its own."""
+    folder = tmp_path_factory.mktemp("trained")
+    generator = np.random.default_rng(3)
+    for name, high in (("a", 40), ("b", 119)):
+        with IndexedDatasetBuilder(str(folder / f"{name}_text_document"), np.uint16) as builder:
+            for _ in range(40):
+                builder.add_document(generator.integers(0, high, 97), [97])
+    data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
+    finished = run(
+        [
+            *TINY,
+            *data,
+            "--train-iters",
+            "4",
+            "--eval-iters",
+            "3",
+            "--save",
+            "ck",
+            "--save-interval",
+            "4",
+            "--data-cache-path",
+            "cache",
+        ],
+        folder,
+    )
+    assert finished.returncode == 0, finished.stderr
+    (folder / "log").write_text(finished.stdout)
+    return folder
+
+
+def test_the_log_of_a_run(trained):
+    log = (trained / "log").read_text()
+    assert f"dashboard: {trained}/ck/dashboard.html" in log and not (trained / "ck" / ".in_use").exists()
+    settings = log[log.index("---- arguments") : log.index("end of arguments")]
+    assert "  train_iters ..................................... 4\n" in settings and "adam_beta1" not in settings
+    assert "settings are at their defaults (--log-all-arguments prints them too)" in log
+    losses = [
+        record["lm loss"] for record in read_metrics(trained / "ck" / "metrics.jsonl") if "validation" not in record
+    ]
+    summary = log[log.index("run summary") :].splitlines()
+    assert summary[1] == "  ended:       all 4 iterations are done"
+    assert (
+        summary[2].startswith("  iterations:  4 of 4 (4 in this start, 0:00:")
+        and summary[3] == "  tokens:      512 in this start"
+    )
+    assert summary[4].startswith("  throughput:  ") and " tokens/s, " in summary[4]
+    assert summary[5] == f"  lm loss:     {losses[-1]:.4f} (the batch of iteration 4)"
+    assert [line.split(":")[0].strip() for line in summary[6:10]] == ["validation", "test", "saved", "dashboard"]
+    assert summary[8] == "  saved:       1 checkpoint saved to ck, the last at iteration 4"
+
+
+def test_the_log_of_a_run_that_leaves_early(trained):
+    data = [
+        "--data-path",
+        "a_text_document",
+        "--split",
+        "60,20,20",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "120",
+    ]
+    finished = run(
+        [*TINY, *data, "--train-iters", "8", "--log-interval", "2", "--exit-interval", "2", "--log-all-arguments"],
+        trained,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (
+        "  adam_beta1 ...................................... 0.9\n" in finished.stdout
+        and "prints them too" not in finished.stdout
+    )
+    assert "  ended:       early, after iteration 2: exiting program at iteration 2" in finished.stdout
+    assert (
+        "(the batch of iteration 2; mean of the last 2 iterations " in finished.stdout
+        and "  saved:       nothing (no --save)" in finished.stdout
+    )
+
+
+def evaluate(folder, *flags, ranks=1):
+    metrics = folder / "evaluated.jsonl"
+    metrics.unlink(missing_ok=True)
+    finished = run(["--skip-train", "--metrics-file", metrics.name, *flags], folder, ranks)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout, {record["validation"]: record for record in read_metrics(metrics)}
+
+
+def test_one_command_evaluates_a_checkpoint_at_its_iteration(trained, monkeypatch):
+    for name in ("build_optimizer", "build_lr_schedule", "build_weight_decay_schedule", "build_grad_buffers"):
+        monkeypatch.setattr(
+            f"moe_trainer.training.setup.{name}",
+            lambda *args, **kwargs: pytest.fail("an evaluation builds nothing of the optimizer"),
+        )
+    before = (trained / "ck" / "metrics.jsonl").read_text()
+    text, found = evaluate(trained, "--use-checkpoint-args", "--load", "ck", "--save", "ck", "--save-interval", "1")
+    assert (trained / "ck" / "metrics.jsonl").read_text() == before  # the run's own record is not the evaluation's
+    assert (
+        "validation loss at iteration 4 on validation set" in text
+        and "validation loss at iteration 4 on test set" in text
+    )
+    assert tuple(found) == SETS and {record["iteration"] for record in found.values()} == {4}
+    own = [json.loads(line) for line in before.splitlines()]
+    assert found["test"]["lm loss"] == next(each["lm loss"] for each in own if each.get("validation") == "test")
+    assert found["test-a"]["lm loss"] != found["test-b"]["lm loss"]
+    assert "evaluation of ck, iteration 4" in text
+    assert (
+        "per byte: not reported, because the ids of a NullTokenizer stand for no text" in text
+        and "bytes" not in found["test"]
+    )
+    assert found["validation"]["tokens"] == found["validation"]["samples"] * 32 == 3 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        "--expert-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer --context-parallel-size 1",
+    ],
+)
+def test_another_mapping_gives_the_same_losses(trained, mapping):
+    _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    _, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *mapping.split(), ranks=2)
+    for name in SETS:
+        assert (
+            other[name]["lm loss"] == pytest.approx(one[name]["lm loss"], rel=2e-6)
+            and other[name]["tokens"] == one[name]["tokens"]
+        )
+
+
+def test_flags_of_a_command_line_and_other_data(trained):
+    _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    flags = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
+    same = [
+        "--data-path",
+        "0.7",
+        "a_text_document",
+        "0.3",
+        "b_text_document",
+        "--split",
+        "60,20,20",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "120",
+    ]
+    _, typed = evaluate(trained, *flags, *same, "--load", "ck", "--eval-iters", "3")
+    assert {name: typed[name]["lm loss"] for name in SETS} == {name: recorded[name]["lm loss"] for name in SETS}
+    _, other = evaluate(
+        trained, "--use-checkpoint-args", "--load", "ck", "--valid-data-path", "b_text_document", "--full-validation"
+    )
+    assert list(other) == ["validation"] and other["validation"]["samples"] == 40 * 97 // 32 // 2 * 2
+
+
+def test_a_recorded_split_counts_for_data_of_the_command_line(trained):
+    """The same files and no --split: the run's own shares, not the default ones, in which most of the validation text was trained on."""
+    data = ["--data-path", "0.7", "a_text_document", "0.3", "b_text_document"]
+    _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    _, same = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *data)
+    assert {name: same[name]["lm loss"] for name in SETS} == {name: recorded[name]["lm loss"] for name in SETS}
+
+
+def test_a_recorded_microbatch_that_does_not_fit_the_ranks_is_reduced(trained):
+    """Batches of 4 in microbatches of 2 on four ranks: one sample each, the same samples, and the same losses."""
+    _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+    text, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", ranks=4)
+    for name in SETS:
+        assert (
+            other[name]["lm loss"] == pytest.approx(one[name]["lm loss"], rel=2e-6)
+            and other[name]["samples"] == one[name]["samples"]
+        )
+    assert "does not divide among" not in text
+
+
+def test_what_is_missing_is_said(trained, tmp_path):
+    (tmp_path / "empty").mkdir()
+    shape = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
+    finished = run([*shape, *MOCK, "--skip-train", "--eval-iters", "1", "--load", "empty"], tmp_path)
+    assert (
+        finished.returncode == 2
+        and "--load empty: there is no checkpoint in this folder, so there is nothing to evaluate" in finished.stderr
+    )
+    finished = run(
+        [
+            *shape,
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            "120",
+            "--skip-train",
+            "--eval-iters",
+            "1",
+            "--load",
+            "empty",
+        ],
+        tmp_path,
+    )
+    assert finished.returncode == 2 and "--skip-train needs data to evaluate on: --valid-data-path" in finished.stderr
+
+
+def test_without_optimizer_state_the_schedule_starts_again(trained):
+    """As in Megatron-LM (d98e8a64): load_checkpoint leaves the scheduler at 0 steps, iteration and data go on."""
+    data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
+    flags = [
+        *TINY,
+        *data,
+        "--train-iters",
+        "9",
+        "--lr-warmup-iters",
+        "2",
+        "--load",
+        "ck",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--metrics-file",
+        "go_on.jsonl",
+    ]
+    finished = run(flags, trained)
+    assert finished.returncode == 0, finished.stderr
+    records = [record for record in read_metrics(trained / "go_on.jsonl") if "validation" not in record]
+    assert [record["iteration"] for record in records] == [5, 6, 7, 8, 9] and records[0]["consumed_samples"] == 20
+    assert [record["learning_rate"] for record in records][:3] == pytest.approx([0.0, 0.5e-3, 1e-3])
+    refused = run([word for word in flags if word not in ("--no-load-optim", "--no-load-rng")], trained)
+    assert refused.returncode == 2 and "the schedules differ from the checkpoint's" in refused.stderr

@@ -1,0 +1,92 @@
+"""Fully sharded data parallelism equals one process: losses, every gradient, norms, weights after three steps."""
+
+import functools
+
+import pytest
+import torch
+from harness import run_ranks
+from training.layouts import FP32, argv_of, compare, groups_of, shallow, train, train_ranks
+
+from moe_trainer.moe.router import TopKRouter
+from moe_trainer.parallel.state import ParallelState
+
+TORCH = "--use-torch-fsdp2"
+MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+CASES = {
+    2: [
+        ("plain", TORCH),
+        ("plain", f"{TORCH} --torch-fsdp2-no-reshard-after-forward"),
+        ("accumulation", TORCH),
+        ("per-token loss", TORCH),
+        ("deepseek", TORCH),
+        ("biases, tied head", TORCH),
+        ("plain", f"{MEGATRON} --expert-model-parallel-size 2"),
+        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"),
+        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy optim"),
+        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy no_shard"),
+    ],
+    4: [
+        ("deepseek", f"{MEGATRON} --expert-model-parallel-size 2"),
+        ("accumulation", f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+        ("per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
+        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2"),
+        ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2"),
+        ("biases, tied head", f"{MEGATRON} --pipeline-model-parallel-size 2"),
+        ("plain", f"{MEGATRON} --context-parallel-size 2"),
+        ("plain", f"{MEGATRON} --num-distributed-optimizer-instances 2"),
+        # 6 experts do not divide over 4 ranks: cut along their rows
+        ("plain", f"{MEGATRON} --num-experts 6 --moe-router-topk 2 --overlap-grad-reduce --overlap-param-gather"),
+        ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    ],
+}
+
+
+def model_of(kind: str, flags: str) -> list[str]:
+    """Two layers where there are many microbatches, but for virtual stages; four layers in the other cases, with units in the middle."""
+    many = kind in ("accumulation", "per-token loss") and "virtual" not in flags
+    return shallow(argv_of(kind)) if many else argv_of(kind)
+
+
+@functools.cache
+def one_process(*argv: str):
+    return train(list(argv), 0, ParallelState.single())
+
+
+@pytest.mark.parametrize("n", CASES)
+def test_sharded_equals_one_process(n):
+    argvs = [[*model_of(kind, flags), *flags.split()] for kind, flags in CASES[n]]
+    found = run_ranks(train_ranks, n, argvs)[0]
+    wrong = {}
+    for (kind, flags), outcome in zip(CASES[n], found, strict=True):
+        model = flags.split()[flags.split().index("--num-experts") :][:2] if "--num-experts" in flags else []
+        one = one_process(*model_of(kind, flags), *model)
+        differences = compare(one, outcome, FP32)
+        if differences:
+            wrong[kind, flags] = [str(difference) for difference in differences[:3]]
+    assert not wrong, wrong
+
+
+def crowded(rank, n, argvs):
+    """Every token goes to the first experts: the other ranks of ep receive nothing."""
+    forward = TopKRouter.forward
+
+    def patched(self, *args, **kwargs):
+        probs_TE, routing_TE = forward(self, *args, **kwargs)
+        topk = int(routing_TE[0].sum())
+        chosen = torch.zeros_like(routing_TE)
+        chosen[:, :topk] = True
+        weights = probs_TE[routing_TE].view(-1, topk)
+        return torch.zeros_like(probs_TE).masked_scatter(chosen, weights), chosen
+
+    TopKRouter.forward = patched
+    return [train(argv, rank, groups_of(argv, rank, n), 2) for argv in argvs]
+
+
+def test_experts_that_receive_nothing():
+    experts = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    argvs = [[*shallow(argv_of("accumulation")), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
+    whole, sharded = run_ranks(crowded, 4, argvs)[0]
+    idle = [name for name in whole.grads if ".local_experts.7." in name]
+    assert idle and all(not whole.grads[name].any() for name in idle)
+    assert compare(whole, sharded, FP32) == []

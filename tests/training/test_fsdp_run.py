@@ -1,0 +1,121 @@
+"""Runs with fully sharded parameters: checkpoints that any layout resumes, evaluation, export, bf16, and what a rank holds."""
+
+import pytest
+import torch
+from harness import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from training.forked import pretrain
+from training.layouts import argv_of, groups_of, make_run, shallow
+from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
+from training.tiny import MOCK, TINY
+
+from moe_trainer.checkpoint.inspect import differences
+from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.shards import local_shards
+from moe_trainer.training.setup import parameters
+
+MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+
+
+CHAIN = (
+    (4, f"{MEGATRON} --expert-model-parallel-size 2"),
+    (1, ""),
+    (2, "--use-torch-fsdp2"),
+    (4, "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel"),
+    (4, f"{MEGATRON} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
+)
+
+
+def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
+    first = tmp_path / "first"
+    expected = run_ranks(train_and_save, 2, [*shallow(argv_of("deepseek")), *MEGATRON.split()], first)[0]
+    source = first
+    for number, (n, flags) in enumerate(CHAIN):
+        target = tmp_path / str(number)
+        found = run_ranks(load_and_save, n, [*shallow(argv_of("deepseek")), *flags.split()], source, target)[0]
+        assert differences(first / "iter_0000002", target / "iter_0000002") == [], flags
+        assert_alike(found, expected, norm=3e-6)
+        source = target
+
+
+def hold(rank, n, argv):
+    """What a rank holds before, between and after: elements, and of what."""
+    run = make_run(argv, rank, groups_of(argv, rank, n), 3)
+    params = parameters(run.chunks)
+    units = sum(isinstance(module, FSDPModule) for module in run.chunks[0].modules())
+    for param in params:
+        assert isinstance(param, DTensor) and param.dtype == torch.float32, get_param_info(param).names
+    before = sum(part.numel() for param in params for part, _, _ in local_shards(param))
+    whole = sum(param.numel() for param in params)
+    run_steps(run, 0, 1)
+    with torch.no_grad():
+        batch = next(run.train_batches)
+        run.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS)
+    after = parameters(run.chunks)
+    assert all(a is b for a, b in zip(params, after, strict=True)), "gathered parameters were left behind"
+    return before, whole, units
+
+
+@pytest.mark.parametrize("flags", ["--use-torch-fsdp2", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"])
+def test_a_rank_holds_its_part_of_everything(flags):
+    parts = run_ranks(hold, 4, [*argv_of("deepseek"), *flags.split()])
+    whole = parts[0][1]
+    assert sum(held for held, _, _ in parts) == whole
+    assert max(held for held, _, _ in parts) < 0.3 * whole
+    assert (
+        parts[0][2] == 5 + 4 + 2
+    )  # layers with that of MTP, their experts (one layer is dense), the embedding, the rest
+
+
+JOB = [
+    *TINY,
+    *MOCK,
+    "--train-iters",
+    "4",
+    "--log-params-norm",
+    "--log-num-zeros-in-grad",
+    "--eval-interval",
+    "2",
+    "--eval-iters",
+    "2",
+    "--global-batch-size",
+    "8",
+]
+
+
+def losses_of(records):
+    return {
+        record["iteration"]: record["lm loss"]
+        for record in records
+        if "lm loss" in record and "learning_rate" in record
+    }
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"])
+def test_a_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
+    argv = [*JOB, *flags.split()]
+    plain, weights = pretrain(argv, tmp_path / "plain", 2)
+    sharding = [
+        *MEGATRON.split(),
+        "--expert-model-parallel-size",
+        "2",
+        "--save",
+        "ckpt",
+        "--load",
+        "ckpt",
+        "--save-interval",
+        "100",
+    ]
+    whole, sharded_weights = pretrain([*argv, *sharding], tmp_path / "sharded", 2)
+    near = 1e-5 if not flags else 2e-2
+    assert losses_of(whole) == pytest.approx(losses_of(plain), rel=near)
+    assert set(weights) == set(sharded_weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(sharded_weights[name].float(), tensor.float(), rtol=near, atol=near)
+    # two iterations, then the other two by another process: as in one go
+    pretrain([*argv, *sharding, "--exit-interval", "2"], tmp_path / "halves", 2)
+    second, resumed_weights = pretrain([*argv, *sharding], tmp_path / "halves", 2)
+    assert losses_of(second) == losses_of(whole)
+    for name, tensor in sharded_weights.items():
+        assert torch.equal(resumed_weights[name], tensor), name

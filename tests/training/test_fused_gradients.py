@@ -1,0 +1,40 @@
+"""--gradient-accumulation-fusion: products add weights' gradients to the main gradients, and train as without it."""
+
+import pytest
+from training.layouts import FP32, argv_of, compare, train
+
+from arguments import parse_args
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.verification import training_trace
+
+OFF = "--no-gradient-accumulation-fusion"
+
+
+def matrices_with_a_gradient(flags: list[str]) -> tuple[set[str], set[str]]:
+    """Names of the matrices that autograd brings a gradient to, and of all of them."""
+    found, every = set(), set()
+
+    def prepare(run) -> None:
+        for param in (param for chunk in run.chunks for param in chunk.parameters() if param.dim() > 1):
+            every.add(param.info.names[0])
+            param.register_hook(lambda grad, name=param.info.names[0]: found.add(name) if grad is not None else None)
+
+    argv = [word for word in argv_of("deepseek") if word != "--moe-grouped-gemm"]  # expert by expert
+    training_trace.train(parse_args([*argv, *flags], 1), 0, ParallelState.single(), 1, prepare=prepare)
+    return found, every
+
+
+def test_products_add_to_the_main_gradients_themselves():
+    by_autograd, _ = matrices_with_a_gradient([])
+    assert by_autograd == {"embedding.word_embeddings.weight"}
+    by_autograd, every = matrices_with_a_gradient([OFF])
+    assert by_autograd == every
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "capacity", "accumulation", "deepseek", "biases, tied head", "distributed optimizer, overlap"]
+)
+def test_trains_as_without_it(kind):
+    argv = [word for word in argv_of(kind) if word != "--moe-grouped-gemm"]
+    fused, apart = (train([*argv, *flags], 0, ParallelState.single()) for flags in ([], [OFF]))
+    assert [str(difference) for difference in compare(apart, fused, FP32)] == []

@@ -1,0 +1,142 @@
+"""--dsa-indexer-warmup: from a model without indexers, over indexers that learn while all else stays, to sparse attention."""
+
+import pytest
+import torch
+from commands import read_metrics, run
+from harness import run_ranks
+from safetensors.torch import load_file
+from training.forked import pretrain
+from training.layouts import argv_of, compare, shallow, train_ranks
+
+from arguments import parse_args
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.verification import training_trace
+from moe_trainer.verification.emulate_topology import SequenceSharding, emulate_topology
+
+BASE = [*shallow(argv_of("deepseek")), "--eval-interval", "1000", "--log-interval", "1", "--save-interval", "3"]
+DSA = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1".split()
+WARMUP = [*BASE, *DSA, "--dsa-indexer-warmup", "--lr", "1e-2"]
+INDEXER = ".core_attention.indexer."
+MAPPINGS = (
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--context-parallel-size 2 --cp-comm-type allgather --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--ddp-bucket-size 300",
+    "--pipeline-model-parallel-size 2",
+    "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A trained model without indexers, (checkpoints, weights)."""
+    folder = tmp_path_factory.mktemp("dense")
+    _, weights = pretrain([*BASE, "--train-iters", "3", "--save", "saved"], folder)
+    return str(folder / "saved"), weights
+
+
+@pytest.fixture(scope="module")
+def warm(dense, tmp_path_factory):
+    """The same with indexers, warmed up: (folder, records, weights)."""
+    folder = tmp_path_factory.mktemp("warm")
+    records, weights = pretrain(
+        [*WARMUP, "--train-iters", "6", "--load", dense[0], "--finetune", "--save", "saved"], folder
+    )
+    return folder, records, weights
+
+
+def test_only_indexers_learn(dense, warm):
+    _, before = dense
+    _, records, after = warm
+    assert (
+        after.keys() - before.keys() == {name for name in after if INDEXER in name} and len(after) - len(before) == 15
+    )
+    assert any(name.endswith("expert_bias") for name in before)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    losses = [record["indexer loss"] for record in records]
+    assert losses[-1] < 0.8 * losses[0], losses
+    assert all("lm loss" in record for record in records)
+
+
+def test_indexers_of_another_start_learn_from_the_first_step(dense, warm, tmp_path):
+    """What is exported after no step is the start; every indexer's tensors have left it."""
+    _, start = pretrain([*WARMUP, "--train-iters", "6", "--skip-train", "--load", dense[0], "--finetune"], tmp_path)
+    for name, tensor in start.items():
+        assert torch.equal(tensor, warm[2][name]) != (INDEXER in name), name
+
+
+def test_a_warm_up_goes_on_bit_for_bit(dense, warm, tmp_path):
+    pretrain(
+        [*WARMUP, "--train-iters", "6", "--exit-interval", "3", "--load", dense[0], "--finetune", "--save", "saved"],
+        tmp_path,
+    )
+    records, weights = pretrain([*WARMUP, "--train-iters", "6", "--load", "saved", "--save", "saved"], tmp_path)
+    assert [record["indexer loss"] for record in records][-3:] == [record["indexer loss"] for record in warm[1]][-3:]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in warm[2].items())
+
+
+def test_the_sparse_stage_starts_from_the_warm_up(warm, tmp_path):
+    folder, _, before = warm
+    argv = [
+        *BASE,
+        *DSA,
+        "--dsa-indexer-use-sparse-loss",
+        "--train-iters",
+        "2",
+        "--load",
+        str(folder / "saved"),
+        "--finetune",
+    ]
+    records, after = pretrain(argv, tmp_path)
+    assert after.keys() == before.keys()
+    moved = {name: not torch.equal(tensor, after[name]) for name, tensor in before.items()}
+    assert all(moved.values()), [name for name, has in moved.items() if not has]
+    assert records[0]["indexer loss"] > 0
+
+
+def test_missing_indexers_are_refused_by_name(dense, tmp_path):
+    ended = run([*WARMUP, "--train-iters", "6", "--load", dense[0]], tmp_path)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "has no indexers" in ended.stderr and "--finetune" in ended.stderr and "indexer.linear_wq_b" in ended.stderr
+    begun = run([*WARMUP, "--train-iters", "1", "--load", dense[0], "--finetune"], tmp_path)
+    assert begun.returncode == 0 and "has no indexers of sparse attention" in begun.stdout + begun.stderr
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_ranks_warm_up_as_one_process(mapping):
+    outcome, *others = run_ranks(train_ranks, 2, [[*WARMUP, *mapping.split()]])
+    whole = SequenceSharding(1, 2 if "context" in mapping else 1)
+    expected = training_trace.train(
+        parse_args(WARMUP, 1), 0, ParallelState.single(), prepare=lambda run: emulate_topology(run, whole)
+    )
+    differences = compare(expected, outcome[0])
+    assert not differences, "\n".join(map(str, differences[:8]))
+    assert all(other[0].losses == outcome[0].losses for other in others)
+    assert {name for name, grad in outcome[0].grads.items() if grad.abs().max() > 0} == {
+        name for name in outcome[0].grads if INDEXER in name
+    }
+
+
+def test_the_files_of_a_run_with_records_of_a_frozen_step(tmp_path):
+    """Frozen parameters have zero gradients for whoever writes gradients down."""
+    ended = run(
+        [
+            *WARMUP,
+            "--train-iters",
+            "1",
+            "--dump-step",
+            "1",
+            "dumped",
+            "--metrics-file",
+            "metrics.jsonl",
+            "--save",
+            "saved",
+        ],
+        tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    grads = load_file(tmp_path / "dumped" / "grads_step1.safetensors")
+    assert (
+        {name for name, tensor in grads.items() if tensor.any()} == {name for name in grads if INDEXER in name} != set()
+    )

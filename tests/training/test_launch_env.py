@@ -1,0 +1,120 @@
+import os
+
+import pytest
+import torch
+from training.tiny import MOCK, TINY
+
+from arguments import parse_args
+from moe_trainer.launch_env import LaunchEnv, first_slurm_host, read_launch_env
+from moe_trainer.training import initialize
+from moe_trainer.training.initialize import thread_count_hint
+from tests import commands
+from tests.commands import run
+
+
+def test_torchrun_variables_win():
+    place = read_launch_env(
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "7",
+            "SLURM_NTASKS": "16",
+        }
+    )
+    assert (place.rank, place.world_size, place.local_rank, place.master_addr, place.master_port) == (3, 8, 1, "a", 1)
+
+
+def test_slurm_step_is_mapped():
+    place = read_launch_env(
+        {
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "5",
+            "SLURM_NTASKS": "8",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NODELIST": "gpu[003-004]",
+            "SLURM_JOB_ID": "12",
+        }
+    )
+    assert (place.rank, place.world_size, place.local_rank, place.master_addr, place.source) == (
+        5,
+        8,
+        1,
+        "gpu003",
+        "SLURM",
+    )
+    assert place.master_port == 20012
+
+
+def test_the_batch_script_itself_is_one_process():
+    assert read_launch_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}).world_size == 1
+
+
+@pytest.mark.parametrize(
+    "nodes, host",
+    [
+        ("gpu003", "gpu003"),
+        ("gpu003,gpu009", "gpu003"),
+        ("gpu[003-010,12],cpu1", "gpu003"),
+        ("n[7]-ib,n9", "n7-ib"),
+    ],
+)
+def test_first_host(nodes, host):
+    assert first_slurm_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    "env, needle",
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be an integer"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "rank 2 is not valid for world size 2",
+        ),
+    ],
+)
+def test_mistakes_are_named(env, needle):
+    with pytest.raises(ValueError, match=needle):
+        read_launch_env(env)
+
+
+def test_ranks_that_share_cores_get_a_hint():
+    assert thread_count_hint(4, 8, 8).endswith("export OMP_NUM_THREADS=2") and thread_count_hint(4, 2, 2).endswith("=1")
+    assert thread_count_hint(1, 8, 8) is None and thread_count_hint(4, 2, 8) is None
+
+
+def test_the_hint_on_threads_is_logged_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    line = [*TINY, *MOCK, "--train-iters", "1"]
+    assert "OMP_NUM_THREADS is not set" not in run(line, tmp_path, 2).stderr
+    environment = commands.environment
+    monkeypatch.setattr(
+        commands,
+        "environment",
+        lambda **extra: {name: value for name, value in environment(**extra).items() if name != "OMP_NUM_THREADS"},
+    )
+    finished = run(line, tmp_path, 2)
+    assert (
+        finished.returncode == 0
+        and finished.stderr.count("OMP_NUM_THREADS is not set: 2 ranks of 1 thread share 1 core") == 1
+    )
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])
+def test_the_process_group_is_bound_to_the_device(monkeypatch, device, backend):
+    """NCCL then makes the communicators at once, and those of the groups by splitting the first."""
+    seen = {}
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(initialize.dist, "rendezvous", lambda *given, **options: iter([(store, 0, 2)]))
+    monkeypatch.setattr(
+        initialize.dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend)
+    )
+    args = parse_args([*TINY, *MOCK, "--train-iters", "1"], 2)
+    assert (
+        initialize._init_process_group(args, LaunchEnv(0, 2, 0, "localhost", 1, "test"), torch.device(device)) is store
+    )
+    assert (seen["backend"], seen["device_id"]) == (backend, torch.device(device) if backend == "nccl" else None)

@@ -1,0 +1,104 @@
+"""Parallel training equals one process: losses, every gradient, the norm, the expert bias, the weights after three steps.
+
+The ordinary suite proves few cases of 2 to 4 ranks that exercise every feature (features.py). The full matrix - every
+factorisation of 2, 4 and 8 ranks, two models each with their options - takes minutes and has a command of its own:
+
+    OMP_NUM_THREADS=1 python -m pytest tests/training/test_layouts_agree.py -m slow
+"""
+
+import functools
+import random
+
+import pytest
+from harness import run_ranks
+from training.features import FEATURES, covering, features
+from training.layouts import KINDS, TrainingTrace, argv_of, compare, train, train_ranks
+
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.verification.mapping import ParallelMapping
+from moe_trainer.verification.parity import check_parity
+from moe_trainer.verification.random_layouts import draw, matrix
+from moe_trainer.verification.rank_pool import RankPool
+
+MODELS = 2
+CANDIDATES = 4  # models per mapping among which few are chosen
+GLOBAL_LOSS = [
+    "--moe-router-load-balancing-type",
+    "global_aux_loss",
+    "aux_loss",
+    "--moe-aux-loss-coeff",
+    "1e-1",
+    "1e-2",
+]
+
+
+def spread(ep: int, dispatcher: str) -> list[str]:
+    return ["--expert-model-parallel-size", str(ep), "--moe-token-dispatcher-type", dispatcher]
+
+
+@functools.cache
+def one_process(kind: str) -> TrainingTrace:
+    return train(argv_of(kind), 0, ParallelState.single())
+
+
+def assert_equal(outcome: TrainingTrace, expected: TrainingTrace, what: str) -> None:
+    differences = compare(expected, outcome)
+    assert not differences, f"{what}: {len(differences)} quantities part, first\n" + "\n".join(
+        map(str, differences[:8])
+    )
+
+
+def assert_all_equal(cases, ranks: int) -> None:
+    """Prove cases in one pool and tell of all that part."""
+    parted = []
+    with RankPool(max(ranks, 3), timeout_s=600.0) as pool:
+        for number, case in enumerate(cases):
+            verdict = check_parity(pool, case)
+            if not verdict.is_equal:
+                first = str(verdict.differences[0]) if verdict.differences else verdict.failure[-2000:]
+                parted.append(f"{number}, {case.mapping}: {first}\n    {' '.join(case.argv)}")
+    assert not parted, f"{len(parted)} of {len(cases)} cases part from one process:\n" + "\n".join(parted)
+
+
+def test_every_feature_on_few_ranks():
+    deep = [
+        draw(random.Random(number), ParallelMapping(pp=4)) for number in range(90)
+    ]  # a stage for MTP alone needs stages
+    cases = covering([*matrix(2, CANDIDATES), *matrix(4, CANDIDATES), *filter(None, deep)])
+    assert frozenset().union(*map(features, cases)) == FEATURES.keys() and len(cases) <= 15
+    assert_all_equal(cases, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_factorisation(world):
+    cases = matrix(world, MODELS)
+    assert len(cases) >= {2: 22, 4: 112, 8: 340}[world], "the rules allow two models for nearly every factorisation"
+    assert_all_equal(cases, world)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_every_kind_of_model_over_expert_ranks(dispatcher):
+    ranks = run_ranks(train_ranks, 4, [[*argv_of(kind), *spread(2, dispatcher)] for kind in KINDS])
+    for kind, outcome, *others in zip(KINDS, *ranks, strict=True):
+        assert_equal(outcome, one_process(kind), f"{kind}, {dispatcher}")
+        for other in others:  # every rank logs and clips alike
+            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, kind
+
+
+def test_the_cases_do_what_they_are_named_for():
+    assert min(one_process("capacity").dropped) > 0
+    assert "mtp_1 loss" in one_process("deepseek").losses[0]
+    bias = one_process("deepseek").weights["decoder.layers.1.mlp.router.expert_bias"]
+    assert bias.abs().max() > 0
+    first = one_process("plain").grads
+    assert all(grad.abs().max() > 0 for grad in first.values()), "an expert without tokens proves nothing"
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_global_aux_loss_depends_on_data_ranks_alone(dispatcher):
+    """Its counts run over all data-parallel ranks, so the oracle is the same number of ranks without expert parallelism."""
+    argv = [*argv_of("accumulation"), *GLOBAL_LOSS]
+    expected = run_ranks(train_ranks, 4, [[*argv, *spread(1, dispatcher)]])[0][0]
+    for ep in (2, 4):
+        assert_equal(run_ranks(train_ranks, 4, [[*argv, *spread(ep, dispatcher)]])[0][0], expected, f"EP {ep}")

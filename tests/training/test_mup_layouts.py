@@ -1,0 +1,59 @@
+"""muP on several ranks: losses, gradients and weights of one process, whose weights and steps are another model's without muP."""
+
+import pytest
+from harness import run_ranks
+from training.layouts import argv_of, compare, shallow, train, train_ranks
+
+from moe_trainer.parallel.state import ParallelState
+
+MUP = "--use-mup --mup-base-hidden-size 4 --mup-embedding-mult 3 --mup-base-head-dim 2"
+TP, PP, CP, EP = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context", "expert-model"))
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+# (kind of model, optimizer, flags of the ranks)
+CASES = (
+    ("plain", "adam", f"{TP} --sequence-parallel --expert-tensor-parallel-size 1"),
+    ("plain", "adam", f"{PP} {SHARDED}"),
+    ("plain", "adam", f"{EP} {SHARDED}"),
+    ("plain", "adam", CP),
+    ("plain", "adam", "--use-torch-fsdp2"),
+    (
+        "plain",
+        "adam",
+        f"{SHARDED} --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer",
+    ),
+    ("biases, tied head", "sgd", f"{PP} {SHARDED}"),
+    ("biases, tied head", "sgd", f"{EP} --use-distributed-optimizer"),
+    ("per-token loss, MTP, distributed optimizer", "sgd", f"{TP} --sequence-parallel --expert-tensor-parallel-size 1"),
+    ("plain", "muon", f"{TP} --sequence-parallel --muon-fp32-matmul-prec high"),
+)
+
+
+def flags_of(kind: str, optimizer: str) -> list[str]:
+    rate = ["--lr", "2e-2"] if optimizer == "sgd" else []
+    return [*shallow(argv_of(kind)), *MUP.split(), "--optimizer", optimizer, *rate]
+
+
+def test_every_mapping_equals_one_process():
+    found = run_ranks(train_ranks, 2, [[*flags_of(kind, optimizer), *more.split()] for kind, optimizer, more in CASES])
+    alone = {}
+    for (kind, optimizer, more), outcome in zip(CASES, found[0], strict=True):
+        if (kind, optimizer) not in alone:
+            muon = ["--muon-fp32-matmul-prec", "high"] if optimizer == "muon" else []
+            alone[kind, optimizer] = train([*flags_of(kind, optimizer), *muon], 0, ParallelState.single())
+        differences = compare(alone[kind, optimizer], outcome)
+        assert not differences, f"{kind}, {optimizer}, {more}: {len(differences)} differ, first\n" + "\n".join(
+            map(str, differences[:8])
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_every_multiplier_changes_the_training(optimizer):
+    flags = flags_of("plain", optimizer)
+    whole = train(flags, 0, ParallelState.single())
+    for other in (
+        ["--mup-embedding-mult", "2"],
+        ["--mup-base-head-dim", "3"],
+        ["--mup-output-mult", "0.5"],
+        ["--mup-base-hidden-size", "16"],
+    ):
+        assert compare(whole, train([*flags, *other], 0, ParallelState.single())), other

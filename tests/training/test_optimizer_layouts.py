@@ -1,0 +1,88 @@
+"""Flags of the optimizer and the gradient reduction on whole models under tensor, pipeline, context and expert parallelism: the
+losses, gradients, norms and weights of one process. (Every kind of parameter by itself: tests/optim/test_layouts.py.)"""
+
+import functools
+
+import pytest
+from harness import run_ranks
+from training.layouts import TrainingTrace, argv_of, compare, groups_of, make_run, train, train_ranks
+
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training.context import TrainState
+from moe_trainer.training.step import train_step
+
+SMALL = "--overlap-grad-reduce --ddp-bucket-size 3000"
+FULL = f"{SMALL} --use-distributed-optimizer --overlap-param-gather"
+EARLY = f"{FULL} --overlap-param-gather-with-optimizer-step --ckpt-format torch"
+INSTANCES = f"{FULL} --num-distributed-optimizer-instances 2"
+TP, PP, CP = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context"))
+SP = f"{TP} --sequence-parallel"
+EP, ETP1, VPP = (
+    "--expert-model-parallel-size 2",
+    "--expert-tensor-parallel-size 1",
+    "--num-virtual-stages-per-pipeline-rank 2",
+)
+# (ranks, kind of model, flags)
+CASES = (
+    (2, "plain", f"{PP} {VPP} {FULL}"),
+    (2, "plain", f"{PP} {VPP} {EARLY}"),
+    (2, "biases, tied head", f"{PP} {VPP} {SMALL}"),
+    (2, "biases, tied head", f"{PP} --pipeline-schedule zero-bubble {FULL}"),
+    (4, "biases, tied head", f"{PP} {TP} {ETP1} {FULL}"),
+    (4, "deepseek", f"{PP} {VPP} {SP} {FULL}"),
+    (4, "biases, tied head", f"{PP} {VPP} {EARLY} --ddp-bucket-size 100000"),
+    (4, "deepseek", f"{SP} {EP} {ETP1} {INSTANCES}"),
+    (4, "plain", f"{SP} {INSTANCES}"),
+    (4, "plain", f"{EP} {INSTANCES} --ddp-average-in-collective"),
+    (4, "plain", f"{TP} {ETP1} {FULL} --ddp-average-in-collective"),
+    (4, "plain", f"{CP} {EP} --expert-tensor-parallel-size 2 {FULL}"),
+    (4, "plain", f"{SP} --expert-model-parallel-size 4 {ETP1} --overlap-grad-reduce --ddp-num-buckets 5"),
+    (4, "per-token loss, MTP, distributed optimizer", f"{PP} {EP} {FULL}"),
+    (4, "per-token loss", f"{PP} {CP} {FULL} --ddp-pad-buckets-for-high-nccl-busbw"),
+    (4, "accumulation", f"{PP} {INSTANCES} --decoupled-lr 2e-3 --log-num-zeros-in-grad"),
+)
+
+
+@functools.cache
+def one_process(kind: str, more: tuple[str, ...]) -> TrainingTrace:
+    return train([*argv_of(kind), *more], 0, ParallelState.single())
+
+
+def _more(flags: str) -> tuple[str, ...]:
+    """Those flags that also change what one process computes."""
+    return ("--decoupled-lr", "2e-3") if "--decoupled-lr" in flags else ()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_optimizer_flags_under_every_dimension_equal_one_process(n):
+    cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
+    found = run_ranks(train_ranks, n, [[*argv_of(kind), *flags.split()] for kind, flags in cases])
+    for (kind, flags), outcome, *others in zip(cases, *found, strict=True):
+        differences = compare(one_process(kind, _more(flags)), outcome)
+        assert not differences, f"{kind}, {flags}: {len(differences)} part, first\n" + "\n".join(
+            map(str, differences[:8])
+        )
+        assert all(other.grad_norms == outcome.grad_norms for other in others), (
+            f"{kind}, {flags}: every rank clips alike"
+        )
+
+
+def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
+    """Of a step: how many buckets are gathered early and in all, and how many were under way at each parameter update."""
+    run = make_run(argv, rank, groups_of(argv, rank, n), 2)
+    gather, updater, seen = run.optimizer._gather, run.optimizer._updater, []
+    update = updater._update
+    updater._update = lambda *what: seen.append(gather.pending) or update(*what)
+    count = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
+    for number in range(2):
+        seen.clear()
+        train_step(run, TrainState(iteration=number), count)
+    run.optimizer.wait_params()
+    return run.optimizer._num_early_buckets, len(gather._buckets), seen
+
+
+def test_the_first_chunk_is_gathered_while_the_second_is_updated():
+    for early, total, seen in run_ranks(_launches, 4, [*argv_of("plain"), *f"{PP} {VPP} {EARLY}".split()]):
+        assert 0 < early < total and set(seen) == {0, early} and seen == sorted(seen)
+    for early, _, seen in run_ranks(_launches, 4, [*argv_of("plain"), *f"{PP} {VPP} {FULL}".split()]):
+        assert early == 0 and set(seen) == {0}

@@ -1,0 +1,73 @@
+"""Merged passes of two microbatches, and weight gradients beside the exchange, give the numbers of one pass after the other."""
+
+import pytest
+from harness import run_ranks
+from training.layouts import argv_of, compare, groups_of, make_run, train_ranks
+
+from moe_trainer.training.context import TrainState
+from moe_trainer.training.step import train_step
+
+EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
+OVERLAP = ["--overlap-moe-expert-parallel-comm"]
+DELAY = [*OVERLAP, "--delay-wgrad-compute", "--transformer-impl", "transformer_engine"]
+BESIDE = ["--overlap-dispatch-backward-with-experts-wgrad"]
+FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
+VPP = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+# name -> (ranks, kind of model, flags of the model and its mapping)
+CASES = {
+    "ep2": (2, "accumulation", EP2),
+    "ep2, overlapped gradients": (2, "distributed optimizer, overlap", EP2),
+    "ep2, deepseek": (2, "deepseek", EP2),
+    "ep2, one microbatch": (2, "plain", [*EP2, "--global-batch-size", "4"]),
+    "ep2 pp2 vpp2": (4, "accumulation", [*EP2, *VPP]),
+    "ep2 pp2 vpp2, per-token loss, MTP": (
+        4,
+        "per-token loss, MTP, distributed optimizer",
+        [*EP2, *VPP, "--global-batch-size", "16"],
+    ),
+    "ep2, fully sharded": (2, "accumulation", [*EP2, *FSDP]),
+    "ep2, fully sharded, five layers": (2, "accumulation", [*EP2, *FSDP, "--num-layers", "5"]),
+    "ep2, fully sharded, deepseek": (2, "deepseek", [*EP2, *FSDP]),
+    "ep2 of 4, fully sharded": (4, "accumulation", [*EP2, *FSDP]),
+    "ep2 pp2 vpp2, fully sharded": (4, "accumulation", [*EP2, *VPP, *FSDP]),
+    "ep2 over tp2, sequence parallel": (
+        2,
+        "accumulation",
+        [*EP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_overlap_changes_no_number(n):
+    names = [name for name, case in CASES.items() if case[0] == n]
+    hows = ([], OVERLAP, DELAY, BESIDE)
+    argvs = [[*argv_of(CASES[name][1]), *CASES[name][2], *how] for name in names for how in hows]
+    outcomes = iter(run_ranks(train_ranks, n, argvs)[0])
+    for name in names:
+        plain = next(outcomes)
+        for how in hows[1:]:
+            differences = compare(plain, next(outcomes))
+            assert not differences, f"{name} {how[-1]}: first\n" + "\n".join(map(str, differences[:8]))
+
+
+def _turns(rank, n, argv, microbatches):
+    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    overlap_executor, log = run.chunks[0].overlap_executor, []
+    plain = overlap_executor.yield_turn
+
+    def yield_turn(side):
+        if not any(overlap_executor._ended):
+            log.append("FB"[side])
+        plain(side)
+
+    overlap_executor.yield_turn = yield_turn
+    train_step(run, TrainState(), microbatches)
+    return "".join(log)
+
+
+def test_passes_take_turns_at_every_exchange_the_same_on_all_ranks():
+    first, second = run_ranks(_turns, 2, [*argv_of("accumulation"), *EP2, *OVERLAP], 4)
+    assert first == second
+    # 4 microbatches are 3 pairs; 4 layers exchange twice in each direction; the last pass of a pair goes on alone
+    assert first == ("BF" * 8) * 3

@@ -1,0 +1,53 @@
+"""What all ranks find wrong alike is printed once; what one of them finds is not lost."""
+
+import pytest
+import torch.distributed as dist
+from commands import environment, rank_variables, start
+from harness import run_ranks
+from training.tiny import TINY
+
+from moe_trainer.errors import UserError, report_once_per_job
+from moe_trainer.training.initialize import make_error_dedup_counter
+
+
+def _raised(rank, n, path, words):
+    count = make_error_dedup_counter(dist.FileStore(path, n)) if path else None
+    try:
+        with report_once_per_job(count):
+            if words[rank]:
+                raise UserError(words[rank])
+    except UserError as error:
+        return error.reported_elsewhere
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "words, printing",
+    [(("missing",) * 3, 1), (("missing on a", "missing on b", "missing on a"), 2), (("", "mine", ""), 1)],
+)
+def test_the_first_rank_with_the_words_prints_them(tmp_path, words, printing):
+    found = run_ranks(_raised, 3, str(tmp_path / "store"), words)
+    assert found.count(False) == printing and found.count("nothing") == words.count("")
+
+
+def test_without_a_store_everybody_prints(monkeypatch):
+    assert _raised(0, 1, None, ("missing",)) is False
+
+    def gone(text):
+        raise dist.DistError("connection lost")
+
+    with pytest.raises(UserError) as caught, report_once_per_job(gone):
+        raise UserError("missing")
+    assert caught.value.reported_elsewhere is False
+
+
+def test_a_missing_file_on_two_ranks(tmp_path):
+    argv = [
+        *TINY,
+        *"--data-path nowhere/text --split 100,0,0 --train-iters 2 --tokenizer-type NullTokenizer --vocab-size 60".split(),
+    ]
+    with rank_variables(2) as variables:
+        ranks = [start(argv, tmp_path, environment(**each)) for each in variables]
+        said = [process.communicate(timeout=600)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], said
+    assert sorted("nowhere/text" in text for text in said) == [False, True] and "Traceback" not in "".join(said), said

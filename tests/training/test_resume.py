@@ -1,0 +1,147 @@
+"""A run that stops and goes on must not be told from one that never stopped, to the last bit."""
+
+import pytest
+import torch
+from commands import golden_workspace, read_metrics, run
+from safetensors.torch import load_file
+from training.tiny import MOCK, TINY
+
+VOLATILE = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run")
+
+
+def steady(records):
+    return [{k: v for k, v in record.items() if k not in VOLATILE} for record in records]
+
+
+def assert_same_end(one, other):
+    """Metrics and final weights of two run folders agree bit for bit."""
+    assert steady(read_metrics(one / "metrics.jsonl")) == steady(read_metrics(other / "metrics.jsonl"))
+    first, second = load_file(one / "final.safetensors"), load_file(other / "final.safetensors")
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+def outputs(folder, *extra):
+    return [
+        "--save",
+        str(folder / "ckpt"),
+        "--save-interval",
+        "100",
+        "--load",
+        str(folder / "ckpt"),
+        "--metrics-file",
+        str(folder / "metrics.jsonl"),
+        "--export-weights",
+        str(folder / "final.safetensors"),
+        *extra,
+    ]
+
+
+VARIANTS = {
+    "fp32": ([], 1),
+    "bf16": (["--bf16"], 1),
+    "fp16": (["--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"], 1),
+    "dropout": (["--hidden-dropout", "0.1", "--attention-dropout", "0.1"], 1),
+    "sgd": (["--optimizer", "sgd"], 1),
+    "expert-bias": (
+        ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--mtp-num-layers", "1"],
+        1,
+    ),
+    "quantile-balancing-validation": (
+        "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 --moe-router-quantile-balancing-ema 0.5 --mtp-num-layers 1 "
+        "--eval-interval 3 --eval-iters 2 --bf16".split(),
+        1,
+    ),
+    "global-aux-validation": (
+        ["--moe-router-load-balancing-type", "global_aux_loss", "--eval-interval", "3", "--eval-iters", "2"],
+        1,
+    ),
+    "dp2": (["--overlap-grad-reduce"], 2),
+    "dp2-distributed-optimizer": (
+        ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        2,
+    ),
+    "tp2-dropout-validation": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 3 "
+        "--eval-iters 1 --use-distributed-optimizer".split(),
+        2,
+    ),
+    "fp8-delayed": (
+        "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max --eval-interval 3 --eval-iters 1".split(),
+        1,
+    ),
+    "nvfp4": ("--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0".split(), 1),
+    "tp2-fp8-delayed-recompute": (
+        "--fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1".split(),
+        2,
+    ),
+    "async": (["--async-save", "--use-persistent-ckpt-worker"], 1),
+}
+NEW_INTERPRETER = ("async",)
+"""Begun as commands of their own: interpreters that end while something is still being written."""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ten_and_ten_equal_twenty(tmp_path, name):
+    extra, world_size = VARIANTS[name]
+    argv = [*TINY, *MOCK, "--train-iters", "20", *extra]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    new_interpreter = name in NEW_INTERPRETER
+    finished = run([*argv, *outputs(whole)], tmp_path, world_size, new_interpreter=new_interpreter)
+    assert finished.returncode == 0, finished.stderr
+    first = run(
+        [*argv, *outputs(parts), "--exit-interval", "10"], tmp_path, world_size, new_interpreter=new_interpreter
+    )
+    assert first.returncode == 0, first.stderr
+    assert "[exiting program at iteration 10] datetime:" in first.stdout
+    # without a checkpoint the second run would simply train all twenty iterations, to the same end
+    second = run(
+        [*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path, world_size, new_interpreter=new_interpreter
+    )
+    assert second.returncode == 0, second.stderr
+    assert " iteration       10/" not in second.stdout and " iteration       11/" in second.stdout
+    assert_same_end(whole, parts)
+
+
+def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
+    cwd = golden_workspace(shared, tmp_path)
+    data = (
+        "--data-path golden/dataset/A_text_document --split 60,30,10 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+        "golden/dataset/tokenizer --num-workers 1 --data-cache-path cache --micro-batch-size 8 --global-batch-size 32 --eval-interval 7 --eval-iters 1"
+    ).split()
+    argv = [*TINY, *data, "--train-iters", "20"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run([*argv, *outputs(whole)], cwd).returncode == 0
+    assert run([*argv, *outputs(parts), "--exit-interval", "13"], cwd).returncode == 0
+    second = run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], cwd)
+    assert second.returncode == 0, second.stderr
+    assert " iteration       13/" not in second.stdout and " iteration       14/" in second.stdout
+    assert_same_end(whole, parts)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "6"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run([*argv, *outputs(whole)], tmp_path).returncode == 0
+    assert (
+        run([*argv, *outputs(parts), "--exit-interval", "3", "--use-distributed-optimizer"], tmp_path, 2).returncode
+        == 0
+    )
+    assert run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path).returncode == 0
+    assert (parts / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "6", "the last iteration is saved"
+    for one, other in zip(read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"), strict=True):
+        assert other["lm loss"] == pytest.approx(one["lm loss"], rel=2e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-6)
+
+
+def test_finetune_starts_at_iteration_zero_with_the_weights(tmp_path):
+    argv = [*TINY, *MOCK, "--train-iters", "4"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run([*argv, *outputs(first)], tmp_path).returncode == 0
+    finished = run([*argv, *outputs(second), "--load", str(first / "ckpt"), "--finetune"], tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    before, after = read_metrics(first / "metrics.jsonl"), read_metrics(second / "metrics.jsonl")
+    assert [r["iteration"] for r in after] == [1, 2, 3, 4]
+    assert after[0]["lm loss"] < before[0]["lm loss"]

@@ -1,0 +1,235 @@
+"""Disks that are full, slow, gone or that lie: the run goes on or ends with 2, and the last good checkpoint loads."""
+
+import errno
+import functools
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import REPOSITORY, environment, read_metrics, run
+from training.tiny import MOCK, TINY
+
+from moe_trainer.checkpoint import directory, saving
+from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.io import BestEffortStream
+
+ITERATIONS = 8
+LINE = [*TINY, *MOCK, "--train-iters", str(ITERATIONS), "--save", "ckpt", "--save-interval", "2", "--auto-resume"]
+ASYNC = ["--async-save"]
+
+
+def full():
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def failing(monkeypatch, *iterations):
+    """Let the mark of these iterations' checkpoints meet a full disk; the ranks are forked from here."""
+    flush_file = saving.flush_file
+
+    def flush(path):
+        if any(f"iter_{iteration:07d}." in str(path) for iteration in iterations):
+            raise full()
+        flush_file(path)
+
+    monkeypatch.setattr(saving, "flush_file", flush)
+
+
+def curve(folder):
+    return [
+        (r["iteration"], r["lm loss"], r["grad_norm"])
+        for r in read_metrics(folder / "ckpt" / "metrics.jsonl")
+        if "validation" not in r
+    ]
+
+
+def saved(folder):
+    return directory.complete_iterations(folder / "ckpt")
+
+
+@pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
+def test_two_saves_that_fail_cost_nothing(tmp_path, monkeypatch, how):
+    failing(monkeypatch, 2, 4)
+    finished = run([*LINE, *how], tmp_path, 2)
+    assert finished.returncode == 0, finished.stderr
+    assert (
+        "cannot save the checkpoint of iteration 4 to ckpt" in finished.stderr
+        and "failure 2 in a row" in finished.stderr
+    )
+    assert len(curve(tmp_path)) == ITERATIONS and saved(tmp_path) == [6, 8]
+    assert [path.name for path in (tmp_path / "ckpt").glob("iter_*") if "." in path.name] == []
+
+
+@pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
+def test_the_third_in_a_row_ends_the_run(tmp_path, monkeypatch, how):
+    failing(monkeypatch, 4, 6, 8)
+    finished = run([*LINE, *how, "--train-iters", "100", "--lr-decay-iters", "100"], tmp_path, 2)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert "to ckpt: " in finished.stderr and "No space left on device" in finished.stderr
+    assert "The checkpoint of iteration 2 there is complete" in finished.stderr and "ending the run" in finished.stderr
+    assert saved(tmp_path) == [2] and verify_checkpoint(tmp_path / "ckpt" / "iter_0000002").problems == []
+
+
+@pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
+def test_the_last_one_decides_and_all_else_is_done_before(tmp_path, monkeypatch, how):
+    failing(monkeypatch, 8)
+    finished = run([*LINE, *how, "--eval-iters", "1", "--export-weights", "w.safetensors"], tmp_path)
+    assert finished.returncode == 2 and "This was the last save of the run" in finished.stderr
+    assert "validation loss at iteration 8" in finished.stdout and (tmp_path / "w.safetensors").exists()
+    assert len(curve(tmp_path)) == ITERATIONS and saved(tmp_path) == [2, 4, 6]
+
+
+def test_a_model_that_is_not_what_it_was_ends_the_run_at_once(tmp_path, monkeypatch):
+    digests = iter(range(100))
+    monkeypatch.setattr(saving, "digest_shards", lambda shards: str(next(digests)))
+    finished = run([*LINE, "--ckpt-assume-constant-structure"], tmp_path)
+    assert finished.returncode == 2 and "is not what it was at the first save" in finished.stderr
+    assert len(curve(tmp_path)) == 4
+
+
+def test_a_save_slower_than_a_hang_is_waited_for(tmp_path, monkeypatch):
+    flush_file = saving.flush_file
+
+    def slow(path):
+        time.sleep(7)
+        flush_file(path)
+
+    monkeypatch.setattr(saving, "flush_file", slow)
+    finished = run([*LINE, "--train-iters", "2", "--distributed-timeout-seconds-after-init", "4"], tmp_path, 2)
+    assert finished.returncode == 0, finished.stderr
+    assert saved(tmp_path) == [2]
+
+
+def test_an_older_checkpoint_is_deleted_only_beside_a_whole_one(tmp_path, monkeypatch):
+    """A disk that takes bytes and loses them: what was written as iteration 4 is cut off before anybody looks."""
+    publish = saving.publish
+
+    def losing(temporary, *given):
+        if "iter_0000004" in str(temporary):
+            os.truncate(next(temporary.glob("*.distcp")), 100)
+        publish(temporary, *given)
+
+    monkeypatch.setattr(saving, "publish", losing)
+    finished = run([*LINE, "--exit-interval", "4", "--save-retain-interval", "100"], tmp_path)
+    assert finished.returncode == 0 and "the checkpoint of iteration 2 is kept" in finished.stderr
+    again = run([*LINE, "--save-retain-interval", "100"], tmp_path)
+    assert again.returncode == 0 and "going on from iteration 2" in again.stderr
+    assert [row[0] for row in curve(tmp_path)] == list(range(1, ITERATIONS + 1))
+
+
+def flip_bit(folder):
+    """In the middle of the largest tensor: numbers, and not what stands between them."""
+    stored = max(read_index(folder).storage_data.values(), key=lambda stored: stored.length)
+    path = folder / stored.relative_path
+    content = bytearray(path.read_bytes())
+    content[stored.offset + stored.length // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_while_loading_and_stepped_over(tmp_path):
+    """Sizes tell nothing of it; the model that has been half filled is filled again from the one before."""
+    (tmp_path / "whole").mkdir()
+    assert run(LINE, tmp_path / "whole").returncode == 0
+    assert run([*LINE, "--exit-interval", "6"], tmp_path).returncode == 0
+    flip_bit(tmp_path / "ckpt" / "iter_0000006")
+    finished = run(LINE, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert (
+        "the checkpoint of iteration 6 is passed over" in finished.stderr
+        and "going on from iteration 4 instead" in finished.stderr
+    )
+    assert curve(tmp_path) == curve(tmp_path / "whole")
+
+
+def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
+    assert run([*LINE, "--train-iters", "2"], tmp_path).returncode == 0
+    flip_bit(tmp_path / "ckpt" / "iter_0000002")
+    finished = run(LINE, tmp_path)
+    assert finished.returncode == 2 and "is valid" in finished.stderr and "Traceback" not in finished.stderr
+    (tmp_path / "ckpt" / "iter_0000002" / "metadata.json").unlink()
+    finished = run(LINE, tmp_path)
+    assert finished.returncode == 2 and "it holds no checkpoint, and the tracker names 2" in finished.stderr
+    assert len(curve(tmp_path)) == 2
+
+
+def test_nothing_is_written_beneath_a_mount_that_is_gone(tmp_path):
+    point = tmp_path / "disk"
+    point.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(point)], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        (point / "ckpt").mkdir()
+        (point / "ckpt" / directory.LOCK).touch()
+        number = directory.filesystem_id(point / "ckpt")
+        directory.check_filesystem_mounted(point / "ckpt", number)
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+    with pytest.raises(OSError, match="no longer mounted"):
+        directory.check_filesystem_mounted(point / "ckpt", number)
+    (point / "ckpt").mkdir()
+    (point / "ckpt" / directory.LOCK).touch()  # it came back, under another number
+    directory.check_filesystem_mounted(point / "ckpt", number)
+
+
+def test_a_deleted_save_folder_is_made_again(tmp_path):
+    number = directory.filesystem_id(tmp_path / "ckpt")
+    directory.check_filesystem_mounted(tmp_path / "ckpt", number)
+    assert directory.filesystem_id(tmp_path) == number
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_log_on_a_full_disk_ends_nothing(tmp_path, stream):
+    with open("/dev/full", "w") as there:
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: there}
+        code = subprocess.run(
+            [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *LINE],
+            cwd=tmp_path,
+            env=environment(),
+            check=False,
+            timeout=600,
+            **streams,
+        ).returncode
+    assert code == 0
+    assert saved(tmp_path) == [2, 4, 6, 8] and len(curve(tmp_path)) == ITERATIONS
+
+
+def test_a_reader_that_leaves_is_no_full_disk():
+    class Pipe:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = functools.partialmethod(write, "")
+
+    for talk in (BestEffortStream(Pipe()).flush, lambda: BestEffortStream(Pipe()).write("nobody listens")):
+        with pytest.raises(BrokenPipeError):
+            talk()
+
+
+def test_a_base_on_a_read_only_disk_is_loaded(tmp_path):
+    """--load from where nothing can be written, --save elsewhere."""
+    assert run([*LINE, "--exit-interval", "2"], tmp_path).returncode == 0
+    base = tmp_path / "base"
+    base.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "--bind", tmp_path / "ckpt", base], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("a read-only mount needs root")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", base], check=True)
+        line = [part for part in LINE if part != "--auto-resume"]
+        finished = run([*line, "--load", "base", "--save", "other"], tmp_path)
+        assert finished.returncode == 0 and "from base [ t 1/1" in finished.stderr, finished.stderr
+        refused = run([*line, "--load", "base", "--save", "base"], tmp_path)
+        assert (
+            refused.returncode == 2
+            and "--save base: cannot write there" in refused.stderr
+            and "Traceback" not in refused.stderr
+        )
+    finally:
+        subprocess.run(["umount", base], check=True)

@@ -1,0 +1,140 @@
+"""Tensor and sequence parallelism through whole steps of the program: training equals one process, dropout masks agree or differ."""
+
+import functools
+
+import pytest
+import torch
+from harness import run_ranks
+from training.layouts import KINDS, TrainingTrace, argv_of, compare, groups_of, make_run, train, train_ranks
+
+from moe_trainer.parallel.state import ParallelState
+
+GPT2 = "--normalization LayerNorm --position-embedding-type learned_absolute"
+# name: (kind, more flags). Capacities are per sequence shard by definition: test_layouts_agree.py has them
+MODELS = {
+    **{kind: (kind, "") for kind in KINDS if "capacity" not in kind},
+    "gpt2": ("biases, tied head", f"{GPT2} --expert-tensor-parallel-size 1"),
+    "one group": ("plain", "--group-query-attention --num-query-groups 1 --qk-layernorm"),
+    "two groups, biases": ("plain", "--group-query-attention --num-query-groups 2 --add-qkv-bias"),
+    "deepseek without a query latent": ("deepseek", "--mtp-use-repeated-layer --mtp-num-layers 2"),
+}
+
+
+def _argv(name: str, *more: str) -> list[str]:
+    kind, flags = MODELS[name]
+    argv = [*argv_of(kind), *flags.split(), *more]
+    if kind == "biases, tied head" and "--expert-tensor-parallel-size" not in argv:
+        argv += ["--expert-tensor-parallel-size", "1"]
+    if "without a query latent" in name:
+        at = argv.index("--q-lora-rank")
+        del argv[at : at + 2]
+    return argv
+
+
+def _mapping(tp: int, sp: bool) -> list[str]:
+    return ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if sp else [])]
+
+
+@functools.cache
+def one_process(name: str) -> TrainingTrace:
+    return train(_argv(name), 0, ParallelState.single())
+
+
+# every model on two and on four tensor ranks, with and without sequence parallelism, and with data ranks beside them
+HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
+
+
+@pytest.mark.parametrize(
+    ("n", "tp", "sp", "half"),
+    [
+        (2, 2, True, 0),
+        (2, 2, False, 1),
+        (4, 2, True, 1),
+        (4, 2, False, 0),
+        *(pytest.param(4, 4, sp, half, marks=pytest.mark.slow) for sp in (True, False) for half in (0, 1)),
+    ],
+)
+def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
+    names = HALVES[half]
+    ranks = run_ranks(train_ranks, n, [_argv(name, *_mapping(tp, sp)) for name in names])
+    for name, outcome, *others in zip(names, *ranks, strict=True):
+        differences = compare(one_process(name), outcome)
+        assert not differences, f"{name}: {len(differences)} quantities part, first\n" + "\n".join(
+            map(str, differences[:8])
+        )
+        for other in others:  # every rank logs and clips alike
+            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
+
+
+def _masks(rank, n, argv):
+    """Which elements every hidden dropout of the first forward pass kept, and where the global generator stands after a step."""
+    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    chunk, masks = run.chunks[0], {}
+
+    def keep(name, module, args, output):
+        masks.setdefault(name, output.detach() != 0)
+
+    for name, module in chunk.named_modules():
+        if name.endswith("dropout"):
+            module.register_forward_hook(functools.partial(keep, name))
+    batch = next(run.train_batches)
+    chunk(batch.tokens_BS, batch.position_ids_BS, batch.labels_BS).sum().backward()
+    return masks, torch.get_rng_state(), [generator.get_state() for generator in chunk.generators().values()]
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
+def test_masks_agree_where_tensors_are_replicated_and_differ_where_they_are_cut(sp):
+    argv = [*_argv("gpt2", *_mapping(2, sp)), "--hidden-dropout", "0.5", "--attention-dropout", "0.5"]
+    (masks, state, streams), (other_masks, other_state, other_streams) = run_ranks(_masks, 2, argv)
+    assert len(masks) == 5, "the embedding's and those of four blocks"
+    for name, mask in masks.items():
+        assert 0.4 < mask.float().mean() < 0.6, name
+        assert torch.equal(mask, other_masks[name]) != sp, name
+    assert torch.equal(state, other_state)
+    assert len(streams) == 1 and not torch.equal(streams[0], other_streams[0])
+
+
+@pytest.mark.parametrize(
+    "beside", [(), ("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")], ids=["dp", "cp", "pp"]
+)
+def test_no_two_ranks_draw_the_same_masks_for_what_is_cut(beside):
+    """Tensor ranks beside data, context or pipeline ranks: each has a stream of its own."""
+    argv = [*_argv("gpt2", *_mapping(2, True), *beside), "--hidden-dropout", "0.5"]
+    draws = run_ranks(_draws, 4, argv)
+    assert len({tuple(first) for first, _ in draws}) == 4
+    for first, second in draws:
+        assert first != second, "the stream moves"
+
+
+def _draws(rank, n, argv):
+    """What this rank's chunk draws, twice, through the hidden dropout of its first block."""
+    chunk = make_run(argv, rank, groups_of(argv, rank, n), 1).chunks[0]
+    dropout = next(module for name, module in chunk.decoder.layers[0].named_modules() if name.endswith("dropout"))
+    return [dropout(torch.ones(64)).bool().tolist() for _ in range(2)]
+
+
+def test_no_two_chunks_of_a_rank_draw_the_same_masks():
+    argv = [
+        *argv_of("plain"),
+        *_mapping(2, True),
+        "--mtp-num-layers",
+        "1",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-layout",
+        "E|tt|tt|mL",
+    ]
+    seeds = [seed for rank in run_ranks(_stream_seeds, 4, argv) for seed in rank]
+    assert len(seeds) == len(set(seeds)) == 8
+
+
+def _stream_seeds(rank, n, argv):
+    return [
+        chunk.stream.generator(chunk.device).initial_seed()
+        for chunk in make_run(argv, rank, groups_of(argv, rank, n), 1).chunks
+    ]
+
+
+def test_a_single_rank_has_no_stream_of_its_own():
+    run = make_run(_argv("gpt2"), 0, ParallelState.single(), 1)
+    assert run.chunks[0].generators() == {}

@@ -1,0 +1,45 @@
+"""With --overlap-param-gather parameters may still be on their way after a step: whatever reads them all waits first."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from moe_trainer.training import evaluate, export
+
+
+@pytest.fixture
+def events() -> list[str]:
+    return []
+
+
+def run_of(events, **more) -> SimpleNamespace:
+    """As much of a run as is needed, with an optimizer that writes down when it is waited for."""
+    world = SimpleNamespace(rank=0, size=1)
+    return SimpleNamespace(
+        optimizer=SimpleNamespace(wait_params=lambda: events.append("wait")),
+        wait_params=lambda: events.append("wait"),
+        chunks=[],
+        ps=SimpleNamespace(world=world, dp=world),
+        timers=lambda name: contextlib.nullcontext(),
+        metrics=None,
+        **more,
+    )
+
+
+def test_export_waits(events, monkeypatch, tmp_path):
+    monkeypatch.setattr(export, "export_named_weights", lambda chunks, ps: events.append("read") or iter(()))
+    export.export_weights(run_of(events), str(tmp_path / "weights.safetensors"))
+    assert events == ["wait", "read"]
+
+
+def test_validation_waits(events, monkeypatch):
+    training = SimpleNamespace(
+        eval_micro_batch_size=1, eval_global_batch_size=2, eval_iters=1, manual_gc=False, manual_gc_eval=False
+    )
+    monkeypatch.setattr(evaluate, "make_batch_iterator", lambda *_: iter(()))
+    monkeypatch.setattr(evaluate, "run_microbatches", lambda *_, **__: events.append("read") or [])
+    monkeypatch.setattr(evaluate, "reduce_loss", lambda *_: (0.0, 1.0))
+    run = run_of(events, args=SimpleNamespace(training=training))
+    evaluate.evaluate(run, None, "here", "validation", range(4), 0, False)
+    assert events == ["wait", "read"]

@@ -1,0 +1,64 @@
+"""Receive budgets, paged stashing and cloned experts equal one process without them; mistakes in cloning are found."""
+
+from verification.test_parity import EP, MODEL, MTP, PP, TP, run_parity
+
+from moe_trainer.moe.cloning import CloneRouting, CloneWeightExchange
+from moe_trainer.verification.parity import check_parity
+from moe_trainer.verification.rank_pool import RankPool
+from moe_trainer.verification.shrink import as_is
+
+CLONES = ["--moe-clone-hot-experts", "2", "--moe-token-dispatcher-type", "alltoall"]
+BUDGET = [
+    "--moe-token-dispatcher-type",
+    "flex",
+    "--moe-flex-dispatcher-backend",
+    "hybridep",
+    "--moe-expert-rank-capacity-factor",
+    "1.1",
+]
+STASH = [*BUDGET, "--moe-paged-stash", "--moe-paged-stash-page-size", "4"]
+RECOMPUTE = ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
+
+
+def test_capacity_features_equal_one_process():
+    cases = [
+        as_is([*MODEL, *EP, *flags], 2)
+        for flags in (CLONES, [*CLONES, *MTP], [*CLONES, *RECOMPUTE], BUDGET, STASH, [*STASH, *MTP])
+    ]
+    cases += [
+        as_is([*MODEL, *EP, *flags], 4)
+        for flags in ([*PP, *CLONES], [*TP, "--expert-tensor-parallel-size", "2", *CLONES], [*PP, *STASH])
+    ]
+    with RankPool(5) as pool:
+        for case in cases:
+            result = check_parity(pool, case)
+            assert result.is_equal, (" ".join(case.argv), result.failure, *map(str, result.differences[:4]))
+
+
+def test_ranks_clone_experts(monkeypatch):
+    """Otherwise none of the mistakes below could be found."""
+
+    def refuse(*_args):
+        raise RuntimeError("an expert is cloned")
+
+    monkeypatch.setattr(CloneWeightExchange, "exchange", refuse)
+    assert "an expert is cloned" in run_parity(*EP, *CLONES).failure
+
+
+def test_missing_gradients_of_clones_are_found(monkeypatch):
+    monkeypatch.setattr(
+        CloneWeightExchange, "_sum_by_expert", lambda self, weight, received: received.new_zeros(weight.shape)
+    )
+    found = run_parity(*EP, *CLONES)
+    assert not found.is_equal and any("linear_fc" in str(difference) for difference in found.differences)
+
+
+def test_redirected_tokens_that_are_also_kept_are_found(monkeypatch):
+    apply = CloneRouting.apply
+
+    def twice(self, probs_TE, routing_TE):
+        probs_TV, routing_TV = apply(self, probs_TE, routing_TE)
+        return probs_TV, routing_TE.index_select(1, self.expert_V) & ((self.high_V > self.low_V) | routing_TV)
+
+    monkeypatch.setattr(CloneRouting, "apply", twice)
+    assert not run_parity(*EP, *CLONES).is_equal

@@ -1,0 +1,145 @@
+"""scripts/prove_layout.py as a user meets it: exit codes, messages, the report."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope "
+    "--num-experts 16 --moe-router-topk 2 --disable-bias-linear --micro-batch-size 1 --lr 1e-4 --train-iters 10 --eval-iters 0 --bf16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000"
+).split()
+
+
+def prove_layout(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    env = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "prove_layout.py"), *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_command_line_is_checked_and_reported(tmp_path):
+    done = prove_layout(
+        *SMALL,
+        "--expert-model-parallel-size",
+        "16",
+        "--world-size",
+        "64",
+        "--ranks",
+        "4",
+        "--report",
+        "r.md",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "your mapping: dp 64 ep 16 on 64 ranks" in done.stdout and "1 of 1 equal one process" in done.stdout
+    page = (tmp_path / "r.md").read_text()
+    assert (
+        page.startswith("# 1 of 1 mappings equal one process")
+        and "gradients within" in page
+        and "torchrun --nproc-per-node 4" in page
+    )
+
+
+def test_output_names_defined_quantities_and_uncompared_flags():
+    flags = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --world-size 2 --ranks 2 --hidden-dropout 0.1".split()
+    done = prove_layout(*SMALL, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the reference follows the definition for this mapping: global_aux_loss" in done.stdout
+    assert (
+        "2 of 2 equal one process\nnot compared with one process: --bf16, --hidden-dropout 0.1" in done.stdout
+        and "every case has" not in done.stdout
+    )
+
+
+def test_same_seed_draws_same_mappings():
+    once, again = (prove_layout("--random", "3", "--ranks", "4", "--seed", "5", "--shrink-only") for _ in range(2))
+    assert once.returncode == 0 and once.stdout == again.stdout and once.stdout.count("pretrain_moe.py") == 3
+    assert prove_layout("--random", "3", "--ranks", "4", "--seed", "6", "--shrink-only").stdout != once.stdout
+
+
+def test_yaml_recipe_for_1024_gpus_is_shrunk(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    pairs = [word for flag in " ".join(SMALL).split(" --") for word in [flag.removeprefix("--").partition(" ")]]
+    recipe.write_text("MODEL_ARGS:\n" + "".join(f"  --{flag}: {value or 'true'}\n" for flag, _, value in pairs))
+    done = prove_layout(
+        str(recipe),
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--pipeline-model-parallel-size",
+        "4",
+        "--expert-model-parallel-size",
+        "16",
+        "--expert-tensor-parallel-size",
+        "1",
+        "--world-size",
+        "1024",
+        "--shrink-only",
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        "your mapping: tp 2 pp 4 dp 128 ep 16 on 1024 ranks" in done.stdout
+        and "torchrun --nproc-per-node 8 pretrain_moe.py" in done.stdout
+    )
+
+
+def test_pasted_torchrun_command_is_parsed():
+    line = [
+        "torchrun",
+        "--nnodes",
+        "4",
+        "--nproc_per_node=8",
+        "pretrain_gpt.py",
+        *SMALL,
+        "--expert-model-parallel-size",
+        "4",
+    ]
+    assert "your mapping: dp 32 ep 4 on 32 ranks" in prove_layout(*line, "--shrink-only").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--no-such-flag"], "--no-such-flag: this flag is unknown"),
+        ([*SMALL, "--expert-model-parallel-size", "3", "--world-size", "9"], "--num-experts 16 must be a multiple of"),
+        (["--random", "2", "--ranks", "4", "--swiglu"], "--random draws its own models"),
+        (
+            ["--random", "0", "--ranks", "-1", "--timeout", "nan"],
+            "--ranks -1 must be above 0; --random 0 must be above 0; --timeout nan",
+        ),
+        (["--random", "1", "--ranks", "1"], "--random needs at least 2 ranks"),
+        (["--random", "1", "--report", "/"], "--report /: the file cannot be written"),
+        ([*SMALL, "--world-size", "0", "--no-such-flag", "--shrink-only"], "--world-size 0 must be above 0"),
+        ([*SMALL, "--world-size", "-4", "--as-is", "--shrink-only"], "--world-size -4 must be above 0"),
+        (
+            ["torchrun", "--nproc-per-node", "gpu", "--nnodes", "4", "pretrain_gpt.py", *SMALL, "--shrink-only"],
+            "--nproc-per-node gpu: a number above 0",
+        ),
+        ([*SMALL, "--ranks", "many"], "invalid int value"),
+        ([*SMALL, "--as-is", "--world-size", "16"], "these flags need 16 ranks"),
+        (["--preset", "no_such_preset"], "no preset is called"),
+        (SMALL, "nothing to prove: these flags describe one process"),
+        ([*SMALL, "--as-is"], "nothing to prove: these flags describe one process"),
+        ([*SMALL, "--world-size", "2", "--ranks", "1"], "your mapping has 2 ranks, but --ranks 1 leaves one process"),
+    ],
+)
+def test_invalid_input_exits_with_2_without_traceback(words, said):
+    done = prove_layout(*words)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_unwritable_report_is_rejected_before_the_check():
+    done = prove_layout(*SMALL, "--report", "/no/such/folder/r.md")
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "case 1" not in done.stdout
+
+
+def test_help_names_the_exit_codes():
+    done = prove_layout("--help")
+    assert (
+        done.returncode == 0
+        and "Exit code: 0 equal, 1 different, 2 the flags are wrong, or there is nothing to" in done.stdout
+    )
