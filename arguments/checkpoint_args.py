@@ -178,7 +178,7 @@ number of ranks available."""
 
 
 @dataclass(frozen=True)
-class Group:
+class ArgumentGroup:
     """Flags that are taken together.
 
     Attributes:
@@ -202,17 +202,19 @@ def _no_data_given(settings: Settings, _recorded: Mapping[str, object]) -> bool:
 
 
 GROUPS = (
-    Group(SHAPE, overrides=True),
-    Group(TOKENIZER, lambda settings: settings.use_tokenizer_model_from_checkpoint_args, overrides=True),
-    Group(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
-    Group(WHERE_NOT_GIVEN),
-    Group(DROPOUT, recorded=lambda settings, recorded: bool(recorded.get("hf_model_type"))),
-    Group(CONVERSION, lambda settings: settings.ckpt_convert_format is not None),
-    Group(MUP + EVALUATION, _evaluates),
-    Group(CAPACITY, _evaluates, lambda settings, recorded: recorded.get("moe_expert_capacity_factor") is not None),
-    Group(DATA, _evaluates, _no_data_given),
+    ArgumentGroup(SHAPE, overrides=True),
+    ArgumentGroup(TOKENIZER, lambda settings: settings.use_tokenizer_model_from_checkpoint_args, overrides=True),
+    ArgumentGroup(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
+    ArgumentGroup(WHERE_NOT_GIVEN),
+    ArgumentGroup(DROPOUT, recorded=lambda settings, recorded: bool(recorded.get("hf_model_type"))),
+    ArgumentGroup(CONVERSION, lambda settings: settings.ckpt_convert_format is not None),
+    ArgumentGroup(MUP + EVALUATION, _evaluates),
+    ArgumentGroup(
+        CAPACITY, _evaluates, lambda settings, recorded: recorded.get("moe_expert_capacity_factor") is not None
+    ),
+    ArgumentGroup(DATA, _evaluates, _no_data_given),
     # `_for_evaluation` makes one of the other
-    Group(("global_batch_size", "eval_global_batch_size"), _evaluates, lambda settings, recorded: False),
+    ArgumentGroup(("global_batch_size", "eval_global_batch_size"), _evaluates, lambda settings, recorded: False),
 )
 """All that a checkpoint may set."""
 

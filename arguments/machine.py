@@ -155,7 +155,7 @@ def several_connections(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _
         if getattr(s, dest):
             message = (
                 f"{s.flag(dest)} needs {CONNECTIONS} above 1 or not set ({_env(env, CONNECTIONS)}): gathers must run "
-                "beside computation."
+                "during computation."
             )
             yield _finding(s, message, dest)
     if s.pipeline_model_parallel_comm_backend == "ucc":

@@ -3,7 +3,7 @@
 
     python scripts/bench_convert.py FOLDER [--gigabytes 20] [--workers 1] [--to ours]
 
-FOLDER needs room for three times the model (twice with --to ours, that direction alone); what is written there is removed at the end. The model is a Qwen3-MoE in bf16 with random weights.
+FOLDER needs space for three times the model (twice with --to ours, that direction alone); what is written there is removed at the end. The model is a Qwen3-MoE in bf16 with random weights.
 Source of the recorded run: scripts/bench_results/convert.md.
 """
 
@@ -129,16 +129,16 @@ def peak_of(words: list[str]) -> tuple[float, int]:
     return time.monotonic() - begun, int(done.stdout.rsplit("peak ", 1)[1]) * 1024
 
 
-def killed_in_the_middle(words: list[str], under_way: Path, files: int) -> tuple[int, float, int]:
+def resume_after_kill(words: list[str], staging: Path, files: int) -> tuple[int, float, int]:
     """Kill a conversion when half of its files are there, and run it again. Returns: files that were there; seconds and peak of the second."""
     process = subprocess.Popen(
         [sys.executable, str(_ROOT / "scripts" / "convert.py"), *words], stdout=subprocess.DEVNULL
     )
-    while process.poll() is None and len(list(under_way.glob(".*.done"))) < files // 2:
+    while process.poll() is None and len(list(staging.glob(".*.done"))) < files // 2:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return len(list(under_way.glob(".*.done"))), *peak_of(words)
+    return len(list(staging.glob(".*.done"))), *peak_of(words)
 
 
 def main(words: list[str]) -> int:
@@ -163,8 +163,8 @@ def main(words: list[str]) -> int:
             seconds, peak = peak_of(words)
             print(f"| {name} | {seconds:.0f} | {size / seconds / 1e6:.0f} | {peak / 1e9:.2f} GB |", flush=True)
         shutil.rmtree(base / target)
-        under_way = base / (f"{target}/release.converting" if options.to else f"{target}.converting")
-        there, seconds, peak = killed_in_the_middle(words, under_way, int(size / 1e9))
+        staging = base / (f"{target}/release.converting" if options.to else f"{target}.converting")
+        there, seconds, peak = resume_after_kill(words, staging, int(size / 1e9))
         print(
             f"| the same, killed by kill -9 with {there} files written; the second run | {seconds:.0f} | | "
             f"{peak / 1e9:.2f} GB |",

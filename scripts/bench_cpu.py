@@ -5,10 +5,10 @@
 Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of 256, micro-batch 4.
 `wide` and `many` are large enough to be bound by matrix products: hidden 512, 8 layers, 8 heads, ffn 1,024, sequences of 512, micro-batch 8,
 with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB). All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient
-clipping at 1. Each contender is a process of its own that builds the model and then trains steps when told to. They begin one after the other; one that
+clipping at 1. Each contender is a process of its own that builds the model and then trains steps on request. They begin one after the other; one that
 fails, dies or does not answer within --limit seconds is left out, and the table says why. With the small model rounds
 alternate between them, so that a disturbance of the machine meets all alike, and the median round counts; the large ones do not fit
-beside each other and come one by one, each with the product's rate measured around it. Ours is `train.train_step`, everything a training
+in memory together and run one by one, each with the GEMM rate measured before and after it. Ours is `train.train_step`, everything a training
 iteration does except reading data from files.
 
 transformers runs as fast as it can here: the fastest of its expert implementations (tried first), sdpa attention, torch's fused AdamW;
@@ -45,8 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
-from scripts import bench_common  # noqa: E402 - found beside this file
-from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers  # noqa: E402 - found beside this file
+from scripts import bench_common  # noqa: E402 - this checkout's
+from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers  # noqa: E402 - this checkout's
 
 
 def memory_mb() -> float:
@@ -118,7 +118,7 @@ def contender(pipe: Connection, name: str, build: Callable, model: Model, dtype:
 
 
 def take_turns(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
-    """Build, say what was built, and train steps when told to."""
+    """Build, report what was built, and train steps on request."""
     import torch
 
     torch.set_num_threads(threads)
@@ -298,13 +298,13 @@ class Race:
         self.results = {name: self.results[name] for name in best.values()}
 
     def close(self) -> None:
-        """End whoever still runs."""
+        """End the processes that still run."""
         for one in self.running.values():
             one.end()
 
 
 def say(text: str) -> None:
-    """Tell how it goes, beside the result."""
+    """Print progress to stderr; the result goes to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -389,7 +389,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument(
-        "--contenders", nargs="+", metavar="NAME", help="beside moe-trainer, of the table's first words; all"
+        "--contenders",
+        nargs="+",
+        metavar="NAME",
+        help="to compare with moe-trainer, by the first words of the table's rows; default: all",
     )
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds after which a contender that does not answer is left out"

@@ -1,13 +1,13 @@
-"""Measure what stands before and beside training: flags, start-up, text to tokens, checkpoints.
+"""Measure what surrounds training: flags, start-up, text to tokens, checkpoints.
 
     python scripts/bench_data.py [--rounds 5] [--megabytes 16] [--parameters 60] [--write]
 
 * flags: resolving and judging 1,000 command lines (the model zoo's presets with different ranks and batches) in one process, and
   `pretrain_moe.py --validate-only` as a command;
 * start: from the command to the end of the first iteration of a tiny model, and what importing torch alone takes;
-* tokens: `preprocess_data.py` with one worker on text that every machine has (the sources of this Python), beside the tokenizer
+* tokens: `preprocess_data.py` with one worker on text that every machine has (the sources of this Python), next to the tokenizer
   library alone on the same documents, in memory, without reading, splitting or writing anything: the share is what our part leaves of it;
-* checkpoints: saving and loading `--parameters` million parameters with their optimizer state, beside writing (and fsync) and
+* checkpoints: saving and loading `--parameters` million parameters with their optimizer state, next to writing (and fsync) and
   reading the same bytes as one plain file on the same disk, in turns.
 
 Medians of some rounds; ratios are within one run. --write records the table in scripts/bench_results/data.md.

@@ -33,7 +33,7 @@ SHAPES = (
 
 
 def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
-    """Median seconds of a forward and backward, as a loop and grouped, in turns; every round routes anew, as training does."""
+    """Median seconds of a forward and backward, as a loop and grouped, in turns; every round routes again, as training does."""
     tokens, hidden, ffn, num_experts, topk = shape
     x = torch.randn(tokens * topk, hidden).to(dtype).requires_grad_()
     p = torch.rand(tokens * topk).requires_grad_()

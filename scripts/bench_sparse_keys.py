@@ -1,4 +1,4 @@
-"""Measure sparse attention with its chosen keys gathered beside the same with all others masked: one layer, forward and backward.
+"""Measure sparse attention with its selected keys gathered, and with all others masked: one layer, forward and backward.
 
     python scripts/bench_sparse_keys.py [--lengths 4096 8192 16384 32768] [--heads 8] [--loss no yes] [--write]
 

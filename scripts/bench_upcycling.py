@@ -4,7 +4,7 @@
     python scripts/bench_upcycling.py FOLDER [--iterations 150] [--more 75] [--data runs/quickstart/data]
 
 FOLDER is new. The dense model has the sizes of the preset finermoe_tiny. Copies: 4 experts, top-2; pieces: 8 experts of half the width in virtual
-groups, top-4; FineRMoE: 16 experts, 4-2-1-2, beside the dense network. Tokens/s: the median over the second half of a run.
+groups, top-4; FineRMoE: 16 experts, 4-2-1-2, plus the dense network. Tokens/s: the median over the second half of a run.
 Source of the recorded run: scripts/bench_results/upcycling.md.
 """
 

@@ -6,7 +6,7 @@
 #   DRY_RUN=1 ...    print the command, validate and plan it; start nothing (exit code 2: wrong flags, 3: does not fit)
 #
 # The other variables stand in launch_flags.sh. SIGTERM and SIGUSR1 reach the ranks, which save; this script then ends with exit
-# code 75, and the same command goes on from there. Logs per rank, and the environment: OUTPUT_PATH/logs.
+# code 75, and the same command resumes from there. Logs per rank, and the environment: OUTPUT_PATH/logs.
 set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
@@ -58,5 +58,5 @@ while :; do
     wait "$torchrun" && code=0 || code=$?
     kill -0 "$torchrun" 2>/dev/null || break # else a trap ended the wait
 done
-[ "$code" != 75 ] || echo "saved; the same command goes on from there (exit code 75)"
+[ "$code" != 75 ] || echo "saved; the same command resumes from there (exit code 75)"
 exit "$code"

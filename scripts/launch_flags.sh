@@ -18,7 +18,7 @@
 #   DATA_PATH        "PREFIX" or "0.7 A 0.3 B"; mock, or unset and no flag of data among the extra ones: mock data
 #   DATASET          a name for DATA_PATHS["DATASET:MODEL"] or DATA_PATHS[DATASET] of the cluster file, where DATA_PATH is not set
 #   TOKENIZER_MODEL, TOKENIZER_TYPE (HuggingFaceTokenizer)
-#   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   start anew whatever is under OUTPUT_PATH
+#   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   start afresh whatever is under OUTPUT_PATH
 #   RUN_NAME COMMENT WANDB_PROJECT WANDB_MODE WANDB_API_KEY   with a key (or WANDB_MODE=offline) the run is logged to Weights & Biases
 #   HARDWARE         what a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
 #   GB200_CLUSTER=1  4 GPUs per node, NVLINK_DOMAIN_SIZE=72, HARDWARE=gb200
@@ -509,13 +509,13 @@ say_defaults() {
 
 # Judge the command line for this many ranks before anything waits in a queue; with DRY_RUN=1 plan it too.
 check_flags() {
-    local world_size=$1 python verdict
+    local world_size=$1 python output
     python=$(find_run_python)
     [ "${#NOTES[@]}" = 0 ] || printf 'note: %s\n' "${NOTES[@]}"
     if [ "${VALIDATE:-1}" = 0 ]; then return; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then
-        verdict=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" 2>&1) ||
-            fail "these flags would not run (VALIDATE=0 submits them nevertheless):"$'\n'"$verdict"
+        output=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" 2>&1) ||
+            fail "these flags would not run (VALIDATE=0 submits them nevertheless):"$'\n'"$output"
         return
     fi
     local files=()

@@ -4,16 +4,16 @@
 #
 # Outcomes                                           exit code   and then
 #   the run is done                                  0           what is left of an array is cancelled
-#   a signal or the clock, checkpoint saved          75          requeued; in an array the next task goes on
+#   a signal or the clock, checkpoint saved          75          requeued; in an array the next task resumes
 #   a signal before the ranks listened               138, 143    as 75: nothing but a start is lost
 #   scancel                                          75          saved (SLURM allows KillWait seconds for it), not requeued
-#   a wrong result that came again (--rerun-mode)    16          ended; the log tells how to go on on other nodes, which settles
+#   a wrong result that came again (--rerun-mode)    16          ended; the log explains how to resume on other nodes, which shows
 #                                                                whether a machine is to blame
 #   a rank failed or was killed, flags are wrong     the rank's  ended; the rank's last words are shown
 #   a node is lost                                   -           SLURM requeues the job itself (--requeue) when it misses the node;
 #                                                                until then srun waits for the lost ranks, whatever the others say
-#   MAX_STALLED attempts running without a newer     1           ended: starting again would go on for ever
-#     checkpoint, whoever ended them
+#   MAX_STALLED attempts running without a newer     1           ended: starting again would never end
+#     checkpoint, whatever ended them
 
 # shellcheck source=scripts/launch_flags.sh
 . "$ROOT/scripts/launch_flags.sh"
@@ -65,16 +65,16 @@ start_again() {
     if stalled; then
         end_stalled
     elif [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-        echo "not requeued: the array's next task goes on"
+        echo "not requeued: the array's next task resumes"
     elif [ "$REQUEUE" = 0 ]; then
-        echo "not requeued (REQUEUE=0): submitting the same command goes on"
+        echo "not requeued (REQUEUE=0): submitting the same command resumes"
     elif [ "$attempt" -ge "$MAX_REQUEUES" ]; then
-        echo "requeued $attempt times already (MAX_REQUEUES=$MAX_REQUEUES): not again; submitting the same command goes on"
+        echo "requeued $attempt times already (MAX_REQUEUES=$MAX_REQUEUES): not again; submitting the same command resumes"
     else
         echo "requeued: attempt $((attempt + 1)) starts when nodes are free, and not within SLURM's pause of about two minutes." \
             "(Lines of slurmstepd on a cancelled step or job belong to that; nothing is wrong.)"
         # SLURM ends this shell; bash need not report that
-        if scontrol requeue "$SLURM_JOB_ID"; then { sleep 60; } 2>/dev/null; else echo "error: SLURM did not requeue it; submitting the same command goes on"; fi
+        if scontrol requeue "$SLURM_JOB_ID"; then { sleep 60; } 2>/dev/null; else echo "error: SLURM did not requeue it; submitting the same command resumes"; fi
     fi
 }
 
@@ -147,7 +147,7 @@ case $code in
             says "interrupted before the ranks could save (exit code $code), newest checkpoint: $(newest_checkpoint)"
         fi
         if [ "${state% *}" != RUNNING ] && [ "${state#* }" != TimeLimit ]; then
-            echo "ended by SLURM: after a preemption or a node failure it starts the job again itself, after scancel it does not; submitting the same command goes on"
+            echo "ended by SLURM: after a preemption or a node failure it starts the job again itself, after scancel it does not; submitting the same command resumes"
         else
             start_again
         fi

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from arguments.rules.layout_grammar import Layout, read_layout
+from arguments.rules.layout_grammar import PipelineLayout, read_layout
 from arguments.settings import Settings, Violation
 
 
@@ -17,7 +17,7 @@ class DerivedSizes:
     """Sizes that follow from the flags and the number of ranks.
 
     `world` None: unknown. `dp` and `edp` are None when unknown or when the ranks do not divide. `vpp` is the number of
-    virtual chunks per pipeline rank, None without interleaving or when it cannot be told. `layers_split` counts what is
+    virtual chunks per pipeline rank, None without interleaving or when it is unknown. `layers_split` counts what is
     spread over the pipeline (decoder layers, plus embedding and loss where they are to count). `moe_layers[i]` says
     whether decoder layer i has experts; None without experts or with an unreadable pattern.
     """
@@ -35,7 +35,7 @@ class DerivedSizes:
     layers_split: int | None
     experts: int | None
     moe_layers: tuple[bool, ...] | None
-    layout: Layout | None
+    layout: PipelineLayout | None
 
 
 MAX_LAYERS = 100_000
@@ -97,7 +97,7 @@ def _size(value: object) -> int:
     return value if positive(value) else 1
 
 
-def _layout(s: Settings) -> Layout | None:
+def _layout(s: Settings) -> PipelineLayout | None:
     if s.pipeline_model_parallel_layout is None:
         return None
     try:
@@ -106,7 +106,7 @@ def _layout(s: Settings) -> Layout | None:
         return None
 
 
-def _virtual_stages(s: Settings, pp: int, layers_split: int | None, layout: Layout | None) -> int | None:
+def _virtual_stages(s: Settings, pp: int, layers_split: int | None, layout: PipelineLayout | None) -> int | None:
     """Return the virtual stages per pipeline rank from whichever of three flags is given; None for one stage."""
     count = None
     if layout is not None:

@@ -20,7 +20,7 @@ _MOST_STAGES = 100_000  # a slip such as t*1000000000 must not fill the memory o
 
 
 @dataclass(frozen=True)
-class Layout:
+class PipelineLayout:
     """A layout as read: one string over E, t, m, L for each stage, in pipeline order.
 
     Stage i belongs to pipeline rank i % pp and is that rank's virtual chunk i // pp.
@@ -46,7 +46,7 @@ class Layout:
         return bool(holders) and holders[0] % pp != pp - 1
 
 
-def read_layout(text: str) -> Layout:
+def read_layout(text: str) -> PipelineLayout:
     """Read a layout string.
 
     Raises: ValueError saying which part is not understood.
@@ -60,7 +60,7 @@ def read_layout(text: str) -> Layout:
             f"{' '.join(strange)} is not part of a layout (E embedding, t decoder layer, m MTP layer, L loss, "
             "| next stage, x*N and (...)*N repeat, without nesting)"
         )
-    return Layout(tuple(flat.split("|")))
+    return PipelineLayout(tuple(flat.split("|")))
 
 
 def _repeat(part: str, times: str) -> str:
@@ -69,7 +69,7 @@ def _repeat(part: str, times: str) -> str:
     return part * int(times)
 
 
-def problems(layout: Layout, pp: int, num_layers: int | None, mtp_num_layers: int | None) -> list[str]:
+def problems(layout: PipelineLayout, pp: int, num_layers: int | None, mtp_num_layers: int | None) -> list[str]:
     """Everything that keeps a layout from fitting a model, as clauses that can follow the flag and its value."""
     return [
         *_shape_problems(layout, pp),
@@ -78,7 +78,7 @@ def problems(layout: Layout, pp: int, num_layers: int | None, mtp_num_layers: in
     ]
 
 
-def _shape_problems(layout: Layout, pp: int) -> list[str]:
+def _shape_problems(layout: PipelineLayout, pp: int) -> list[str]:
     found = []
     if layout.virtual_stages(pp) is None:
         found.append(f"has {len(layout.stages)} stages, which must be a multiple of the {pp} pipeline ranks")
@@ -89,14 +89,14 @@ def _shape_problems(layout: Layout, pp: int) -> list[str]:
     return found
 
 
-def _count_problems(layout: Layout, num_layers: int | None) -> list[str]:
+def _count_problems(layout: PipelineLayout, num_layers: int | None) -> list[str]:
     decoders = layout.count(DECODER)
     if num_layers is None or decoders == num_layers:
         return []
     return [f"holds {decoders} decoder layers (t), but the model has --num-layers {num_layers}"]
 
 
-def _mtp_problems(layout: Layout, pp: int, mtp_num_layers: int) -> list[str]:
+def _mtp_problems(layout: PipelineLayout, pp: int, mtp_num_layers: int) -> list[str]:
     count = layout.count(MTP)
     if count != mtp_num_layers:
         return [f"holds {count} MTP layers (m), but the model has --mtp-num-layers {mtp_num_layers}"]

@@ -218,11 +218,11 @@ def check_fsdp_deferred_wgrad(s: Settings, f: DerivedSizes) -> Iterator[Violatio
     if not (sharded or s.use_torch_fsdp2):
         return
     parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
-    for dest, put_off in (
+    for dest, is_deferred in (
         ("pipeline_schedule", s.pipeline_schedule == "zero-bubble"),
         ("defer_embedding_wgrad_compute", s.defer_embedding_wgrad_compute),
     ):
-        if put_off:
+        if is_deferred:
             yield s.violation(
                 f"{s.flag(parent)} cannot be combined with {s.describe(dest)}: a layer's parameters are gathered for "
                 "one "

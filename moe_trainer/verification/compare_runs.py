@@ -20,7 +20,7 @@ from moe_trainer.verification.comparison import (
     compare_by_name,
     execution_order,
 )
-from moe_trainer.verification.training_trace import TensorShard, TrainingTrace
+from moe_trainer.verification.training_trace import TracedShard, TrainingTrace
 
 _FINGERPRINTS = ("gradient (step 1)", "weight at the end")
 """Quantities of the fingerprints of a shard."""
@@ -151,7 +151,7 @@ def _compare_tensors(
     quantity: str,
     expected: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-    shards: list[list[TensorShard]],
+    shards: list[list[TracedShard]],
     measure: Callable[[str, Tensor], tuple[float, float, bool]],
 ) -> Iterator[ComparisonRow]:
     """Yield the tensors that differ. `measure` returns difference, tolerance and equality for the error of a tensor."""
@@ -171,7 +171,7 @@ def _compare_tensors(
     return compare_by_name(quantity, ("one process", "ranks"), (expected, tensors), compare_one)
 
 
-def _describe_holders(name: str, error: Tensor, shards: list[list[TensorShard]]) -> str:
+def _describe_holders(name: str, error: Tensor, shards: list[list[TracedShard]]) -> str:
     """Name the ranks that hold the shard with the largest error."""
     holders = [(rank, shard) for rank, by_rank in enumerate(shards) for shard in by_rank if shard.name == name]
     if not holders:
@@ -183,7 +183,7 @@ def _describe_holders(name: str, error: Tensor, shards: list[list[TensorShard]])
     return f"held by rank {ranks}" if count == 1 else f"largest in shard {worst[1]} of {count}, held by rank {ranks}"
 
 
-def _take_shard(tensor: Tensor, shard: TensorShard) -> Tensor:
+def _take_shard(tensor: Tensor, shard: TracedShard) -> Tensor:
     if shard.dim is None:
         return tensor
     lengths = [share * tensor.shape[shard.dim] // sum(shard.sections) for share in shard.sections]
@@ -193,7 +193,7 @@ def _take_shard(tensor: Tensor, shard: TensorShard) -> Tensor:
 
 def _compare_copies(trace: TrainingTrace, tolerances: Tolerances) -> Iterator[ComparisonRow]:
     """List the shards that several ranks hold with different values; one row for each tensor and rank."""
-    first: dict[tuple, tuple[int, TensorShard]] = {}
+    first: dict[tuple, tuple[int, TracedShard]] = {}
     for rank, shards in enumerate(trace.shards):
         for shard in shards:
             first_rank, expected = first.setdefault((shard.name, shard.index), (rank, shard))

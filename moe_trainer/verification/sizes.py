@@ -7,7 +7,7 @@ model with more heads than groups, with dense layers first or with a wider share
 from __future__ import annotations
 
 from arguments.rules.derived_sizes import as_list, moe_pattern
-from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, Layout, read_layout
+from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
 from arguments.settings import Settings
 from arguments.sparse_attention import gather_unsupported_reason
 from moe_trainer.verification.mapping import ParallelMapping
@@ -78,7 +78,7 @@ def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str
     return values | ({"pipeline_model_parallel_layout": "|".join(texts)} if new.pp > 1 else {})
 
 
-def _ranks_between(layout: Layout, old_pp: int, count: int) -> list[int]:
+def _ranks_between(layout: PipelineLayout, old_pp: int, count: int) -> list[int]:
     """Return pipeline ranks that represent the middle ones, including the one with the MTP layers."""
     holder = next((index % old_pp for index in layout.stages_with(MTP)), 0)
     if not 0 < holder < old_pp - 1 or count < 1:

@@ -33,7 +33,7 @@ from moe_trainer.verification.synthetic_data import draw_batches, make_null_toke
 
 
 @dataclass(frozen=True)
-class TensorShard:
+class TracedShard:
     """Shard of a named tensor on a rank: part `index` of `count` along `dim`.
 
     Attributes:
@@ -72,7 +72,7 @@ class TrainingTrace:
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
     per_layer: list[dict[str, list[float]]] = field(default_factory=list)
-    shards: list[list[TensorShard]] = field(default_factory=list)
+    shards: list[list[TracedShard]] = field(default_factory=list)
     evaluation: float | None = None
     forward: list[dict[Coordinates, dict[str, Tensor]]] = field(default_factory=list)
     perturbed_change: dict[str, float] = field(default_factory=dict)
@@ -176,10 +176,10 @@ def _fingerprints(run: TrainContext, value: Callable[[Parameter], Tensor]) -> di
     return fingerprints
 
 
-def _list_shards(run: TrainContext, fingerprints: dict[str, list]) -> Iterable[TensorShard]:
+def _list_shards(run: TrainContext, fingerprints: dict[str, list]) -> Iterable[TracedShard]:
     for param, _, name in _iter_named_params(run):
         info = get_param_info(param)
         is_full = info.shard_count == 1 or info.sharded_dim is None
         sections = info.part_sizes or (1,) * info.parts
         shard = (None, 0, 1, (1,)) if is_full else (info.sharded_dim, info.shard_rank, info.shard_count, sections)
-        yield TensorShard(name, *shard, tuple(fingerprints[name]))
+        yield TracedShard(name, *shard, tuple(fingerprints[name]))

@@ -49,7 +49,7 @@ def test_the_whole_iteration_of_dropless_experts_has_one_reason():
     assert len(later(f"{flags} {PADDED}")) > 1  # padded: what else stands in the way
 
 
-def test_everything_that_stands_in_the_way_is_told_at_once():
+def test_all_obstacles_are_reported_at_once():
     found = later(f"{ATTN} --reset-attention-mask --cpu-offloading-num-layers 2 --use-torch-fsdp2")
     assert len([violation for violation in found if "--cuda-graph-impl" in violation.flags]) == 3
 

@@ -51,10 +51,10 @@ def test_help_of_a_topic_or_a_flag(capsys):
     assert run_help(["--help", "balancing"]) == 0
     assert "--moe-aux-loss-coeff" in capsys.readouterr().out
     assert run_help(["--help", "--moe-routr-topk"]) == 2
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     assert (
-        told.out == ""
-        and "--help --moe-routr-topk: there is no such flag or topic; did you mean --moe-router-topk" in told.err
+        captured.out == ""
+        and "--help --moe-routr-topk: there is no such flag or topic; did you mean --moe-router-topk" in captured.err
     )
 
 
@@ -80,10 +80,12 @@ def test_without_flags_there_are_examples_that_hold(capsys, monkeypatch):
 
     monkeypatch.delenv("RANK", raising=False)
     assert pretrain_moe.main([]) == 2
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     lines = [
-        line.split("  ")[1].split()[2:] for line in told.err.splitlines() if line.startswith("  python pretrain_moe.py")
+        line.split("  ")[1].split()[2:]
+        for line in captured.err.splitlines()
+        if line.startswith("  python pretrain_moe.py")
     ]
-    assert told.out == "" and len(lines) == 3 and "Traceback" not in told.err
+    assert captured.out == "" and len(lines) == 3 and "Traceback" not in captured.err
     for argv in lines[:2]:  # the third needs a checkpoint
         assert not resolve_command_line(argv, 1)[1], argv

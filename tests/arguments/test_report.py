@@ -48,10 +48,13 @@ def test_violations_are_written_too(tmp_path, capsys):
     assert {violation["kind"] for violation in report["violations"]} == {"unknown", "later"}
     assert all(violation["flags"] and violation["message"] for violation in report["violations"])
     assert report["settings"]["tensor_parallel_num_weight_shards"]["value"] == 2
-    told = capsys.readouterr()
-    assert told.out.startswith("not valid: 2 problems")
-    assert told.err.startswith("pretrain_moe.py: 2 problems with the arguments:\n  - ") and told.err.count("\n") == 3
-    assert "--bogus" in told.err and "--tensor-parallel-num-weight-shards" in told.err
+    captured = capsys.readouterr()
+    assert captured.out.startswith("not valid: 2 problems")
+    assert (
+        captured.err.startswith("pretrain_moe.py: 2 problems with the arguments:\n  - ")
+        and captured.err.count("\n") == 3
+    )
+    assert "--bogus" in captured.err and "--tensor-parallel-num-weight-shards" in captured.err
 
 
 def test_parameters_are_counted_when_only_a_later_feature_is_missing(tmp_path):
@@ -89,11 +92,11 @@ def test_a_report_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_refusals_name_only_what_was_given(tmp_path, capsys):
-    """A rule may concern flags that nobody typed; the reasons say what is wrong, and no list of flags follows them."""
+    """A rule may concern flags that were not given; the reasons say what is wrong, and no list of flags follows them."""
     code, _ = run(tmp_path, "--num-exprts", "4", "--moe-router-topk", "9", "--num-experts", "8", "--world-size", "2")
-    told = capsys.readouterr()
-    assert code == 2 and "refused because of" not in told.err + told.out
-    assert "--pipeline-model-parallel-size" not in told.err and "did you mean --num-experts" in told.err
+    captured = capsys.readouterr()
+    assert code == 2 and "refused because of" not in captured.err + captured.out
+    assert "--pipeline-model-parallel-size" not in captured.err and "did you mean --num-experts" in captured.err
 
 
 @pytest.mark.parametrize(

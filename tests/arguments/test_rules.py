@@ -32,7 +32,7 @@ def test_sound_lines_pass(line):
     assert not violations
 
 
-def test_a_number_out_of_range_is_told_once():
+def test_number_out_of_range_is_reported_once():
     for dest, value in (
         ("qk_clip_threshold", "-1"),
         ("qk_clip_alpha", "2"),
@@ -131,7 +131,7 @@ OFFLOAD = "--fine-grained-activation-offloading --transformer-impl transformer_e
 
 
 @pytest.mark.parametrize(
-    ("added", "removed", "told"),
+    ("added", "removed", "expected"),
     [
         (
             f"{SELECTIVE} moe shared_experts core_attn",
@@ -151,17 +151,17 @@ OFFLOAD = "--fine-grained-activation-offloading --transformer-impl transformer_e
         (f"{OFFLOAD} expert_fc1 moe_act", "", []),
     ],
 )
-def test_parts_that_no_layer_has(added, removed, told):
+def test_parts_that_no_layer_has(added, removed, expected):
     settings, _ = resolve_command_line(changed(added, removed), 8)
     notes = [note for note in settings.notes if "no layer of this model has" in note]
-    assert [note.split(": ")[0] + ": " for note in notes] == told
+    assert [note.split(": ")[0] + ": " for note in notes] == expected
 
 
 TRITON = "--triton-kernels"
 
 
 @pytest.mark.parametrize(
-    ("added", "removed", "told"),
+    ("added", "removed", "expected"),
     [
         (f"{TRITON} permute router grouped-gemm rope", DENSE, {"permute", "router", "grouped-gemm"}),
         (f"{TRITON} all", DENSE, set()),
@@ -194,9 +194,11 @@ TRITON = "--triton-kernels"
         (f"{TRITON} norm --normalization LayerNorm --qk-l2-norm", "--normalization", set()),
     ],
 )
-def test_kernels_that_nothing_runs_on(added, removed, told):
+def test_kernels_that_nothing_runs_on(added, removed, expected):
     settings, _ = resolve_command_line(changed(added, removed), 8)
-    assert {flag for flag, _ in settings.no_effect if flag.startswith(TRITON)} == {f"{TRITON} {name}" for name in told}
+    assert {flag for flag, _ in settings.no_effect if flag.startswith(TRITON)} == {
+        f"{TRITON} {name}" for name in expected
+    }
 
 
 def test_notes_report_more_permissive_outcomes():
@@ -248,19 +250,19 @@ def test_notes_report_more_permissive_outcomes():
         assert sum(word in note for note in settings.notes) == 1, (added, settings.notes)
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, expected", [
     ("--skip-train --load l --eval-iters 1 --exit-interval 5 --async-save --iterations-to-skip 2",
      "--async-save, --exit-interval, --iterations-to-skip with --skip-train: no effect"),
     ("--skip-train --load l --eval-iters 0", "--eval-iters 0 with --skip-train: nothing is evaluated"),
     ("--skip-train --eval-iters 1", "--skip-train without --load: the initial weights are evaluated"),
 ])  # fmt: skip
-def test_flags_of_what_a_run_does_not_do_are_noted(words, told):
+def test_flags_of_what_a_run_does_not_do_are_noted(words, expected):
     given = words.split()
     base = [word for word in TINY if word not in ("--eval-iters", "0")] if "--eval-iters" in given else TINY
     data = [] if "--data-path" in given else MOCK
     settings, _ = resolve_command_line([*base, *data, "--train-iters", "10", *given], 1)
     ordinary, _ = resolve_command_line([*TINY, *MOCK, "--train-iters", "10"], 1)
-    assert any(told in " ".join(note.split()) for note in settings.notes), settings.notes
+    assert any(expected in " ".join(note.split()) for note in settings.notes), settings.notes
     assert not any("no effect" in note or "--skip-train" in note for note in ordinary.notes)
 
 

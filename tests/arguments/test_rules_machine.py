@@ -125,7 +125,7 @@ def test_segments_of_memory_that_grow_are_asked_for_before_torch_is_there(monkey
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_another_choice_of_the_allocator_is_kept_and_told(name):
+def test_another_choice_of_the_allocator_is_kept_and_reported(name):
     settings, _ = resolve_command_line(changed(""), 8)
     (note,) = check_machine(settings, {name: "max_split_size_mb:64"}, 9)
     assert (

@@ -18,13 +18,13 @@ def judge(case: dict, argv: list[str]) -> None:
     settings, violations = findings(argv, case["world_size"], env, case["arch"])
     # Megatron-LM's parser accepts what only its builders refuse; so does parse_args, and the start refuses
     violations = [violation for violation in violations if violation.kind != "build"]
-    told = "; ".join(map(str, violations))
+    reported = "; ".join(map(str, violations))
     if (case["outcome"] == "ok") == bool(violations):
-        assert case["name"] in KNOWN, f"{case['name']}: recorded {case['outcome']}, ours: {told or 'no violation'}"
+        assert case["name"] in KNOWN, f"{case['name']}: recorded {case['outcome']}, ours: {reported or 'no violation'}"
         return
     if violations:
         named = {token for token in case["added"] if token.startswith("--")} | set(case["removed"])
-        assert named & flags_of(violations), f"{case['name']}: none of {sorted(named)} is named in: {told}"
+        assert named & flags_of(violations), f"{case['name']}: none of {sorted(named)} is named in: {reported}"
         return
     values = settings.values | derived(settings, case["world_size"])
     for key, wanted in case.get("observed", {}).items():

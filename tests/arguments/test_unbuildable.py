@@ -19,7 +19,7 @@ def test_the_parser_passes_it_on():
     assert violation.flags == ("--moe-layer-freq", "--num-layers") and "3 layers" in violation.message
 
 
-def test_it_is_told_with_everything_else():
+def test_it_is_reported_with_all_other_errors():
     with pytest.raises(arguments.ArgumentError) as caught:
         arguments.parse_args([*LINE, "--moe-router-topk", "9"], 1)
     text = str(caught.value)

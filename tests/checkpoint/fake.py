@@ -56,7 +56,7 @@ CUTS = {
 
 
 class FakeModel(nn.Module):
-    """Two Mixtral layers of the size of the golden case a2_mixtral, unless told otherwise; of them what a rank of `ps` holds.
+    """Two Mixtral layers of the size of the golden case a2_mixtral, unless overridden; of them what a rank of `ps` holds.
 
     stage: (number, count) of this chunk among all virtual stages; by default that of the pipeline rank.
     tied: no output layer; the last stage has a copy of the embedding. wide: parameters with this in their names are fp32, whatever the dtype.

@@ -122,7 +122,7 @@ def test_a_damaged_tracker(saved):
     assert "cannot read" in refusal(saved)
 
 
-def test_a_missing_tracker_beside_complete_checkpoints(saved, caplog):
+def test_a_missing_tracker_with_complete_checkpoints(saved, caplog):
     (saved / directory.TRACKER).unlink()
     assert load(saved, [FakeModel()], None, SINGLE, OPTIONS).iteration == 6
     assert "is missing, but there are complete checkpoints" in caplog.text
@@ -254,7 +254,7 @@ def test_a_checkpoint_caught_while_being_replaced_is_taken_back(saved, by):
     assert check(saved / "iter_0000006") == []
 
 
-def _save_for_ever(folder, ready):
+def _save_repeatedly(folder, ready):
     torch.set_num_threads(1)
     model = FakeModel()
     optimizer = FakeOptimizer(model, SINGLE)
@@ -297,7 +297,7 @@ def test_kill_at_twenty_random_moments(tmp_path):
         delay = delays.pop(0) if delays else (delay or 0.1) * 1.5
         assert delay < 60, seen
         ready = context.Event()
-        process = context.Process(target=_save_for_ever, args=(tmp_path, ready))
+        process = context.Process(target=_save_repeatedly, args=(tmp_path, ready))
         process.start()
         assert ready.wait(60)
         time.sleep(delay)

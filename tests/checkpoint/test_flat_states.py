@@ -165,7 +165,7 @@ def write_buckets(source, folder, buffers=None, etp=1, ranks=2):
     """The halves of two ranks of every bucket, with the gaps that align parameters.
 
     buffers: of each, by the beginning of its keys, the rank among the `etp` that cut an expert and the names in its buckets. The copy of tied
-    embeddings has other values than these, which nobody is to read.
+    embeddings has other values than these, which must not be read.
     """
     writer = foreign(source, folder, {"param_state_sharding_type": "dp_reshardable"}, etp)
     for state in (*STATES, "param"):

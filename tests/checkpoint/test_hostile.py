@@ -86,7 +86,7 @@ def disguises(content: bytes) -> dict[str, bytes]:
         "text in front": b"#!/bin/sh\n" + content,
         "twice": rewritten(content, add=[("archive/data.pkl", b"\x80\x02N.")]),
         "without constants": rewritten(content, drop=["constants.pkl"]),
-        "a pickle beside": rewritten(content, add=[("other/data.pkl", b"\x80\x02N.")]),
+        "another pickle": rewritten(content, add=[("other/data.pkl", b"\x80\x02N.")]),
         "a comment": content[:-2] + struct.pack("<H", 5) + b"hello",
     }
 
@@ -335,7 +335,7 @@ WITHOUT_END = {
 }  # fmt: skip
 
 
-def test_what_would_be_hashed_or_told_without_end_is_refused():
+def test_unbounded_hashes_and_messages_are_rejected():
     """In a process of its own: the hash of a tuple cannot be interrupted."""
     read = (
         "import pickle, sys\nfrom moe_trainer.checkpoint.unpickle import load_pickle, to_builtin\n"
@@ -350,8 +350,8 @@ def test_what_would_be_hashed_or_told_without_end_is_refused():
         timeout=300,
         cwd=Path(__file__).parents[2],
     )
-    told = "its values are nested more than 100 deep, or are more than 262144"
-    assert ended.stdout.decode().splitlines() == [f"{name}: {told}" for name in WITHOUT_END], ended.stderr.decode()
+    message = "its values are nested more than 100 deep, or are more than 262144"
+    assert ended.stdout.decode().splitlines() == [f"{name}: {message}" for name in WITHOUT_END], ended.stderr.decode()
 
 
 def test_tuples_as_they_are_written_are_read():
@@ -553,7 +553,7 @@ def test_hostile_values_in_the_common_state(edit, whole, tmp_path, capsys):
     "content",
     [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000],
 )
-def test_hostile_json_beside_a_checkpoint(content, whole, tmp_path):
+def test_hostile_json_next_to_a_checkpoint(content, whole, tmp_path):
     shutil.copytree(whole / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     (folder / "integrity.json").write_bytes(content)

@@ -70,7 +70,7 @@ def _save_and_die(rank, n, folder, point, asynchronous):
         save(folder, *_content(ps, 6), ps, SaveOptions())
 
 
-def _go_on(rank, n, folder, expected):
+def _resume(rank, n, folder, expected):
     ps = ParallelState.create(n, rank, **SIZES)
     _, chunks, optimizer = _content(ps, 9)
     assert load(folder, chunks, optimizer, ps, LoadOptions(RECORD)).iteration == expected
@@ -92,7 +92,7 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(tmp_path, point,
     assert "did not finish" not in text, "the other ranks must end by themselves"
     assert latest_iteration(tmp_path) == 3
     assert verify_checkpoint(tmp_path / "iter_0000003").problems == []
-    run_ranks(_go_on, 4, tmp_path, 3)
+    run_ranks(_resume, 4, tmp_path, 3)
     left = {path.name for path in tmp_path.iterdir()} - {"iter_0000006"}
     assert left == {"iter_0000003", "iter_0000009", directory.TRACKER}, "what the killed save left is gone"
 

@@ -132,7 +132,7 @@ def test_norms_are_stored_where_the_layer_spec_has_them(case, tmp_path, capsys):
         save(tmp_path / impl, CheckpointState(5, record), [model], None, SINGLE, SaveOptions())
         tensors, objects = found[impl] = stored(tmp_path / impl / "iter_0000005")
         assert sorted(key for key in tensors if re.search(r"norm[._]", key)) == sorted(norms + OUTSIDE), impl
-        # one of these beside every weight of a norm that stands alone, and of an attention: TransformerEngine's only
+        # one of these for every weight of a separate norm, and of an attention: TransformerEngine's only
         alone = {key.removesuffix("weight") + "_extra_state" for key in norms + OUTSIDE if key.endswith("norm.weight")}
         attention = {
             key.removesuffix("linear_proj.weight") + "core_attention._extra_state"
@@ -164,7 +164,7 @@ def test_norms_are_stored_where_the_layer_spec_has_them(case, tmp_path, capsys):
 
 @pytest.mark.parametrize("saved, here", [(ENGINE, LOCAL), (LOCAL, ENGINE), (ENGINE, ENGINE)])
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
-def test_a_run_goes_on_under_another_transformer_impl(saved, here, ckpt_format, tmp_path):
+def test_a_run_resumes_under_another_transformer_impl(saved, here, ckpt_format, tmp_path):
     """Weights and moments, in both formats; what the second run saves has the names of its own flag."""
     model = FakeModel()
     optimizer = FakeOptimizer(model, SINGLE)
@@ -191,7 +191,7 @@ def test_a_run_goes_on_under_another_transformer_impl(saved, here, ckpt_format, 
     )
 
 
-def test_a_trained_run_goes_on(tmp_path):
+def test_a_trained_run_resumes(tmp_path):
     """The distributed optimizer's ranges are read under the other names, too, and by another number of ranks."""
     words = [
         *TINY,

@@ -85,7 +85,7 @@ def test_any_mapping_reads_what_any_other_wrote(tmp_path):
         source = target
 
 
-def test_megatron_1517_four_stages_go_on_as_four_expert_ranks(tmp_path):
+def test_megatron_1517_four_stages_resume_as_four_expert_ranks(tmp_path):
     """PP 4 -> EP 4 failed in Megatron-LM (issue 1517); here both ways."""
     run_ranks(_save, 4, tmp_path / "pp", dict(pp=4), 1, False, SaveOptions())
     run_ranks(_load_and_save, 4, tmp_path / "pp", tmp_path / "ep", dict(ep=4), 1, True)
@@ -244,16 +244,16 @@ def _streams(rank, n, folder, sizes, iteration, read):
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, ep=2, etp=1), dict(tp=2, cp=2)], ids=["pp2 tp2 dp2", "tp2 cp2 dp2"])
-def test_random_streams_go_on_in_the_same_layout(tmp_path, sizes):
+def test_random_streams_continue_in_the_same_layout(tmp_path, sizes):
     wrote = run_ranks(_streams, 8, tmp_path, sizes, 3, False)
     read = run_ranks(_streams, 8, tmp_path, sizes, 3, True)
     for one, other in zip(wrote, read):
         assert other[:2] == one[:2] and other[2]
 
 
-@pytest.mark.parametrize("beside", ["dp", "cp", "pp"])
-def test_random_streams_start_afresh_in_another_layout(tmp_path, beside):
-    sizes = dict(tp=2, etp=2) | ({} if beside == "dp" else {beside: 2})
+@pytest.mark.parametrize("axis", ["dp", "cp", "pp"])
+def test_random_streams_start_afresh_in_another_layout(tmp_path, axis):
+    sizes = dict(tp=2, etp=2) | ({} if axis == "dp" else {axis: 2})
     for iteration in (3, 6):
         run_ranks(_streams, 4, tmp_path / str(iteration), dict(pp=2, ep=2), iteration, False)
     three, six = (run_ranks(_streams, 4, tmp_path / name, sizes, 0, True) for name in ("3", "6"))
@@ -268,7 +268,7 @@ def test_random_streams_start_afresh_in_another_layout(tmp_path, beside):
         assert one[0] != other[0] and one[1]["tensor_parallel"] != other[1]["tensor_parallel"], (
             "the masks of another iteration"
         )
-    # a forced bias is the same on all ranks, and goes on
+    # a forced bias is the same on all ranks, and continues
     for _, streams, _, (stage, _, _) in three:
         expected = torch.Generator().manual_seed(stage)
         torch.rand(3, generator=expected)
@@ -330,13 +330,11 @@ def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
     largest = max((info for info in stored.storage_data.values()), key=lambda info: info.length)
     content[largest.offset + largest.length // 2] ^= 0xFF
     path.write_bytes(content)
-    run_ranks(
-        _read_in_parallel, 4, tmp_path, dict(), distributed, True
-    )  # refused on all ranks, and nobody waits for ever
+    run_ranks(_read_in_parallel, 4, tmp_path, dict(), distributed, True)  # refused on all ranks, and no rank hangs
 
 
 def _strictly(rank, n, folder, messages):
-    """What one stage lacks another has: only what no rank wants, or one misses, is told, and by all alike."""
+    """What one stage lacks another has: only what no rank uses, or one lacks, is reported, and by all ranks alike."""
     ps = ParallelState.create(n, rank, pp=2)
     chunks = fake_chunks(ps, 1, **HOW)
     for strictness in ("raise_all", "raise_unexpected"):

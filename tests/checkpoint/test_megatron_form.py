@@ -142,7 +142,7 @@ def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distribute
     ],
 )
 def test_a_distributed_optimizers_buffers_are_found_by_the_type_of_their_gradients(tmp_path, flags, dtypes):
-    """Which is that of the parameters where Megatron-LM is not told to reduce in fp32."""
+    """Which is that of the parameters where Megatron-LM does not reduce in fp32."""
     args = parse_args(
         [*CASES[next(iter(CASES))]["argv"].split(), *flags.split(), "--use-distributed-optimizer"], world_size=1
     ).as_dict()

@@ -108,22 +108,22 @@ def test_groups_with_scaled_rates_are_those_of_megatron():
         "lr_mult": 1.0,
     }
 
-    def told(record, both):
+    def written_groups(record, both):
         return [
             {key: group[key] for key in usual if key in group}
             for group in optimizer_entry(record, both)["param_groups"]
         ]
 
-    assert told(record, both) == [usual, scaled, usual | {"wd_mult": 0.0}]
+    assert written_groups(record, both) == [usual, scaled, usual | {"wd_mult": 0.0}]
     sgd = [{"wd_mult": 0.0, "lr_mult": 4.0}, {"wd_mult": 1.0, "lr_mult": 4.0}, {"wd_mult": 1.0, "lr_mult": 1.0}]
     both["param_groups"] = [kind | {"is_decoupled_lr": False, "is_expert_parallel": False} for kind in sgd]
     usual.pop("eps")
     own = usual | {"max_lr": 4e-3, "min_lr": 4e-4, "default_config": False}
-    assert told(record | {"optimizer": "sgd"}, both) == [usual, own, own | {"wd_mult": 0.0}]
+    assert written_groups(record | {"optimizer": "sgd"}, both) == [usual, own, own | {"wd_mult": 0.0}]
 
 
 def test_a_group_has_the_averages_of_its_own_optimizer():
-    """Megatron-LM goes on with those of the checkpoint."""
+    """Megatron-LM continues with those of the checkpoint."""
     lion = param_group(
         RECORD | {"optimizer": "lion", "lion_beta1": 0.91, "lion_beta2": 0.98},
         decayed=True,

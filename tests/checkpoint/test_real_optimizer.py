@@ -61,7 +61,7 @@ def test_state_moves_between_layouts_unchanged(tmp_path, bf16):
         target = tmp_path / str(number)
         results += run_ranks(_load_and_save, size, tmp_path / "two", target, distributed, bf16)
         assert differences(tmp_path / "two/iter_0000003", target / "iter_0000003") == []
-    # and training goes on alike: every rank has the same batch here, so the mean over ranks changes nothing but rounding
+    # and training continues alike: every rank has the same batch here, so the mean over ranks changes nothing but rounding
     for other in results[1:]:
         assert all(torch.allclose(a, b, atol=1e-2 if bf16 else 1e-6) for a, b in zip(results[0], other, strict=True))
 

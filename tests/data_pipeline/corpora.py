@@ -1,4 +1,4 @@
-"""Small token files and argument sections for the tests of this room."""
+"""Small token files and argument sections for the data tests."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field

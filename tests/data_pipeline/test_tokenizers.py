@@ -142,8 +142,8 @@ def test_hub_name_offline_says_what_to_fetch(tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"not in the local cache(.|\n)*hf download nobody/nothing tokenizer\.json"):
-        build("HuggingFaceTokenizer", "nobody/nothing")
+    with pytest.raises(ValueError, match=r"not in the local cache(.|\n)*hf download no-owner/no-model tokenizer\.json"):
+        build("HuggingFaceTokenizer", "no-owner/no-model")
 
 
 def test_hub_name_from_the_local_cache(tmp_path, monkeypatch):

@@ -15,12 +15,12 @@ HEAD = {"samples": 4, "seq_length": 16, "world_size": 1}
 
 
 def write(folder, ranks, head=HEAD):
-    beside = step_record.make_staging_dir(folder)
+    staging = step_record.make_staging_dir(folder)
     names = []
     for rank, tensors in enumerate(ranks):
-        step_record.write_rank(beside, rank, tensors, {"torch": torch.get_rng_state()})
+        step_record.write_rank(staging, rank, tensors, {"torch": torch.get_rng_state()})
         names += [step_record.rank_file(rank), step_record.random_file(rank)]
-    step_record.finalize_record(beside, folder, {**head, "world_size": len(ranks)}, names)
+    step_record.finalize_record(staging, folder, {**head, "world_size": len(ranks)}, names)
     return Record.open(folder)
 
 
@@ -89,11 +89,11 @@ def test_an_older_record_of_the_same_name_is_replaced_and_nothing_else_is_left(t
 
 
 def test_a_record_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch):
-    beside = step_record.make_staging_dir(tmp_path / "r")
-    step_record.write_rank(beside, 0, shards(torch.randn(4, 16, 1), 1, 1, 1)[0], {})
+    staging = step_record.make_staging_dir(tmp_path / "r")
+    step_record.write_rank(staging, 0, shards(torch.randn(4, 16, 1), 1, 1, 1)[0], {})
     monkeypatch.setattr(os, "fsync", lambda _file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        step_record.finalize_record(beside, tmp_path / "r", HEAD, [step_record.rank_file(0)])
+        step_record.finalize_record(staging, tmp_path / "r", HEAD, [step_record.rank_file(0)])
     with pytest.raises(ValueError, match="there is no such folder"):
         Record.open(tmp_path / "r")
 

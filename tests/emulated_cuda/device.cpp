@@ -5,11 +5,11 @@
 // thread, happens-before between streams as vector clocks, what the host waits for, what a graph captures, what a caching allocator holds.
 //
 // Errors are raised for operands on several devices, for two accesses of the same bytes on two streams that nothing orders, for memory that
-// is freed while another stream may still read it, and for whatever a capturing stream does not permit. A copy to pinned memory that nobody
-// has waited for leaves garbage there until somebody does.
+// is freed while another stream may still read it, and for whatever a capturing stream does not permit. A copy to pinned memory that the host
+// has not waited for leaves garbage there until it does.
 //
 // Shapes only (ec_shapes_only): operators make tensors of the right sizes and compute nothing (their meta kernels run), and memory is
-// address space that nobody touches. So a rank of any size runs in any process, for what it launches.
+// address space that is never touched. So a rank of any size runs in any process, for what it launches.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -90,7 +90,7 @@ thread_local DeviceIndex current_device = 0;
 thread_local int64_t current_streams[MAX_DEVICES] = {};
 bool shapes_only = false;
 
-// ---------------------------------------------------------------- what the host is told
+// ---------------------------------------------------------------- what is reported to the host
 enum Kind { LAUNCH = 0, WAIT = 1, ALLOCATE = 2, FREE = 3 };
 using Callback = int64_t (*)(int kind, const char* what, int64_t bytes);  // returns the number of the source line
 Callback on_event = nullptr;
@@ -139,19 +139,19 @@ std::string stream_name(int index) {
   return "?";
 }
 
-// ---------------------------------------------------------------- pinned memory and copies under way
+// ---------------------------------------------------------------- pinned memory and copies in flight
 std::map<const char*, size_t> pinned;
-struct UnderWay {  // a copy to pinned memory that the host has not waited for
+struct PendingCopy {  // a copy to pinned memory that the host has not waited for
   char* to;
   std::vector<char> bytes;
   int stream;
   uint64_t time;
 };
-std::vector<UnderWay> under_way;
+std::vector<PendingCopy> pending_copies;
 
 void arrive(const Clock& clock, const char* begin = nullptr, const char* end = nullptr) {
-  auto keep = under_way.begin();
-  for (auto& copy : under_way) {
+  auto keep = pending_copies.begin();
+  for (auto& copy : pending_copies) {
     bool there = begin == nullptr || (copy.to < end && begin < copy.to + copy.bytes.size());
     if (there && at_index(clock, copy.stream) >= copy.time) std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
     else {
@@ -159,7 +159,7 @@ void arrive(const Clock& clock, const char* begin = nullptr, const char* end = n
       ++keep;
     }
   }
-  under_way.erase(keep, under_way.end());
+  pending_copies.erase(keep, pending_copies.end());
 }
 void host_waits_for(const Clock& clock) {
   join(host_clock, clock);
@@ -182,7 +182,7 @@ struct Graph {
   int64_t stream = 0;
 };
 Graph* capturing = nullptr;
-// Collectives of a replay: messages may cross, so nobody waits for one before the next computation.
+// Collectives of a replay: messages may cross, so no computation waits for an earlier one.
 std::vector<c10::intrusive_ptr<c10d::Work>> communicating;
 void arrive_all() {
   for (auto& work : communicating) work->wait();
@@ -382,7 +382,7 @@ struct PinnedAllocator final : c10::Allocator {
   static void release(void* data) {
     Lock guard;
     auto begin = (char*)data, end = begin + pinned[begin];
-    under_way.erase(std::remove_if(under_way.begin(), under_way.end(), [&](const UnderWay& c) { return c.to >= begin && c.to < end; }), under_way.end());
+    pending_copies.erase(std::remove_if(pending_copies.begin(), pending_copies.end(), [&](const PendingCopy& c) { return c.to >= begin && c.to < end; }), pending_copies.end());
     pinned.erase(begin);
     c10::GetCPUAllocator()->raw_deallocate(data);
   }
@@ -699,7 +699,7 @@ void by_cpu(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* st
         // kernels of fused optimizers read steps and scales on the device; the host reads a learning rate
         const bool read_there = plan.name.rfind("aten::_fused_", 0) == 0 && plan.name.find("tensor_lr") == std::string::npos;
         TORCH_CHECK((t.dim() == 0 && !read_there) || t.unsafeGetTensorImpl()->is_wrapped_number(),
-                    "Expected all tensors to be on the same device: ", plan.name, " gets a CPU tensor of ", t.sizes(), " beside CUDA ones");
+                    "Expected all tensors to be on the same device: ", plan.name, " gets a CPU tensor of ", t.sizes(), " next to CUDA ones");
       } else if (t.device().is_cpu() && HOST_INDICES.count(plan.name) && t.dim() > 0) {
         wait_for_current(plan.name + " with indices on the host");
       }
@@ -790,10 +790,10 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     auto [begin, end] = span(self);
     const char* bytes = (const char*)arrives.storage().data();
     int index = current_index();
-    for (auto& copy : under_way)  // an earlier copy to the same place arrives earlier
+    for (auto& copy : pending_copies)  // an earlier copy to the same place arrives earlier
       if (copy.to < end && begin < copy.to + copy.bytes.size()) copy.time = 0;
     arrive(clocks[index], begin, end);
-    under_way.push_back({(char*)begin, std::vector<char>(bytes, bytes + (end - begin)), index, clocks[index][index]});
+    pending_copies.push_back({(char*)begin, std::vector<char>(bytes, bytes + (end - begin)), index, clocks[index][index]});
     std::memset((void*)begin, 0x7b, end - begin);  // a large number in every type
     return self;
   }

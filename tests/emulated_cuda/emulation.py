@@ -103,7 +103,7 @@ class Device:
 
     def record(self, recorder: Callable[[str], None] | None) -> None:
         """Tell every operator that has run: its name and, each behind a |, the tensors that it reads (r), writes (w) and makes (o, and all
-        of a Triton kernel) as "role,dtype,AxBxC,bytes". None: tell nobody."""
+        of a Triton kernel) as "role,dtype,AxBxC,bytes". None: report nothing."""
         self.recorder = recorder
         self._record_callback = _RECORD() if recorder is None else _RECORD(lambda text: recorder(text.decode()))
         self.lib.ec_recorder(self._record_callback)
@@ -318,7 +318,7 @@ class CUDAGraph:
 
     def capture_begin(self, pool=None, capture_error_mode="global") -> None:
         if DEVICE().lib.ec_graph_begin(self._graph, capture_error_mode == "thread_local"):
-            raise RuntimeError("CUDA error: a capture is under way")
+            raise RuntimeError("CUDA error: a capture is in progress")
         self._pool = pool or graph_pool_handle()
 
     def capture_end(self) -> None:

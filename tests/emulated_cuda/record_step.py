@@ -4,7 +4,7 @@
 
 The rank is one of a world of any size, and its shapes are the real ones: the device makes tensors and computes nothing (device.cpp),
 and collectives go to torch's fake process group. Numbers that the host reads to make shapes of them, the tokens of each expert, are those of
-an even routing. Nobody waits for other stages, so every microbatch goes through all chunks of the rank forward and then backward.
+an even routing. No stage waits for another, so every microbatch goes through all chunks of the rank forward and then backward.
 `record` with compute=True computes as ever; the tests hold one against the other.
 """
 
@@ -161,11 +161,11 @@ def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
     """Have CudaGraphs.run tell the recording of these parts, and the layers run as where they are captured, each operator on its own."""
     run, apart = CudaGraphs.run, captured & {"moe_router", "moe_preprocess"}
 
-    def told(graphs, part, *given):
+    def counts_to_use(graphs, part, *given):
         with recording.inside(part if part in captured else ""):
             return run(graphs, part, *given)
 
-    CudaGraphs.run, CudaGraphs.is_captured = told, lambda graphs, *parts: not apart.isdisjoint(parts)
+    CudaGraphs.run, CudaGraphs.is_captured = counts_to_use, lambda graphs, *parts: not apart.isdisjoint(parts)
 
 
 def even(rows: int, count: int) -> list[int]:
@@ -299,11 +299,13 @@ def record(
     moe_trainer.training.setup.sizes_that_wait = (
         lambda args, replicas: []
     )  # virtual stages take any number of microbatches one by one
-    told, found = iter(routed or ()), []
+    counts_to_use, found = iter(routed or ()), []
 
     def answer(ask: Callable[[], list[int]], num_experts: int) -> list[int]:
         counts = ask()
-        found.append(counts if compute else next(told) if routed else counts_of(args, ps, len(counts), num_experts))
+        found.append(
+            counts if compute else next(counts_to_use) if routed else counts_of(args, ps, len(counts), num_experts)
+        )
         return found[-1]
 
     answer_reads(answer)

@@ -1,4 +1,4 @@
-"""Whole jobs on emulated devices: they evaluate, save and go on, on a device what a CPU has saved and the other way round."""
+"""Whole jobs on emulated devices: they evaluate, save and resume, on a device what a CPU has saved and the reverse."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def numbers(records: list[dict]) -> dict[tuple, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_jobs_go_on_where_another_device_stopped(tmp_path, name):
+def test_jobs_resume_where_another_device_stopped(tmp_path, name):
     """Two iterations and two, in other processes, are four: those of a CPU, and bit for bit those of the same devices."""
     flags, mapping, devices, tolerances = CASES[name]
 

@@ -51,7 +51,7 @@ def test_the_computation_waits_for_copies_beyond_the_limit(max_in_flight, gone):
 
 
 class Range(NamedTuple):
-    """What a HostUpdatePipeline asks of a stretch."""
+    """What a HostUpdatePipeline needs of a range."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ class Range(NamedTuple):
 
 
 def updated_on_the_host(overlap: bool) -> list[float]:
-    """Twice the gradients, which the device has just computed and nobody has waited for, as parameters that the device reads at once."""
+    """Twice the gradients, which the device has just computed and the host has not waited for, as parameters that the device reads at once."""
     races()
     pipeline = HostUpdatePipeline(torch.device("cuda"), pinned_grads=True, pinned_params=True, overlap=overlap)
     grads, model = torch.arange(8.0, device="cuda") + 1, torch.zeros(8, device="cuda")

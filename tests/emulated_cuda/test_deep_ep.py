@@ -98,7 +98,7 @@ CASES = {
     "uneven": (2, (5, 9), "plain"),
     "nothing for the last rank": (2, (16, 16), "nothing for the last rank"),
     "drops": (2, (16, 16), "drops"),
-    "nobody": (2, (16, 16), "nobody"),
+    "no tokens": (2, (16, 16), "no tokens"),
 }
 
 
@@ -160,7 +160,7 @@ RECOMPUTE = (
     ],
 )
 def test_with_a_budget_no_layer_waits_in_training(sources, flags):
-    """An evaluation asks: nobody would see that rows were lost."""
+    """An evaluation reads the counts: lost rows would go unnoticed."""
     expects = expected("", 0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
@@ -178,7 +178,7 @@ def test_what_needs_the_counts_on_the_host_waits_as_ever(sources, flags):
 
 
 def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -> tuple:
-    """Three steps in bf16; small: in the second one the first layer of the last rank has room for hardly any row."""
+    """Three steps in bf16; small: in the second one the first layer of the last rank has space for hardly any row."""
     from training.layouts import argv_of, groups_of
 
     from arguments import parse_args
@@ -209,7 +209,7 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
 
 
 def test_an_iteration_that_lost_rows_has_not_happened(sources):
-    """The same bits as with room from the start, and what the all-to-all gives."""
+    """The same bits as with space from the start, and what the all-to-all gives."""
     flex = f"--moe-token-dispatcher-type flex {BUDGET} 3"
     enough = on_device(trained, sources, flex, ranks=RANKS, devices=RANKS)
     overflown = on_device(trained, sources, flex, True, ranks=RANKS, devices=RANKS)

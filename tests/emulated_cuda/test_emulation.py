@@ -286,7 +286,7 @@ def test_what_a_capture_refuses(how):
     assert expected in message, message
 
 
-def capture_beside_a_thread(mode: str):
+def capture_next_to_a_thread(mode: str):
     """A loader's thread pins memory while the main thread captures."""
     x, found, g = torch.ones(3, device="cuda"), [], torch.cuda.CUDAGraph()
 
@@ -305,8 +305,8 @@ def capture_beside_a_thread(mode: str):
 
 
 def test_what_a_capture_refuses_of_other_threads():
-    assert on_device(capture_beside_a_thread, "thread_local") == 3
-    assert "not permitted when stream is capturing" in on_device(capture_beside_a_thread, "global")
+    assert on_device(capture_next_to_a_thread, "thread_local") == 3
+    assert "not permitted when stream is capturing" in on_device(capture_next_to_a_thread, "global")
 
 
 def test_a_capture_takes_a_generator_that_it_knows():

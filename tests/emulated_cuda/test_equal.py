@@ -62,7 +62,7 @@ CASES = {
     "pp 2": ("plain", "", "--pipeline-model-parallel-size 2", 2),
     "pp 2, vpp 2": ("plain", "", VPP2, 2),
     "cp 2": ("plain", "", "--context-parallel-size 2", 2),
-    "ep 2, shared experts beside the exchange": (
+    "ep 2, shared experts during the exchange": (
         "plain",
         "--moe-shared-expert-intermediate-size 8",
         f"{ALLTOALL} --expert-model-parallel-size 2 --moe-shared-expert-overlap",
@@ -89,7 +89,7 @@ CASES = {
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
         2,
     ),
-    # what two ranks cannot have at once: each pair of dimensions in one of these, with streams beside the computation
+    # what two ranks cannot have at once: each pair of dimensions in one of these, with streams next to the computation
     "tp 2, cp 2, ep 2, etp 2": (
         "distributed optimizer, overlap",
         "--moe-shared-expert-intermediate-size 8",

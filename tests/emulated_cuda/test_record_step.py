@@ -57,7 +57,7 @@ def computed_by_ranks(rank: int, world_size: int, argv: list[str]) -> tuple[Coun
 
 
 def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
-    # what is made beside the sums says nothing on any device, and has other sizes on each
+    # what is made in addition to the sums means nothing on any device, and has other sizes on each
     texts = [
         text.partition("|o,Long")[0] if text.startswith("aten::_embedding_bag") else text for text in found["texts"]
     ]

@@ -76,7 +76,7 @@ def test_a_script_of_ones_own_is_checked_for_races(tmp_path):
 )
 def test_variables_with_odd_values(name, value):
     done = subprocess.run(
-        [sys.executable, "-c", "print('goes on')"], env=environment(1) | {name: value}, capture_output=True, text=True
+        [sys.executable, "-c", "print('continues')"], env=environment(1) | {name: value}, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"{name}={value}: ")
 

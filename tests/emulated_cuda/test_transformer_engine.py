@@ -87,15 +87,15 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
 
 
 def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
-    """Losses, gradients of the first iteration, and how often the library computed gradients of experts' weights that it had put off."""
+    """Losses, gradients of the first iteration, and how often the library computed gradients of experts' weights that it had deferred."""
     from training.layouts import argv_of, groups_of
 
     from arguments import parse_args
     from moe_trainer.layers.te_experts import FusedGroupedLinear
     from moe_trainer.verification import training_trace
 
-    put_off, later = FusedGroupedLinear._put_off, []
-    FusedGroupedLinear._put_off = lambda *args: later.append(None) or put_off(*args)
+    defer, later = FusedGroupedLinear._put_off, []
+    FusedGroupedLinear._put_off = lambda *args: later.append(None) or defer(*args)
     argv = [*argv_of("plain"), *FP8.split(), *flags.split()]
     outcome = training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 2, device="cuda")
     return (

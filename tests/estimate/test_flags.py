@@ -186,9 +186,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("flags, beside, expected", CASES, ids=[flags for flags, _, _ in CASES])
-def test_a_flag_changes_what_it_is_about(flags, beside, expected, plain):
-    changed, usual = figures(flags), plain(beside)
+@pytest.mark.parametrize("flags, base, expected", CASES, ids=[flags for flags, _, _ in CASES])
+def test_a_flag_changes_what_it_is_about(flags, base, expected, plain):
+    changed, usual = figures(flags), plain(base)
     for key, (least, most) in expected.items():
         before, after = figure(usual, key), figure(changed, key)
         if before == 0:

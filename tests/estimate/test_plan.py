@@ -52,7 +52,7 @@ def test_published_runs_pass_the_rules_of_the_trainer(run):
     validated_args([*run.argv(), "--moe-router-force-load-balancing", *eight.split()], run.gpus)
 
 
-def test_published_models_have_the_size_that_is_told(published):
+def test_published_models_have_the_estimated_size(published):
     for run in PUBLISHED_RUNS:
         counts = published[run.name].counts
         assert (counts.total + counts.mtp) / 1e9 == pytest.approx(BILLION_PARAMS[run.model], abs=0.1)
@@ -151,7 +151,7 @@ def test_bubbles():
     )
     zero = plan(f"{MIXTRAL} --pipeline-model-parallel-size 8 --pipeline-schedule zero-bubble --global-batch-size 512")
     assert virtual.time.bubble < 0.5 * plain.time.bubble and zero.time.bubble < plain.time.bubble
-    # (pp - 1) forwards and backwards of a microbatch, beside 64 of them
+    # (pp - 1) forwards and backwards of a microbatch, in addition to 64 of them
     assert plain.time.bubble == pytest.approx(7 / 64 * (plain.time.compute + plain.time.exchange), rel=0.15)
 
 

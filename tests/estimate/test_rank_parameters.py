@@ -98,15 +98,15 @@ def _built(rank, n, cases):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_rank_holds_what_is_told(n):
+def test_every_rank_holds_what_is_estimated(n):
     cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
     for results in run_ranks(_built, n, cases):
         for (kind, flags), (stage, held, state) in zip(cases, results, strict=True):
             args = parse_args(_argv(kind, flags), n)
             params = LayerParams(args, padded_vocab_size_from_flags(args))
-            told = sum(
+            estimated = sum(
                 (params.chunk(chunk) for chunk in chunk_layouts(args.model, args.parallel)[stage]), ParamsPerRank(0, 0)
             )
-            assert told == held, (kind, flags, stage)
+            assert estimated == held, (kind, flags, stage)
             surplus = state - stage_states(args, n, padded_vocab_size_from_flags(args))[stage].total
             assert 0 <= surplus <= FILL, (kind, flags, stage, surplus)

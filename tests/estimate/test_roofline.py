@@ -120,16 +120,16 @@ def test_a_step_of_its_operators():
     assert found.busiest.ahead == pytest.approx(17 * 1e9 / memory + 16 * constants.launch)
 
 
-def test_what_runs_beside_a_collective_hides_it():
+def test_computation_during_a_collective_hides_it():
     plan = make_plan(parse_args(FLAGS.split(), 64), 64, H100)
     ring = "all_gather|tp|2|1|1000000000|1"
     seconds = Interconnect(H100).ring(1e9, 1, 2)
-    for beside, exposed in ((False, seconds), (True, seconds - 1e9 / (H100.hbm_tb_s * 1e12 * H100.constants.memory))):
+    for overlaps, exposed in ((False, seconds), (True, seconds - 1e9 / (H100.hbm_tb_s * 1e12 * H100.constants.memory))):
         events = []
         for microbatch in (1, 2, 3):
             events += [
                 (START, ring, microbatch, "forward 0"),
-                *([(OPERATOR, SLOW, microbatch, "forward 0")] if beside else []),
+                *([(OPERATOR, SLOW, microbatch, "forward 0")] if overlaps else []),
                 (FINISH, ring, microbatch, "forward 0"),
             ]
         found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording(*events)))

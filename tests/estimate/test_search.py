@@ -205,7 +205,7 @@ def test_flags_that_are_left_out():
     assert select_flags(line.split()) == [word for word in line.split() if word not in drop_flags(line.split())]
 
 
-def test_no_machine_is_told_what_it_lacks():
+def test_suggestions_fit_the_machine():
     args = parse_args(FLAGS, None)
     assert ("hybridep", False) in dispatcher_choices(args, find_hardware("gb200"), 8, 1)
     assert ("hybridep", True) not in dispatcher_choices(args, find_hardware("gb200"), 8, 1) and dispatcher_choices(
@@ -298,7 +298,7 @@ def test_a_line_without_a_preset(mixtral, capsys):
 
 
 def test_flags_that_need_a_dispatcher_keep_one():
-    """Padding for 8 bits needs alltoall or flex, as recipes give it beside the dispatcher."""
+    """Padding for 8 bits needs alltoall or flex, as recipes give it with the dispatcher."""
     line = [*MIXTRAL, "--fp8-format", "hybrid", "--moe-router-padding-for-quantization"]
     base, args = base_arguments(line)
     assert "--moe-token-dispatcher-type" not in base and args.moe.moe_router_padding_for_quantization
@@ -375,9 +375,9 @@ def test_what_is_refused_is_said():
     )
 
 
-def test_progress_is_told():
-    told = []
-    search([*FLAGS, "--num-layers", "8"], 8, find_hardware("h100"), best=1, progress=told.append)
-    assert any("mappings estimated" in text and " of " in text for text in told) and any(
-        "planned in full" in text for text in told
+def test_progress_is_reported():
+    lines = []
+    search([*FLAGS, "--num-layers", "8"], 8, find_hardware("h100"), best=1, progress=lines.append)
+    assert any("mappings estimated" in text and " of " in text for text in lines) and any(
+        "planned in full" in text for text in lines
     )

@@ -158,7 +158,7 @@ def test_by_hand(flags, expected):
 
 
 def test_weights_in_8_bits_by_hand():
-    """A bf16 weight costs 2 + 2/d bytes beside a precision-aware optimizer, which needs half of the main parameters, one in 8 bits 1 + 4/d."""
+    """A bf16 weight costs 2 + 2/d bytes next to a precision-aware optimizer, which needs half of the main parameters, one in 8 bits 1 + 4/d."""
     flags = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {STORED} --fp8-recipe tensorwise".split()]
     found = state_bytes(parse_args(flags, 8), 8, stored=True)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == (1, 4, 4 / 8, 4 / 8, 0)

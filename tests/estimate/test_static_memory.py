@@ -91,7 +91,7 @@ def test_the_line_of_a_large_job(capsys):
     )
 
 
-def test_equal_stages_are_not_told_apart(capsys):
+def test_equal_stages_are_listed_once(capsys):
     line = _line(capsys, *argv_of("plain"), "--world-size", "2", *TP2.split())
     assert "pipeline stage" not in line and "moments" in line
 

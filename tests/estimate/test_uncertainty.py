@@ -100,7 +100,7 @@ def test_what_was_never_measured_makes_a_bar_wider(flags, machine, says):
     assert comparison_bar(published, published) == COMPARISON < comparison_bar(published, plan)
 
 
-def test_published_pairs_are_told_apart(plans):
+def test_published_pairs_are_ordered(plans):
     """COMPARISON holds four fifths of the pairs of one model, machine, format and size that have the same features."""
     errors = []
     rows = list(plans)

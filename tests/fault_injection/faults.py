@@ -178,7 +178,7 @@ FAULTS = (
         "stop (SIGSTOP): last rank", "forward, iteration 5", (Injection("stop", FORWARD, 1, 5),), "3 -9", GONE.format(1)
     ),
     Fault(
-        "hang: a rank computes for ever",
+        "hang: a rank computes endlessly",
         "forward, iteration 5",
         (Injection("hang", FORWARD, 1, 5),),
         "3 -9",
@@ -280,7 +280,7 @@ FAULTS = (
         flags="--moe-per-layer-logging",
         message="--metrics-file: cannot write .*No space left",
     ),
-    # (three iterations write more than the last page of a file, which is theirs already, has room for)
+    # (three iterations write more than the last page of a file, which is theirs already, can hold)
     disk_is_full(
         "TensorBoard, for a while",
         "iterations 4 to 6",

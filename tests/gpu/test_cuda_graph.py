@@ -33,7 +33,7 @@ def test_graphs_change_no_number_on_a_device(name):
     assert [str(difference) for difference in compare(eager, graphed, NEAR)] == []
 
 
-def test_dropout_draws_anew_in_every_replay():
+def test_dropout_draws_again_in_every_replay():
     """What is drawn differs between passes and between runs of other seeds, and the loss falls as without graphs."""
     argv = line("dense", "--hidden-dropout 0.1 --attention-dropout 0.1")
     eager, graphed = train(argv), train([*argv, *local()])

@@ -219,7 +219,7 @@ def _align(double: Double):
 
 
 class _Grouped(torch.autograd.Function):
-    """Matmuls of every expert; gradients of weights one after the other, or put off into the module's store."""
+    """Matmuls of every expert; gradients of weights one after the other, or deferred into the module's store."""
 
     @staticmethod
     def forward(ctx, x, splits, store, packs, *weights):

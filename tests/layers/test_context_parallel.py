@@ -250,7 +250,7 @@ def with_dropout(rank, n, kind):
 
 
 @pytest.mark.parametrize("kind, n", [("p2p", 2), ("allgather", 2), ("a2a", 2), ("a2a+p2p", 4)])
-def test_dropout_is_drawn_anew_by_every_rank_and_again_in_backward(kind, n):
+def test_every_rank_draws_its_dropout_and_repeats_it_in_backward(kind, n):
     results = run_ranks(with_dropout, n, kind)
     for result in results:
         assert result["same"] and not result["other"] and result["plain"]

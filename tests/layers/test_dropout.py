@@ -48,7 +48,7 @@ def test_a_stream_moves_by_itself():
         assert not torch.equal(torch.rand(4), first)
 
 
-def test_a_stream_goes_on_from_a_saved_state():
+def test_a_stream_continues_from_a_saved_state():
     stream = ShardRNG(1, "tp 0")
     with rng_context(stream, CPU):
         torch.rand(3)

@@ -91,7 +91,7 @@ OURS = "gated DeltaNet: the delta rule of our own Triton kernels"
 
 
 @pytest.mark.parametrize(
-    ("names", "cuda", "installed", "made", "told"),
+    ("names", "cuda", "installed", "made", "logged"),
     [
         ([], True, {"triton", "fla"}, print, "gated DeltaNet: the delta rule of flash-linear-attention"),
         ([], True, {"triton"}, repr, f"{OURS} (the package fla is not installed)"),
@@ -104,7 +104,7 @@ OURS = "gated DeltaNet: the delta rule of our own Triton kernels"
         (["norm"], True, {"triton", "fla"}, None, None),
     ],
 )
-def test_whose_delta_rule(names, cuda, installed, made, told, monkeypatch, caplog):
+def test_whose_delta_rule(names, cuda, installed, made, logged, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
@@ -112,7 +112,7 @@ def test_whose_delta_rule(names, cuda, installed, made, told, monkeypatch, caplo
     with caplog.at_level(logging.INFO):
         found = with_delta_rule(Kernels(), names, model, torch.bfloat16, BackendPolicy(cuda=cuda))
     assert found.gated_delta is (made or Kernels().gated_delta)
-    assert told in caplog.text if told else not caplog.messages
+    assert logged in caplog.text if logged else not caplog.messages
     assert (
         with_delta_rule(
             Kernels(), names, replace(model, linear_key_head_dim=512), torch.bfloat16, BackendPolicy(cuda=cuda)

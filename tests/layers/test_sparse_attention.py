@@ -142,7 +142,7 @@ def test_small_gradients_of_the_index_are_not_lost_before_they_are_scaled(dtype)
         )
 
 
-def test_the_reported_loss_is_a_mean_over_passes_and_layers_and_begins_anew():
+def test_the_reported_loss_is_a_mean_over_passes_and_layers_and_is_reset():
     args, ps = parse_args(argv("--dsa-indexer-loss-coeff", "1"), 1), ParallelState.single()
     chunks = build_chunks(args, ps, 64)
     layers = list(iter_sparse_attentions(chunks))

@@ -43,7 +43,7 @@ def with_te(kind: str, flags: str = "") -> list[str]:
     return [*argv_of(kind), *f"{TE} {flags}".split()]
 
 
-def told(differences) -> list[str]:
+def texts(differences) -> list[str]:
     return [str(difference) for difference in differences]
 
 
@@ -75,7 +75,7 @@ def test_steps_are_those_of_the_local_kit(double, kind, model, flags):
     local = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 2)
     assert not double.recorded.calls
     fused = train(with_te(kind, f"{model} {flags}"), 0, ParallelState.single(), 2)
-    assert told(compare(local, fused)) == []
+    assert texts(compare(local, fused)) == []
     norm = {"LayerNorm" if "LayerNorm" in model else "RMSNorm"}
     attends = {"DotProductAttention.forward"} if "reset" not in model else set()
     grouped = {"GroupedLinear", "GroupedLinear.forward"} if "biases" not in kind else set()
@@ -113,7 +113,7 @@ def test_two_ranks_are_one_process_with_the_local_kit(double, kind, model, mappi
     one = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 1)
     assert not double.recorded.calls
     (outcomes, called), _ = run_ranks(forked, 2, [with_te(kind, f"{model} {mapping}")], 1)
-    assert told(compare(one, outcomes[0])) == []
+    assert texts(compare(one, outcomes[0])) == []
     assert "DotProductAttention.forward" in called and ("Linear.forward" in called) is ("zero-bubble" not in mapping)
 
 
@@ -125,7 +125,7 @@ def test_context_parallel_attention_is_one_process(double, monkeypatch, kind):
     model = f"{GROUPS} 2"
     one = train([*argv_of("plain"), *model.split()], 0, ParallelState.single(), 1)
     (outcomes, called), _ = run_ranks(forked, 2, [with_te("plain", f"{model} {CP2} --cp-comm-type {kind}")], 1)
-    assert told(compare(one, outcomes[0])) == []
+    assert texts(compare(one, outcomes[0])) == []
     assert {"DotProductAttention.set_context_parallel_group", "DotProductAttention.forward"} <= called
 
 
@@ -226,7 +226,7 @@ STORED = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
     "flags",
     ["--use-torch-fsdp2", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard"],
 )
-def test_sharded_weights_are_not_in_8_bits_and_nobody_says_so(double, caplog, flags):
+def test_sharded_weights_are_not_in_fp8_without_a_note(double, caplog, flags):
     with caplog.at_level(logging.INFO):
         fused = FirstLayers(double, "--bf16", f"{STORED} {flags}")
     assert "--fp8-param-gather" not in caplog.text and fused.linears == ["FusedRowLinear"] * 4
@@ -245,8 +245,8 @@ def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
     double.available.discard("nvfp4")
     with caplog.at_level(logging.INFO):
         local = FirstLayers(double, "--bf16", flags)
-    told = [message for message in caplog.messages if reason in message]
-    assert len(told) == 1 and "using the local layers for linears and experts with" in told[0]
+    logged = [message for message in caplog.messages if reason in message]
+    assert len(logged) == 1 and "using the local layers for linears and experts with" in logged[0]
     assert local.linears == ["RowParallelLinear"] * 4 and all(local.experts) and "RMSNorm" in short(double.called())
 
 
@@ -363,7 +363,7 @@ def test_documents_and_masks_go_to_the_local_attention(double):
             "assert False, 'Transformer Engine package version mismatch. Found 2.20.2 and 2.9.0'",
             "AssertionError: Transformer Engine package version",
         ),
-        ("import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'"),
+        ("import a_package_that_does_not_exist", "No module named 'a_package_that_does_not_exist'"),
         ("", "has no transformer_engine.pytorch"),
     ],
 )

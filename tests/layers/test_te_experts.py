@@ -147,7 +147,7 @@ def test_weight_gradients_that_wait(double, waits):
             y.square().sum().backward()
             if active:
                 after = v["w1"].grad
-                assert after is None if before is None else torch.equal(after, before), "it was put off"
+                assert after is None if before is None else torch.equal(after, before), "it was deferred"
             taken.append(queue.take())
         for pending in taken:
             pending.run()
@@ -268,9 +268,9 @@ def chosen(flags, caplog, backends=BackendPolicy(cuda=True)):
     return factory.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
 
 
-def test_kernels_that_the_library_displaces_are_told(double, caplog):
+def test_kernels_that_the_library_replaces_are_logged(double, caplog):
     kernels = Kernels(grouped_gemms=GROUPED_MM, quantize=lambda *_: None)
-    for flags, told in ((f"--bf16 {FP8}", ["quantize", "grouped-gemm"]), ("", ["grouped-gemm"]), ("--bf16", [])):
+    for flags, logged in ((f"--bf16 {FP8}", ["quantize", "grouped-gemm"]), ("", ["grouped-gemm"]), ("--bf16", [])):
         args = parse_args(fused(flags), 1)
         caplog.clear()
         with caplog.at_level(logging.INFO):
@@ -286,7 +286,7 @@ def test_kernels_that_the_library_displaces_are_told(double, caplog):
             )
         assert [
             message.split()[1].rstrip(":") for message in caplog.messages if message.startswith("--triton-kernels")
-        ] == told
+        ] == logged
 
 
 @pytest.mark.parametrize(
@@ -336,8 +336,8 @@ def groups(args):
     ],
 )
 def test_experts_that_stay_local(double, caplog, flags, reason):
-    made, told = chosen(flags, caplog)
-    assert made is None and len(told) == 1 and reason in told[0]
+    made, logged = chosen(flags, caplog)
+    assert made is None and len(logged) == 1 and reason in logged[0]
     with pytest.raises(MissingBackendError, match="for experts"):
         chosen(flags, caplog, BackendPolicy("error", cuda=True))
 
@@ -348,8 +348,8 @@ def test_experts_in_bf16_are_torchs_grouped_products(double, caplog):
         "experts in bf16 are computed by this program's own grouped GEMMs, not by TransformerEngine's"
         in caplog.messages
     )
-    made, told = chosen("", caplog)
-    assert type(made) is FusedGroupedLinear and not told
+    made, logged = chosen("", caplog)
+    assert type(made) is FusedGroupedLinear and not logged
 
 
 def test_experts_in_bf16_are_the_librarys_from_compute_capability_10_on(double, caplog):

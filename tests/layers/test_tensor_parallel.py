@@ -380,7 +380,7 @@ class _Products(TorchDispatchMode):
         ("row", True, "gather / product / product"),
     ],
 )
-def test_communication_of_backward_stands_beside_its_products(name, sp, expected, monkeypatch):
+def test_backward_communication_overlaps_its_gemms(name, sp, expected, monkeypatch):
     """In one process: the group has two ranks by name, and what would is sent is made up."""
     log = []
 
@@ -454,7 +454,7 @@ def test_a_token_that_no_rank_holds_is_an_error_on_every_rank(token):
 @pytest.mark.parametrize(
     "change", [{"num_attention_heads": 6, "num_query_groups": 2}, {"num_attention_heads": 12, "num_query_groups": 3}]
 )
-def test_heads_that_cannot_be_dealt_out_are_refused(change):
+def test_heads_that_cannot_be_divided_are_rejected(change):
     four = replace(ParallelState.single(), tp=Group("tp", (0, 1, 2, 3), 0, 4))
     with pytest.raises(ValueError, match="a: .* heads in . groups do not divide over 4"):
         SelfAttention(replace(MODEL, **change), four, name="a", layer_number=1, factory=LOCAL)

@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind: the storages that were made in it and are still alive, whoever keeps them."""
+"""What a forward pass leaves behind: the storages that were made in it and are still alive, whatever keeps them."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ class _Births(TorchDispatchMode):
 
 
 class CountedCopies(HostCopies):
-    """Host copies that are told apart from what stays on the device."""
+    """Host copies, counted separately from what stays on the device."""
 
     def __init__(self):
         self.hosts: list[StorageWeakRef] = []
@@ -67,7 +67,7 @@ def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = No
     with births:
         result = forward()
     if dist.is_initialized():
-        time.sleep(0.2)  # gloo's threads let go of what they have sent and received a moment later:
+        time.sleep(0.2)  # gloo's threads free what they have sent and received a moment later:
         while not all(others_idle() for _ in range(3)):  # on a busy machine, when they get a processor
             time.sleep(0.05)
     own = result.untyped_storage()._cdata

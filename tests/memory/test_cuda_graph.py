@@ -28,7 +28,7 @@ CASES = {
         "--moe-shared-expert-intermediate-size 8",
         [local("attn"), local("attn moe_router"), local(ROUTED)],
     ),
-    "shared experts beside the exchange": (
+    "shared experts during the exchange": (
         "plain",
         "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
         [local(ROUTED)],

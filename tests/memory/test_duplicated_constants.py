@@ -1,4 +1,4 @@
-"""What shape/ says again about rooms that it may not import, and that may not import it: the same numbers."""
+"""Constants that estimate/ repeats because neither side may import the other: they are equal."""
 
 import pytest
 import torch

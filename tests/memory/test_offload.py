@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class LateCopies(HostCopies):
-    """A copy out happens when somebody waits for it, a copy back when the computation needs it; and everything is written down."""
+    """A copy out happens when it is waited for, a copy back when the computation needs it; and everything is written down."""
 
     def __init__(self):
         self.log: list[tuple[str, int]] = []
@@ -108,13 +108,13 @@ def test_a_pass_brings_nothing_of_another_pass_back():
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_so_many_copies_are_under_way(most):
+def test_the_number_of_copies_in_flight_is_bounded(most):
     activations, copies = offloading("abcd", max_in_flight=most)
     run(activations, "abcd")
-    under_way, most_seen = 0, 0
+    in_flight, most_seen = 0, 0
     for what, _ in copies.log:
-        under_way += {"out": 1, "done": -1}[what]
-        most_seen = max(most_seen, under_way)
+        in_flight += {"out": 1, "done": -1}[what]
+        most_seen = max(most_seen, in_flight)
     assert most_seen == most + 1  # the new one starts, then the oldest is waited for
 
 

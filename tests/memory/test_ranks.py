@@ -32,7 +32,7 @@ CASES = {
     "overlapped exchange": ("plain", f"{EP2} --bf16 --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
                             "--transformer-impl transformer_engine --moe-token-dispatcher-type alltoall", (
         f"{SELECTIVE} core_attn layernorm", f"{SELECTIVE} layernorm {OFFLOAD} {EVERYTHING}")),
-    "gradients beside the exchange": ("plain", f"{EP2} --overlap-dispatch-backward-with-experts-wgrad "
+    "gradients during the exchange": ("plain", f"{EP2} --overlap-dispatch-backward-with-experts-wgrad "
                                       "--transformer-impl transformer_engine --moe-token-dispatcher-type alltoall", (UNIFORM, f"{SELECTIVE} moe")),
     "distributed optimizer": ("distributed optimizer, overlap", "", (UNIFORM,)),
     "fsdp": ("deepseek", "--use-torch-fsdp2", (UNIFORM, BLOCK, PARTS, SENT)),

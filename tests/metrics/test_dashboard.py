@@ -1,4 +1,4 @@
-"""dashboard.html: what goes into the page, how large and how often, and that it never ends a run. In a browser: the file beside."""
+"""dashboard.html: what goes into the page, how large and how often, and that it never ends a run. In a browser: test_dashboard_browser.py."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def routing(iteration, layers=2, experts=4):
     }
 
 
-def test_a_run_leaves_its_page_beside_its_metrics(tmp_path):
+def test_a_run_leaves_its_page_next_to_its_metrics(tmp_path):
     log = MetricsLogger(
         LogOptions(OutputArgs(log_interval=1), 10, str(tmp_path / "metrics.jsonl"), peak_tflops=30.0), 2, 0, {"lr": 0.1}
     )
@@ -90,7 +90,7 @@ def test_text_of_users_stays_text_and_what_is_no_number_is_null(tmp_path):
     ]
 
 
-def test_what_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, caplog):
+def test_write_errors_are_reported_once_and_end_nothing(tmp_path, caplog):
     board = Dashboard(tmp_path / "gone" / "dashboard.html", {})
     for iteration in (1, 2):
         board.take({"iteration": iteration})

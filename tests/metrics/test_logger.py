@@ -71,7 +71,7 @@ def test_a_rejected_iteration_stands_in_one_record(tmp_path, capsys):
         record(number, 1.0, rejected=[each for each in skipped if each["iteration"] <= number])
         for number in (1, 2, 3, 5, 6)
     ]
-    records, _ = run(tmp_path, given, capsys, log_interval=2)  # 4 is passed over without a record
+    records, _ = run(tmp_path, given, capsys, log_interval=2)  # 4 is skipped without a record
     assert [[each["iteration"] for each in r.get("rejected", [])] for r in records] == [[1], [], [3, 5]]
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_is_named_with_its_flag(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_tensorboards_thread_could_not_write_is_told_and_a_new_file_begun(tmp_path, caplog):
+def test_a_failed_tensorboard_write_is_reported_and_a_new_file_opened(tmp_path, caplog):
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb")), 10), 1, 0, {})
     for path in (tmp_path / "tb").iterdir():
         path.unlink()

@@ -50,7 +50,7 @@ def test_a_stage_of_dense_layers_has_nothing_to_say():
 
 
 def test_the_picture_of_the_loads():
-    """Mean 4: four times it, a quarter of it, itself, nobody."""
+    """Mean 4: four times it, a quarter of it, itself, none."""
     picture = heat_map([[16, 4, 1, 0, 0, 3], [4, 4, 4, 4, 4, 4]], cell=2)
     assert picture.dtype == torch.uint8 and picture.shape == (3, 4, 12)
     colours = [tuple(picture[:, 1, 2 * expert + 1].tolist()) for expert in range(6)]

@@ -115,7 +115,7 @@ def test_its_failures_do_not_end_a_run(tmp_path, server, caplog):
     assert caplog.text.count("W&B logging failed") == 1 and not server["run0"].finished
 
 
-def test_what_keeps_it_from_beginning_is_told(tmp_path, monkeypatch):
+def test_what_prevents_its_start_is_reported(tmp_path, monkeypatch):
     def init(**given):
         raise RuntimeError("no API key")
 

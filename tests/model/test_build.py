@@ -93,7 +93,7 @@ def test_a_tied_head_has_one_parameter_that_both_ends_feed():
     model = build()
     assert "output_layer.weight" not in dict(model.named_parameters())
     weight = model.embedding.word_embeddings.weight
-    assert not weight.info.tied  # one process holds it, so there is nobody to sum its gradient with
+    assert not weight.info.tied  # one process holds it, so there is no copy to sum its gradient with
     run(model).sum().backward()
     assert (weight.grad.abs().sum(1) > 0).all()  # the head reaches rows whose tokens never occur
 

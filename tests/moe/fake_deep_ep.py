@@ -70,7 +70,7 @@ class Signatures:
 
 
 class Event:
-    """The work of one call: it happens when somebody waits for it."""
+    """The work of one call: it happens when it is waited for."""
 
     def __init__(self, work=None):
         self.work = work

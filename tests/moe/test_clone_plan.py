@@ -19,13 +19,13 @@ def test_an_even_load_needs_no_clone():
     assert plan_clones([8, 0], 1, 4) == () and plan_clones([8, 0], 2, 0) == ()
 
 
-def test_the_most_used_experts_are_cloned_and_the_tightest_room_is_taken():
-    # home 0 has 20 too many: 14 of expert 0 cover them with one clone; rank 1 has room for 15, rank 2 for 5
+def test_the_most_used_experts_are_cloned_into_the_tightest_fit():
+    # home 0 has 20 too many: 14 of expert 0 cover them with one clone; rank 1 has space for 15, rank 2 for 5
     counts = [35, 5, 3, 2, 8, 7]
     clones = plan_clones(counts, 3, 2)
     assert clones == (Clone(1, 0, 0, 15, 15), Clone(2, 0, 0, 30, 5)) or rank_loads(counts, 3, clones) == [20, 20, 20]
     assert {clone.expert for clone in clones} == {0}
-    # two spills, each has a room of its size: one clone each
+    # two spills, each has a space of its size: one clone each
     clones = plan_clones([16, 13, 7, 4], 4, 3)
     assert [(clone.rank, clone.expert, clone.num_tokens) for clone in clones] == [(2, 1, 3), (3, 0, 6)]
 

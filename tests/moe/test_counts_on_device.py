@@ -73,7 +73,7 @@ def test_counts_on_the_device_are_for_grouped_products():
 
 
 class Onlooker:
-    """A witness of an iteration."""
+    """An observer of an iteration."""
 
     def attach(self) -> None:
         pass
@@ -99,10 +99,10 @@ def watch_reads(reads: Counter) -> None:
 def train(
     rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek", watched: bool = False
 ) -> dict:
-    """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has room for hardly any row. watched: by
-    a witness."""
+    """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by
+    an observer."""
     argv = [*shallow(argv_of(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
-    ps, told = groups_of(argv, rank, n), []
+    ps, log_lines = groups_of(argv, rank, n), []
     found = {
         "attempts": [],
         "counts": set(),
@@ -151,7 +151,7 @@ def train(
         found["asked"] += sys._getframe(1).f_code.co_name == "_num_overflowed_layers"
         return all_reduce(x, *rest, **options)
 
-    class Told(logging.Handler):
+    class LineHandler(logging.Handler):
         def __init__(self, lines: list[str]):
             super().__init__()
             self.lines = lines
@@ -167,12 +167,12 @@ def train(
         shrinking,
         looking,
     )  # in a forked process
-    step.logger.addHandler(Told(told))
-    receive_buffer.logger.addHandler(Told(found["grown"]))
+    step.logger.addHandler(LineHandler(log_lines))
+    receive_buffer.logger.addHandler(LineHandler(found["grown"]))
     outcome = training_trace.train(parse_args(argv, n), rank, ps, 3)
     return {
         **found,
-        "told": told,
+        "log_lines": log_lines,
         "losses": outcome.losses,
         "norms": outcome.grad_norms,
         "weights": outcome.weights,
@@ -199,7 +199,7 @@ def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recom
     plain = run_ranks(train, 2, dropout)[0]
     ours = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {dropout}")
     for result in ours:
-        assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["told"]
+        assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["log_lines"]
     assert_equal(plain, ours[0], 1e-5)
 
 
@@ -214,7 +214,7 @@ def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recom
     ],
 )
 def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
-    """It is repeated with room for all rows: the same numbers to the last bit as with room from the start (experts with biases: to rounding)."""
+    """It is repeated with space for all rows: the same numbers to the last bit as with space from the start (experts with biases: to rounding)."""
     argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
     enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
     for rank, result in enumerate(results):
@@ -223,8 +223,8 @@ def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
         for name in ("losses", "norms", "evaluation"):
             assert result[name] == enough[rank][name], name
     assert_equal(enough[0], results[0])
-    [line] = results[0]["told"]
-    assert "iteration 2" in line and "repeated" in line and not any(result["told"] for result in results[1:])
+    [line] = results[0]["log_lines"]
+    assert "iteration 2" in line and "repeated" in line and not any(result["log_lines"] for result in results[1:])
     assert "grew from 0.1 to " in line, "the factor that was in force"
     assert not any(result["grown"] for result in results), "one line is enough"
 
@@ -236,10 +236,10 @@ def test_the_factor_that_is_named_is_enough():
     factor = max(max(result["factors"][-1]) for result in results)
     named = [
         line
-        for line in results[0]["told"]
+        for line in results[0]["log_lines"]
         if f"--moe-expert-rank-capacity-factor {factor:g} would have been enough" in line
     ]
-    assert named[-1:] == results[0]["told"][-1:]
+    assert named[-1:] == results[0]["log_lines"][-1:]
     again = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor {factor:g}")
     assert again[0]["attempts"] == [False] * 3
     assert_equal(again[0], results[0])
@@ -247,7 +247,7 @@ def test_the_factor_that_is_named_is_enough():
 
 @pytest.mark.parametrize("flags", [*RECOMPUTE, PAD])
 def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
-    """Nobody reads the flags of an evaluation. What waits is counted on devices, too (tests/emulated_cuda/test_deep_ep.py)."""
+    """An evaluation's flags are not read. Waits are counted on devices, too (tests/emulated_cuda/test_deep_ep.py)."""
     for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"):
         assert result["counts"] == {torch.Tensor} and result["evaluated"] == {list}
         assert set(result["reads"]) <= {"balancing.py"}  # the losses of the routers, once per iteration
@@ -296,12 +296,12 @@ def test_flags_are_of_one_scope():
         ({"moe_permute_fusion_into_hybridep": True}, "fused combine"),
     ],
 )
-def test_who_still_waits_is_told_once(caplog, changes, because):
+def test_why_the_host_waits_is_logged_once(caplog, changes, because):
     args = sections(**{"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5, **changes})
     layers = [shard_of(args, ParallelState.single(), torch.float32) for _ in range(2)]
     dispatcher = HybridEPDispatcher(ParallelState.single(), None, fused=args.moe.moe_permute_fusion_into_hybridep)
     with caplog.at_level(logging.INFO):
         attach_dispatcher(layers, dispatcher)
-    told = [line for line in caplog.messages if "--moe-expert-rank-capacity-factor" in line]
-    assert len(told) == (because is not None) and all(because in line for line in told)
+    log_lines = [line for line in caplog.messages if "--moe-expert-rank-capacity-factor" in line]
+    assert len(log_lines) == (because is not None) and all(because in line for line in log_lines)
     assert all(layer.budget.allows_device_counts == (because is None) for layer in layers)

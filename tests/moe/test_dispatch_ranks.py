@@ -239,7 +239,7 @@ def test_tensor_ranks_without_sequence_parallelism_train(layout):
 
 
 def _overlapped(rank, n, layout):
-    """Outputs and gradients with and without the overlap, and what was under way while the shared experts ran."""
+    """Outputs and gradients with and without the overlap, and what was in flight while the shared experts ran."""
     ps = layout.state(rank)
     args = sections(
         moe_token_dispatcher_type="alltoall",
@@ -247,19 +247,19 @@ def _overlapped(rank, n, layout):
         moe_aux_loss_coeff=0.1,
         moe_shared_expert_intermediate_size=20,
     )
-    results, under_way = [], []
+    results, in_flight = [], []
     for overlap in (False, True):
         args.moe = replace(args.moe, moe_shared_expert_overlap=overlap)
         layer = shard_of(args, ps)
-        journeys, start = [], layer.dispatcher.start_token_dispatch
+        handles, start = [], layer.dispatcher.start_token_dispatch
 
-        def start_and_remember(*given, start=start, journeys=journeys):
+        def start_and_remember(*given, start=start, handles=handles):
             sent = start(*given)
-            journeys.append(sent.handle.work)
+            handles.append(sent.handle.work)
             return sent
 
-        def look(*_, journeys=journeys):
-            under_way.append(bool(journeys and journeys[0].flight))
+        def look(*_, handles=handles):
+            in_flight.append(bool(handles and handles[0].flight))
 
         layer.dispatcher.start_token_dispatch = start_and_remember
         layer.shared_experts.register_forward_pre_hook(look)
@@ -270,14 +270,14 @@ def _overlapped(rank, n, layout):
         y, grad_x = run_layer(layer, x, torch.ones_like(x))
         results.append((y, grad_x, *(param.grad for param in layer.parameters())))
     assert all(torch.equal(plain, other) for plain, other in zip(*results, strict=True))
-    return under_way
+    return in_flight
 
 
 @pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(2, tp=2, ep=2, sp=True), Layout(2, tp=2, ep=2)], ids=str)
-def test_shared_experts_run_while_rows_are_under_way_and_change_no_bit(layout):
+def test_shared_experts_run_while_rows_are_in_flight_and_change_no_bit(layout):
     """In forward and in backward. The all-to-all is looked at from inside the shared experts."""
-    for under_way in run_ranks(_overlapped, layout.n, layout):
-        assert under_way == [False, False, True, True]
+    for in_flight in run_ranks(_overlapped, layout.n, layout):
+        assert in_flight == [False, False, True, True]
 
 
 def _uneven(rank, n):
@@ -305,7 +305,7 @@ def _rows(rank, n, dispatcher):
     generator = torch.Generator().manual_seed(rank)
     x_TH = (100.0 * rank + torch.arange(num_tokens)).unsqueeze(1).expand(-1, 2).contiguous()
     routing_TE = torch.rand(num_tokens, 6, generator=generator) < 0.5
-    routing_TE[:, 3] = False  # an expert that nobody takes
+    routing_TE[:, 3] = False  # an expert that no token takes
     probs_TE = torch.where(routing_TE, torch.rand(num_tokens, 6, generator=generator), 0.0)
     made = DISPATCHERS[dispatcher](ps, Permutation())
     # two in flight, ended in the other order

@@ -83,7 +83,7 @@ def random_routing(rank, num_tokens, topk, which):
     if which == "drops":
         routing &= torch.rand(num_tokens, 8, generator=generator) < 0.5
         routing[:1] = False  # a token without any expert
-    if which == "nobody":
+    if which == "no tokens":
         routing[:] = False
     probs = torch.where(routing, torch.rand(num_tokens, 8, generator=generator), 0.0)
     return probs, routing
@@ -149,7 +149,7 @@ def test_rows_bit_for_bit_and_sums_of_two_bit_for_bit(recorded, version, n):
 
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
 def test_ranks_and_experts_that_get_nothing_and_dropped_tokens(recorded, version):
-    kinds = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "nobody")
+    kinds = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "no tokens")
     assert_same(2, recorded, version, [(2, kind, (6, 6)) for kind in kinds])
 
 
@@ -203,7 +203,7 @@ def _layer(rank, ps, recorded, version, changes):
 LAYERS = {
     "plain": ({"ep": 2}, {}),
     "drops": ({"ep": 2}, {"moe_expert_capacity_factor": 0.5}),
-    "shared expert beside the exchange": (
+    "shared expert during the exchange": (
         {"ep": 2},
         {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_overlap": True},
     ),
@@ -229,7 +229,7 @@ def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
 
 
 def _recomputed(rank, n, recorded, version):
-    """Result and gradients of a dispatch that is recomputed and of one that is not; dispatches that told the host something."""
+    """Result and gradients of a dispatch that is recomputed and of one that is not; dispatches that read the counts on the host."""
     ps, activations, found = (
         ParallelState.create(n, rank, ep=n),
         ActivationPolicy(frozenset({"moe"}), uses_global_rng=False),
@@ -266,9 +266,11 @@ def _recomputed(rank, n, recorded, version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_second_pass_takes_the_way_of_the_first(recorded, version):
-    """So the host is told of the rows once."""
-    for (once, told, *expected), (again, told_again, *found) in run_ranks(_recomputed, 2, recorded, version):
-        assert (once, told, again, told_again) == (2, 1, 3, 1) and found == expected
+    """The host reads the counts once."""
+    for (once, counts_read, *expected), (again, counts_read_again, *found) in run_ranks(
+        _recomputed, 2, recorded, version
+    ):
+        assert (once, counts_read, again, counts_read_again) == (2, 1, 3, 1) and found == expected
 
 
 def test_backward_is_the_mirror_of_forward(recorded):

@@ -1,4 +1,4 @@
-"""Paged stashing: the numbers of layers that keep their buffers, bit for bit; pages of what was used beside one worst case."""
+"""Paged stashing: the numbers of layers that keep their buffers, bit for bit; pages of what was used next to one worst case."""
 
 import gc
 import logging

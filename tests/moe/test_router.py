@@ -112,7 +112,7 @@ def test_bias_chooses_but_does_not_weigh():
 
 
 def test_group_limit_keeps_the_best_expert_of_a_weak_group_out():
-    logits = torch.tensor([[5.0, -5.0, 3.0, 2.9]])  # the best expert sits beside the worst
+    logits = torch.tensor([[5.0, -5.0, 3.0, 2.9]])  # the best expert is next to the worst
     assert score_topk(logits, 2, num_groups=2, group_topk=1)[1].tolist() == [[False, False, True, True]]
     assert score_topk(logits, 2)[1].tolist() == [[True, False, True, False]]
 

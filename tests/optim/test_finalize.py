@@ -137,7 +137,7 @@ def _different(rank, n):
     return _grads_after(_holder(torch.float32, norm=((8 + rank,), {"is_grad_partial": True})), ps, rank, False)
 
 
-def test_ranks_that_disagree_about_what_is_partial_are_told():
+def test_ranks_that_disagree_about_what_is_partial_are_reported():
     with pytest.raises(RanksFailed, match="summed over tp differ between ranks.*norm"):
         run_ranks(_different, 2)
 

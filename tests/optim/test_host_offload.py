@@ -117,7 +117,7 @@ def test_sgd_between_steps():
 
 
 class Late(CopyStream):
-    """CopyStream that happen no sooner than they are waited for, or than the device goes on; until then the target holds nonsense."""
+    """CopyStream that happen no sooner than they are waited for, or than the device continues; until then the target holds nonsense."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -151,7 +151,7 @@ def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_is_gone(ov
     )
     found = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True, pipeline=pipeline)
     _assert_equal(found, expected, False)
-    assert copies.most >= 3 if overlap else copies.most <= 1, "copies are under way beside the update only with overlap"
+    assert copies.most >= 3 if overlap else copies.most <= 1, "copies are in flight during the update only with overlap"
 
 
 def test_chunk_size_limits_what_visits_the_device():

@@ -109,7 +109,7 @@ def test_orthogonalises_by_every_set(kind, steps):
         torch.testing.assert_close(found.double(), plain_orthogonal(x, kind, steps), rtol=1e-3, atol=2e-4)
         assert len(list(coefficients(kind, steps))) == steps
         values = torch.linalg.svdvals(found)
-        if steps != 7:  # a set that begins anew ends well at its end only
+        if steps != 7:  # a set that starts again ends well at its end only
             assert 0.3 < values.min() and values.max() < 1.7, f"{kind}: singular values {values}"
 
 
@@ -311,7 +311,7 @@ def test_momentum_lives_with_one_owner_only(degrees, flags):
             owners.setdefault((kind, name), set()).add(expert if kind == "expert" else dense)
     assert all(len(ranks) == 1 for ranks in owners.values())
     loads = [sum(size for *_, size in held) for *_, held in found]
-    assert max(loads) < 1.5 * min(loads), f"dealt out unevenly: {loads}"
+    assert max(loads) < 1.5 * min(loads), f"distributed unevenly: {loads}"
 
 
 def test_buckets_of_matrices_are_balanced_or_kept_open():

@@ -205,13 +205,13 @@ def _straight_and_saved(rank, n, folder, formats, bf16):
     return [p.detach().clone() for p in model.parameters()], _state(built[1])
 
 
-def _resumed(rank, n, source, target, formats, bf16, go_on):
+def _resumed(rank, n, source, target, formats, bf16, continue_training):
     ps, model, built = _make(rank, n, formats, bf16, True, seed=9)
     _train(model, *built, [17], rank, n)  # everything is different before
     load(source, [model], built[1], ps, LoadOptions(RECORD))
     if target is not None:
         save(target, CheckpointState(3, RECORD), [model], built[1], ps, SaveOptions())
-    if go_on:
+    if continue_training:
         _train(model, *built, range(3, 6), rank, n)
     return [p.detach().clone() for p in model.parameters()], _state(built[1])
 
@@ -234,7 +234,7 @@ def test_resume(tmp_path, formats, bf16):
 
 
 def _in_the_background(rank, n, folder, formats):
-    """Saved while training goes on, and read by the ranks for each other."""
+    """Saved while training continues, and read by the ranks for each other."""
     ps, model, built = _make(rank, n, formats, True, False)
     _train(model, *built, range(3), rank, n)
     saver = AsyncSaver()
@@ -277,7 +277,7 @@ def test_the_model_becomes_what_its_main_parameters_can_hold():
     """From the start: a run that resumes from a checkpoint of iteration 0 has the model of the main parameters."""
     model = Toy(torch.bfloat16)
     with torch.no_grad():
-        model.first.weight[0, 0] = 1e-14  # fp16 beside numbers around 1 has none so small
+        model.first.weight[0, 0] = 1e-14  # fp16 next to numbers around 1 has none so small
     _, optimizer = build_training(model, precision=BF16, **AWARE, main_params_dtype="fp16")
     main = {held.param: held.values() for held in optimizer.tensors() if held.state_name == "fp32_param"}
     assert all(torch.equal(values, param.detach().float().flatten()) for param, values in main.items())

@@ -46,7 +46,7 @@ def test_bf16_is_plain_rounding():
 
 @pytest.mark.parametrize("name", SCALED)
 def test_what_was_read_is_stored_unchanged(name):
-    """A resumed run, whose scales are found anew, has the same values."""
+    """A resumed run, whose scales are computed again, has the same values."""
     for seed in range(20):
         values = decode(*encode(_spread(257, seed) * 10.0 ** (seed - 10), FORMATS[name]))
         assert torch.equal(decode(*encode(values, FORMATS[name])), values)

@@ -225,7 +225,7 @@ def test_bf16_gradients_are_clipped_in_fp32():
     ],
 )
 def test_state_restores_bitwise(kind, dtype, precision):
-    """Six steps, or three, save, build anew, load, three: the same bits."""
+    """Six steps, or three, save, build again, load, three: the same bits."""
 
     def fresh():
         model = Toy(dtype)

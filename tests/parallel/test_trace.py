@@ -40,7 +40,7 @@ def test_an_asynchronous_call_is_open_while_it_is_waited_for():
 
     trace, seen = Trace(), []
     pending = communicate(trace, "dp", (0, 1), "all_reduce", None, True, Work)
-    assert trace.oldest() is None, "nobody waits for it yet"
+    assert trace.oldest() is None, "it is not waited for yet"
     assert pending.wait() and pending.wait()
     assert seen == [trace.last] and trace.oldest() is None
 
@@ -97,7 +97,7 @@ def one_leaves_the_other_alone(rank, n, kind, word):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "operation"),
     [
         ("wait", "all_reduce"),
         ("message", "receive from rank 0"),
@@ -105,7 +105,7 @@ def one_leaves_the_other_alone(rank, n, kind, word):
         ("object", "all_gather_object"),
     ],
 )
-def test_a_rank_that_waits_in_vain_says_where(tmp_path, kind, told):
+def test_a_failed_wait_names_its_place(tmp_path, kind, operation):
     _, message = run_ranks(one_leaves_the_other_alone, 2, kind, tmp_path / "word")
-    assert message.startswith(f"{told} number 1 of group dp (ranks 0 1) in one_leaves_the_other_alone")
+    assert message.startswith(f"{operation} number 1 of group dp (ranks 0 1) in one_leaves_the_other_alone")
     assert TIMEOUT <= float(re.search(r"failed after ([\d.]+) s", message)[1]) < 10 * TIMEOUT and "Timed out" in message

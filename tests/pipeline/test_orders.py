@@ -88,7 +88,7 @@ def receives(step):
 
 
 def rendezvous(programs, pp, chunks, batched, channels=1):
-    """Run the programs where a batch of messages ends only when both sides of all its messages have started, and a rank goes on
+    """Run the programs where a batch of messages ends only when both sides of all its messages have started, and a rank continues
     only when what it has sent is through; True: all end."""
     queues = range(channels * pp)  # rank * channels + channel
     place = [0] * pp
@@ -116,7 +116,7 @@ def rendezvous(programs, pp, chunks, batched, channels=1):
                     open_batches[queue].pop()
                     moved = True
 
-    def under_way(rank):
+    def started_batches(rank):
         return [
             batch
             for queue in range(rank * channels, (rank + 1) * channels)
@@ -130,7 +130,7 @@ def rendezvous(programs, pp, chunks, batched, channels=1):
         for rank in range(pp):
             while place[rank] < len(programs[rank]):
                 step = programs[rank][place[rank]]
-                if any(sent in batch for sent in leaving[rank] for batch in under_way(rank)):
+                if any(sent in batch for sent in leaving[rank] for batch in started_batches(rank)):
                     break
                 if isinstance(step, P2PBatch):
                     leaving[rank] = [ident(rank, a, True) for a in sends(step)]
@@ -144,7 +144,7 @@ def rendezvous(programs, pp, chunks, batched, channels=1):
                     ):
                         unlaunched[rank * channels + which].append(messages)
                 else:
-                    pending = under_way(rank)
+                    pending = started_batches(rank)
                     needed = {source(rank, action, pp, chunks) for action in step_actions(step)} - {None}
                     if needed - started[rank] or any(needed & batch for batch in pending):
                         break

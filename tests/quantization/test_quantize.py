@@ -184,7 +184,7 @@ def test_two_levels_of_scales(rows, cols):
 @pytest.mark.parametrize("scaling", [*SCALINGS.values(), Scaling(E2M1, 1, 16, TWO_LEVEL)], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-38, 1e-40, 1e-44])
 def test_the_smallest_numbers_are_rounded_or_flushed(scaling, size):
-    """Beside zeros, and a block that is small next to the others."""
+    """With zeros, and with a block that is small next to the others."""
     x = torch.zeros(2, 40)
     x[0, 0], x[1, 0], x[1, 20] = size, size / 3, size * 1e-4
     found = quantize(x, scaling).dequantized()

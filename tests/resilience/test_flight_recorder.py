@@ -75,7 +75,7 @@ def test_a_hang_leaves_a_record(tmp_path):
     assert "version" in record and "pg_config" in record
 
 
-def test_a_record_that_cannot_be_written_is_told(tmp_path):
+def test_a_record_that_cannot_be_written_is_reported(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     recorder = make_flight_recorder(defaults(f"--flight-recorder-dump-path {blocked}/fr_"), 0)

@@ -14,7 +14,7 @@ def test_the_same_batches_and_numbers_come_again():
     first = [(next(begun), random.random()) for _ in range(3)]
     begun.rewind()
     assert [(next(begun), random.random()) for _ in range(3)] == first
-    assert next(begun) == 4, "it goes on behind what it remembers"
+    assert next(begun) == 4, "it continues after what it has saved"
     begun.rewind()
     assert [next(begun) for _ in range(5)] == [1, 2, 3, 4, 5]
 

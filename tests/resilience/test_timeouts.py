@@ -65,7 +65,7 @@ def settle(rank, n):
         training = SimpleNamespace(exit_duration_in_mins=duration, exit_interval=interval)
         run = SimpleNamespace(
             args=SimpleNamespace(training=training),
-            saver=SimpleNamespace(under_way=writing is not None, writing=bool(writing)),
+            saver=SimpleNamespace(in_progress=writing is not None, writing=bool(writing)),
             runtime=SimpleNamespace(device=CPU),
             ps=ps,
         )

@@ -1,3 +1,3 @@
-"""The room's mock data: the first documents of the program's."""
+"""Mock data of these tests: the first documents of the program's mock data."""
 
 from mock_data import short_mock_data  # noqa: F401 - a fixture

@@ -65,7 +65,7 @@ class Quick:
 
 @pytest.mark.parametrize("model", ["small", "wide"])
 @pytest.mark.parametrize("turns", [0, 1, 3, 9])
-def test_the_race_goes_on_without_them(monkeypatch, capsys, model, turns):
+def test_the_other_processes_continue(monkeypatch, capsys, model, turns):
     """At once, and one by one: ours and the machine's rate are measured; the table gives the peer's reason, or its other implementation's figures."""
     made = []
     monkeypatch.setattr(bench_cpu, "Contender", lambda name, build, *rest: made.append(Quick(name, build)) or made[-1])

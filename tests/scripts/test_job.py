@@ -149,7 +149,7 @@ def test_two_attempts_without_a_newer_checkpoint_end_the_job(tmp_path):
     job = Job(tmp_path)
     assert job.attempt(0, saved=10).returncode == 75 and job.requeued
     assert job.attempt(1).returncode == 75 and job.requeued  # once is bad luck
-    assert job.attempt(2, saved=12).returncode == 75 and job.requeued  # progress: counted anew
+    assert job.attempt(2, saved=12).returncode == 75 and job.requeued  # progress: counted from zero
     assert job.attempt(3).returncode == 75 and job.requeued
     done = job.attempt(4)
     assert done.returncode == 1 and not job.requeued
@@ -169,7 +169,7 @@ def test_attempts_that_slurm_ended_and_requeued_itself_count_too(tmp_path, flags
     done = job.attempt(2)
     assert done.returncode == 1 and "(newest iteration: 30)" in done.stdout
     assert calls(job.bin, "srun") == []  # nothing was started
-    assert job.attempt(0).returncode == 75  # a new submission begins to count anew
+    assert job.attempt(0).returncode == 75  # a new submission counts from zero
 
 
 def test_the_limit_can_be_lifted(tmp_path):
@@ -180,7 +180,7 @@ def test_the_limit_can_be_lifted(tmp_path):
 def test_an_array_ends_when_done_and_when_it_stalls(tmp_path):
     job = Job(tmp_path, ARRAY="9")
     tasks = [dict(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID=str(task)) for task in range(1, 5)]
-    assert job.attempt(saved=1, **tasks[0]).returncode == 75 and not job.requeued  # the next task goes on
+    assert job.attempt(saved=1, **tasks[0]).returncode == 75 and not job.requeued  # the next task resumes
     assert job.attempt(**tasks[1]).returncode == 75
     assert calls(job.bin, "scancel") == []
     assert job.attempt(**tasks[2]).returncode == 1
@@ -393,7 +393,7 @@ def test_binding_can_be_off_or_anothers_or_impossible(node):
     assert ranked(node, OMP_NUM_THREADS="5")[2] == "5"
 
 
-def test_launch_records_the_environment_beside_the_ranks_logs(tmp_path):
+def test_launch_records_the_environment_next_to_the_ranks_logs(tmp_path):
     (tmp_path / "bin").mkdir()
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")

@@ -124,7 +124,7 @@ def test_mock_data_where_nothing_names_data_and_it_is_said(tmp_path, words, want
 
 
 def test_the_quickstarts_help_touches_nothing(tmp_path):
-    told = subprocess.run(
+    stdout = subprocess.run(
         ["bash", str(SCRIPTS / "quickstart.sh"), "--help"],
         cwd=tmp_path,
         env=surroundings(RUN=str(tmp_path / "run")),
@@ -132,13 +132,15 @@ def test_the_quickstarts_help_touches_nothing(tmp_path):
         text=True,
         check=True,
     ).stdout
-    assert "TEXT=my.txt" in told and "set -euo" not in told and "[1/5]" not in told and not any(tmp_path.iterdir())
+    assert (
+        "TEXT=my.txt" in stdout and "set -euo" not in stdout and "[1/5]" not in stdout and not any(tmp_path.iterdir())
+    )
 
 
 @pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
 def test_help_needs_no_model(script, tmp_path):
-    told = dry(script, tmp_path, "--help").stdout
-    assert "DRY_RUN=1" in told and "DISPATCHER" in told and "read_cluster" not in told
+    stdout = dry(script, tmp_path, "--help").stdout
+    assert "DRY_RUN=1" in stdout and "DISPATCHER" in stdout and "read_cluster" not in stdout
 
 
 def test_what_does_not_run_is_not_submitted(tmp_path):
@@ -669,7 +671,7 @@ def test_the_shell_scripts_are_clean():
     assert done.stdout == ""
 
 
-def test_torchruns_ranks_save_and_the_same_command_goes_on(tmp_path):
+def test_torchruns_ranks_save_and_the_same_command_resumes(tmp_path):
     """SIGTERM to the launcher: both ranks save together, exit code 75; then the same command does the rest."""
     recipe = tmp_path / "tiny.yaml"
     line = [

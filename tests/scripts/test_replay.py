@@ -254,8 +254,10 @@ def test_ranks_of_a_launcher_do_it_together(one_rank):
         ranks = [
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**each)) for each in variables
         ]
-        told = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0] and "quantities within their tolerances" in told[0], told
+        outputs = [process.communicate(timeout=600)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0] and "quantities within their tolerances" in outputs[0], (
+        outputs
+    )
 
 
 def test_a_mistake_in_a_layer_is_found_where_it_is(one_rank, replay, monkeypatch):
@@ -298,8 +300,8 @@ def altered(folder, target, name, change):
     change(weights[name])
     save_file(weights, target / step_record.WEIGHTS)
     head = json.loads((target / step_record.HEAD).read_text())
-    beside = target.rename(target.with_name("unsealed"))
-    step_record.finalize_record(beside, target, head, head["files"])
+    unsealed = target.rename(target.with_name("unsealed"))
+    step_record.finalize_record(unsealed, target, head, head["files"])
     return target
 
 

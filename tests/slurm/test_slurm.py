@@ -80,7 +80,7 @@ class Cluster:
             logs = "\n".join(
                 path.read_text(errors="replace")[-2000:] for path in sorted((folder / "out" / "logs").rglob("*.log"))
             )
-            assert time.monotonic() < deadline, f"waited in vain: {what}\n{logs}"
+            assert time.monotonic() < deadline, f"timed out: {what}\n{logs}"
             time.sleep(0.2)
 
     def wait_for_state(self, job, *states, folder):
@@ -158,7 +158,7 @@ def cluster(shared, tmp_path_factory):
 def preempting(configuration):
     """The cluster, with a second partition whose jobs take the nodes of the first one's after a minute's notice."""
     # A job that starts in the second in which it was ended is refused, its credential taken for the old one's. Elsewhere SLURM lets two
-    # minutes pass; here, where nobody waits, three seconds (in microseconds).
+    # minutes pass; here three seconds (in microseconds).
     text = configuration.read_text().replace("sched_min_interval=0", "sched_min_interval=3000000")
     configuration.write_text(
         text.replace("PartitionName=batch", "PartitionName=batch PriorityTier=1 GraceTime=60")
@@ -239,7 +239,7 @@ def curves(folder):
 
 
 def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster, tmp_path, quickstart):
-    """Once by a signal, once by an urgent job that takes its nodes; the curve is that of a run of which nobody wanted anything."""
+    """Once by a signal, once by an urgent job that takes its nodes; the curve is that of an uninterrupted run."""
     data, flags = quickstart
     job = cluster.submit(tmp_path, *flags, MODEL="mixtral_tiny", DATA_PATH=data, COMMENT='two "words" \\ #1')
     assert 'Comment=two "words" \\ #1' in cluster("scontrol", "show", "job", job)
@@ -283,7 +283,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
         tmp_path, job
     )  # what a user reads: every iteration once and in order, saves, why it ended and what then
     assert [int(number) for number in re.findall(r"\] iteration +(\d+)/ +14 \|", text)] == list(range(1, 15))
-    told = [
+    expected = [
         r"attempt 0: 2 ranks on \S+, newest checkpoint: none",
         "successfully saved checkpoint",
         "receiving SIGUSR1",
@@ -296,7 +296,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
         "validation loss at iteration 12",
         r"attempt 2: done \(exit code 0\), newest checkpoint: 14",
     ]
-    assert re.search(".*".join(told), text, re.DOTALL)
+    assert re.search(".*".join(expected), text, re.DOTALL)
     assert "Terminated" not in text and "exit code 75\n" not in text  # what looks like an error to bash and srun
     assert "end of arguments" not in text and "end of arguments" in ranks_of(tmp_path, f"{job}-0", 0)
     for attempt in range(3):  # a log for each rank of each attempt, and what environment it had
@@ -367,7 +367,7 @@ def processes():
     return found
 
 
-def test_an_arrays_tasks_go_on_one_after_the_other(cluster, tmp_path):
+def test_an_arrays_tasks_resume_one_after_the_other(cluster, tmp_path):
     before = cluster("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
     array = cluster.submit(
         tmp_path, *LINE, "--train-iters", "2", "--exit-duration-in-mins", "0", ARRAY="5", DEPENDENCY=f"afterok:{before}"
@@ -381,7 +381,7 @@ def test_an_arrays_tasks_go_on_one_after_the_other(cluster, tmp_path):
 
 
 def test_a_node_that_goes_down_costs_the_work_since_the_last_save(cluster, tmp_path):
-    """And nothing where the ranks live to hear SLURM's SIGTERM. It goes on with one node: its owner does not want to wait for the other."""
+    """And nothing where the ranks live to hear SLURM's SIGTERM. It resumes with one node: its owner does not want to wait for the other."""
     job = cluster.submit(tmp_path, *LONG, "--save-interval", "5")
     cluster.wait("training", lambda: len(records(tmp_path)) >= 12, tmp_path)
     cluster("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
@@ -419,7 +419,7 @@ def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
     assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job)
     saved = newest_checkpoint(tmp_path)
     assert saved == len(records(tmp_path)) > 0
-    cluster.start_now(job, tmp_path)  # its second start SLURM may not put off any more
+    cluster.start_now(job, tmp_path)  # its second start SLURM may not delay any more
     cluster.wait("requeue 2", lambda: cluster.job(job, "Restarts") == "2", tmp_path)
     cluster.start_now(job, tmp_path)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
@@ -439,7 +439,7 @@ def test_at_the_time_limit_itself_it_saves_too(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_a_node_that_dies_under_the_ranks_requeues_the_job(cluster, tmp_path):
-    """Its rank, its daemon and its job step are killed: the other rank sees it first, the job goes on when SLURM does."""
+    """Its rank, its daemon and its job step are killed: the other rank sees it first, the job continues when SLURM does."""
     job = cluster.submit(tmp_path, *LONG, "--save-interval", "5", "--distributed-timeout-seconds-after-init", "20")
     cluster.wait("training", lambda: len(records(tmp_path)) >= 12, tmp_path)
     rank = rank_1(tmp_path)

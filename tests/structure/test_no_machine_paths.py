@@ -80,7 +80,7 @@ def test_sources_are_ascii():
     "text",
     [
         "x = '/" + "work/main'",
-        "cd /" + "home/somebody",
+        "cd /" + "home/someone",
         "--index-url https://pypi" + ".org/simple",
         "p = '/" + "root/.cache'",
     ],

@@ -191,7 +191,7 @@ def test_what_may_remember_still_does():
 
 
 def test_no_module_keeps_state():
-    # Scripts are programs: nobody imports them beside something else.
+    # Scripts are programs: they are never imported next to something else.
     bad = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in product_files()

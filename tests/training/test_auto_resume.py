@@ -113,7 +113,7 @@ def test_a_start_that_never_saved_is_put_aside(tmp_path, whole):
     assert len(list((tmp_path / "tb" / "earlier-1").iterdir())) == 1
 
 
-def test_another_number_of_ranks_goes_on(tmp_path, whole):
+def test_another_number_of_ranks_resumes(tmp_path, whole):
     again(tmp_path, "--exit-interval", "3", ranks=2)
     again(tmp_path)
     assert [row[0] for row in curve(tmp_path)] == list(range(1, ITERATIONS + 1))

@@ -72,7 +72,7 @@ def test_layers_of_transformer_engine(caplog):
     assert select_layer_factory("local", ps, ["p2p"], BackendPolicy("error", cuda=True)).name == "local"
 
 
-def test_gathered_they_are_told_together():
+def test_gathered_errors_are_reported_together():
     backends = BackendPolicy("error", missing=[])
     backends.check()
     assert not use(backends) and not use(backends, "the package elsewhere is not installed")

@@ -152,7 +152,7 @@ def test_yaml_with_an_unset_variable(tmp_path):
     refused(["--preset", "recipe.yaml"], tmp_path, "SURELY_UNSET_VARIABLE", "recipe.yaml")
 
 
-def test_unknown_flag_and_wrong_value_are_told_together(tmp_path):
+def test_unknown_flag_and_wrong_value_are_reported_together(tmp_path):
     message = refused(
         [*TINY, *MOCK, "--train-iters", "1", "--moe-router-topkk", "2", "--num-layers", "two"],
         tmp_path,
@@ -162,7 +162,7 @@ def test_unknown_flag_and_wrong_value_are_told_together(tmp_path):
 
 
 def test_samples_from_an_empty_split_are_refused(cwd):
-    # a share so small that it rounds to no document: Megatron-LM would wait for ever
+    # a share so small that it rounds to no document: Megatron-LM would wait endlessly
     refused(train("--split", "9999,1,0", "--eval-interval", "1", "--eval-iters", "1"), cwd, "split", "valid")
 
 
@@ -202,7 +202,7 @@ def test_an_error_of_one_rank_ends_all_of_them_with_its_message(tmp_path):
 
 
 @pytest.mark.parametrize("env", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_a_wrong_rank_is_told_whatever_the_rank(tmp_path, env):
+def test_a_wrong_rank_is_reported_whatever_the_rank(tmp_path, env):
     refused([*TINY, *MOCK, "--train-iters", "2"], tmp_path, "rank" if env["RANK"] == "1" else "RANK", **env)
 
 
@@ -253,7 +253,7 @@ def test_what_one_rank_cannot_write_ends_all_at_once(tmp_path, argv, in_the_way)
     (tmp_path / in_the_way).mkdir(parents=True)
     finished = run(
         [*TINY, *MOCK, "--train-iters", "1", *argv], tmp_path, 2, timeout=200.0
-    )  # far below the watchdog's patience
+    )  # far below the watchdog's timeout
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert argv[0] in finished.stderr and in_the_way in finished.stderr
 

@@ -30,11 +30,11 @@ def folder(tmp_path, monkeypatch):
 
 def check(capsys, *flags):
     code = pretrain_moe.main([*CHECK, *flags])
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
-def test_tokens_epochs_and_room(folder, capsys):
+def test_tokens_epochs_and_free_space(folder, capsys):
     code, out, err = check(
         capsys,
         *NULL,
@@ -193,7 +193,7 @@ def test_parameters_are_counted_with_the_padded_vocabulary(folder, capsys):
     assert counts[0] == counts[1] == counts[2] and "not counted" not in counts[2]
 
 
-def test_a_disk_without_room(folder, capsys, monkeypatch):
+def test_a_disk_without_free_space(folder, capsys, monkeypatch):
     stat = namedtuple("stat", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda path: stat(10, 1000))
     code, _, err = check(capsys, *NULL, "--data-path", "a", "--save", "ck", "--save-interval", "5")

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout loads into any other: weights, both moments and expert bias, bit for bit; and training goes on alike."""
+"""A checkpoint of one layout loads into any other: weights, both moments and expert bias, bit for bit; and training continues alike."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""--deterministic-mode: torch is told, an operation without a deterministic form ends the run by name, and two runs give the same bits."""
+"""--deterministic-mode: torch's flags are set, an operation without a deterministic form ends the run by name, and two runs give the same bits."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ RANKS = (
 
 
 @pytest.fixture
-def told():
+def restored_torch_flags():
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(False)
@@ -32,7 +32,7 @@ def told():
 
 
 @pytest.mark.parametrize(("flags", "on"), [([], False), (["--deterministic-mode"], True)])
-def test_torch_is_told(flags, on, told):
+def test_torch_flags_are_set(flags, on, restored_torch_flags):
     set_numerics_flags(parse_args([*RUN, *flags], 1))
     assert torch.are_deterministic_algorithms_enabled() is on
     assert torch.utils.deterministic.fill_uninitialized_memory is not on  # no kernels for memory that is written next

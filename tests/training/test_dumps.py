@@ -160,7 +160,7 @@ def choices(folder, ranks):
     return found
 
 
-def test_what_stands_beside_the_trace(alone):
+def test_files_next_to_the_trace(alone):
     folder = alone[0] / "trace"
     states = torch.load(folder / "router_state_rank0.pt", weights_only=True)
     assert (
@@ -186,7 +186,7 @@ def test_what_stands_beside_the_trace(alone):
     assert seen == 3 * 2  # layers, microbatches
 
 
-def test_dropped_tokens_are_told_in_the_trace(tmp_path):
+def test_dropped_tokens_are_in_the_trace(tmp_path):
     records, _ = pretrain([*JOB, *TRACE[:2], "--moe-expert-capacity-factor", "0.5"], tmp_path)
     gaps = Counter()
     for line in lines(tmp_path / "trace" / "router_trace_rank0.jsonl"):
@@ -198,7 +198,7 @@ def test_dropped_tokens_are_told_in_the_trace(tmp_path):
     assert chosen(torch.tensor([[True, False, True], [False, False, True]]), 2).tolist() == [[0, 2], [2, -1]]
 
 
-def test_a_resumed_run_goes_on_with_the_files(alone, tmp_path):
+def test_a_resumed_run_continues_the_files(alone, tmp_path):
     """Iterations 1 to 3, then again from 2 on: nothing stands twice, nothing is missing."""
     job = [*JOB, "--train-iters", "4", "--lr-decay-iters", "4", *ALL, *TRACE, "--save-interval", "1"]
     pretrain([*job, "--exit-interval", "3"], tmp_path)
@@ -223,7 +223,7 @@ def test_the_trace_ends_after_its_iterations(tmp_path):
 
 
 def test_what_cannot_be_dumped_costs_the_dump_only(alone, tmp_path, capfd):
-    """Plain files stand where the folders belong: every dump fails, on both ranks, and the run goes on."""
+    """Plain files stand where the folders belong: every dump fails, on both ranks, and the run continues."""
     (tmp_path / "s").mkdir(parents=True)
     for name in ("s/params", "s/wgrads", "s/activations", "s/dgrads", "s/tokens_per_expert", "trace"):
         (tmp_path / name).write_text("")

@@ -1,4 +1,4 @@
-"""With --auto-resume a signal of the batch system waits from the first line on for somebody who listens."""
+"""With --auto-resume a signal of the batch system is deferred from the first line on until the run handles it."""
 
 import signal
 
@@ -49,7 +49,7 @@ def test_a_signal_during_the_imports_saves_and_asks_for_another_start(tmp_path, 
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_nothing_is_held_back_while_the_run_goes_on(tmp_path):
+def test_nothing_is_held_back_while_the_run_continues(tmp_path):
     process = start(
         [*LINE, "--train-iters", "100000", "--lr-decay-iters", "9", "--save-interval", "100000", "--auto-resume"],
         tmp_path,

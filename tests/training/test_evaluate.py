@@ -214,7 +214,7 @@ def test_what_is_missing_is_said(trained, tmp_path):
 
 
 def test_without_optimizer_state_the_schedule_starts_again(trained):
-    """As in Megatron-LM (d98e8a64): load_checkpoint leaves the scheduler at 0 steps, iteration and data go on."""
+    """As in Megatron-LM (d98e8a64): load_checkpoint leaves the scheduler at 0 steps, iteration and data continue."""
     data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
     flags = [
         *TINY,
@@ -228,11 +228,11 @@ def test_without_optimizer_state_the_schedule_starts_again(trained):
         "--no-load-optim",
         "--no-load-rng",
         "--metrics-file",
-        "go_on.jsonl",
+        "resumed.jsonl",
     ]
     finished = run(flags, trained)
     assert finished.returncode == 0, finished.stderr
-    records = [record for record in read_metrics(trained / "go_on.jsonl") if "validation" not in record]
+    records = [record for record in read_metrics(trained / "resumed.jsonl") if "validation" not in record]
     assert [record["iteration"] for record in records] == [5, 6, 7, 8, 9] and records[0]["consumed_samples"] == 20
     assert [record["learning_rate"] for record in records][:3] == pytest.approx([0.0, 0.5e-3, 1e-3])
     refused = run([word for word in flags if word not in ("--no-load-optim", "--no-load-rng")], trained)

@@ -44,7 +44,7 @@ CASES = {
         SHARED,
         f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
     ),
-    "shared expert beside the exchange": (
+    "shared expert during the exchange": (
         4,
         "accumulation",
         f"{SHARED} --moe-shared-expert-overlap",

@@ -1,4 +1,4 @@
-"""The state of delayed scaling in checkpoints: any layout can go on with it, and runs with and without fp8 can load each other."""
+"""The state of delayed scaling in checkpoints: any layout can resume with it, and runs with and without fp8 can load each other."""
 
 import logging
 
@@ -54,7 +54,7 @@ def test_runs_with_and_without_fp8_load_each_other(tmp_path, caplog):
     run_ranks(train_and_save, 1, low, tmp_path / "low")
     with caplog.at_level(logging.WARNING):
         _load(_run(plain), tmp_path / "low", strictness="raise_all")
-        assert not caplog.records, "scales that nobody needs are no tensors too many"
+        assert not caplog.records, "unused scales are not surplus tensors"
         run = _run(low)
         _load(run, tmp_path / "plain", strictness="raise_all")
     assert "they start from initial values" in caplog.text and not any(scale.any() for scale in _scales(run).values())

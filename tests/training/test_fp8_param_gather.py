@@ -96,7 +96,7 @@ def _losses(rank, n, argv):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_of_fp32_parameters_nothing_changes(layout):
-    """Then main parameters and model are the same numbers, so whoever quantises them, and when, gives the same."""
+    """Then main parameters and model are the same numbers, so quantizing them gives the same wherever and whenever it is done."""
     n, flags = LAYOUTS[layout]
     for name, recipe in RECIPES.items():
         kept, plain, stored, none = run_ranks(_losses, n, argv_with(flags, recipe))[0]
@@ -213,7 +213,7 @@ def _skips(rank, n, argv):
 
 
 def test_scales_that_move_without_a_step_move_the_bytes():
-    """A checkpoint keeps main parameters and scales: whoever resumes casts with these."""
+    """A checkpoint keeps main parameters and scales: a resumed run casts with these."""
     argv = argv_with(
         "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer",
         RECIPES["delayed"],
@@ -229,7 +229,7 @@ TP = "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-para
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_goes_on_to_the_bit(recipe, tmp_path):
+def test_a_resumed_run_is_equal_to_the_bit(recipe, tmp_path):
     argv = argv_with(RECIPES[recipe], GATHER, "--bf16")
     ahead = run_ranks(train_and_save, 2, [*argv, *EP.split()], tmp_path / "ep")
     assert run_ranks(load_and_save, 2, [*argv, *EP.split()], tmp_path / "ep", tmp_path / "again") == ahead

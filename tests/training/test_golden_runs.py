@@ -277,7 +277,7 @@ RESUMED = {
 @pytest.mark.parametrize(
     "checkpoint, world_size", [*(("a2_torch_dist", size) for size in RESUMED), ("a2_torch", 1), ("a2_torch", 4)]
 )
-def test_a_run_of_megatron_goes_on_from_its_checkpoint(shared, tmp_path, checkpoint, world_size):
+def test_a_run_of_megatron_resumes_from_its_checkpoint(shared, tmp_path, checkpoint, world_size):
     """Iterations 6 to 10 from Megatron-LM's own checkpoint of iteration 5, as it went on itself; under other mappings and of the legacy format too."""
     meta = json.loads((shared / "golden" / "parallel" / "res_a2_torch_dist.json").read_text())
     cwd = golden_workspace(shared, tmp_path)

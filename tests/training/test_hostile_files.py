@@ -191,8 +191,8 @@ def test_a_pipe_is_refused_and_does_not_wait_for_a_writer(reader, tmp_path, monk
     assert str(tmp_path) in str(caught.value)
 
 
-def test_what_goes_on_although_its_file_is_hostile(tmp_path, caplog):
-    """The id of a run of Weights & Biases, and the lines that a resumed run finds: they begin anew."""
+def test_runs_that_continue_with_a_hostile_file(tmp_path, caplog):
+    """The id of a run of Weights & Biases, and the lines that a resumed run finds: they start again."""
     for content in TEXTS.values():
         (tmp_path / "id").write_bytes(content)
         assert _read(tmp_path / "id", {"project": "x"}) is None
@@ -317,7 +317,7 @@ def test_a_record_names_its_own_folder_only(tmp_path):
         {"routing": {"layers": [0], "tokens_per_expert": [[1, "x"]], "straggler_cost": 0.1}},
     ],
 )
-def test_a_line_of_metrics_by_somebody_else_leaves_the_page_whole(line, tmp_path):
+def test_a_foreign_line_of_metrics_leaves_the_page_complete(line, tmp_path):
     """The page draws numbers: text in the place of one would stop its script, and everything would be missing."""
     good = {"iteration": 1, "lm loss": 3.0, "tokens_per_s": 10.0}
     (tmp_path / "metrics.jsonl").write_text(

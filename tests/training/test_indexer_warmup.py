@@ -65,7 +65,7 @@ def test_indexers_of_another_start_learn_from_the_first_step(dense, warm, tmp_pa
         assert torch.equal(tensor, warm[2][name]) != (INDEXER in name), name
 
 
-def test_a_warm_up_goes_on_bit_for_bit(dense, warm, tmp_path):
+def test_a_warm_up_resumes_bit_for_bit(dense, warm, tmp_path):
     pretrain(
         [*WARMUP, "--train-iters", "6", "--exit-interval", "3", "--load", dense[0], "--finetune", "--save", "saved"],
         tmp_path,
@@ -118,7 +118,7 @@ def test_ranks_warm_up_as_one_process(mapping):
 
 
 def test_the_files_of_a_run_with_records_of_a_frozen_step(tmp_path):
-    """Frozen parameters have zero gradients for whoever writes gradients down."""
+    """Frozen parameters have zero gradients where gradients are recorded."""
     ended = run(
         [
             *WARMUP,

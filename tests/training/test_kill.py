@@ -1,4 +1,4 @@
-"""kill -9 at random moments of runs that save all the time; every restart goes on from a complete checkpoint."""
+"""kill -9 at random moments of runs that save all the time; every restart resumes from a complete checkpoint."""
 
 import random
 import time
@@ -57,7 +57,7 @@ def test_twenty_kills_lose_nothing(tmp_path):
 
 
 def assert_nothing_lost(tmp_path, argv, reached, world_size=1):
-    """Go on for four iterations, and do the whole undisturbed: the records must be the same."""
+    """Resume for four iterations, and train all of them uninterrupted: the records must be the same."""
     assert reached > 0
     last = [*argv, "--exit-interval", str(reached + 4)]
     undisturbed = tmp_path / "undisturbed"
@@ -124,7 +124,7 @@ def test_killing_one_of_four_ranks_loses_nothing(tmp_path, extra):
     assert not list((tmp_path / "ckpt").glob("*.tmp-*")) and not list((tmp_path / "ckpt").glob("*.old-*"))
 
 
-def test_what_was_told_before_a_kill_is_there_and_stands_once_in_the_end(tmp_path):
+def test_metrics_logged_before_a_kill_appear_once_in_the_end(tmp_path):
     """Killed soon after a validation: the files hold everything up to then; after the restart every step and validation once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -161,9 +161,9 @@ def test_what_was_told_before_a_kill_is_there_and_stands_once_in_the_end(tmp_pat
     assert process.returncode == -9, errors
     before = read_metrics(metrics)  # whole lines only
     reached = before[-1]["iteration"]
-    told = [(record["iteration"], "validation" in record) for record in before]
+    logged = [(record["iteration"], "validation" in record) for record in before]
     assert 7 <= reached < 4000
-    assert told[:9] == [
+    assert logged[:9] == [
         (1, False),
         (2, False),
         (3, False),

@@ -53,9 +53,9 @@ def assert_all_equal(cases, ranks: int) -> None:
     parted = []
     with RankPool(max(ranks, 3), timeout_s=600.0) as pool:
         for number, case in enumerate(cases):
-            verdict = check_parity(pool, case)
-            if not verdict.is_equal:
-                first = str(verdict.differences[0]) if verdict.differences else verdict.failure[-2000:]
+            parity = check_parity(pool, case)
+            if not parity.is_equal:
+                first = str(parity.differences[0]) if parity.differences else parity.failure[-2000:]
                 parted.append(f"{number}, {case.mapping}: {first}\n    {' '.join(case.argv)}")
     assert not parted, f"{len(parted)} of {len(cases)} cases part from one process:\n" + "\n".join(parted)
 

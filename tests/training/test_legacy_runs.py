@@ -29,7 +29,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_goes_on_from_its_legacy_checkpoint_to_the_last_bit(tmp_path, variant):
+def test_a_run_resumes_from_its_legacy_checkpoint_to_the_last_bit(tmp_path, variant):
     flags, world_size = VARIANTS[variant]
     argv = [*TINY, *MOCK, *flags.split(), "--ckpt-format", "torch", "--train-iters", "4"]
     for folder, stops in (("whole", ()), ("parts", ("2",))):

@@ -21,11 +21,11 @@ def write_files(line: Malformed, folder) -> None:
         (folder / name).write_bytes(content)
 
 
-def check_refusal(line: Malformed, code: int, told: str) -> None:
-    assert code == 2, (str(line), code, told)
-    assert "Traceback" not in told, (str(line), told)
+def check_refusal(line: Malformed, code: int, message: str) -> None:
+    assert code == 2, (str(line), code, message)
+    assert "Traceback" not in message, (str(line), message)
     for name in line.names:
-        assert name in told, (str(line), name, told)
+        assert name in message, (str(line), name, message)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -1,4 +1,4 @@
-"""Muon's momentum lies under logical names: a checkpoint of one mapping goes on under any other."""
+"""Muon's momentum has logical names: a checkpoint of one mapping resumes under any other."""
 
 import pytest
 from harness import run_ranks

@@ -68,7 +68,7 @@ def test_optimizer_flags_under_every_dimension_equal_one_process(n):
 
 
 def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
-    """Of a step: how many buckets are gathered early and in all, and how many were under way at each parameter update."""
+    """Of a step: how many buckets are gathered early and in all, and how many were in flight at each parameter update."""
     run = make_run(argv, rank, groups_of(argv, rank, n), 2)
     gather, updater, seen = run.optimizer._gather, run.optimizer._updater, []
     update = updater._update

@@ -1,4 +1,4 @@
-"""Merged passes of two microbatches, and weight gradients beside the exchange, give the numbers of one pass after the other."""
+"""Merged passes of two microbatches, and weight gradients during the exchange, give the numbers of one pass after the other."""
 
 import pytest
 from harness import run_ranks
@@ -10,7 +10,7 @@ from moe_trainer.training.step import train_step
 EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 DELAY = [*OVERLAP, "--delay-wgrad-compute", "--transformer-impl", "transformer_engine"]
-BESIDE = ["--overlap-dispatch-backward-with-experts-wgrad"]
+WGRAD_OVERLAP = ["--overlap-dispatch-backward-with-experts-wgrad"]
 FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 VPP = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
 # name -> (ranks, kind of model, flags of the model and its mapping)
@@ -41,7 +41,7 @@ CASES = {
 @pytest.mark.parametrize("n", [2, 4])
 def test_overlap_changes_no_number(n):
     names = [name for name, case in CASES.items() if case[0] == n]
-    hows = ([], OVERLAP, DELAY, BESIDE)
+    hows = ([], OVERLAP, DELAY, WGRAD_OVERLAP)
     argvs = [[*argv_of(CASES[name][1]), *CASES[name][2], *how] for name in names for how in hows]
     outcomes = iter(run_ranks(train_ranks, n, argvs)[0])
     for name in names:
@@ -69,5 +69,5 @@ def _turns(rank, n, argv, microbatches):
 def test_passes_take_turns_at_every_exchange_the_same_on_all_ranks():
     first, second = run_ranks(_turns, 2, [*argv_of("accumulation"), *EP2, *OVERLAP], 4)
     assert first == second
-    # 4 microbatches are 3 pairs; 4 layers exchange twice in each direction; the last pass of a pair goes on alone
+    # 4 microbatches are 3 pairs; 4 layers exchange twice in each direction; the last pass of a pair continues alone
     assert first == ("BF" * 8) * 3

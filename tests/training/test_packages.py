@@ -1,4 +1,4 @@
-"""A Python without the packages is told so in one line, exit code 2."""
+"""A Python without the packages ends with one line, exit code 2."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A run that stops and goes on must not be told from one that never stopped, to the last bit."""
+"""A run that stops and resumes equals one that never stopped, to the last bit."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
     assert_same_end(whole, parts)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_in_one(tmp_path):
+def test_a_checkpoint_of_two_ranks_resumes_in_one(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "6"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run([*argv, *outputs(whole)], tmp_path).returncode == 0

@@ -50,14 +50,14 @@ def test_configuration_and_groups(tmp_path):
 @pytest.mark.parametrize(
     "flags", [["--config-logger-dir", "file/x"], ["--dump-param-to-param-group-map", "file/x.json"]]
 )
-def test_a_file_that_cannot_be_written_is_told_before_training(tmp_path, flags):
+def test_a_file_that_cannot_be_written_is_reported_before_training(tmp_path, flags):
     (tmp_path / "file").write_text("")
     done = run([*JOB, *flags], tmp_path, 2)
     assert done.returncode == 2 and " ".join(flags) in done.stderr and "Traceback" not in done.stderr
     assert "iteration        1/" not in done.stdout
 
 
-def test_an_execution_trace_lies_beside_the_profile(tmp_path):
+def test_an_execution_trace_is_next_to_the_profile(tmp_path):
     flags = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2 --profile-ranks 0 --tensorboard-dir board"
     done = run([*JOB, *flags.split(), "--pytorch-profiler-collect-chakra"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""fp16 iterations that overflow: the update is skipped, the schedule waits, samples and routing books go on."""
+"""fp16 iterations that overflow: the update is skipped, the schedule waits, samples and routing statistics continue."""
 
 import torch
 from training.forked import pretrain

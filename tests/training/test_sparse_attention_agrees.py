@@ -143,7 +143,7 @@ def test_packed_documents(mapping, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_a_checkpoint_goes_on_under_another_layout(tmp_path, form):
+def test_a_checkpoint_resumes_under_another_layout(tmp_path, form):
     argv = [
         *argv_for("tp"),
         "--ckpt-format",
@@ -171,7 +171,7 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path, form):
 
 
 def test_kernels_that_are_not_bound(caplog):
-    """--on-missing-backend decides; on a CPU the default goes on with torch and says so."""
+    """--on-missing-backend decides; on a CPU the default continues with torch and logs it."""
     argv = [*argv_for("tp"), "--dsa-kernel-backend", "tilelang"]
     with caplog.at_level("INFO"):
         build_chunks(parse_args(argv, 1), ParallelState.single(), 64)

@@ -1,4 +1,4 @@
-"""Disks that are full, slow, gone or that lie: the run goes on or ends with 2, and the last good checkpoint loads."""
+"""Disks that are full, slow, gone or that lie: the run continues or ends with 2, and the last good checkpoint loads."""
 
 import errno
 import functools
@@ -102,8 +102,8 @@ def test_a_save_slower_than_a_hang_is_waited_for(tmp_path, monkeypatch):
     assert saved(tmp_path) == [2]
 
 
-def test_an_older_checkpoint_is_deleted_only_beside_a_whole_one(tmp_path, monkeypatch):
-    """A disk that takes bytes and loses them: what was written as iteration 4 is cut off before anybody looks."""
+def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeypatch):
+    """A disk that takes bytes and loses them: what was written as iteration 4 is truncated before it is read."""
     publish = saving.publish
 
     def losing(temporary, *given):
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found_while_loading_and_stepped_over(tmp_path):
     assert curve(tmp_path) == curve(tmp_path / "whole")
 
 
-def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
+def test_no_run_starts_over_where_no_checkpoint_is_valid(tmp_path):
     assert run([*LINE, "--train-iters", "2"], tmp_path).returncode == 0
     flip_bit(tmp_path / "ckpt" / "iter_0000002")
     finished = run(LINE, tmp_path)
@@ -205,7 +205,7 @@ def test_a_reader_that_leaves_is_no_full_disk():
 
         flush = functools.partialmethod(write, "")
 
-    for talk in (BestEffortStream(Pipe()).flush, lambda: BestEffortStream(Pipe()).write("nobody listens")):
+    for talk in (BestEffortStream(Pipe()).flush, lambda: BestEffortStream(Pipe()).write("no reader")):
         with pytest.raises(BrokenPipeError):
             talk()
 

@@ -40,7 +40,7 @@ def one_process(name: str) -> TrainingTrace:
     return train(_argv(name), 0, ParallelState.single())
 
 
-# every model on two and on four tensor ranks, with and without sequence parallelism, and with data ranks beside them
+# every model on two and on four tensor ranks, with and without sequence parallelism, and with data-parallel ranks in addition
 HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
 
 
@@ -95,11 +95,11 @@ def test_masks_agree_where_tensors_are_replicated_and_differ_where_they_are_cut(
 
 
 @pytest.mark.parametrize(
-    "beside", [(), ("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")], ids=["dp", "cp", "pp"]
+    "flags", [(), ("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")], ids=["dp", "cp", "pp"]
 )
-def test_no_two_ranks_draw_the_same_masks_for_what_is_cut(beside):
-    """Tensor ranks beside data, context or pipeline ranks: each has a stream of its own."""
-    argv = [*_argv("gpt2", *_mapping(2, True), *beside), "--hidden-dropout", "0.5"]
+def test_no_two_ranks_draw_the_same_masks_for_what_is_cut(flags):
+    """With data, context or pipeline ranks in addition: each tensor rank has its own stream."""
+    argv = [*_argv("gpt2", *_mapping(2, True), *flags), "--hidden-dropout", "0.5"]
     draws = run_ranks(_draws, 4, argv)
     assert len({tuple(first) for first, _ in draws}) == 4
     for first, second in draws:

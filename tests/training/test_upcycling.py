@@ -223,7 +223,7 @@ def test_a_dense_folder_of_transformers_is_a_source(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_training_starts_anew_from_the_saved_model_and_is_resumed(dense, tmp_path):
+def test_training_starts_afresh_from_the_saved_model_and_is_resumed(dense, tmp_path):
     source, _, _ = dense(GATED)
     model = [
         *SHAPE,

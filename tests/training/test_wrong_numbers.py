@@ -1,4 +1,4 @@
-"""Wrong numbers in whole runs: the place is found on every rank, a fault of the moment is told from one of the model, a batch is skipped."""
+"""Wrong numbers in whole runs: the place is found on every rank, a transient fault is distinguished from one of the model, a batch is skipped."""
 
 import json
 import platform
@@ -402,9 +402,9 @@ def test_a_spike_after_what_was_learned(tmp_path, monkeypatch, action, flags):
     number = 10
     argv = [*ARGV, str(number + 1), "--check-for-spiky-loss", "--on-loss-spike", action, *flags, "--log-interval", "1"]
     (ended,) = train_with(argv, tmp_path, 1, (Plant("decoder.final_layernorm", number, value=1e7),))
-    told = ended.message if action == "stop" else ended.log
-    assert f"iteration {number}: the loss " in told and "rerun" in told
-    assert ("the median" in told) == (action == "skip")
+    message = ended.message if action == "stop" else ended.log
+    assert f"iteration {number}: the loss " in message and "rerun" in message
+    assert ("the median" in message) == (action == "skip")
     assert ended.code == (17 if action == "stop" else 0)
     if action != "stop":
         assert [r["iteration"] for r in read_metrics(tmp_path / "metrics.jsonl") if r.get("rejected")] == (

@@ -8,7 +8,7 @@ import torch
 
 from moe_trainer.verification.compare_runs import FP32, compare, describe_agreement
 from moe_trainer.verification.comparison import execution_order
-from moe_trainer.verification.training_trace import TensorShard, TrainingTrace
+from moe_trainer.verification.training_trace import TracedShard, TrainingTrace
 
 FC1 = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -21,7 +21,7 @@ def make_trace(**changes) -> TrainingTrace:
     torch.manual_seed(0)
     grads = {name: torch.randn(4, 6) for name in NAMES}
     weights = {name: torch.randn(4, 6) for name in NAMES}
-    shards = [[TensorShard(name, *((0, rank, 2, (1,)) if name == QKV else (None, 0, 1, (1,))), ((1.0, 0.5, 0.25), (2.0, 1.0, 0.5))) for name in NAMES]
+    shards = [[TracedShard(name, *((0, rank, 2, (1,)) if name == QKV else (None, 0, 1, (1,))), ((1.0, 0.5, 0.25), (2.0, 1.0, 0.5))) for name in NAMES]
               for rank in range(2)]  # fmt: skip
     losses = [{"lm loss": 5.0 - step, "z_loss": 9.0} for step in range(2)]
     per_layer = [{"z_loss": [8.0, 10.0]} for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one per family that is converted, and how they are run beside ours."""
+"""Tiny random models of transformers, one per family that is converted, and how they are compared with ours."""
 
 import torch
 

@@ -130,7 +130,7 @@ def test_tensors_that_a_listed_file_has_and_the_index_lacks_are_named(source):
             SafetensorsFolder(source)
 
 
-def test_a_bias_of_the_choice_stays_fp32_beside_weights_of_16_bits(tmp_path):
+def test_expert_bias_stays_fp32_with_16_bit_weights(tmp_path):
     make("deepseek_v3").bfloat16().save_pretrained(tmp_path / "hf")
     model = open_hf_model(tmp_path / "hf")
     types = {
@@ -222,7 +222,7 @@ def test_a_null_is_no_value():
     assert read_config(config | {"rms_norm_eps": None})[1]["layernorm_epsilon"] == 1e-6
 
 
-def test_more_layers_than_tensors_are_told_at_once(source, capfd):
+def test_missing_layers_are_reported_at_once(source, capfd):
     """Without going through all of them."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12, "layer_types": None}))
@@ -233,13 +233,13 @@ def test_more_layers_than_tensors_are_told_at_once(source, capfd):
 def refused(source, capfd, *words):
     target = source.with_name("ours")
     assert run_convert(source, target, *words) == 2
-    told = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert (
-        "Traceback" not in told
+        "Traceback" not in stderr
         and not (target / "release").exists()
         and not (target / "latest_checkpointed_iteration.txt").exists()
     )
-    return told
+    return stderr
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_numbers_beyond_fp16_are_named(source, capfd):
     assert run_convert(source, source.with_name("other"), "--dtype", "bf16") == 0
 
 
-def test_weights_that_lose_digits_are_told(source, caplog):
+def test_weights_that_lose_digits_are_reported(source, caplog):
     caplog.set_level("INFO")
     change_tensors(
         source,
@@ -348,7 +348,7 @@ def test_a_tokenizer_folder_that_is_not_there_is_refused(source, capfd):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
 @pytest.mark.parametrize("size", [1, 3000, 100_000])
-def test_a_full_disk_is_told_as_such(size):
+def test_a_full_disk_is_reported_as_such(size):
     items = [
         PlannedTensor(f"t{number}", torch.float32, (size,), lambda: iter([torch.zeros(size)])) for number in range(8)
     ]
@@ -378,7 +378,7 @@ def test_a_conversion_that_was_ended_before_its_last_word_says_it(source, monkey
     assert run_convert(source, target) == 2
 
 
-def test_another_source_or_another_dtype_does_not_go_on_with_what_was_begun(source, monkeypatch, capfd):
+def test_another_source_or_dtype_does_not_resume_a_conversion(source, monkeypatch, capfd):
     words = (source, source.with_name("ours"), "--max-shard-size", "0.00005", "--dtype", "bf16")
     with monkeypatch.context() as patched:  # the files of the other rank are missing
         patched.setenv("RANK", "0"), patched.setenv("WORLD_SIZE", "2")

@@ -350,8 +350,8 @@ def test_a_source_that_is_not_whole_is_refused_by_name(what, tmp_path, capfd):
     name = break_folder(tmp_path / "hf", what)
     for workers in ("1", "2"):
         assert run_convert(tmp_path / "hf", tmp_path / "ours", "--workers", workers, "--max-shard-size", SMALL) == 2
-        told = capfd.readouterr().err
-        assert name in told and "Traceback" not in told
+        stderr = capfd.readouterr().err
+        assert name in stderr and "Traceback" not in stderr
         assert (
             not (tmp_path / "ours" / "release").exists()
             and not (tmp_path / "ours" / "latest_checkpointed_iteration.txt").exists()
@@ -359,7 +359,7 @@ def test_a_source_that_is_not_whole_is_refused_by_name(what, tmp_path, capfd):
         assert not list(tmp_path.rglob("metadata.json")) and not list(tmp_path.rglob(".metadata"))
 
 
-def test_left_over_tensors_can_be_let_go_by_name(tmp_path, caplog):
+def test_unused_tensors_can_be_dropped_by_name(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     make("llama").save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
@@ -473,7 +473,7 @@ convert.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("to", ["ours", "hf"])
-def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
+def test_killed_conversion_resumes(to, tmp_path):
     make("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[], hidden_size=64).save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "whole", "--max-shard-size", SMALL) == 0
     source = tmp_path / "hf"
@@ -481,7 +481,7 @@ def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
         source = tmp_path / "whole"
         assert run_convert(source, tmp_path / "whole_hf", "--max-shard-size", SMALL) == 0
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
-    under_way = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
+    staging = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
     killed = subprocess.run(
         command,
         env=environment(PYTHONPATH=str(REPOSITORY)),
@@ -491,14 +491,14 @@ def test_a_conversion_that_is_killed_goes_on(to, tmp_path):
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stdout
-    done = {path.name for path in under_way.glob(".*.done")}
+    done = {path.name for path in staging.glob(".*.done")}
     assert (
         len(done) == 3
-        and list(under_way.glob("*.tmp-*"))
+        and list(staging.glob("*.tmp-*"))
         and not list(tmp_path.glob("out/**/metadata.json")) + list(tmp_path.glob("out*/config.json"))
     )
-    (under_way / "rest.tmp-host-1").write_bytes(b"x")
-    kept = {path: path.stat().st_mtime_ns for path in under_way.iterdir() if f".{path.name}.done" in done}
+    (staging / "rest.tmp-host-1").write_bytes(b"x")
+    kept = {path: path.stat().st_mtime_ns for path in staging.iterdir() if f".{path.name}.done" in done}
     assert run_convert(source, tmp_path / "out", "--max-shard-size", SMALL, "--workers", "2") == 0
     final, same = (
         (tmp_path / "out" / "release", tmp_path / "whole" / "release")
@@ -735,8 +735,8 @@ def test_a_family_that_cannot_express_a_model_says_why(tmp_path, capfd):
     make("mixtral").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--model-type", "llama") == 2
-    told = capfd.readouterr().err
-    assert "--num-experts" in told and not Path(tmp_path / "back").exists()
+    stderr = capfd.readouterr().err
+    assert "--num-experts" in stderr and not Path(tmp_path / "back").exists()
     assert VOCAB == 96
 
 

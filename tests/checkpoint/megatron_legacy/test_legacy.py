@@ -399,7 +399,7 @@ def test_places_in_the_buffer_of_a_distributed_optimizer():
     """The last parameter first; each begins at a multiple of 64; the ends of buckets, multiples of 128, are not saved."""
     params = [("a", 100), ("b", 10), ("c", 70)]
     assert list(buffer_offsets(params, None, 1, frozenset(), False)) == [("c", 0, 70), ("b", 128, 10), ("a", 192, 100)]
-    # buckets of 70 elements or more: c alone (the buffer goes on at 128), b and a
+    # buckets of 70 elements or more: c alone (the buffer continues at 128), b and a
     assert list(buffer_offsets(params, 70, 2, frozenset(), False)) == [("c", 0, 70), ("b", 70, 10), ("a", 134, 100)]
     # b is tied to another stage and alone: [c] up to 128 with the gap before b, [b], [a]
     assert list(buffer_offsets(params, None, 1, frozenset("b"), False)) == [

@@ -11,7 +11,7 @@ from moe_trainer.checkpoint.archive import load_mapped
 from moe_trainer.checkpoint.megatron_legacy.names import MODEL_FILE
 
 FORMS = json.loads((Path(__file__).parents[2] / "data/legacy_forms.json").read_text())
-# what this program writes besides: Megatron-LM passes over it
+# what this program writes in addition: Megatron-LM ignores it
 OURS = frozenset({"bias_correction", "step", "moe_trainer_streams", "decoupled_weight_decay"})
 
 

@@ -57,7 +57,7 @@ class _Buffer:
 
     def sync(self, device_ids, handles, root_unique_id):
         assert len(device_ids) == len(handles) == self._size
-        # the extension is not told of the group: that of all ranks, which the tests use
+        # the extension does not receive the group: that of all ranks, which the tests use
         self._group = dist.group.WORLD
         assert self._group.size() == self._size
 

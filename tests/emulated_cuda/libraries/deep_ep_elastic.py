@@ -28,7 +28,7 @@ FILES = (
 )
 declared = Declarations("\n".join((SOURCES / name).read_text() for name in FILES))
 ALIGNMENT = int(re.search(r"kNumAlignmentBytes = (\d+)", declared.text).group(1))
-NOBODY = -12345
+NO_VALUE = -12345
 topk_idx_t = torch.int64
 
 
@@ -76,7 +76,7 @@ def _buffer_size(comm, max_tokens, hidden, num_topk, fp8, hybrid, multiple_reduc
 class _Elastic:
     def __init__(self, rank, num_ranks, comm, cpu_comm, num_bytes, num_cpu_bytes, hybrid, multiple_reduction, *_):
         assert num_bytes > 0 and num_bytes % ALIGNMENT == 0 and num_cpu_bytes == 0 and comm == num_ranks
-        # the extension is not told of the group: that of all ranks, which the tests use
+        # the extension does not receive the group: that of all ranks, which the tests use
         self._group, self._rank, self._size = dist.group.WORLD, rank, num_ranks
         assert self._group.size() == num_ranks and self._group.rank() == rank
         self._bytes, self._multiple_reduction = num_bytes, multiple_reduction
@@ -173,7 +173,7 @@ class _Elastic:
                 unaligned = torch.stack([(idx_NK == expert).sum() for expert in range(num_local)]).int()
                 counts = [_align(count, alignment) for count in unaligned.tolist()]
                 ranks, experts = (torch.tensor(each, device=x.device).cumsum(0).int() for each in (arriving, counts))
-                metadata = torch.full((len(x_NH), num_topk + 2), NOBODY, dtype=torch.int32, device=x.device)
+                metadata = torch.full((len(x_NH), num_topk + 2), NO_VALUE, dtype=torch.int32, device=x.device)
                 metadata[:, 0] = self._exchange(self._rank * max_tokens + order, sizes, arriving)
                 lane = torch.where(idx_NK >= 0, torch.arange(num_topk, device=x.device), -1).amax(1)
                 metadata[:, 1] = torch.repeat_interleave(torch.tensor(arriving, device=x.device)) * num_topk + lane
@@ -302,7 +302,9 @@ class _Elastic:
 
 
 def _filled(table, num_rows):
-    rest = table.new_full((num_rows - len(table), *table.shape[1:]), torch.nan if table.is_floating_point() else NOBODY)
+    rest = table.new_full(
+        (num_rows - len(table), *table.shape[1:]), torch.nan if table.is_floating_point() else NO_VALUE
+    )
     return torch.cat([table, rest])
 
 

@@ -166,7 +166,7 @@ class _Buffer:
 
     @staticmethod
     def _ways(handle, pad_multiple, num_rows):
-        """Token, expert and place of every row that found room; places are looked for by counts alone, as the kernels do."""
+        """Token, expert and place of every row that fits; places are looked for by counts alone, as the kernels do."""
         expert, token = handle.local_expert_routing_map.t().nonzero().unbind(1)
         unit, counts = pad_multiple or 1, handle.local_expert_routing_map.sum(0)
         padded = (counts + unit - 1) // unit * unit

@@ -16,7 +16,7 @@ if os.environ.get("EMULATED_CUDA"):
         problem = f"EMULATED_CUDA_CAPABILITY={capability}: a compute capability such as 9.0 is needed"
     elif not os.path.isfile(library):
         problem = f"EMULATED_CUDA_LIBRARY={library}: no such file; python tests/emulated_cuda/build.py makes it and prints its name"
-    if problem:  # Python would go on behind an error, without devices
+    if problem:  # Python would continue after an error, without devices
         print(problem, file=sys.stderr)
         sys.stderr.flush()
         os._exit(2)

@@ -13,7 +13,7 @@ COUNTS = [(1,), (0, 3, 0, 5), (70, 0, 1, 129, 64), (0, 0), (33, 31, 2)]
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("spare", [0, 9])
 def test_products_of_every_expert(counts, width, depth, spare):
-    """spare: rows of nobody at the end, with values that must not leak."""
+    """spare: unused rows at the end, with values that must not leak."""
     num_rows = sum(counts)
     x, grad = torch.randn(num_rows + spare, depth), torch.randn(num_rows + spare, width)
     x[num_rows:], grad[num_rows:] = float("nan"), float("nan")

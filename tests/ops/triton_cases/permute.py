@@ -68,7 +68,7 @@ def test_a_bound_instead_of_the_number_of_rows(spare):
         expected_probs[start : start + len(chosen)] = probs.detach()[chosen, expert]
         start += len(chosen)
     assert torch.equal(x_RH, expected) and torch.equal(probs_R, expected_probs)
-    # spare rows hold rubbish after an expert with a bias: it must reach nobody
+    # spare rows hold rubbish after an expert with a bias: it must not be read
     y = triton_permute.unpermute(torch.where(routes.token_R[:, None] < 0, 1e6, x_RH), routes)
     torch.testing.assert_close(y, x.detach() * routing.sum(1, keepdim=True))
     grad = torch.randn(num_rows, 5)
