@@ -1,7 +1,7 @@
 """The models of bench_cpu.py, and a training step of each contender.
 
-A builder takes a model and a dtype and returns step() -> loss, with a description. transformers and torchtitan are imported by their
-builders alone.
+A builder takes a model and a dtype and returns step() -> loss, with a description. transformers and torchtitan are
+imported by their builders alone.
 """
 
 import functools
@@ -55,7 +55,7 @@ class Model:
         ).split()
 
     def flops_per_step(self) -> float:
-        """Operations of the matrix products of one forward and backward, as Megatron counts them: all contenders are the same model."""
+        """Return the GEMM FLOPs of one forward and backward as Megatron counts them, the same for all contenders."""
         import arguments
         from moe_trainer.estimate.flops import training_flops
 

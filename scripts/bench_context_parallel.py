@@ -2,9 +2,9 @@
 
     python scripts/bench_context_parallel.py [--length 4096] [--write]
 
-The ranks are processes that talk over gloo, one thread each. Times are medians of the slowest rank, so with more ranks than idle
-cores they show the machine, not the method; the bytes are exact and the same everywhere. --write also records the table in
-scripts/bench_results/context_parallel.md.
+The ranks are processes that talk over gloo, one thread each. Times are medians of the slowest rank, so with more ranks
+than idle cores they show the machine, not the method; the bytes are exact and the same everywhere. --write also records
+the table in scripts/bench_results/context_parallel.md.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measure scripts/convert.py on a synthetic model: rate and peak memory, both directions, and after kill -9 in the middle.
+"""Measure scripts/convert.py on a synthetic model: rate and peak memory, both directions, and after a kill -9.
 
     python scripts/bench_convert.py FOLDER [--gigabytes 20] [--workers 1] [--to ours]
 
-FOLDER needs space for three times the model (twice with --to ours, that direction alone); what is written there is removed at the end. The model is a Qwen3-MoE in bf16 with random weights.
-Source of the recorded run: scripts/bench_results/convert.md.
+FOLDER needs space for three times the model (twice with --to ours, that direction alone); what is written there is
+removed at the end. The model is a Qwen3-MoE in bf16 with random weights. Source of the recorded run:
+scripts/bench_results/convert.md.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ def peak_of(words: list[str]) -> tuple[float, int]:
 
 
 def resume_after_kill(words: list[str], staging: Path, files: int) -> tuple[int, float, int]:
-    """Kill a conversion when half of its files are there, and run it again. Returns: files that were there; seconds and peak of the second."""
+    """Kill a conversion when half of its files are written, and run it again.
+
+    Returns: (files that were written, seconds and peak memory of the second run).
+    """
     process = subprocess.Popen(
         [sys.executable, str(_ROOT / "scripts" / "convert.py"), *words], stdout=subprocess.DEVNULL
     )

@@ -1,26 +1,30 @@
 """Train a small Mixtral on this CPU, with moe-trainer, Hugging Face transformers and torchtitan, and compare.
 
-    python scripts/bench_cpu.py [--models small wide many] [--rounds 7] [--steps 4] [--threads N] [--dtypes fp32 bf16] [--write]
+    python scripts/bench_cpu.py [--models small wide many] [--rounds 7] [--steps 4] [--threads N]
+        [--dtypes fp32 bf16] [--write]
 
-Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of 256, micro-batch 4.
-`wide` and `many` are large enough to be bound by matrix products: hidden 512, 8 layers, 8 heads, ffn 1,024, sequences of 512, micro-batch 8,
-with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB). All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient
-clipping at 1. Each contender is a process of its own that builds the model and then trains steps on request. They begin one after the other; one that
-fails, dies or does not answer within --limit seconds is left out, and the table says why. With the small model rounds
-alternate between them, so that a disturbance of the machine meets all alike, and the median round counts; the large ones do not fit
-in memory together and run one by one, each with the GEMM rate measured before and after it. Ours is `train.train_step`, everything a training
-iteration does except reading data from files.
+Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of
+256, micro-batch 4. `wide` and `many` are large enough to be bound by matrix products: hidden 512, 8 layers, 8 heads,
+ffn 1,024, sequences of 512, micro-batch 8, with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB).
+All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient clipping at 1. Each contender is a process of its own that
+builds the model and then trains steps on request. They begin one after the other; one that fails, dies or does not
+answer within --limit seconds is left out, and the table says why. With the small model rounds alternate between them,
+so that a disturbance of the machine meets all alike, and the median round counts; the large ones do not fit in memory
+together and run one by one, each with the GEMM rate measured before and after it. Ours is `train.train_step`,
+everything a training iteration does except reading data from files.
 
-transformers runs as fast as it can here: the fastest of its expert implementations (tried first), sdpa attention, torch's fused AdamW;
-in bf16 its parameters and optimizer state are bf16 throughout, which is less work than our fp32 main parameters and gradients;
-"transformers, autocast" keeps fp32 parameters and multiplies in bf16, which is nearer to what we do. torchtitan (where it is installed: it is no
-dependency) is its Qwen3 without the norms of queries and keys, sdpa, without a balancing loss; its experts multiply in bf16 whatever the
-dtype, so it appears in bf16 only. All but "default malloc" run with the allocator settings that moe-trainer makes for itself at start
-(memory/host_allocator.py); "default malloc" is transformers as it comes.
+transformers runs as fast as it can here: the fastest of its expert implementations (tried first), sdpa attention,
+torch's fused AdamW; in bf16 its parameters and optimizer state are bf16 throughout, which is less work than our fp32
+main parameters and gradients; "transformers, autocast" keeps fp32 parameters and multiplies in bf16, which is nearer to
+what we do. torchtitan (where it is installed: it is no dependency) is its Qwen3 without the norms of queries and keys,
+sdpa, without a balancing loss; its experts multiply in bf16 whatever the dtype, so it appears in bf16 only. All but
+"default malloc" run with the allocator settings that moe-trainer makes for itself at start (memory/host_allocator.py);
+"default malloc" is transformers as it comes.
 
-Printed and (with --write) recorded in scripts/bench_results/: tokens per second, peak memory above that of the imported libraries,
-and the share of the GEMM rate of this machine, measured in the same run. Operations are Megatron's model FLOPs: 6 per active weight of the
-matrix products, head included, router not, plus attention at its causal half; the embedding is a lookup.
+Printed and (with --write) recorded in scripts/bench_results/: tokens per second, peak memory above that of the imported
+libraries, and the share of the GEMM rate of this machine, measured in the same run. Operations are Megatron's model
+FLOPs: 6 per active weight of the matrix products, head included, router not, plus attention at its causal half; the
+embedding is a lookup.
 """
 
 import argparse
@@ -98,7 +102,7 @@ def builders(dtype: str) -> dict:
     return {**found, "gemm": build_gemm}
 
 
-class Absent(Exception):
+class AbsentError(Exception):
     """A contender that cannot be measured, and why."""
 
 
@@ -122,7 +126,7 @@ def take_turns(pipe: Connection, name: str, build: Callable, model: Model, dtype
     import torch
 
     torch.set_num_threads(threads)
-    sys.stdout = open(os.devnull, "w")
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     if "default malloc" not in name:
         from moe_trainer.memory.host_allocator import tune_malloc
 
@@ -144,7 +148,7 @@ def take_turns(pipe: Connection, name: str, build: Callable, model: Model, dtype
 
 
 class Contender:
-    """A running contender. Every question has a time limit: one that hangs or dies is ended, and Absent is raised."""
+    """A running contender. Requests have a time limit: one that hangs or dies is ended, and AbsentError is raised."""
 
     def __init__(self, name: str, build: Callable, model: Model, dtype: str, threads: int, limit: float):
         context = multiprocessing.get_context("spawn")
@@ -165,7 +169,7 @@ class Contender:
             answer = Failure(f"its process ended with exit code {self._process.exitcode}")
         if isinstance(answer, Failure):
             self.end()
-            raise Absent(answer.reason)
+            raise AbsentError(answer.reason)
         return answer
 
     def ready(self) -> "Contender":
@@ -208,10 +212,10 @@ class Race:
         self.absent: dict[str, str] = {}
 
     def _ask(self, name: str, action: Callable[[], Any]) -> Any:
-        """What an action on a contender returns; None where it turns out to be absent, which is noted. Ours has to be there."""
+        """Return what an action on a contender returns, or None after noting its absence. Ours must not be absent."""
         try:
             return action()
-        except (Absent, OSError) as error:
+        except (AbsentError, OSError) as error:
             say(f"{name} is left out: {error}")
             if name in REQUIRED:
                 raise
@@ -405,7 +409,7 @@ def main() -> int:
     for name in given.models:
         try:
             figures = {dtype: race(MODELS[name], dtype, builders(dtype), given) for dtype in given.dtypes}
-        except Absent:
+        except AbsentError:
             say(f"error: without it ({' and '.join(REQUIRED)}) there is nothing to compare")
             return ExitCode.FAILED
         print(table({name: figures}), flush=True)

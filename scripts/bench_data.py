@@ -2,13 +2,14 @@
 
     python scripts/bench_data.py [--rounds 5] [--megabytes 16] [--parameters 60] [--write]
 
-* flags: resolving and judging 1,000 command lines (the model zoo's presets with different ranks and batches) in one process, and
-  `pretrain_moe.py --validate-only` as a command;
+* flags: resolving and judging 1,000 command lines (the model zoo's presets with different ranks and batches) in one
+  process, and `pretrain_moe.py --validate-only` as a command;
 * start: from the command to the end of the first iteration of a tiny model, and what importing torch alone takes;
-* tokens: `preprocess_data.py` with one worker on text that every machine has (the sources of this Python), next to the tokenizer
-  library alone on the same documents, in memory, without reading, splitting or writing anything: the share is what our part leaves of it;
-* checkpoints: saving and loading `--parameters` million parameters with their optimizer state, next to writing (and fsync) and
-  reading the same bytes as one plain file on the same disk, in turns.
+* tokens: `preprocess_data.py` with one worker on text that every machine has (the sources of this Python), next to the
+  tokenizer library alone on the same documents, in memory, without reading, splitting or writing anything: the share is
+  what our part leaves of it;
+* checkpoints: saving and loading `--parameters` million parameters with their optimizer state, next to writing (and
+  fsync) and reading the same bytes as one plain file on the same disk, in turns.
 
 Medians of some rounds; ratios are within one run. --write records the table in scripts/bench_results/data.md.
 """
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench_common import load_line, provenance_line, write_result
 
+BLOCK_BYTES = 64 << 20
 TINY = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 "
     "--swiglu "
@@ -153,6 +156,20 @@ def tokens(rounds: int, megabytes: float, folder: Path) -> list[str]:
     ]
 
 
+def write_plain(path: Path, size: int, block: bytes) -> None:
+    with open(path, "wb") as file:
+        for begin in range(0, size, len(block)):
+            file.write(block[: min(len(block), size - begin)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_plain(path: Path, buffer: bytearray) -> None:
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
 def checkpoints(rounds: int, millions: int, folder: Path) -> list[str]:
     import torch
 
@@ -183,32 +200,17 @@ def checkpoints(rounds: int, millions: int, folder: Path) -> list[str]:
     for number in range(1, rounds + 1):
         target, content = folder / "checkpoints", CheckpointState(iteration=number, args=args.as_dict())
         times["save"].append(
-            seconds(lambda: save(target, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False)))
+            seconds(partial(save, target, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False)))
         )
         saved = target / f"iter_{number:07d}"
         size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         times["load"].append(
             seconds(
-                lambda: load(target, run.chunks, run.optimizer, run.ps, LoadOptions(args.as_dict(), load_rng=False))
+                partial(load, target, run.chunks, run.optimizer, run.ps, LoadOptions(args.as_dict(), load_rng=False))
             )
         )
-        block = bytes(64 << 20)
-
-        def write() -> None:
-            with open(plain, "wb") as file:
-                for begin in range(0, size, len(block)):
-                    file.write(block[: min(len(block), size - begin)])
-                file.flush()
-                os.fsync(file.fileno())
-
-        def read() -> None:
-            with open(plain, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-
-        buffer = bytearray(64 << 20)
-        times["write"].append(seconds(write))
-        times["read"].append(seconds(read))
+        times["write"].append(seconds(partial(write_plain, plain, size, bytes(BLOCK_BYTES))))
+        times["read"].append(seconds(partial(read_plain, plain, bytearray(BLOCK_BYTES))))
         for path in saved.iterdir():
             path.unlink()
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -227,7 +229,11 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=60, help="millions of them in the checkpoint")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    head = f"{provenance_line(software=f'python {platform.python_version()}')}, median of {given.rounds} rounds, {load_line()} before the run. What is measured: see scripts/bench_data.py."
+    machine = provenance_line(software=f"python {platform.python_version()}")
+    head = (
+        f"{machine}, median of {given.rounds} rounds, {load_line()} before the run. "
+        "What is measured: see scripts/bench_data.py."
+    )
     text = ["# Flags, start, tokens, checkpoints", "", head, "", "| what | | |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -2,15 +2,15 @@
 
     python scripts/bench_dispatch.py [--steps 12] [--write]
 
-The same tokens in all are spread over 1, 2 and 4 gloo ranks (experts over all of them), for 8, 64 and 256 experts at constant
-top-k, by all-to-all and by all-gather. All figures come from one run and are meant as ratios:
+The same tokens in all are spread over 1, 2 and 4 gloo ranks (experts over all of them), for 8, 64 and 256 experts at
+constant top-k, by all-to-all and by all-gather. All figures come from one run and are meant as ratios:
 
 * sent: elements that leave a rank, all ranks together, per token: what the collectives move, by kind;
 * CPU: processor seconds of all ranks and threads per token, which do not depend on how many ranks share a core;
 * wall: seconds of a step; four ranks share this machine's cores.
 
-Experts get more, tokens do not: what an expert adds is the reading of its weights and the writing of their gradients. The table says
-what that is per token; it shrinks as tokens per expert grow (--tokens). --write records the tables in
+Experts get more, tokens do not: what an expert adds is the reading of its weights and the writing of their gradients.
+The table says what that is per token; it shrinks as tokens per expert grow (--tokens). --write records the tables in
 scripts/bench_results/dispatch.md.
 """
 
@@ -111,7 +111,7 @@ def work(rank: int, n: int, folder: str, num_tokens: int, steps: int, queue) -> 
 
 
 def measure(n: int, num_tokens: int, steps: int) -> dict:
-    """(experts, dispatcher) -> wall seconds, CPU seconds of all ranks, elements sent by all ranks by kind; of a step."""
+    """Return by (experts, dispatcher), per step: wall seconds, CPU seconds of all ranks, elements they sent by kind."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

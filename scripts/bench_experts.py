@@ -2,8 +2,8 @@
 
     python scripts/bench_experts.py [--threads 1 2] [--write]
 
-Prints milliseconds (median) and the share of this machine's GEMM rate for a few shapes; --write also records the table in
-scripts/bench_results/experts.md. The rule in moe_trainer/ops/grouped_gemm.py (prefer_grouped) rests on it.
+Prints milliseconds (median) and the share of this machine's GEMM rate for a few shapes; --write also records the table
+in scripts/bench_results/experts.md. The rule in moe_trainer/ops/grouped_gemm.py (prefer_grouped) rests on it.
 """
 
 import argparse
@@ -33,7 +33,10 @@ SHAPES = (
 
 
 def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
-    """Median seconds of a forward and backward, as a loop and grouped, in turns; every round routes again, as training does."""
+    """Return median seconds of a forward and backward, as a loop and grouped.
+
+    The two run in turns; every round routes again, as training does.
+    """
     tokens, hidden, ffn, num_experts, topk = shape
     x = torch.randn(tokens * topk, hidden).to(dtype).requires_grad_()
     p = torch.rand(tokens * topk).requires_grad_()
@@ -82,7 +85,10 @@ def main() -> None:
                 )
                 print(lines[-1], flush=True)
     if given.write:
-        head = f"# Experts, forward and backward\n\n{provenance_line()}, {load_line()} (shares suffer under load; the comparison is in turns). See scripts/bench_experts.py.\n\n"
+        head = (
+            f"# Experts, forward and backward\n\n{provenance_line()}, {load_line()} (shares suffer under load; the "
+            "comparison is in turns). See scripts/bench_experts.py.\n\n"
+        )
         write_result("experts.md", head + "\n".join(lines))
 
 

@@ -1,8 +1,10 @@
 """Measure building the sample index of a large corpus: time and peak memory of one build, and of mapping it again.
 
-    python scripts/bench_index.py [--documents 10000000] [--mean-length 600] [--seq-length 4096] [--epochs 1] [--blend 10]
+    python scripts/bench_index.py [--documents 10000000] [--mean-length 600] [--seq-length 4096]
+        [--epochs 1] [--blend 10]
 
-The token file is sparse (only the index is real data), so the corpus needs no disk; the caches are written to a temporary folder.
+The token file is sparse (only the index is real data), so the corpus needs no disk; the caches are written to a
+temporary folder.
 """
 
 import argparse

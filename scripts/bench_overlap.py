@@ -2,18 +2,19 @@
 
     python scripts/bench_overlap.py [--mbit 5000] [--rounds 7] [--cases NAME...] [--write]
 
-Linux with `unshare`, `ip` and `tc`; root, or a kernel that allows user namespaces. The ranks run in a network namespace of their own,
-whose loopback is throttled by a token bucket (all ranks share it) and freed again, in turns. Every variant of a case is a training run
-in the same four processes, and steps alternate between variants and between the throttled and the free loopback, so that a disturbance
-of the machine meets all alike. Medians of step times:
+Linux with `unshare`, `ip` and `tc`; root, or a kernel that allows user namespaces. The ranks run in a network namespace
+of their own, whose loopback is throttled by a token bucket (all ranks share it) and freed again, in turns. Every
+variant of a case is a training run in the same four processes, and steps alternate between variants and between the
+throttled and the free loopback, so that a disturbance of the machine meets all alike. Medians of step times:
 
 * free, throttled: seconds of a step;
-* exposed: throttled - the fastest free step of the case, the communication that the step waits for (all variants of a case compute
-  the same, and a free loopback still takes time, which overlap hides, too);
+* exposed: throttled - the fastest free step of the case, the communication that the step waits for (all variants of a
+  case compute the same, and a free loopback still takes time, which overlap hides, too);
 * ratio: exposed communication of the variant / that of the case's first variant, without overlap.
 
-A rank waits for the network without using a core, so hiding works here as it does on a cluster; the compute of four ranks on few
-cores does not (step times say nothing about a GPU). --write records the table in scripts/bench_results/overlap.md.
+A rank waits for the network without using a core, so hiding works here as it does on a cluster; the compute of four
+ranks on few cores does not (step times say nothing about a GPU). --write records the table in
+scripts/bench_results/overlap.md.
 """
 
 import argparse
@@ -46,7 +47,10 @@ MODEL = (
     "--lr-decay-style constant "
     "--train-iters 1000 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --logging-level 30"
 ).split()
-EXCHANGE = "--bf16 --global-batch-size 16 --expert-model-parallel-size 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
+EXCHANGE = (
+    "--bf16 --global-batch-size 16 --expert-model-parallel-size 4 --moe-router-load-balancing-type none "
+    "--moe-aux-loss-coeff 0"
+)
 SHARED = f"{EXCHANGE} --moe-shared-expert-intermediate-size 384"
 SHARDED = "--global-batch-size 8 --use-distributed-optimizer --ddp-bucket-size 1000000"
 PIPELINE = "--global-batch-size 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"

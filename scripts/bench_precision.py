@@ -2,12 +2,12 @@
 
     python scripts/bench_precision.py [--iterations 300] [--recipes NAME...] [--seeds 1] [--write]
 
-The text are the bytes of the sources of this Python installation, which every machine has; the model reads bytes. Its recipes are
-computed as defined (quantise, dequantise, product in fp32), so the losses are those of devices with such units but for the order of
-sums. Reported: the mean loss of the last iterations and of held-out text, and both as a difference to bf16, of the same seed and averaged, with
-its standard error.
-fp32 shows how far two runs part that differ in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not
-what it costs at scale. --write records the table in scripts/bench_results/precision.md.
+The text are the bytes of the sources of this Python installation, which every machine has; the model reads bytes. Its
+recipes are computed as defined (quantise, dequantise, product in fp32), so the losses are those of devices with such
+units but for the order of sums. Reported: the mean loss of the last iterations and of held-out text, and both as a
+difference to bf16, of the same seed and averaged, with its standard error. fp32 shows how far two runs part that differ
+in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not what it costs at scale.
+--write records the table in scripts/bench_results/precision.md.
 """
 
 import argparse
@@ -114,7 +114,9 @@ def main(words: list[str]) -> int:
         name: [train(RECIPES[name], text, given.iterations, seed) for seed in range(given.seeds)] for name in names
     }
     lines = [
-        "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+        "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, each in found.items():
         means = [statistics.fmean(values) for values in zip(*each)]
         gaps = [

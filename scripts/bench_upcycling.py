@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train a tiny dense model on the quickstart's text, upcycle it in three ways, and train each on with equally many tokens, the dense one too.
+"""Train a tiny dense model, upcycle it in three ways, and train all four on with equally many tokens.
 
     python scripts/bench_upcycling.py FOLDER [--iterations 150] [--more 75] [--data runs/quickstart/data]
 
-FOLDER is new. The dense model has the sizes of the preset finermoe_tiny. Copies: 4 experts, top-2; pieces: 8 experts of half the width in virtual
-groups, top-4; FineRMoE: 16 experts, 4-2-1-2, plus the dense network. Tokens/s: the median over the second half of a run.
-Source of the recorded run: scripts/bench_results/upcycling.md.
+FOLDER is new. The dense model has the sizes of the preset finermoe_tiny. Copies: 4 experts, top-2; pieces: 8 experts of
+half the width in virtual groups, top-4; FineRMoE: 16 experts, 4-2-1-2, plus the dense network. Tokens/s: the median
+over the second half of a run. Source of the recorded run: scripts/bench_results/upcycling.md.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ BALANCED = (
 WAYS = {
     "dense, trained on": "",
     "copies": f"--num-experts 4 --moe-router-topk 2 {BALANCED}",
-    "pieces (granularity 2)": f"--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 --moe-ffn-hidden-size 192 {BALANCED}",
-    "FineRMoE 4-2-1-2": "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 --finermoe-intermediate-expansion 1 "
-    "--finermoe-output-expansion 2 --moe-router-topk 2 --moe-shared-expert-intermediate-size 384 "
-    f"--moe-shared-expert-gate {BALANCED}",
+    "pieces (granularity 2)": "--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 "
+    f"--moe-ffn-hidden-size 192 {BALANCED}",
+    "FineRMoE 4-2-1-2": "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
+    "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2 --moe-router-topk 2 "
+    f"--moe-shared-expert-intermediate-size 384 --moe-shared-expert-gate {BALANCED}",
 }
 
 

@@ -3,14 +3,14 @@
 
     python scripts/convert.py HF_FOLDER DIR                 -> DIR/release, for --load DIR --use-checkpoint-args
     python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file, as --export-weights writes it
-    python scripts/convert.py DIR HF_FOLDER                 the latest checkpoint under DIR, as a folder for from_pretrained
+    python scripts/convert.py DIR HF_FOLDER                 the latest checkpoint in DIR, for from_pretrained
 
 Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek-V2, V3 and V3.2,
 Kimi-K2, Moonlight.
 
-config.json becomes flags and flags become config.json. Tokenizer files are copied. fp8 weights with scales per block (as
-DeepSeek-V3 is published) become bf16. Each worker holds one tensor in memory at a time. The same command continues an
-interrupted conversion; until it is complete everything is in TO.converting. Several ranks (torchrun, srun: RANK and
+config.json becomes flags and flags become config.json. Tokenizer files are copied. fp8 weights with scales per block
+(as DeepSeek-V3 is published) become bf16. Each worker holds one tensor in memory at a time. The same command continues
+an interrupted conversion; until it is complete everything is in TO.converting. Several ranks (torchrun, srun: RANK and
 WORLD_SIZE) share the files of one conversion. Every tensor of the source must be used and every one of the target
 filled: otherwise the error names the tensors and nothing is written. --load also reads a Hugging Face folder directly.
 """
@@ -203,7 +203,8 @@ def _plan_from_hf(
             logger.info("  %s", note)
         if to == "ours":
             logger.info(
-                "  dropout is not part of a checkpoint: give --attention-dropout and --hidden-dropout, whose default is 0.1 as in Megatron-LM"
+                "  dropout is not part of a checkpoint: give --attention-dropout and --hidden-dropout, whose default "
+                "is 0.1 as in Megatron-LM"
             )
         check_copies(model)
     return (
@@ -345,8 +346,8 @@ def _special_tokens(record: Mapping[str, object], folder: Path, options: argpars
     rows = saved_padded_vocab_size(options.source, options.ckpt_step)
     if options.vocab_size is None and rows is not None and rows > tokenizer.vocab_size:
         logger.info(
-            "  vocab_size: %d with padding, the tokenizer has %d tokens; --vocab-size %d drops the padding, so that no id "
-            "without a token can be sampled",
+            "  vocab_size: %d with padding, the tokenizer has %d tokens; --vocab-size %d drops the padding, so that no "
+            "id without a token can be sampled",
             rows,
             tokenizer.vocab_size,
             tokenizer.vocab_size,

@@ -4,7 +4,8 @@
     python scripts/draw_docs.py            write docs/img/*.svg
     python scripts/draw_docs.py --check    exit code 1 where a picture is not current
 
-Needs neither torch nor a network. The expert heat map draws docs/img/expert_load.json, the expert loads of one recorded run.
+Needs neither torch nor a network. The expert heat map draws docs/img/expert_load.json, the expert loads of one recorded
+run.
 """
 
 import argparse
@@ -79,7 +80,8 @@ class Picture:
         """Add a line with a head at its end."""
         length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
         dx, dy = (x2 - x1) / length * 7, (y2 - y1) / length * 7
-        head = f"{x2:.6g},{y2:.6g} {x2 - dx - dy / 2:.6g},{y2 - dy + dx / 2:.6g} {x2 - dx + dy / 2:.6g},{y2 - dy - dx / 2:.6g}"
+        corners = ((x2, y2), (x2 - dx - dy / 2, y2 - dy + dx / 2), (x2 - dx + dy / 2, y2 - dy - dx / 2))
+        head = " ".join(f"{x:.6g},{y:.6g}" for x, y in corners)
         line = f'x1="{x1:.6g}" y1="{y1:.6g}" x2="{x2 - dx:.6g}" y2="{y2 - dy:.6g}"'
         self.parts.append(
             f'<line {line} stroke="{color}" stroke-width="1.5"/><polygon points="{head}" fill="{color}"/>'

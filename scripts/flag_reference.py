@@ -5,8 +5,9 @@ MkDocs calls this at build time (manual_hooks.py). By hand:
 
     python scripts/flag_reference.py FOLDER      write the pages as Markdown
 
-Every flag is described by what the program itself uses: meaning and default from the section files, status from the tables of flags
-without effect or not implemented, and the validation rules that mention it from the source of `arguments/rules`.
+Every flag is described by what the program itself uses: meaning and default from the section files, status from the
+tables of flags without effect or not implemented, and the validation rules that mention it from the source of
+`arguments/rules`.
 """
 
 import argparse

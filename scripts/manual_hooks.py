@@ -1,8 +1,9 @@
 """MkDocs hooks of the manual: pages generated at build time, and links that leave docs/.
 
-The flag reference comes from `arguments/` (flag_reference.py). CONTRIBUTING.md, CHANGELOG.md and the benchmark records are files of the
-repository outside of docs/; the manual shows them as pages. In the sources a link names the file as it is in the repository
-(`../scripts/bench_results/cpu.md`), so it works in an editor and on a code host too; here it becomes a link to the page.
+The flag reference comes from `arguments/` (flag_reference.py). CONTRIBUTING.md, CHANGELOG.md and the benchmark records
+are files of the repository outside of docs/; the manual shows them as pages. In the sources a link names the file as it
+is in the repository (`../scripts/bench_results/cpu.md`), so it works in an editor and on a code host too; here it
+becomes a link to the page.
 """
 
 import os
@@ -91,7 +92,8 @@ def on_page_markdown(markdown, page, config, files):
 def on_page_content(html, page, config, files):
     """Make tables and flags readable.
 
-    Code hosts need the backslash of a pipe in a table's code, and Markdown here would show it. A flag is not broken at its hyphens.
+    Code hosts need the backslash of a pipe in a table's code, and Markdown here would show it. A flag is not broken at
+    its hyphens.
     """
     html = re.sub(r"<td\b.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
     return re.sub(r"<code>[^<]*</code>", lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)

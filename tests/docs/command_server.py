@@ -156,7 +156,10 @@ def _small(argv: list[str]) -> list[str]:
 
 
 def _become(argv: list[str], command: dict, variables: dict[str, str]) -> None:
-    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+    # The streams of the command, open until it ends
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     code = 1
     try:
         _forget_pytest()

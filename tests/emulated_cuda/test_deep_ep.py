@@ -30,7 +30,8 @@ def unpack(branch: str, folder: Path) -> Path:
     packed = subprocess.run(
         ["git", "-C", checkout, "archive", branch, "deep_ep", "csrc"], check=True, capture_output=True
     ).stdout
-    tarfile.open(fileobj=io.BytesIO(packed)).extractall(folder, filter="data")
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
     (folder / "deep_ep/_C.py").write_text("from deep_ep_elastic import *  # noqa: F403\n")
     return folder
 

@@ -272,10 +272,8 @@ def oom(_: object) -> None:
 def remove_memory_groups() -> None:
     """Remove the control groups of killed processes."""
     for group in MEMORY_GROUPS.glob("fault_table-*"):
-        try:
+        with contextlib.suppress(OSError):  # its case is still running
             group.rmdir()
-        except OSError:
-            pass  # its case is still running
 
 
 def poison(output: object) -> object:

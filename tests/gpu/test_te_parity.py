@@ -54,7 +54,7 @@ def parsed(kind: str, *flags: str, ranks: int = 1) -> Arguments:
     return parse_args(" ".join([MODEL, "--transformer-impl", kind, *flags]).split(), ranks)
 
 
-def kit_of(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[LayerFactory, Arguments]:
+def make_factory(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[LayerFactory, Arguments]:
     args = parsed(kind, *flags)
     return select_layer_factory(
         kind,
@@ -108,7 +108,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_linears(kind, bias):
     options = {"name": "linear", "group": ParallelState.single().tp, "init": Init("normal", 0.05), "bias": bias}
     local, fused = (
-        made(lambda factory=kit_of(each)[0]: getattr(factory, kind)(HIDDEN, 512, **options)) for each in KINDS
+        made(lambda each=each: getattr(make_factory(each)[0], kind)(HIDDEN, 512, **options)) for each in KINDS
     )
     assert type(fused).__name__.startswith("Fused")
     x = random(SEQ, BATCH, HIDDEN)
@@ -120,7 +120,7 @@ def test_linears(kind, bias):
 def test_norms(flags):
     layers = []
     for each in KINDS:
-        factory, args = kit_of(each, flags)
+        factory, args = make_factory(each, flags)
         layers.append(made(lambda factory=factory, args=args: factory.norm(HIDDEN, args.model, name="norm")))
     x = random(SEQ, BATCH, HIDDEN)
     near(outcome(layers[1], x), outcome(layers[0], x))
@@ -131,7 +131,7 @@ def test_norms(flags):
 def test_attention(flags):
     layers = []
     for each in KINDS:
-        factory, args = kit_of(each, flags)
+        factory, args = make_factory(each, flags)
         width = 64 if "latent" in flags else args.model.kv_channels
         layers.append(factory.core_attention(args.model, 1, head_dim=width, scale=0.2))
     groups = 8 if "latent" in flags else args.model.query_groups
@@ -191,7 +191,7 @@ def test_products(flags):
     """One linear: the same numbers are multiplied, but for gradients that are rounded at random."""
     layers = []
     for each in KINDS:
-        factory, args = kit_of(each, flags)
+        factory, args = make_factory(each, flags)
         factory = factory.for_chunk(
             precision=QuantizationConfig.from_args(args.precision, args.model, 1, ParallelState.single())
         ).for_layer(1)

@@ -22,8 +22,8 @@ LENGTH = 16
 IDS = torch.tensor([[0] * 5 + [1] * 11, [0] * 3 + [1] * 6 + [2] * 7])
 
 
-def make(ps=ParallelState.single(), model=DELTA):
-    return GatedDeltaNet(model, ps, name="layer", layer_number=1, factory=LOCAL)
+def make(ps=None, model=DELTA):
+    return GatedDeltaNet(model, ps or ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
 
 
 def rows(seed):

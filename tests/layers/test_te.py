@@ -258,12 +258,18 @@ def options(*flags: str) -> dict:
 def chosen(
     backends: BackendPolicy = CUDA,
     ps: ParallelState | None = None,
-    kernels: Kernels = Kernels(),
+    kernels: Kernels | None = None,
     defers: bool = False,
     **more,
 ) -> layer_factory.LayerFactory:
     return layer_factory.select_layer_factory(
-        "transformer_engine", ps or ParallelState.single(), ["p2p"], backends, kernels, defers=defers, **more
+        "transformer_engine",
+        ps or ParallelState.single(),
+        ["p2p"],
+        backends,
+        kernels or Kernels(),
+        defers=defers,
+        **more,
     )
 
 

@@ -253,7 +253,10 @@ def test_two_ranks_are_one_process(double, mapping):
     assert "GroupedLinear.forward" in called and ("GroupedLinear.backward_dw" in called) is ("zero-bubble" in mapping)
 
 
-def chosen(flags, caplog, backends=BackendPolicy(cuda=True)):
+CUDA = BackendPolicy(cuda=True)
+
+
+def chosen(flags, caplog, backends=CUDA):
     args = parse_args(fused(flags), 2)
     with caplog.at_level(logging.INFO):
         factory = layer_factory.select_layer_factory(

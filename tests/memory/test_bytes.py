@@ -198,7 +198,7 @@ def _on_ranks(rank, n, cases):
         received: dict[int, int] = {}
         for number, layer in enumerate(chunk.moe_layers()):
             layer.experts.register_forward_hook(
-                lambda _m, inputs, _y, number=number: received.update({number: len(inputs[0])})
+                lambda _m, inputs, _y, number=number, received=received: received.update({number: len(inputs[0])})
             )
 
         def forward(chunk=chunk, x_SBH=x_SBH, rope=rope):

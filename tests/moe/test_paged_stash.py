@@ -247,10 +247,11 @@ class _Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
         for x in tree_leaves(outputs):
-            if isinstance(x, torch.Tensor) and x.dim() and x.untyped_storage().nbytes() >= WORST * x.element_size():
-                if x.shape[0] == WORST:
-                    storage = x.untyped_storage()
-                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != WORST:
+                continue
+            storage = x.untyped_storage()
+            if storage.nbytes() >= WORST * x.element_size():
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, sum(size for reference, size in self.alive.values() if not reference.expired()))
         return outputs
 

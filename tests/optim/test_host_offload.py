@@ -75,7 +75,7 @@ def _train(rank, n, more, bf16, distributed=False, pipeline=None):
 def _join(state):
     """Pieces of a parameter that lie in two places, put together again."""
     whole = {}
-    for name, params, start, values in sorted(state, key=lambda entry: entry[:3]):
+    for name, params, _, values in sorted(state, key=lambda entry: entry[:3]):
         whole.setdefault((name, params), []).append(values)
     return {key: torch.cat(parts) for key, parts in whole.items()}
 

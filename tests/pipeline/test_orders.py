@@ -137,12 +137,12 @@ def rendezvous(programs, pp, chunks, batched, channels=1):
                     messages = [
                         (channel(rank, message, pp) % channels, ident(rank, *message)) for message in step.messages
                     ]
-                    for which, messages in (
+                    for which, together in (
                         [(0, {message for _, message in messages})]
                         if batched
                         else [(number, {message}) for number, message in messages]
                     ):
-                        unlaunched[rank * channels + which].append(messages)
+                        unlaunched[rank * channels + which].append(together)
                 else:
                     pending = started_batches(rank)
                     needed = {source(rank, action, pp, chunks) for action in step_actions(step)} - {None}

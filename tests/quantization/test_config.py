@@ -105,7 +105,7 @@ def test_padded_rows_change_no_result():
         run = make_run(argv, 0, ParallelState.single(), 2)
         layer = run.chunks[0].moe_layers()[0]
         seen = []
-        layer.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2]))
+        layer.experts.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[2]))
         results = [train_step(run, TrainState(iteration=number), 2) for number in range(2)]
         found.append([(result.losses, result.grad_norm) for result in results])
         assert all(count % 32 == 0 for counts in seen for count in counts) == bool(extra)

@@ -25,7 +25,7 @@ def test_a_peer_that_hangs_fails_or_dies_is_ended(name):
         1,
         2.0 if name == "hangs" else 300.0,
     )
-    with pytest.raises(bench_cpu.Absent) as caught:
+    with pytest.raises(bench_cpu.AbsentError) as caught:
         one.ready()
         one.turn(3)
     assert str(caught.value) == REASONS[name]
@@ -52,7 +52,7 @@ class Quick:
     def turn(self, steps):
         if self.left == 0:
             Quick.begun = 0
-            raise bench_cpu.Absent("gone")
+            raise bench_cpu.AbsentError("gone")
         self.left -= 1
         return 0.001
 
