@@ -1,39 +1,43 @@
-"""Record what goes in and out of modules in one iteration, and the gradients of their inputs.
+"""Hooks on modules, for everything that looks at intermediate results.
 
-Hooks copy to the host. Every microbatch overwrites the previous one, so the last one's values remain, as in
-Megatron-LM. A recomputed module runs twice with the same results.
-
-The recorded gradient is that of one module's input, not the sum over all readers of the tensor: each module gets its
-own view to take it from. A view shares the storage, by which recomputation and offloading identify tensors.
+A recomputed module runs twice with the same results. An observer of every call passes the activation policy of the
+module's chunk, which excludes the second run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+
+from moe_trainer.memory.activations import ActivationPolicy
 
 
 class ModuleTracer:
-    """Recorder of named modules from construction until `stop`.
+    """Hooks on modules and parameters until `stop`."""
 
-    Attributes:
-        activations: "NAME/input0", "NAME/output0", ... of every floating-point positional input and output.
-        input_grads: "NAME/input0", ... of the inputs that require a gradient.
-    """
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], *, activations: bool, input_grads: bool):
-        self.activations: dict[str, Tensor] = {}
-        self.input_grads: dict[str, Tensor] = {}
-        self._hooks = []
-        for name, module in modules:
-            if activations:
-                self._hooks.append(module.register_forward_hook(partial(self._after, name)))
-            if input_grads:
-                self._hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
+    def on_inputs(
+        self, module: nn.Module, look: Callable[[tuple], tuple | None], policy: ActivationPolicy | None = None
+    ) -> None:
+        """Call `look(inputs)` before every forward pass of a module. What it returns replaces the inputs."""
+        self._hooks.append(module.register_forward_pre_hook(partial(_call_unless_recomputing, look, policy)))
+
+    def on_output(
+        self, module: nn.Module, look: Callable[[tuple, Any], None], policy: ActivationPolicy | None = None
+    ) -> None:
+        """Call `look(inputs, output)` after every forward pass of a module."""
+        self._hooks.append(module.register_forward_hook(partial(_call_unless_recomputing, look, policy)))
+
+    def on_weight_grad(self, param: Parameter, look: Callable[[Tensor | None], None]) -> None:
+        """Call `look(grad)` with every gradient that is computed for a parameter."""
+        self._hooks.append(param.register_hook(look))
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -41,25 +45,28 @@ class ModuleTracer:
             hook.remove()
         self._hooks.clear()
 
-    def _after(self, name: str, module: nn.Module, inputs: tuple, output: object) -> None:
-        for kind, values in (("input", inputs), ("output", output if isinstance(output, tuple) else (output,))):
-            for index, value in enumerate(values):
-                if _is_floating(value):
-                    self.activations[f"{name}/{kind}{index}"] = value.detach().to("cpu", copy=True).contiguous()
 
-    def _before(self, name: str, module: nn.Module, inputs: tuple) -> tuple:
-        return tuple(self._tap(f"{name}/input{index}", value) for index, value in enumerate(inputs))
+def _call_unless_recomputing(look: Callable, policy: ActivationPolicy | None, module: nn.Module, *values: Any) -> Any:
+    return None if policy is not None and policy.is_recomputing else look(*values)
 
-    def _tap(self, key: str, value: object) -> object:
-        if not _is_floating(value) or not value.requires_grad or not torch.is_grad_enabled():
+
+def tap_gradients(inputs: tuple, look: Callable[[int, Tensor], None]) -> tuple:
+    """Return a module's inputs with a view of each that requires a gradient, which `look(index, grad)` receives.
+
+    It is the gradient of this module's input, not the sum over all readers of the tensor. A view shares the storage,
+    by which recompute and offload identify tensors.
+    """
+
+    def tap(index: int, value: object) -> object:
+        if not (is_floating(value) and value.requires_grad and torch.is_grad_enabled()):
             return value
         view = value.view_as(value)
-        view.register_hook(partial(self._save_grad, key))
+        view.register_hook(partial(look, index))
         return view
 
-    def _save_grad(self, key: str, grad: Tensor) -> None:
-        self.input_grads[key] = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
+    return tuple(tap(index, value) for index, value in enumerate(inputs))
 
 
-def _is_floating(value: object) -> TypeGuard[Tensor]:
+def is_floating(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a floating-point tensor."""
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -12,17 +12,18 @@ iterations that have already failed.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from moe_trainer.debug.module_tracer import ModuleTracer, is_floating, tap_gradients
 from moe_trainer.parallel.params import get_param_info, is_fp8_param
 
 FORWARD, BACKWARD = 0, 1
@@ -60,20 +61,6 @@ class Chunk:
     number: int
     module: nn.Module
     name_of: Callable[[str], str]
-
-
-class _GradientTap(torch.autograd.Function):
-    """Identity whose backward passes the gradient to `look`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:
-        ctx.look = look
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        ctx.look(grad)
-        return grad, None
 
 
 @dataclass
@@ -122,61 +109,50 @@ class NonFiniteTracer:
             fault = first_nonfinite_weight(chunk)
             if fault is not None:
                 self.note(fault)
-        handles = [handle for chunk in self._chunks for handle in self._attach(chunk)]
+        tracer = ModuleTracer()
+        for chunk in self._chunks:
+            self._attach(tracer, chunk)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            tracer.stop()
             self._open.clear()
 
-    def _attach(self, chunk: Chunk) -> Iterator[Any]:
+    def _attach(self, tracer: ModuleTracer, chunk: Chunk) -> None:
         owners = {}
         for node in _nodes(chunk):
-            yield node.module.register_forward_pre_hook(functools.partial(self._before, node))
-            yield node.module.register_forward_hook(functools.partial(self._after, node))
+            tracer.on_inputs(node.module, partial(self._before, node))
+            tracer.on_output(node.module, partial(self._after, node))
             owners.update({param: node for param in node.module.parameters(recurse=False)})
         for param, node in owners.items():
             if param.requires_grad:
-                yield param.register_hook(functools.partial(self._weight_grad, node, param))
+                tracer.on_weight_grad(param, partial(self._weight_grad, node, param))
 
-    def _before(self, node: _Node, module: nn.Module, args: tuple) -> tuple:
-        call = _Call(self._microbatch() or 1, self._rows(module, args))
-        self._open.setdefault((threading.get_ident(), id(module)), []).append(call)
-        look = functools.partial(self._input_grad, node, call)
-        return tuple(_GradientTap.apply(x, look) if _has_grad(x) else x for x in args)
+    def _before(self, node: _Node, inputs: tuple) -> tuple:
+        call = _Call(self._microbatch() or 1, self._rows(node.module, inputs))
+        self._open.setdefault((threading.get_ident(), id(node.module)), []).append(call)
+        return tap_gradients(inputs, partial(self._input_grad, node, call))
 
-    def _after(self, node: _Node, module: nn.Module, args: tuple, output: Any) -> None:
-        call = self._open[threading.get_ident(), id(module)].pop()
-        for x in _tensors(output):
-            fault = _fault(x, call.rows)
-            if fault is not None:
-                self.note(
-                    Fault(
-                        call.microbatch,
-                        FORWARD,
-                        node.chunk,
-                        node.behind,
-                        f"{fault[0]} in the results of {node.name}{fault[1]}",
-                    )
-                )
-            if _has_grad(x):
-                x.register_hook(functools.partial(self._output_grad, node, call))
+    def _after(self, node: _Node, inputs: tuple, output: Any) -> None:
+        call = self._open[threading.get_ident(), id(node.module)].pop()
+        for x in filter(is_floating, output if isinstance(output, (tuple, list)) else (output,)):
+            if (fault := _fault(x, call.rows)) is not None:
+                what = f"{fault[0]} in the results of {node.name}{fault[1]}"
+                self.note(Fault(call.microbatch, FORWARD, node.chunk, node.behind, what))
+            if x.requires_grad:
+                x.register_hook(partial(self._output_grad, node, call))
 
     def _output_grad(self, node: _Node, call: _Call, grad: Tensor) -> None:
         self._backward.microbatch = call.microbatch
-        fault = _fault(grad, call.rows)
-        if fault is not None:
-            self._note_backward(
-                node, call.microbatch, f"{fault[0]} in the gradient that reaches the results of {node.name}{fault[1]}"
-            )
+        if (fault := _fault(grad, call.rows)) is not None:
+            what = f"{fault[0]} in the gradient that reaches the results of {node.name}{fault[1]}"
+            self._note_backward(node, call.microbatch, what)
 
-    def _input_grad(self, node: _Node, call: _Call, grad: Tensor) -> None:
+    def _input_grad(self, node: _Node, call: _Call, index: int, grad: Tensor) -> None:
         fault = _fault(grad, call.rows)  # already noted if the output gradients were not finite
         if fault is not None:
-            self._note_backward(
-                node, call.microbatch, f"{fault[0]} in the gradient that {node.name}{fault[1]} passes on"
-            )
+            what = f"{fault[0]} in the gradient that {node.name}{fault[1]} passes on"
+            self._note_backward(node, call.microbatch, what)
 
     def _weight_grad(self, node: _Node, param: Parameter, grad: Tensor | None) -> None:
         if grad is None and hasattr(param, "main_grad_sum"):
@@ -186,9 +162,8 @@ class NonFiniteTracer:
         grad = getattr(grad, "_local_tensor", grad)
         name = _nonfinite_slice(param, grad)
         if name is not None:
-            self._note_backward(
-                node, getattr(self._backward, "microbatch", 1), f"{_kind(grad)} in the gradient of {name}"
-            )
+            microbatch = getattr(self._backward, "microbatch", 1)
+            self._note_backward(node, microbatch, f"{_kind(grad)} in the gradient of {name}")
 
     def _note_backward(self, node: _Node, microbatch: int, what: str) -> None:
         self.note(Fault(microbatch, BACKWARD, -node.chunk, -node.before, what))
@@ -221,16 +196,6 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         for child in module.children():
             yield from _children_first(child, seen)
         yield module
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    for x in output if isinstance(output, (tuple, list)) else (output,):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            yield x
-
-
-def _has_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and x.is_floating_point()
 
 
 def _fault(x: Tensor, rows: tuple[Sequence[str], Sequence[int]] | None) -> tuple[str, str] | None:

@@ -23,18 +23,48 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from arguments.moe import MoEArgs
 from arguments.output import OutputArgs
+from moe_trainer.debug.module_tracer import is_floating, tap_gradients
 from moe_trainer.debug.routing_trace import RoutingTrace, layer_of
 from moe_trainer.io import ResumableFile, resume_offset
 
 logger = logging.getLogger(__name__)
 
 TRACE = "routing trace"
+
+
+class TensorRecorder:
+    """Tensors of modules on the host. Every microbatch overwrites the previous one, as in Megatron-LM.
+
+    Attributes:
+        activations: "NAME/input0", "NAME/output0", ... of every floating-point positional input and output.
+        input_grads: "NAME/input0", ... of the inputs that require a gradient, fp32.
+    """
+
+    def __init__(self) -> None:
+        self.activations: dict[str, Tensor] = {}
+        self.input_grads: dict[str, Tensor] = {}
+
+    def record_activations(self, name: str, inputs: tuple, output: object) -> None:
+        """Record what goes in and out of a module."""
+        for kind, values in (("input", inputs), ("output", output if isinstance(output, tuple) else (output,))):
+            for index, value in enumerate(values):
+                if is_floating(value):
+                    self.activations[f"{name}/{kind}{index}"] = value.detach().to("cpu", copy=True).contiguous()
+
+    def record_input_grads(self, name: str, inputs: tuple) -> tuple:
+        """Return the inputs of a module, whose gradients are recorded when backward reaches them."""
+
+        def record(index: int, grad: Tensor) -> None:
+            self.input_grads[f"{name}/input{index}"] = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+        return tap_gradients(inputs, record)
 
 
 class Dumps:

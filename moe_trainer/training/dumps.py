@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.debug.routing_trace import TracedRouter, layer_of
-from moe_trainer.debug.tensor_dump import TRACE, dump_gradients, dump_routing
+from moe_trainer.debug.tensor_dump import TRACE, TensorRecorder, dump_gradients, dump_routing
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
 from moe_trainer.moe.experts import Experts
@@ -24,7 +24,8 @@ from moe_trainer.parallel.params import get_param_info
 from moe_trainer.training.context import TrainContext
 from moe_trainer.training.export import write_weights
 
-_RECORDED = frozenset({"activations", "dgrads", "tokens_per_expert", TRACE})
+_TENSORS = frozenset({"activations", "dgrads"})
+_RECORDED = frozenset({*_TENSORS, "tokens_per_expert", TRACE})
 
 
 class CpuRecordList(list):
@@ -43,17 +44,19 @@ class StepDumps:
         self._step = output.dump_step is not None and int(output.dump_step[0]) == iteration
         self.records = self._step or bool(self._due & _RECORDED)
         self._routers: list[tuple[TopKRouter, CpuRecordList]] = []
-        self._hooks: list[Any] = []
+        self._tracer = ModuleTracer()
         self._counts: dict[str, list[list[int]]] = {}
-        self._tensors: ModuleTracer | None = None
+        self._tensors = TensorRecorder()
         if self._step or TRACE in self._due:
             self._trace_routers()
         if "tokens_per_expert" in self._due:
             self._count_expert_tokens()
-        if self._due & {"activations", "dgrads"}:
-            self._tensors = ModuleTracer(
-                named_modules(ctx.chunks), activations="activations" in self._due, input_grads="dgrads" in self._due
-            )
+        if self._due & _TENSORS:
+            for name, module in named_modules(ctx.chunks):
+                if "activations" in self._due:
+                    self._tracer.on_output(module, partial(self._tensors.record_activations, name))
+                if "dgrads" in self._due:
+                    self._tracer.on_inputs(module, partial(self._tensors.record_input_grads, name))
 
     def _trace_routers(self) -> None:
         hidden = TRACE in self._due and self._ctx.dumps.trace.hidden
@@ -61,13 +64,13 @@ class StepDumps:
         for router, records in self._routers:
             router.recorder = records
             if hidden:
-                self._hooks.append(router.register_forward_hook(partial(_keep_hidden, records)))
+                self._tracer.on_output(router, partial(_keep_hidden, records), router.activations)
 
     def _count_expert_tokens(self) -> None:
         for name, module in named_modules(self._ctx.chunks):
             if isinstance(module, Experts):
                 self._counts[name] = []
-                self._hooks.append(module.register_forward_pre_hook(partial(_count, self._counts[name])))
+                self._tracer.on_inputs(module, partial(_count, self._counts[name], module), module.activations)
 
     def on_retry(self) -> None:
         """Discard the records; the iteration is evaluated again."""
@@ -81,8 +84,7 @@ class StepDumps:
         """
         for router, _ in self._routers:
             router.recorder = None
-        for hook in self._hooks:
-            hook.remove()
+        self._tracer.stop()
         if self._step:
             write_step(self._ctx, self._iteration, {router.name: records for router, records in self._routers})
         if "wgrads" in self._due:
@@ -95,8 +97,7 @@ class StepDumps:
         if self._counts:
             with self._ctx.dumps.warn_once_on_error("--save-tokens-per-expert-interval"):
                 self._ctx.dumps.write_counts(self._iteration, self._counts)
-        if self._tensors is not None:
-            self._tensors.stop()
+        if self._due & _TENSORS:
             self._write_tensors(tokens)
 
     def write_params(self) -> None:
@@ -176,15 +177,13 @@ def named_modules(chunks: Iterable[Transformer]) -> Iterator[tuple[str, nn.Modul
                 yield get_param_info(own).names[0].rpartition(".")[0], module
 
 
-def _keep_hidden(records: CpuRecordList, router: TopKRouter, inputs: tuple, output: Any) -> None:
-    if not router.activations.is_recomputing:
-        x_SBH = inputs[0]
-        records[-1]["hidden"] = x_SBH.detach().reshape(-1, x_SBH.shape[-1]).to("cpu", copy=True)
+def _keep_hidden(records: CpuRecordList, inputs: tuple, output: Any) -> None:
+    x_SBH = inputs[0]
+    records[-1]["hidden"] = x_SBH.detach().reshape(-1, x_SBH.shape[-1]).to("cpu", copy=True)
 
 
 def _count(counts: list[list[int]], experts: Experts, inputs: tuple) -> None:
-    if not experts.activations.is_recomputing:
-        counts.append([int(rows) for rows in inputs[2][: experts.linear_fc1.weight.shape[0]]])
+    counts.append([int(tokens) for tokens in inputs[2][: experts.linear_fc1.weight.shape[0]]])
 
 
 def write_step(ctx: TrainContext, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:

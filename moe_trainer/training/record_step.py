@@ -27,6 +27,7 @@ from arguments.checkpoint_args import MAPPING, SHAPE, WHERE_NOT_GIVEN
 from arguments.spelling import to_command_line
 from moe_trainer.data.loader import Batch, build_loader
 from moe_trainer.debug import step_record
+from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
 from moe_trainer.moe.router import TopKRouter
@@ -283,7 +284,7 @@ class StepRecorder:
         self.by_token: dict[str, list[Tensor]] = defaultdict(list)
         self._calls: dict[int, int] = defaultdict(int)
         self._signs: dict[int, Tensor] = {}
-        self._handles: list[Any] = []
+        self._tracer = ModuleTracer()
 
     def attach(self) -> None:
         """Attach to modules and routers. A router that is already recorded stays so."""
@@ -309,20 +310,14 @@ class StepRecorder:
             for depth, layer in enumerate([] if chunk.mtp is None else chunk.mtp.layers):
                 self._hook(chunk, layer, ahead if repeated else [ahead[depth]])
             if layout.has_loss:
-                self._handles.append(
-                    chunk.register_forward_hook(
-                        lambda _module, _inputs, loss_BS: self.add("loss", loss_BS.t().unsqueeze(-1))
-                    )
-                )
+                self._tracer.on_output(chunk, lambda _inputs, loss_BS: self.add("loss", loss_BS.t().unsqueeze(-1)))
 
     def _hook(self, chunk: Transformer, module: nn.Module, names: Sequence[str]) -> None:
         """Record a module's outputs under `names`, one per call in a pass of the chunk."""
-
-        def look(module: nn.Module, _inputs: tuple, y_SBH: Tensor) -> None:
-            if names and not chunk.activations.is_recomputing:
-                self.trace(self.next_of(module, names), y_SBH)
-
-        self._handles.append(module.register_forward_hook(look))
+        if names:
+            self._tracer.on_output(
+                module, lambda _inputs, y_SBH: self.trace(self.next_of(module, names), y_SBH), chunk.activations
+            )
 
     def next_of(self, caller: object, names: Sequence[str]) -> str:
         """Return the name of a caller's next call; names take turns."""
@@ -353,8 +348,7 @@ class StepRecorder:
 
     def detach(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._tracer.stop()
         for chunk in self.ctx.chunks:
             for layer in chunk.moe_layers():
                 layer.router.recorder = None

@@ -128,7 +128,7 @@ def train(
     for _ in range(steps):
         results.append(train_step(run, state, microbatches))
         state.iteration += 1
-        activation_sums.is_recording = False
+        activation_sums.tracer.stop()
     run.optimizer.wait_params()
     evaluation = _evaluate(run, _batches(run, steps, 1, seed))
     weights = {name: tensor.clone().cpu() for name, tensor in export_named_weights(run.chunks, ps)}
