@@ -1,14 +1,12 @@
 """Text to token files: JSON lines or plain text in, `<prefix>_<key>_document.{bin,idx}` out.
 
-One process reads and writes, workers tokenize. The reader cuts the input into chunks of whole documents; each chunk
-travels to a worker and comes back as bytes in the file's dtype with its lengths and document ends; results are
-written in the order of the input. So the output does not depend on the number of workers, and memory holds only the
-chunks under way, however large the corpus.
+One process reads and writes, workers tokenize. The input is split into chunks of complete documents. A worker returns
+the bytes of a chunk in the file's dtype with its lengths and document ends, and chunks are written in the order of the
+input. So the output does not depend on the number of workers, and memory holds two chunks per worker.
 
 Every key is written through `IndexedDatasetBuilder`: temporary files, renamed when everything has succeeded.
 
-Source: Megatron-LM tools/preprocess_data.py (snapshot v0.20) for names, dtype, document boundaries and the place of
-eod.
+Source of names, dtype, document boundaries and the position of eod: Megatron-LM tools/preprocess_data.py (v0.20).
 """
 
 from __future__ import annotations
@@ -21,13 +19,16 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from itertools import islice
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -45,10 +46,7 @@ TEXT_UNITS = ("paragraph", "line", "file")
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to read and how to cut it.
-
-    text_unit: what a document is in plain text files: lines between blank lines, one line, or the whole file.
-    """
+    """Inputs and outputs. `text_unit`: a document of a plain text file is a paragraph, a line or the file."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -60,10 +58,9 @@ class PreprocessOptions:
 
 
 class _Chunk(NamedTuple):
-    """Documents in a row of one file: their raw lines (JSON) or texts, and the number of the first line."""
+    """Consecutive documents of one file: raw lines (JSON) or texts, and the number of the first line of each."""
 
     path: str
-    first_line: int
     line_numbers: list[int]
     documents: list[bytes]
     is_json: bool
@@ -79,7 +76,7 @@ class _Encoded(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What was written."""
+    """Counts and paths of the output."""
 
     documents: int
     tokens: int
@@ -90,8 +87,8 @@ class Totals(NamedTuple):
 def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) -> Totals:
     """Tokenize the inputs and write one dataset per key.
 
-    Raises: UserError or ValueError naming the file and line, flag or tokenizer at fault; nothing is left behind
-    then, and existing outputs are as they were.
+    Raises:
+        ValueError: naming the file and line, flag or tokenizer that is wrong. Existing outputs are then unchanged.
     """
     paths = expand_inputs(options.inputs)
     tokenizer = build_tokenizer(data)
@@ -104,7 +101,7 @@ def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) ->
     with ExitStack() as stack:
         chunks = _read_chunks(paths, options.text_unit)
         encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name)
-        results = _encoded(chunks, encode, options.workers, stack)
+        results = _encode_chunks(chunks, encode, options.workers, stack)
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         documents = tokens = 0
         for chunk_bytes, encoded in results:
@@ -131,7 +128,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
                     f'--input {path}: is a folder; give its files, for example "{os.path.join(path, "*.jsonl")}"'
                 )
             try:
-                regular_file(path)  # its size must be known, and where it has been read to
+                regular_file(path)  # with a size and a read position, for the progress
             except OSError as error:
                 raise UserError(f"--input {path}: cannot be read ({error.strerror})") from None
         paths.extend(found)
@@ -139,7 +136,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 class _Encoder:
-    """Chunk in, stored bytes out; runs in a worker process or in the main one."""
+    """Function from a chunk to (bytes read, encoded keys), for a worker or the main process."""
 
     def __init__(self, tokenizer: Tokenizer, json_keys: Sequence[str], append_eod: bool, dtype: str):
         self._tokenizer, self._keys, self._eod = tokenizer, json_keys, tokenizer.eod if append_eod else None
@@ -163,7 +160,8 @@ class _Encoder:
             raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain text, all others as JSON lines"
+                f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain "
+                "text, all others as JSON lines"
             ) from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: cannot be read ({error})") from None
@@ -198,110 +196,81 @@ class _Encoder:
         try:
             return to_stored(ids, self._dtype).tobytes()
         except ValueError as error:
-            raise UserError(f"{chunk.path}, line {chunk.first_line} and following: {error}") from None
+            raise UserError(f"{chunk.path}, line {chunk.line_numbers[0]} and following: {error}") from None
 
 
-def _encoded(chunks: Iterator[_Chunk], encode: _Encoder, workers: int, stack: ExitStack):
-    """Yield the encoded chunks in input order; worker processes live as long as `stack`.
-
-    Chunk i belongs to worker i modulo `workers`, and a worker gets its next chunk right after its result was
-    received, so neither side ever waits to send while the other does.
-    """
+def _encode_chunks(
+    chunks: Iterator[_Chunk], encode: _Encoder, workers: int, stack: ExitStack
+) -> Iterator[tuple[int, list[_Encoded]]]:
+    """Yield the encoded chunks in input order; worker processes live as long as `stack`."""
     if workers <= 1:
         yield from map(encode, chunks)
         return
-    pipes = _start_workers(encode, workers, stack)
-    busy: deque = deque()
-    for pipe in pipes:
-        if (chunk := next(chunks, None)) is not None:
-            pipe.send(chunk)
-            busy.append(pipe)
-    while busy:
-        pipe = busy.popleft()
-        try:
-            result = pipe.recv()
-            if isinstance(result, ValueError):
-                raise result
-            if (chunk := next(chunks, None)) is not None:
-                pipe.send(chunk)
-                busy.append(pipe)
-        except (EOFError, BrokenPipeError):
-            raise UserError(f"a worker process died (out of memory?); try fewer than --workers {workers}") from None
-        yield result
-
-
-def _start_workers(encode: _Encoder, workers: int, stack: ExitStack) -> list[Connection]:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else None)
-    pipes: list[Connection] = []
-    for _ in range(workers):
-        ours, theirs = context.Pipe()
-        # A forked worker closes its copies of our ends, so that it ends when this process does.
-        inherited = [*pipes, ours] if context.get_start_method() == "fork" else []
-        process = context.Process(target=_work, args=(encode, theirs, inherited), daemon=True)
-        # While Python forks it drops exceptions, also those of signal handlers: signals wait until after the fork.
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encode,))
+    stack.callback(pool.shutdown, cancel_futures=True)
+
+    def submit(chunk: _Chunk) -> Future:
+        # Python drops the exceptions of signal handlers that run while it forks, which a submit may do
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
-            process.start()
+            return pool.submit(_encode, chunk)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-        theirs.close()
-        pipes.append(ours)
-        stack.callback(process.terminate)
-        stack.callback(ours.close)
-    return pipes
+
+    try:
+        futures = deque(map(submit, islice(chunks, 2 * workers)))
+        while futures:
+            yield futures.popleft().result()
+            futures.extend(map(submit, islice(chunks, 1)))
+    except BrokenProcessPool:
+        raise UserError(f"a worker process died (out of memory?); try fewer than --workers {workers}") from None
 
 
-def _work(encode: _Encoder, pipe: Connection, inherited: list[Connection]) -> None:
+def _start_worker(encode: _Encoder) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the main process decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    for other in inherited:
-        other.close()
-    while True:
-        try:
-            chunk = pipe.recv()
-        except EOFError:
-            return
-        try:
-            result = encode(chunk)
-        except ValueError as error:
-            result = error
-        pipe.send(result)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    multiprocessing.current_process().encode = encode
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()  # a worker of a killed process would wait for work forever
+    os._exit(1)
+
+
+def _encode(chunk: _Chunk) -> tuple[int, list[_Encoded]]:
+    return multiprocessing.current_process().encode(chunk)
 
 
 def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
     for path in paths:
-        is_json = not _plain_name(path).endswith(".txt")
+        is_json = not path.removesuffix(".gz").removesuffix(".zst").endswith(".txt")
         with open(path, "rb") as raw:
             stream = _decompressed(raw, path)
-            documents = _json_lines(stream) if is_json else _text_documents(stream, text_unit)
+            numbered = _numbered_lines(stream) if is_json else _text_documents(stream, text_unit)
             numbers: list[int] = []
-            rows: list[bytes] = []
-            size, before = 0, 0
+            documents: list[bytes] = []
+            size, start = 0, 0
             try:
-                for number, document in documents:
+                for number, document in numbered:
                     numbers.append(number)
-                    rows.append(document)
+                    documents.append(document)
                     size += len(document)
-                    if len(rows) >= _CHUNK_DOCUMENTS or size >= _CHUNK_BYTES:
-                        at = raw.tell()
-                        yield _Chunk(path, numbers[0], numbers, rows, is_json, at - before)
-                        numbers, rows, size, before = [], [], 0, at
+                    if len(documents) >= _CHUNK_DOCUMENTS or size >= _CHUNK_BYTES:
+                        end = raw.tell()
+                        yield _Chunk(path, numbers, documents, is_json, end - start)
+                        numbers, documents, size, start = [], [], 0, end
             except (EOFError, OSError) as error:
                 raise UserError(f"{path}: cannot be read ({error})") from None
-            if rows:
-                yield _Chunk(path, numbers[0], numbers, rows, is_json, raw.tell() - before)
-
-
-def _plain_name(path: str) -> str:
-    for ending in (".gz", ".zst"):
-        path = path.removesuffix(ending)
-    return path
+            if documents:
+                yield _Chunk(path, numbers, documents, is_json, raw.tell() - start)
 
 
 def _decompressed(raw: BinaryIO, path: str) -> Iterable[bytes]:
-    """Lines of a file, through gzip or zstandard by its name."""
+    """Return the lines of a file, decompressed by its suffix."""
     if path.endswith(".gz"):
         return gzip.open(raw, "rb")
     if path.endswith(".zst"):
@@ -322,7 +291,7 @@ def _zstandard_lines(raw: BinaryIO, path: str, zstandard) -> Iterator[bytes]:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _json_lines(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     for number, line in enumerate(stream, 1):
         if not line.isspace():
             yield number, line
@@ -330,28 +299,26 @@ def _json_lines(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def _text_documents(stream: Iterable[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
     """Yield (first line, text) of the documents of a plain text file; a text keeps its inner line ends."""
-    gathered: list[bytes] = []
+    if unit == "line":
+        yield from ((number, line.rstrip(b"\r\n")) for number, line in _numbered_lines(stream))
+        return
+    lines: list[bytes] = []
     first = 1
     for number, line in enumerate(stream, 1):
-        blank = line.isspace()
-        if unit == "line":
-            if not blank:
-                yield number, line.rstrip(b"\r\n")
+        if unit == "paragraph" and line.isspace():
+            if lines:
+                yield first, b"".join(lines).rstrip(b"\r\n")
+            lines = []
             continue
-        if unit == "paragraph" and blank:
-            if gathered:
-                yield first, b"".join(gathered).rstrip(b"\r\n")
-            gathered = []
-            continue
-        if not gathered:
+        if not lines:
             first = number
-        gathered.append(line)
-    if gathered and not all(line.isspace() for line in gathered):
-        yield first, b"".join(gathered).rstrip(b"\r\n")
+        lines.append(line)
+    if lines and not all(line.isspace() for line in lines):
+        yield first, b"".join(lines).rstrip(b"\r\n")
 
 
 class _Progress:
-    """One line on stderr: documents, rates, share of the input read, time left. On a terminal it rewrites itself."""
+    """Progress line: documents, rates, fraction of the input read, time left. On a terminal it is overwritten."""
 
     def __init__(self, total_bytes: int, log_interval: int, stream):
         self._total, self._interval, self._stream = max(total_bytes, 1), max(log_interval, 1), stream
