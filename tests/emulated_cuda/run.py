@@ -52,6 +52,14 @@ def environment(devices: int) -> dict[str, str]:
         pytest.skip(str(error))
 
 
+def check_races() -> None:
+    """Check the accesses of this process for races, with source lines. In a process with devices."""
+    import emulation
+
+    emulation.DEVICE().watch(True)
+    emulation.DEVICE().lib.ec_check_races(1)
+
+
 def on_device(function: Callable, *args: Any, devices: int = 1, ranks: int = 1, library: Library | None = None) -> Any:
     """Call function(*args) in a process with devices, or function(rank, ranks, *args) on several ranks, rank r on device r % devices.
 

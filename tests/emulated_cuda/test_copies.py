@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from emulated_cuda.run import on_device
-from emulated_cuda.test_emulation import races, refused
+from emulated_cuda.run import check_races, on_device
+from emulated_cuda.test_emulation import refused
 
 from moe_trainer.memory.graph_capture import CapturedGraph
 from moe_trainer.memory.host_read import AsyncHostReader
@@ -17,7 +17,7 @@ from moe_trainer.optim.host_offload import HostUpdatePipeline
 
 
 def read_of_what_is_freed() -> list[int]:
-    races()
+    check_races()
     counts = torch.arange(4, device="cuda")
     values = AsyncHostReader().start(torch.flatten, counts)
     del counts
@@ -60,7 +60,7 @@ class Range(NamedTuple):
 
 def updated_on_the_host(overlap: bool) -> list[float]:
     """Twice the gradients, which the device has just computed and the host has not waited for, as parameters that the device reads at once."""
-    races()
+    check_races()
     pipeline = HostUpdatePipeline(torch.device("cuda"), pinned_grads=True, pinned_params=True, overlap=overlap)
     grads, model = torch.arange(8.0, device="cuda") + 1, torch.zeros(8, device="cuda")
     for part, grad in pipeline.gradients(

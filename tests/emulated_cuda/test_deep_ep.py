@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_cuda.run import HERE, environment, on_device
-from emulated_cuda.test_emulation import races
+from emulated_cuda.run import HERE, check_races, environment, on_device
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
 
 HIDDEN, RANKS = 256, 2
@@ -70,7 +69,7 @@ def both(rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple
     from moe_trainer.ops.permute import Permutation
     from moe_trainer.parallel.state import ParallelState
 
-    races()
+    check_races()
     ps = ParallelState.create(n, rank, ep=n)
     library = flex(sources, backend, ps, max(sizes), moe_router_topk=topk, **changes)
     probs, routing = (table.cuda() for table in random_routing(rank, sizes[rank], topk, kind))

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from emulated_cuda.run import on_device
+from emulated_cuda.run import check_races, on_device
 
 
 def refused(function, *args) -> str:
@@ -12,14 +12,6 @@ def refused(function, *args) -> str:
     with pytest.raises(AssertionError) as error:
         on_device(function, *args)
     return str(error.value)
-
-
-def races():
-    """Watch accesses, with source lines."""
-    import emulation
-
-    emulation.DEVICE().watch(True)
-    emulation.DEVICE().lib.ec_check_races(1)
 
 
 def two_devices(other: str):
@@ -45,7 +37,7 @@ def test_numbers_are_real_and_gradients_on_the_device():
 
 
 def side_stream(waits: bool, back: bool):
-    races()
+    check_races()
     x, side = torch.zeros(1000, device="cuda"), torch.cuda.Stream()
     if waits:
         side.wait_stream(torch.cuda.current_stream())
@@ -95,7 +87,7 @@ def test_a_fused_optimizer_takes_no_numbers_from_the_host():
 
 
 def freed(recorded: bool):
-    races()
+    check_races()
     x, side = torch.ones(1000, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

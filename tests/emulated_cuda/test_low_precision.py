@@ -7,7 +7,7 @@ of the device's own units (torch's scaled_mm), whose sums may turn one now and t
 from dataclasses import replace
 
 import pytest
-from emulated_cuda.run import on_device
+from emulated_cuda.run import check_races, on_device
 from gpu.test_te_parity import same
 from harness import run_ranks
 from training.layouts import FP32, argv_of, compare, shallow
@@ -58,13 +58,6 @@ GROUPED = {
 }
 
 
-def watched() -> None:
-    import emulation
-
-    emulation.DEVICE().watch(True)
-    emulation.DEVICE().lib.ec_check_races(1)
-
-
 def wide(argv: list[str], device: str = "cpu") -> TrainingTrace:
     """Train in fp64 where nothing is quantized."""
     args = parse_args(argv, 1)
@@ -78,7 +71,7 @@ def wide(argv: list[str], device: str = "cpu") -> TrainingTrace:
 
 
 def wide_on_device(argvs: list[list[str]]) -> list[TrainingTrace]:
-    watched()
+    check_races()
     return [wide(argv, "cuda") for argv in argvs]
 
 
@@ -97,7 +90,7 @@ def references(rank: int, world_size: int, cases: list) -> list[TrainingTrace]:
 
 
 def cases_on_devices(rank: int, world_size: int, cases: list) -> list[TrainingTrace]:
-    watched()
+    check_races()
     return [train_case(rank, world_size, case, 0, "cuda") for case in cases]
 
 
@@ -118,7 +111,7 @@ def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[TrainingTr
     """Train on a device of this compute capability; also how often it was asked for its own products."""
     import emulation
 
-    watched()
+    check_races()
     device = emulation.DEVICE()
     device.capability = capability
     with emulation.Ledger(device) as ledger:

@@ -214,11 +214,8 @@ def read_only(_: object) -> None:
     mount("-o", "remount,bind,ro", DISK)
 
 
-def read_write(_: object) -> None:
-    subprocess.run(["umount", "-l", DISK], check=True)
-
-
-def vanish(_: object) -> None:
+def unmount(_: object) -> None:
+    """Undo the last mount: a read-only disk can be written again, a mounted one vanishes."""
     subprocess.run(["umount", "-l", DISK], check=True)
 
 
@@ -302,8 +299,7 @@ ACTIONS: dict[str, Callable[[object], object]] = {
         fill,
         free,
         read_only,
-        read_write,
-        vanish,
+        unmount,
         come_back,
         clock_ahead,
         clock_back,

@@ -1,4 +1,4 @@
-"""TransformerEngine's kit with the real package against the local kit, on one GPU, and on two of one machine.
+"""TransformerEngine's layers with the real package against the local layers, on one GPU, and on two of one machine.
 
 What can be shown without them is in tests/layers/test_te.py; this is the rest: that the library means what the stand-in means.
 """
@@ -6,6 +6,7 @@ What can be shown without them is in tests/layers/test_te.py; this is the rest: 
 import os
 import tempfile
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -107,9 +108,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_linears(kind, bias):
     options = {"name": "linear", "group": ParallelState.single().tp, "init": Init("normal", 0.05), "bias": bias}
-    local, fused = (
-        made(lambda each=each: getattr(make_factory(each)[0], kind)(HIDDEN, 512, **options)) for each in KINDS
-    )
+    factories = [make_factory(each)[0] for each in KINDS]
+    local, fused = (made(partial(getattr(factory, kind), HIDDEN, 512, **options)) for factory in factories)
     assert type(fused).__name__.startswith("Fused")
     x = random(SEQ, BATCH, HIDDEN)
     near(outcome(fused, x), outcome(local, x))

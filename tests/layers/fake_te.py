@@ -59,7 +59,7 @@ def short(called: set[str]) -> set[str]:
     }
 
 
-def module(name: str) -> ModuleType:
+def make_module(name: str) -> ModuleType:
     """An empty package."""
     made = ModuleType(name)
     made.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -117,19 +117,19 @@ class Double:
 
     def modules(self) -> dict[str, ModuleType]:
         """By name, for sys.modules."""
-        pytorch, recipe = module(PYTORCH), module(RECIPE)
+        pytorch, recipe = make_module(PYTORCH), make_module(RECIPE)
         pytorch.Linear, pytorch.DotProductAttention = _linear(self), _attention(self)
         pytorch.RMSNorm, pytorch.LayerNorm = _norm(self, "rmsnorm.RMSNorm"), _norm(self, "layernorm.LayerNorm")
         pytorch.GroupedLinear = _grouped(self)
         pytorch.autocast = _autocast(self)
-        quantization = module(f"{PYTORCH}.quantization")
+        quantization = make_module(f"{PYTORCH}.quantization")
         quantization.get_align_size_for_quantization = _align(self)
         for kind in ("fp8", "fp8_block_scaling", "mxfp8", "nvfp4"):
             setattr(pytorch, f"is_{kind}_available", _available(self, kind))
         recipe.Format = type("Format", (), {"HYBRID": "HYBRID", "E4M3": "E4M3"})
         for name in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
             setattr(recipe, name, _recipe(self, name))
-        package, common = module("transformer_engine"), module("transformer_engine.common")
+        package, common = make_module("transformer_engine"), make_module("transformer_engine.common")
         package.pytorch, package.common, common.recipe = pytorch, common, recipe
         pytorch.quantization = quantization
         return {made.__name__: made for made in (package, pytorch, common, recipe, quantization)}

@@ -3,13 +3,11 @@
 The logits full, in fp64; and full models.
 """
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from training.layouts import argv_of, compare, make_run, train, train_ranks
+from training.layouts import argv_of, assert_equal, make_run, train_one_process, train_ranks
 
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.vocab import OutputHead
@@ -100,11 +98,6 @@ def test_a_weights_gradient_that_may_wait(short_chunks, tied):
     )
 
 
-@functools.cache
-def one_process(kind):
-    return train(argv_of(kind), 0, ParallelState.single())
-
-
 CASES = (
     ("deepseek", "--tensor-model-parallel-size 2 --sequence-parallel"),
     ("per-token loss, MTP, distributed optimizer", "--expert-model-parallel-size 2"),
@@ -115,13 +108,12 @@ CASES = (
 
 def test_whole_models(monkeypatch):
     """One process with full logits; ranks with chunks."""
-    expected = [one_process(kind) for kind, _ in CASES]
+    expected = [train_one_process(*argv_of(kind)) for kind, _ in CASES]
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
     found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES])
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
-        differences = compare(reference, outcome)
-        assert not differences, f"{kind} {flags}: " + "\n".join(map(str, differences[:5]))
+        assert_equal(outcome, reference, f"{kind} {flags}")
 
 
 def _fp32_logits(rank, n, sequence_parallel):

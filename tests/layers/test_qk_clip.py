@@ -1,12 +1,11 @@
 """QK-clip: the largest logits of heads, and the weights after them; by hand, and under every dimension."""
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, compare, make_run, shallow, train, train_ranks
+from training.layouts import argv_of, assert_equal, compare, make_run, shallow, train, train_one_process, train_ranks
 
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.qk_clip import (
@@ -162,11 +161,6 @@ def test_every_rank_knows_the_largest_logit_of_all():
     assert run_ranks(_largest, 2) == [(-2.0, -3.0)] * 2
 
 
-@functools.cache
-def one_process(kind, more):
-    return train([*_argv(kind, CLIP, more)], 0, ParallelState.single())
-
-
 LAYOUTS = (
     (
         4,
@@ -192,10 +186,9 @@ def test_every_dimension_equals_one_process():
     found = run_ranks(train_ranks, 4, [_argv(kind, CLIP, flags) for _, kind, flags in LAYOUTS])
     for (_, kind, flags), outcome in zip(LAYOUTS, found[0], strict=True):
         more = "--optimizer muon --muon-fp32-matmul-prec high" if "muon" in flags else ""
-        differences = compare(one_process(kind, more), outcome)
-        assert not differences, f"{kind}, {flags}:\n" + "\n".join(map(str, differences[:8]))
+        assert_equal(outcome, train_one_process(*_argv(kind, CLIP, more)), f"{kind}, {flags}")
 
 
 def test_the_clip_is_no_idle_flag():
     plain = train(_argv("plain"), 0, ParallelState.single())
-    assert compare(plain, one_process("plain", ""))
+    assert compare(plain, train_one_process(*_argv("plain", CLIP, "")))

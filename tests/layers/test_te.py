@@ -1,4 +1,4 @@
-"""TransformerEngine's kit.
+"""TransformerEngine's layers.
 
 Which calls are made, against the recorded signatures, and full trainings with a stand-in for the package.
 """
@@ -188,7 +188,7 @@ def test_linears_compute_by_the_recipe(double, flags):
     every = FirstLayers(double, "--bf16", flags)
     assert every.recipes and all(
         recipe == MADE[flags] for recipe in every.recipes
-    )  # the head and the router are no linears of the kit
+    )  # the factory does not build the head and the router
     assert every.linears == ["FusedRowLinear"] * 4
     assert every.experts[0] == 0 and all(every.experts[1:])  # experts quantize by themselves; the first layer has none
 

@@ -1,10 +1,10 @@
 """Full disks: metrics.jsonl buffers its records and loses none, TensorBoard starts a new file."""
 
 import errno
-import json
 import os
 
 import pytest
+from commands import read_metrics as read_json_lines
 
 from moe_trainer.errors import UserError
 from moe_trainer.metrics import metrics_file
@@ -32,10 +32,6 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_records_are_buffered_on_a_full_disk(tmp_path, disk, caplog):
     path = tmp_path / "metrics.jsonl"
     file = open_metrics_file(str(path), 0)
@@ -48,7 +44,7 @@ def test_records_are_buffered_on_a_full_disk(tmp_path, disk, caplog):
     disk.free = 10**9
     file.append('{"iteration": 4}')
     file.close()
-    assert lines(path) == [{"iteration": number} for number in (1, 2, 3, 4)]
+    assert read_json_lines(path) == [{"iteration": number} for number in (1, 2, 3, 4)]
     assert "no record is missing" in caplog.text
 
 

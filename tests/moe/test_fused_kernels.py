@@ -1,14 +1,13 @@
 """Fused kernels of TransformerEngine: which calls are made, against the recorded signatures, and what they give, from plain torch."""
 
-import importlib.machinery
 import json
 import logging
 import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
+from layers.fake_te import PYTORCH, make_module
 from moe.fake_deep_ep import Signatures
 from moe.layers import HIDDEN, build_layer, sections
 
@@ -21,22 +20,14 @@ from moe_trainer.moe.topk import score_topk
 from moe_trainer.ops.permute import Permutation, make_permute_map, permute, permute_probs, unpermute
 from moe_trainer.parallel.state import ParallelState
 
-PYTORCH = "transformer_engine.pytorch"
 CUDA = BackendPolicy(cuda=True)
-
-
-def module(name: str) -> ModuleType:
-    made = ModuleType(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    made.__path__ = []
-    return made
 
 
 @pytest.fixture
 def transformer_engine(shared, monkeypatch):
     """The recorded functions, computed by plain torch."""
     recorded = Signatures(json.loads((shared / "reference" / "te_api.json").read_text()))
-    permutation, router = module(f"{PYTORCH}.permutation"), module(f"{PYTORCH}.router")
+    permutation, router = make_module(f"{PYTORCH}.permutation"), make_module(f"{PYTORCH}.router")
 
     def moe_permute_with_probs(*args, **kwargs):
         bound = recorded.bind(f"{PYTORCH}.permutation.moe_permute_with_probs", args, kwargs)
@@ -62,7 +53,7 @@ def transformer_engine(shared, monkeypatch):
 
     permutation.moe_permute_with_probs, permutation.moe_unpermute = moe_permute_with_probs, moe_unpermute
     router.fused_topk_with_score_function = fused_topk_with_score_function
-    package, pytorch = module("transformer_engine"), module(PYTORCH)
+    package, pytorch = make_module("transformer_engine"), make_module(PYTORCH)
     for made in (package, pytorch, permutation, router):
         monkeypatch.setitem(sys.modules, made.__name__, made)
     return recorded

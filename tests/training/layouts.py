@@ -3,10 +3,11 @@
     outcome = train([*argv_of("deepseek"), "--tensor-model-parallel-size", "2"], rank, ps)
     differences = compare(one_process_outcome, outcome)        # on rank 0; empty: equal
 
-The work is done by moe_trainer.verification (training_trace.py, compare_runs.py); here stand tiny models that use every feature. The padded vocabulary is
-the same for every tensor-parallel size up to 8, and the sequence can be cut for tp x cp up to 8.
+The work is done by moe_trainer.verification (training_trace.py, compare_runs.py); here are tiny models that use every feature. The padded vocabulary is
+the same for every tensor-parallel size up to 8, and the sequence can be sharded for tp x cp up to 8.
 """
 
+import functools
 from datetime import timedelta
 
 from arguments import parse_args
@@ -18,7 +19,10 @@ from moe_trainer.verification import training_trace
 from moe_trainer.verification.compare_runs import FP32, Tolerances, compare
 from moe_trainer.verification.training_trace import TrainingTrace
 
-__all__ = ["FP32", "TrainingTrace", "Tolerances", "argv_of", "compare", "make_run", "shallow", "train"]
+__all__ = [
+    "FP32", "TrainingTrace", "Tolerances", "argv_of", "assert_equal", "compare", "make_run", "shallow", "train",
+    "train_one_process",
+]  # fmt: skip
 
 SEQ, VOCAB = 16, 60
 MODEL = (
@@ -72,6 +76,22 @@ def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: in
 def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 3, device: str = "cpu") -> TrainingTrace:
     """Train from the named initialisation. Tensors of the result are whole, and on rank 0 only."""
     return training_trace.train(parse_args(argv, ps.world.size), rank, ps, steps, device=device)
+
+
+@functools.cache
+def train_one_process(*argv: str) -> TrainingTrace:
+    """Train on one process; every command line once per test process."""
+    return train(list(argv), 0, ParallelState.single())
+
+
+def assert_equal(
+    outcome: TrainingTrace, expected: TrainingTrace, case: object = "", tolerances: Tolerances | None = None
+) -> None:
+    """Compare two traces and list the first quantities that differ."""
+    differences = compare(expected, outcome, *([tolerances] if tolerances else []))
+    assert not differences, f"{case}: {len(differences)} quantities differ, first\n" + "\n".join(
+        map(str, differences[:8])
+    )
 
 
 def groups_of(argv: list[str], rank: int, n: int) -> ParallelState:

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, compare, groups_of, shallow
+from training.layouts import argv_of, assert_equal, groups_of, shallow
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
@@ -79,12 +79,12 @@ def with_documents(run, explicit: bool) -> None:
         )
 
 
-def cut(rank, n, argv, packed):
+def train_rank(rank, n, argv, packed):
     prepare = functools.partial(with_documents, explicit=False) if packed else None
     return training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), prepare=prepare)
 
 
-def whole(argv, topology, packed):
+def train_reference(argv, topology, packed):
     def prepare(run):
         emulate_topology(run, topology)
         if packed:
@@ -96,13 +96,12 @@ def whole(argv, topology, packed):
 def assert_agree(kind, flags, n, mapping, packed=False):
     plain = argv_of(kind)  # of four layers where each has an exchange of its own
     argv = [*(plain if "p2p allgather a2a a2a+p2p" in mapping else shallow(plain)), *flags.split()]
-    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed)
+    outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
-    expected = whole(
+    expected = train_reference(
         argv, SequenceSharding(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed
     )
-    differences = compare(expected, outcome)
-    assert not differences, f"{len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
+    assert_equal(outcome, expected)
     assert all(other.losses == outcome.losses and other.grad_norms == outcome.grad_norms for other in others)
     return outcome
 
@@ -115,7 +114,9 @@ def test_training_equals_one_process(case):
 @pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
 def test_packed_documents_equal_the_mask_of_one_process(kind):
     outcome = assert_agree("plain", f"{GQA} --mtp-num-layers 1", 2, f"{CP2} --cp-comm-type {kind}", packed=True)
-    apart = whole([*shallow(argv_of("plain")), *GQA.split(), "--mtp-num-layers", "1"], SequenceSharding(), False)
+    apart = train_reference(
+        [*shallow(argv_of("plain")), *GQA.split(), "--mtp-num-layers", "1"], SequenceSharding(), False
+    )
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
 
 

@@ -1,10 +1,10 @@
 """--save-...-interval and --moe-routing-trace-path: what is in the dumps fits together, is the same under every mapping, and changes no run."""
 
-import json
 from collections import Counter
 
 import pytest
 import torch
+from commands import read_metrics as read_json_lines
 from safetensors.torch import load_file
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
@@ -29,10 +29,6 @@ TRACE = (
     "--moe-routing-trace-path trace --moe-routing-trace-capture-logits --moe-routing-trace-capture-hidden-states "
     "--moe-routing-trace-dump-weights"
 ).split()
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def dumped(folder, kind, iteration, ranks=None):
@@ -80,9 +76,9 @@ def test_what_is_dumped_fits_together(tmp_path, flags):
     # what runs again in backward is counted once
     assert all(
         len(line["tpe"]) == 1 and sum(line["tpe"][0]) == 4 * 32 * 2
-        for line in lines(tmp_path / "s" / "tokens_per_expert" / "rank0.jsonl")
+        for line in read_json_lines(tmp_path / "s" / "tokens_per_expert" / "rank0.jsonl")
     )
-    traced = lines(tmp_path / "trace" / "router_trace_rank0.jsonl")
+    traced = read_json_lines(tmp_path / "trace" / "router_trace_rank0.jsonl")
     assert len(traced) == 2 * 3 and all(line["hs_shape"] == [4 * 32, 32] for line in traced)
     assert rows_of_experts(tmp_path, 1) == choices(tmp_path, 1)
 
@@ -140,7 +136,7 @@ def rows_of_experts(folder, ranks):
     """(iteration, block, layer, expert) -> rows that arrived, over ranks and microbatches."""
     found = Counter()
     for rank in range(ranks):
-        for line in lines(folder / "s" / "tokens_per_expert" / f"rank{rank}.jsonl"):
+        for line in read_json_lines(folder / "s" / "tokens_per_expert" / f"rank{rank}.jsonl"):
             first = 4 // ranks * rank if len(line["tpe"][0]) < 4 else 0
             for counts in line["tpe"]:
                 for expert, rows in enumerate(counts):
@@ -153,7 +149,7 @@ def choices(folder, ranks):
     found = Counter()
     for rank in range(ranks):
         path = folder / "trace" / f"router_trace_rank{rank}.jsonl"
-        for line in lines(path) if path.exists() else []:
+        for line in read_json_lines(path) if path.exists() else []:
             assert line["rank"] == rank and line["num_tokens"] == len(line["top_indices"]) and line["topk"] == 2
             for experts in line["top_indices"]:
                 found.update((line["step"] + 1, line["block"], line["layer"], expert) for expert in experts)
@@ -170,7 +166,7 @@ def test_files_next_to_the_trace(alone):
     )
     assert states[1]["expert_bias"] is None
     seen = 0
-    for line in lines(folder / "router_trace_rank0.jsonl"):
+    for line in read_json_lines(folder / "router_trace_rank0.jsonl"):
         read = {}
         for file, prefix in (("logits", "logit"), ("hidden_states", "hs")):
             data = (folder / f"{file}_rank0.bin").read_bytes()[line[f"{prefix}_offset"] :][: line[f"{prefix}_bytes"]]
@@ -189,7 +185,7 @@ def test_files_next_to_the_trace(alone):
 def test_dropped_tokens_are_in_the_trace(tmp_path):
     records, _ = pretrain([*JOB, *TRACE[:2], "--moe-expert-capacity-factor", "0.5"], tmp_path)
     gaps = Counter()
-    for line in lines(tmp_path / "trace" / "router_trace_rank0.jsonl"):
+    for line in read_json_lines(tmp_path / "trace" / "router_trace_rank0.jsonl"):
         gaps[line["step"]] += sum(experts.count(-1) for experts in line["top_indices"])
     assert [gaps[step] for step in (0, 1)] == [
         record["dropped_tokens"] for record in records if "dropped_tokens" in record
@@ -218,7 +214,7 @@ def test_a_resumed_run_continues_the_files(alone, tmp_path):
 
 def test_the_trace_ends_after_its_iterations(tmp_path):
     pretrain([*JOB, "--train-iters", "3", *TRACE[:2], "--moe-routing-trace-max-training-iters", "2"], tmp_path)
-    assert {line["step"] for line in lines(tmp_path / "trace" / "router_trace_rank0.jsonl")} == {0, 1}
+    assert {line["step"] for line in read_json_lines(tmp_path / "trace" / "router_trace_rank0.jsonl")} == {0, 1}
     assert [path.name for path in (tmp_path / "trace").iterdir()] == ["router_trace_rank0.jsonl"]
 
 

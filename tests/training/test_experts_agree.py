@@ -1,12 +1,8 @@
 """Experts folded over tensor, context and data ranks, through whole steps of the program: training equals one process."""
 
-import functools
-
 import pytest
 from harness import run_ranks
-from training.layouts import TrainingTrace, argv_of, compare, shallow, train, train_ranks
-
-from moe_trainer.parallel.state import ParallelState
+from training.layouts import argv_of, assert_equal, shallow, train_one_process, train_ranks
 
 TP2, CP2, SP = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--sequence-parallel"
 SHARED = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
@@ -66,16 +62,6 @@ NORMS = {
 }
 
 
-@functools.cache
-def one_process(kind: str, model: str) -> TrainingTrace:
-    return train([*shallow(argv_of(kind)), *model.split()], 0, ParallelState.single())
-
-
-def assert_equal(outcome: TrainingTrace, expected: TrainingTrace) -> None:
-    differences = compare(expected, outcome)
-    assert not differences, f"{len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
-
-
 @pytest.mark.parametrize(
     ("name", "dispatcher"),
     [
@@ -91,7 +77,7 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
     choice = [] if "flex" in model else ["--moe-token-dispatcher-type", dispatcher]
     argv = [*shallow(argv_of(kind)), *model.split(), *mapping.split(), *choice]
     outcome, *others = [rank[0] for rank in run_ranks(train_ranks, n, [argv])]
-    assert_equal(outcome, one_process(kind, plain))
+    assert_equal(outcome, train_one_process(*shallow(argv_of(kind)), *plain.split()))
     for other in others:  # every rank logs and clips alike
         assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms
 
@@ -100,4 +86,4 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
 def test_M5916_gradient_norm_with_expert_and_tensor_ranks(name):
     argv = [*shallow(argv_of("plain")), *NORMS[name].split(), "--moe-token-dispatcher-type", "alltoall"]
     for outcome in [rank[0] for rank in run_ranks(train_ranks, 4, [argv])]:
-        assert outcome.grad_norms == pytest.approx(one_process("plain", "").grad_norms, rel=2e-6)
+        assert outcome.grad_norms == pytest.approx(train_one_process(*shallow(argv_of("plain"))).grad_norms, rel=2e-6)

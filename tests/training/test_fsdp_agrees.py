@@ -1,14 +1,11 @@
 """Fully sharded data parallelism equals one process: losses, every gradient, norms, weights after three steps."""
 
-import functools
-
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import FP32, argv_of, compare, groups_of, shallow, train, train_ranks
+from training.layouts import FP32, argv_of, compare, groups_of, shallow, train, train_one_process, train_ranks
 
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.parallel.state import ParallelState
 
 TORCH = "--use-torch-fsdp2"
 MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
@@ -48,11 +45,6 @@ def model_of(kind: str, flags: str) -> list[str]:
     return shallow(argv_of(kind)) if many else argv_of(kind)
 
 
-@functools.cache
-def one_process(*argv: str):
-    return train(list(argv), 0, ParallelState.single())
-
-
 @pytest.mark.parametrize("n", CASES)
 def test_sharded_equals_one_process(n):
     argvs = [[*model_of(kind, flags), *flags.split()] for kind, flags in CASES[n]]
@@ -60,7 +52,7 @@ def test_sharded_equals_one_process(n):
     wrong = {}
     for (kind, flags), outcome in zip(CASES[n], found, strict=True):
         model = flags.split()[flags.split().index("--num-experts") :][:2] if "--num-experts" in flags else []
-        one = one_process(*model_of(kind, flags), *model)
+        one = train_one_process(*model_of(kind, flags), *model)
         differences = compare(one, outcome, FP32)
         if differences:
             wrong[kind, flags] = [str(difference) for difference in differences[:3]]

@@ -6,15 +6,13 @@ factorisation of 2, 4 and 8 ranks, two models each with their options - takes mi
     OMP_NUM_THREADS=1 python -m pytest tests/training/test_layouts_agree.py -m slow
 """
 
-import functools
 import random
 
 import pytest
 from harness import run_ranks
 from training.features import FEATURES, covering, features
-from training.layouts import KINDS, TrainingTrace, argv_of, compare, train, train_ranks
+from training.layouts import KINDS, argv_of, assert_equal, train_one_process, train_ranks
 
-from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.parity import check_parity
 from moe_trainer.verification.random_layouts import draw, matrix
@@ -34,18 +32,6 @@ GLOBAL_LOSS = [
 
 def spread(ep: int, dispatcher: str) -> list[str]:
     return ["--expert-model-parallel-size", str(ep), "--moe-token-dispatcher-type", dispatcher]
-
-
-@functools.cache
-def one_process(kind: str) -> TrainingTrace:
-    return train(argv_of(kind), 0, ParallelState.single())
-
-
-def assert_equal(outcome: TrainingTrace, expected: TrainingTrace, what: str) -> None:
-    differences = compare(expected, outcome)
-    assert not differences, f"{what}: {len(differences)} quantities part, first\n" + "\n".join(
-        map(str, differences[:8])
-    )
 
 
 def assert_all_equal(cases, ranks: int) -> None:
@@ -81,17 +67,17 @@ def test_every_factorisation(world):
 def test_every_kind_of_model_over_expert_ranks(dispatcher):
     ranks = run_ranks(train_ranks, 4, [[*argv_of(kind), *spread(2, dispatcher)] for kind in KINDS])
     for kind, outcome, *others in zip(KINDS, *ranks, strict=True):
-        assert_equal(outcome, one_process(kind), f"{kind}, {dispatcher}")
+        assert_equal(outcome, train_one_process(*argv_of(kind)), f"{kind}, {dispatcher}")
         for other in others:  # every rank logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, kind
 
 
 def test_the_cases_do_what_they_are_named_for():
-    assert min(one_process("capacity").dropped) > 0
-    assert "mtp_1 loss" in one_process("deepseek").losses[0]
-    bias = one_process("deepseek").weights["decoder.layers.1.mlp.router.expert_bias"]
+    assert min(train_one_process(*argv_of("capacity")).dropped) > 0
+    assert "mtp_1 loss" in train_one_process(*argv_of("deepseek")).losses[0]
+    bias = train_one_process(*argv_of("deepseek")).weights["decoder.layers.1.mlp.router.expert_bias"]
     assert bias.abs().max() > 0
-    first = one_process("plain").grads
+    first = train_one_process(*argv_of("plain")).grads
     assert all(grad.abs().max() > 0 for grad in first.values()), "an expert without tokens proves nothing"
 
 

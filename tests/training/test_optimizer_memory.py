@@ -1,13 +1,9 @@
 """Formats and places of the optimizer's state on whole models under every way to spread it: the losses, gradients and weights of one
 process with the same formats."""
 
-import functools
-
 import pytest
 from harness import run_ranks
-from training.layouts import Tolerances, TrainingTrace, argv_of, compare, train, train_ranks
-
-from moe_trainer.parallel.state import ParallelState
+from training.layouts import Tolerances, argv_of, assert_equal, train_one_process, train_ranks
 
 NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
 WIDE = "--use-precision-aware-optimizer"
@@ -34,11 +30,6 @@ CASES = (
 ROUNDED = Tolerances(weight=1.5e-5)
 
 
-@functools.cache
-def one_process(kind: str, formats: str) -> TrainingTrace:
-    return train([*argv_of(kind), *formats.split()], 0, ParallelState.single())
-
-
 @pytest.mark.parametrize("n", [2, 4])
 def test_formats_and_places_under_every_dimension_equal_one_process(n):
     cases = [case for case in CASES if case[0] == n]
@@ -46,15 +37,14 @@ def test_formats_and_places_under_every_dimension_equal_one_process(n):
         train_ranks, n, [[*argv_of(kind), *formats.split(), *how.split()] for _, kind, formats, how in cases]
     )
     for (_, kind, formats, how), outcome, *others in zip(cases, *found, strict=True):
-        differences = compare(one_process(kind, formats), outcome, ROUNDED)
-        assert not differences, f"{kind}, {formats} {how}: {len(differences)} part, first\n" + "\n".join(
-            map(str, differences[:8])
-        )
+        expected = train_one_process(*argv_of(kind), *formats.split())
+        assert_equal(outcome, expected, f"{kind}, {formats} {how}", ROUNDED)
         assert all(other.grad_norms == outcome.grad_norms for other in others), f"{kind}, {how}: every rank clips alike"
 
 
 @pytest.mark.parametrize("where", [OFFLOAD, f"{NARROW} {BETWEEN}"])
 def test_places_change_no_number(where):
-    differences = compare(one_process("deepseek", NARROW), one_process("deepseek", where))
-    assert not differences, differences[:5]
-    assert one_process("deepseek", NARROW).losses == one_process("deepseek", where).losses
+    expected = train_one_process(*argv_of("deepseek"), *NARROW.split())
+    outcome = train_one_process(*argv_of("deepseek"), *where.split())
+    assert_equal(outcome, expected, where)
+    assert expected.losses == outcome.losses

@@ -1,12 +1,8 @@
 """Training over pipeline stages equals one process: losses, every gradient, the norm, the weights after three steps."""
 
-import functools
-
 import pytest
 from harness import run_ranks
-from training.layouts import TrainingTrace, argv_of, compare, train, train_ranks
-
-from moe_trainer.parallel.state import ParallelState
+from training.layouts import argv_of, assert_equal, train_one_process, train_ranks
 
 EIGHT = ["--num-layers", "8"]
 PP2, PP4 = (["--pipeline-model-parallel-size", size] for size in "24")
@@ -175,20 +171,12 @@ CASES = {
 }
 
 
-@functools.cache
-def one_process(kind: str, flags: tuple[str, ...]) -> TrainingTrace:
-    return train([*argv_of(kind), *flags], 0, ParallelState.single())
-
-
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_stages_equal_one_process(n):
     cases = {name: case for name, case in CASES.items() if case[0] == n}
     ranks = run_ranks(train_ranks, n, [[*argv_of(kind), *model, *flags] for _, kind, model, flags in cases.values()])
     for name, outcome, *others in zip(cases, *ranks, strict=True):
         _, kind, model, _ = CASES[name]
-        differences = compare(one_process(kind, tuple(model)), outcome)
-        assert not differences, f"{name}: {len(differences)} quantities part, first\n" + "\n".join(
-            map(str, differences[:8])
-        )
+        assert_equal(outcome, train_one_process(*argv_of(kind), *model), name)
         for other in others:  # every stage logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name

@@ -7,13 +7,11 @@ A choice that hangs on a last digit would part for no fault: the seeds are such 
 key and the first other one are apart.
 """
 
-import functools
-
 import pytest
 from harness import run_ranks
 from training.forked import pretrain
-from training.layouts import argv_of, compare, groups_of, shallow
-from training.test_context_parallel_agrees import with_documents
+from training.layouts import argv_of, assert_equal, shallow
+from training.test_context_parallel_agrees import train_rank, with_documents
 
 from arguments import parse_args
 from moe_trainer.backends import MissingBackendError
@@ -79,11 +77,6 @@ def argv_for(case: str) -> list[str]:
     return argv
 
 
-def cut(rank, n, argv, packed):
-    prepare = functools.partial(with_documents, explicit=False) if packed else None
-    return training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), prepare=prepare)
-
-
 def margin_of(scores_BSK, topk):
     """How far the last chosen score of every row is from the first other one that differs, at least."""
     ordered = scores_BSK.sort(-1, descending=True).values
@@ -114,13 +107,12 @@ def whole(argv, topology, packed, monkeypatch):
 
 
 def assert_agree(argv, n, mapping, monkeypatch, packed=False):
-    outcome, *others = run_ranks(cut, n, [*argv, *mapping.split()], packed)
+    outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
     expected = whole(
         argv, SequenceSharding(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed, monkeypatch
     )
-    differences = compare(expected, outcome)
-    assert not differences, f"{len(differences)} quantities part, first\n" + "\n".join(map(str, differences[:8]))
+    assert_equal(outcome, expected)
     assert all(other.losses == outcome.losses and other.grad_norms == outcome.grad_norms for other in others)
     assert expected.losses[0]["indexer loss"] > 1e-2 and list(expected.losses[0])[-1] == "indexer loss"
     indexers = [grad for name, grad in expected.grads.items() if ".indexer." in name]

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import KINDS, TrainingTrace, argv_of, compare, groups_of, make_run, train, train_ranks
+from training.layouts import KINDS, argv_of, assert_equal, groups_of, make_run, train_one_process, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -35,11 +35,6 @@ def _mapping(tp: int, sp: bool) -> list[str]:
     return ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if sp else [])]
 
 
-@functools.cache
-def one_process(name: str) -> TrainingTrace:
-    return train(_argv(name), 0, ParallelState.single())
-
-
 # every model on two and on four tensor ranks, with and without sequence parallelism, and with data-parallel ranks in addition
 HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
 
@@ -58,10 +53,7 @@ def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
     names = HALVES[half]
     ranks = run_ranks(train_ranks, n, [_argv(name, *_mapping(tp, sp)) for name in names])
     for name, outcome, *others in zip(names, *ranks, strict=True):
-        differences = compare(one_process(name), outcome)
-        assert not differences, f"{name}: {len(differences)} quantities part, first\n" + "\n".join(
-            map(str, differences[:8])
-        )
+        assert_equal(outcome, train_one_process(*_argv(name)), name)
         for other in others:  # every rank logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
 

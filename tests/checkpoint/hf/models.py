@@ -7,6 +7,7 @@ from moe_trainer.checkpoint.manager import load, read_saved_args
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
+from scripts import convert
 
 LAYERS, VOCAB, SEQ = 3, 96, 32
 _SIZES = {
@@ -191,6 +192,10 @@ def make(name, seed=1, **changes):
         if "correction_bias" in buffer_name:
             buffer += 0.1 * torch.randn(buffer.shape)
     return model
+
+
+def run_convert(*words):
+    return convert.main([*map(str, words)])
 
 
 def flags_for(folder, *more):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, load_ours, make
+from checkpoint.hf.models import MODELS, load_ours, make, run_convert
 from safetensors.torch import load_file, save_file
 
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
@@ -26,7 +26,6 @@ from moe_trainer.checkpoint.hf.conversion_job import (
 from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder, dequantize
 from moe_trainer.checkpoint.hf.folder import open_hf_model
-from scripts import convert
 
 pytest.importorskip("transformers")
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -42,10 +41,6 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def source(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "hf"))
-
-
-def run_convert(*words):
-    return convert.main([*map(str, words)])
 
 
 def change_head(folder, edit):

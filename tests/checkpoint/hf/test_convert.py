@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, VOCAB, batch, load_ours, logits_of, make
+from checkpoint.hf.models import MODELS, VOCAB, batch, load_ours, logits_of, make, run_convert
 from commands import REPOSITORY, environment, run
 from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
@@ -30,10 +30,6 @@ from scripts import convert
 transformers = pytest.importorskip("transformers")
 
 SMALL = "0.0001"  # GB: many files
-
-
-def run_convert(*words):
-    return convert.main([*map(str, words)])
 
 
 def tensors_of(folder):
