@@ -312,20 +312,22 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def race(model: Model, dtype: str, found: Mapping[str, Callable], given: argparse.Namespace) -> dict:
+def race(model: Model, dtype: str, found: Mapping[str, Callable], options: argparse.Namespace) -> dict:
     """All contenders of one model and dtype. Returns: name -> figures, or the reason why there are none ("absent")."""
-    names = [name for name in found if name in REQUIRED or given.contenders is None or family(name) in given.contenders]
+    names = [
+        name for name in found if name in REQUIRED or options.contenders is None or family(name) in options.contenders
+    ]
     if not model.together:
         names = [name for name in names if "default malloc" not in name and "autocast" not in name]
 
     def start(name: str, build: Callable) -> Contender:
         say(f"{dtype}: {name} begins")
-        return Contender(name, build, model, dtype, given.threads, given.limit)
+        return Contender(name, build, model, dtype, options.threads, options.limit)
 
     running = Race({name: found[name] for name in names}, start)
     try:
         if model.together:
-            running.together(given.rounds, given.steps)
+            running.together(options.rounds, options.steps)
         else:
             running.one_by_one(LARGE_ROUNDS, 1)
     finally:
@@ -402,47 +404,47 @@ def main() -> int:
         "--limit", type=float, default=300.0, help="seconds after which a contender that does not answer is left out"
     )
     parser.add_argument("--write", action="store_true", help="record the result in scripts/bench_results/")
-    given = parser.parse_args()
+    options = parser.parse_args()
     for library in ("transformers", "torchtitan"):
         if not importlib.util.find_spec(library):
             say(f"{library} is left out: it is not installed")
-    for name in given.models:
+    for name in options.models:
         try:
-            figures = {dtype: race(MODELS[name], dtype, builders(dtype), given) for dtype in given.dtypes}
+            figures = {dtype: race(MODELS[name], dtype, builders(dtype), options) for dtype in options.dtypes}
         except AbsentError:
             say(f"error: without it ({' and '.join(REQUIRED)}) there is nothing to compare")
             return ExitCode.FAILED
         print(table({name: figures}), flush=True)
-        if given.write:
-            keep(name, figures, given)
+        if options.write:
+            keep(name, figures, options)
     return 0
 
 
-def keep(name: str, figures: dict, given: argparse.Namespace) -> None:
+def keep(name: str, figures: dict, options: argparse.Namespace) -> None:
     """Record the figures of one model."""
     together = MODELS[name].together
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
         "processor": processor(),
-        "threads": given.threads,
+        "threads": options.threads,
         "load_average": os.getloadavg(),
         "versions": versions(),
-        "rounds": given.rounds if together else LARGE_ROUNDS,
-        "steps_per_round": given.steps if together else 1,
+        "rounds": options.rounds if together else LARGE_ROUNDS,
+        "steps_per_round": options.steps if together else 1,
         "figures": figures,
     }
     file = "cpu" if name == "small" else f"cpu_{name}"
     bench_common.write_result(f"{file}.json", json.dumps(record, indent=1))
     found = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
     rounds = (
-        f"{given.rounds} alternating rounds of {given.steps} steps"
+        f"{options.rounds} alternating rounds of {options.steps} steps"
         if together
         else f"{LARGE_ROUNDS} steps, one contender after another"
     )
     head = (
-        f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {given.threads} threads, {found}; "
+        f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {options.threads} threads, {found}; "
         f"median of {rounds}; load average "
-        f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {given.threads}). What is measured: see "
+        f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {options.threads}). What is measured: see "
         "scripts/bench_cpu.py.\n\n"
     )
     bench_common.write_result(f"{file}.md", head + table({name: figures}))

@@ -228,24 +228,24 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=16.0, help="of text to tokenize")
     parser.add_argument("--parameters", type=int, default=60, help="millions of them in the checkpoint")
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
+    parsed = parser.parse_args()
     machine = provenance_line(software=f"python {platform.python_version()}")
     head = (
-        f"{machine}, median of {given.rounds} rounds, {load_line()} before the run. "
+        f"{machine}, median of {parsed.rounds} rounds, {load_line()} before the run. "
         "What is measured: see scripts/bench_data.py."
     )
     text = ["# Flags, start, tokens, checkpoints", "", head, "", "| what | | |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in (
-            lambda: flags(given.rounds),
-            lambda: start(given.rounds),
-            lambda: tokens(given.rounds, given.megabytes, folder),
-            lambda: checkpoints(given.rounds, given.parameters, folder),
+            lambda: flags(parsed.rounds),
+            lambda: start(parsed.rounds),
+            lambda: tokens(parsed.rounds, parsed.megabytes, folder),
+            lambda: checkpoints(parsed.rounds, parsed.parameters, folder),
         ):
             text += part()
             print(*text[-2:], sep="\n", flush=True)
-    if given.write:
+    if parsed.write:
         write_result("data.md", "\n".join(text))
 
 

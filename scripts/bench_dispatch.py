@@ -169,22 +169,22 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     head = [
         f"{provenance_line()}, gloo, one thread a rank, {load_line()} before the run. See scripts/bench_dispatch.py "
         "for what is measured.",
         "",
         f"One MoE layer, hidden {HIDDEN}, expert width {FFN} (gated), top-{TOPK}, fp32, forward and backward, median "
-        f"of {given.steps} steps. "
+        f"of {options.steps} steps. "
         "Ratios: sent to EP 2 by all-to-all, CPU and wall to one rank with 8 experts.",
         "",
     ]
     text = ["# Dispatch over ranks", "", *head]
-    for num_tokens in given.tokens:
-        text += [f"## {num_tokens} tokens a step", "", *tables(num_tokens, given.steps), ""]
+    for num_tokens in options.tokens:
+        text += [f"## {num_tokens} tokens a step", "", *tables(num_tokens, options.steps), ""]
     print("\n".join(text))
-    if given.write:
+    if options.write:
         write_result("dispatch.md", "\n".join(text))
 
 

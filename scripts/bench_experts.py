@@ -62,13 +62,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     lines = [
         "| threads | dtype | tokens x hidden, ffn, experts/top-k | rows per expert | loop ms (share) | grouped ms "
         "(share) |",
         "|---|---|---|---|---|---|",
     ]
-    for threads in given.threads:
+    for threads in options.threads:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             rate = gemm_rate(dtype, 1536, rounds=10)
@@ -77,14 +77,14 @@ def main() -> None:
                 flops = 3 * 2 * tokens * topk * hidden * ffn * 3
                 cells = [
                     f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})"
-                    for seconds in measure(shape, dtype, given.rounds)
+                    for seconds in measure(shape, dtype, options.rounds)
                 ]
                 lines.append(
                     f"| {threads} | {str(dtype)[6:]} | {tokens} x {hidden}, {ffn}, {num_experts}/{topk} "
                     f"| {tokens * topk // num_experts} | {cells[0]} | {cells[1]} |"
                 )
                 print(lines[-1], flush=True)
-    if given.write:
+    if options.write:
         head = (
             f"# Experts, forward and backward\n\n{provenance_line()}, {load_line()} (shares suffer under load; the "
             "comparison is in turns). See scripts/bench_experts.py.\n\n"

@@ -214,22 +214,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if INSIDE not in os.environ:
         enter_namespace(sys.argv[1:])
     subprocess.run("ip link set lo up".split(), check=True)
     from arguments import parse_args
 
-    for case in given.cases:
+    for case in options.cases:
         for _, flags in CASES[case]:
             parse_args([*MODEL, *flags.split()], RANKS)
     head = (
-        f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {given.rounds} "
+        f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {options.rounds} "
         f"rounds, {load_line()} before the run. What is measured: see scripts/bench_overlap.py."
     )
-    text = ["# Communication that overlap hides", "", head, "", *table(given.cases, given.mbit, given.rounds)]
+    text = ["# Communication that overlap hides", "", head, "", *table(options.cases, options.mbit, options.rounds)]
     print("\n".join(text))
-    if given.write:
+    if options.write:
         write_result("overlap.md", "\n".join(text))
 
 

@@ -106,12 +106,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
-    text = text_of(given.iterations * BATCH + HELD_OUT)
-    names = ["bf16", *(name for name in given.recipes if name != "bf16")]
+    text = text_of(options.iterations * BATCH + HELD_OUT)
+    names = ["bf16", *(name for name in options.recipes if name != "bf16")]
     found = {
-        name: [train(RECIPES[name], text, given.iterations, seed) for seed in range(given.seeds)] for name in names
+        name: [train(RECIPES[name], text, options.iterations, seed) for seed in range(options.seeds)] for name in names
     }
     lines = [
         "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |",
@@ -128,12 +128,12 @@ def main(words: list[str]) -> int:
         )
     table = "\n".join(lines)
     print(table)
-    if given.write:
+    if options.write:
         write_result(
             "precision.md",
             "# Loss of training in 8 and 4 bits\n\n"
-            f"{provenance_line()}, {given.iterations} iterations of {BATCH} x {SEQ} bytes, "
-            f"{given.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See "
+            f"{provenance_line()}, {options.iterations} iterations of {BATCH} x {SEQ} bytes, "
+            f"{options.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See "
             "scripts/bench_precision.py.\n\n" + table,
         )
     return 0

@@ -454,8 +454,8 @@ def compare_logits(
         )
     with torch.no_grad():
         expected = other.eval()(tokens_BS).logits.float()
-        given = model.eval()(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))[..., :rows].float()
-    return (given - expected).abs().max().item(), expected.abs().max().item()
+        actual = model.eval()(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))[..., :rows].float()
+    return (actual - expected).abs().max().item(), expected.abs().max().item()
 
 
 def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn.Module:

@@ -96,31 +96,31 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--text", type=Path, default=None, help="a text or .jsonl file of your own")
     parser.add_argument("--megabytes", type=float, default=8.0, help="how much text to take, in millions of characters")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    given = parser.parse_args(argv)
-    if given.text is not None and not given.text.is_file():
-        print(f"error: TEXT={given.text}: there is no such file", file=sys.stderr)
+    options = parser.parse_args(argv)
+    if options.text is not None and not options.text.is_file():
+        print(f"error: TEXT={options.text}: there is no such file", file=sys.stderr)
         return ExitCode.USER_ERROR
-    limit = int(given.megabytes * 1e6)
+    limit = int(options.megabytes * 1e6)
     try:
-        documents = list(documents_of(given.text, limit) if given.text else python_sources(limit))
+        documents = list(documents_of(options.text, limit) if options.text else python_sources(limit))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         print(
-            f'error: TEXT={given.text}: every line of a .jsonl file must be an object with a "text": {error}',
+            f'error: TEXT={options.text}: every line of a .jsonl file must be an object with a "text": {error}',
             file=sys.stderr,
         )
         return ExitCode.USER_ERROR
     characters = sum(map(len, documents))
     if characters < LEAST_CHARACTERS:
-        where = given.text or "this Python installation"
+        where = options.text or "this Python installation"
         print(
             f"error: {where} holds only {characters} characters of text; {LEAST_CHARACTERS} are needed: set TEXT=FILE",
             file=sys.stderr,
         )
         return ExitCode.USER_ERROR
-    given.folder.mkdir(parents=True, exist_ok=True)
-    with open(given.folder / "text.jsonl", "w", encoding="utf-8") as out:
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with open(options.folder / "text.jsonl", "w", encoding="utf-8") as out:
         out.writelines(json.dumps({"text": document}) + "\n" for document in documents)
-    train_tokenizer(documents, given.folder / "tokenizer", given.vocab_size)
+    train_tokenizer(documents, options.folder / "tokenizer", options.vocab_size)
     print(f"text: {len(documents)} documents, {characters / 1e6:.1f} million characters")
     return 0
 

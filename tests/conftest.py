@@ -31,8 +31,8 @@ def pytest_configure(config):
     and commands that tests start would train on the GPUs, all ranks on the same one.
     """
     parallel_runner.pytest_configure(config)
-    given = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
-    if not all(path.resolve().is_relative_to(GPU_TESTS) for path in given):
+    paths = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
+    if not all(path.resolve().is_relative_to(GPU_TESTS) for path in paths):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -69,8 +69,8 @@ def seeds():
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of reference facts (golden runs, flag lists), or skip the test without it."""
-    given = os.environ.get("MOE_TRAINER_SHARED")
-    folder = Path(given) if given else Path(__file__).resolve().parents[2] / "shared"
+    paths = os.environ.get("MOE_TRAINER_SHARED")
+    folder = Path(paths) if paths else Path(__file__).resolve().parents[2] / "shared"
     if not (folder / "golden").is_dir():
         pytest.skip(f"no reference facts at {folder}; set MOE_TRAINER_SHARED to their folder")
     return folder

@@ -22,8 +22,8 @@ def shorten(set_attribute=setattr) -> None:
     """Shorten the mock data in this process."""
     original = MockTokens.__init__
 
-    def short(self, *given):
-        original(self, *given)
+    def short(self, *args):
+        original(self, *args)
         self.sequence_lengths = self.sequence_lengths[:NUM_DOCUMENTS]
 
     set_attribute(MockTokens, "__init__", short)

@@ -28,8 +28,8 @@ def test_what_is_captured_is_accepted(added):
 @pytest.mark.parametrize(("added", "reason"), OUTSIDE)
 def test_what_is_asked_for_and_not_captured_is_said_once(added, reason):
     settings, violations = resolve_command_line(changed(added), 8)
-    said = [line for line in settings.notes if "moe_preprocess is not captured" in line]
-    assert len(said) == 1 and reason in said[0] and not violations
+    messages = [line for line in settings.notes if "moe_preprocess is not captured" in line]
+    assert len(messages) == 1 and reason in messages[0] and not violations
 
 
 @pytest.mark.parametrize("added", [PREPROCESS, f"{PREPROCESS} --expert-model-parallel-size 2", ROUTER])

@@ -45,7 +45,7 @@ def test_multipliers_without_the_switch_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "note_text"),
     [
         ("--mup-width-mult 3", "--mup-width-mult 3.0: 4"),
         ("--decoupled-lr 1e-4", "--decoupled-lr"),
@@ -54,10 +54,10 @@ def test_multipliers_without_the_switch_change_nothing():
         ("--multi-latent-attention", "latent attention"),
     ],
 )
-def test_what_is_not_scaled_is_said(more, said):
+def test_what_is_not_scaled_is_said(more, note_text):
     width = parse().model.hidden_size
     settings, _ = resolve_command_line([*base_line(), *MUP, str(width // 4), *more.split()], 8)
-    assert any(said in note for note in settings.notes), settings.notes
+    assert any(note_text in note for note in settings.notes), settings.notes
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_the_node_of_a_recipe_is_known_where_it_runs(recipe, monkeypatch, enviro
 def test_suggestion_searches_are_limited(recipe, monkeypatch):
     """Every search reads all flags, and a file may hold a hundred thousand unknown ones."""
     searches, search = [], tokens._close_matches
-    monkeypatch.setattr(tokens, "_close_matches", lambda *given: searches.append(given) or search(*given))
+    monkeypatch.setattr(tokens, "_close_matches", lambda *rest: searches.append(rest) or search(*rest))
     path = recipe("MODEL_ARGS:\n" + "".join(f"  --num-layerz{number}: 1\n" for number in range(200)))
     with pytest.raises(ArgumentError) as caught:
         parse_args(["--preset", path], world_size=1)

@@ -257,10 +257,10 @@ def test_notes_report_more_permissive_outcomes():
     ("--skip-train --eval-iters 1", "--skip-train without --load: the initial weights are evaluated"),
 ])  # fmt: skip
 def test_flags_of_what_a_run_does_not_do_are_noted(words, expected):
-    given = words.split()
-    base = [word for word in TINY if word not in ("--eval-iters", "0")] if "--eval-iters" in given else TINY
-    data = [] if "--data-path" in given else MOCK
-    settings, _ = resolve_command_line([*base, *data, "--train-iters", "10", *given], 1)
+    flag_words = words.split()
+    base = [word for word in TINY if word not in ("--eval-iters", "0")] if "--eval-iters" in flag_words else TINY
+    data = [] if "--data-path" in flag_words else MOCK
+    settings, _ = resolve_command_line([*base, *data, "--train-iters", "10", *flag_words], 1)
     ordinary, _ = resolve_command_line([*TINY, *MOCK, "--train-iters", "10"], 1)
     assert any(expected in " ".join(note.split()) for note in settings.notes), settings.notes
     assert not any("no effect" in note or "--skip-train" in note for note in ordinary.notes)

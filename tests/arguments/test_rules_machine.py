@@ -113,7 +113,7 @@ def test_segments_of_memory_that_grow_are_asked_for_before_torch_is_there(monkey
         monkeypatch.setenv(name, "")  # taken back at the end, whatever main sets
         monkeypatch.delenv(name)
     monkeypatch.setattr(pretrain_moe, "require_packages", lambda *names: seen.update(os.environ))
-    monkeypatch.setattr(pretrain_moe, "_train", lambda *given: 0)
+    monkeypatch.setattr(pretrain_moe, "_train", lambda *rest: 0)
     assert (
         pretrain_moe.main(
             "--preset mixtral_tiny --mock-data --train-iters 1 --lr 1e-3 --min-lr 0 --micro-batch-size 1 "

@@ -440,10 +440,10 @@ def test_a_packed_or_overlapping_archive_is_refused(tmp_path):
         + b"PK\x05\x06"
         + struct.pack("<HHHHIIH", 0, 0, 2 + many, 2 + many, len(table_bytes), table, 0)
     )
-    for path, file, said in (("bomb", bomb, "compressed"), ("over", over, "longer than the file")):
+    for path, file, reason in (("bomb", bomb, "compressed"), ("over", over, "longer than the file")):
         (tmp_path / path).write_bytes(file)
         for read in (load_mapped, lambda path: load_bytes(path.read_bytes()), verify_checksums):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=reason):
                 read(tmp_path / path)
 
 

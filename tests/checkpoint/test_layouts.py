@@ -351,10 +351,10 @@ def _strictly(rank, n, folder, messages):
 def test_strictness_is_judged_over_all_stages(tmp_path):
     run_ranks(_save, 2, tmp_path / "saved", dict(pp=2), 1, False, SaveOptions())
     run_ranks(_strictly, 2, tmp_path / "saved", tmp_path)
-    said = [(tmp_path / rank).read_text() for rank in "01"]
-    assert said[0] == said[1] and said[0].count("another architecture") == 1
-    assert "elsewhere is not in the checkpoint" in said[0]
+    errors = [(tmp_path / rank).read_text() for rank in "01"]
+    assert errors[0] == errors[1] and errors[0].count("another architecture") == 1
+    assert "elsewhere is not in the checkpoint" in errors[0]
     assert (
-        said[0].count("of the checkpoint is not in this model") == 1
-        and "final_layernorm.weight of the checkpoint" in said[0]
+        errors[0].count("of the checkpoint is not in this model") == 1
+        and "final_layernorm.weight of the checkpoint" in errors[0]
     )

@@ -161,9 +161,9 @@ def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
     """Have CudaGraphs.run tell the recording of these parts, and the layers run as where they are captured, each operator on its own."""
     run, apart = CudaGraphs.run, captured & {"moe_router", "moe_preprocess"}
 
-    def counts_to_use(graphs, part, *given):
+    def counts_to_use(graphs, part, *rest):
         with recording.inside(part if part in captured else ""):
-            return run(graphs, part, *given)
+            return run(graphs, part, *rest)
 
     CudaGraphs.run, CudaGraphs.is_captured = counts_to_use, lambda graphs, *parts: not apart.isdisjoint(parts)
 

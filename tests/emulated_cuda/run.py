@@ -89,14 +89,14 @@ def device_test(test: Callable) -> Callable:
     """Have a test run in a process of its own with one device; its parameters are pickled."""
 
     @functools.wraps(test)
-    def run(**given: Any) -> None:
-        on_device(_run_test, test.__module__, test.__qualname__, given)
+    def run(**kwargs: Any) -> None:
+        on_device(_run_test, test.__module__, test.__qualname__, kwargs)
 
     return run
 
 
-def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
-    functools.reduce(getattr, name.split("."), importlib.import_module(module)).__wrapped__(**given)
+def _run_test(module: str, name: str, kwargs: dict[str, Any]) -> None:
+    functools.reduce(getattr, name.split("."), importlib.import_module(module)).__wrapped__(**kwargs)
 
 
 @functools.cache
@@ -129,8 +129,8 @@ def _call(rank: int, world_size: int, module: str, name: str, args: bytes, devic
     emulation.DEVICE().lib.ec_devices(devices)
     torch.cuda.set_device(rank % devices)
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    given = pickle.loads(args)
-    return pickle.dumps(function(*given) if world_size == 1 else function(rank, world_size, *given))
+    values = pickle.loads(args)
+    return pickle.dumps(function(*values) if world_size == 1 else function(rank, world_size, *values))
 
 
 def _serve(channel: Connection, *libraries: str) -> None:

@@ -63,8 +63,8 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
         casts[-1] += x.data_ptr() in weights
         return quantize(x, *rest)
 
-    def run(given, *rest, **more):
-        for chunk in given.chunks:
+    def run(context, *rest, **more):
+        for chunk in context.chunks:
             for module in chunk.modules():
                 if isinstance(module, _FusedLinear):
                     weights.add(module.weight.data_ptr())
@@ -75,7 +75,7 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
                         for one in stack
                     )
         casts.append(0)
-        return run_microbatches(given, *rest, **more)
+        return run_microbatches(context, *rest, **more)
 
     if not once:
         step.cached_weight_casts = nullcontext

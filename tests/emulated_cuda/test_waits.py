@@ -106,12 +106,12 @@ def experts(biases: bool) -> tuple[dict, list]:
     there, results, waits = torch.tensor([10, 0, 14], device="cuda"), [], []
     assert can_read_counts_on_device(w1, w2, None)
     for counts, rows in ((there, 40), ([10, 0, 14], 24)):
-        given = [each.clone().requires_grad_() for each in (x[:rows], p[:rows], w1, w2, *((b1, b2) if biases else ()))]
-        added = dict(zip(("b1_eG", "b2_eH"), given[4:]))
+        inputs = [each.clone().requires_grad_() for each in (x[:rows], p[:rows], w1, w2, *((b1, b2) if biases else ()))]
+        added = dict(zip(("b1_eG", "b2_eH"), inputs[4:]))
         with emulation.Ledger(emulation.DEVICE()) as ledger:
-            y = expert_mlp(*given[:4], counts, Activation("silu", gated=True), **added)
+            y = expert_mlp(*inputs[:4], counts, Activation("silu", gated=True), **added)
             y.backward(torch.where(torch.isnan(x[:rows]), x[:rows], 1.0))
-        results.append([each[:24].float().cpu().tolist() for each in (y.detach(), *(each.grad for each in given))])
+        results.append([each[:24].float().cpu().tolist() for each in (y.detach(), *(each.grad for each in inputs))])
         waits.append(dict(ledger.waits))
     return waits[0], results
 

@@ -8,7 +8,7 @@ from emulation import Device
 
 def use_interpreter(device: Device) -> None:
     """Have the interpreter work on the device's own bytes, and count each launch."""
-    import bf16_products
+    import bf16_gemms
     import fast_interpreter
     import triton
     from triton.runtime.interpreter import GridExecutor
@@ -17,17 +17,17 @@ def use_interpreter(device: Device) -> None:
 
     def call(executor: GridExecutor, *args, **kwargs) -> None:
         names = [*range(len(args)), *kwargs]
-        given = {**dict(enumerate(args)), **kwargs}
-        on_device = [name for name in names if isinstance(given[name], torch.Tensor) and given[name].is_cuda]
+        arguments = {**dict(enumerate(args)), **kwargs}
+        on_device = [name for name in names if isinstance(arguments[name], torch.Tensor) and arguments[name].is_cuda]
 
         def run(*aliases: torch.Tensor) -> None:
-            now = {**given, **dict(zip(on_device, aliases, strict=True))}
+            now = {**arguments, **dict(zip(on_device, aliases, strict=True))}
             launch(executor, *(now[index] for index in range(len(args))), **{name: now[name] for name in kwargs})
 
-        device.kernel(f"triton::{executor.fn.__name__}", [given[name] for name in on_device], run)
+        device.kernel(f"triton::{executor.fn.__name__}", [arguments[name] for name in on_device], run)
 
     GridExecutor.__call__ = call
-    bf16_products.correct()
+    bf16_gemms.correct()
     fast_interpreter.patch_once()
     # nothing is copied: tensors of the host, whose bytes are the device's
     GridExecutor._init_args_hst = lambda executor, args, kwargs: (args, kwargs)

@@ -197,10 +197,11 @@ def test_an_output_that_would_be_lost_or_destroy_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for output in (path, tmp_path / "link", tmp_path / "pipe", tmp_path, Path("..")):
         assert plan.main(["calibrate", "--from", str(path), "--hardware", "cpu", "--output", str(output)]) == 2
-        said = capsys.readouterr()
+        captured = capsys.readouterr()
         assert (
-            said.err == f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file\n"
-            and said.out == ""
+            captured.err
+            == f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file\n"
+            and captured.out == ""
         )
     assert path.read_bytes() == before and (tmp_path / "pipe").is_fifo()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "metrics.jsonl", "pipe"]

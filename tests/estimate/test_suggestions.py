@@ -81,8 +81,8 @@ def test_the_dry_run_names_them(capsys, tmp_path):
 def test_weights_that_stay_are_offered_no_change_of_training(flag):
     line = [*LINE, "--micro-batch-size", "4"]
     kinds = [
-        {change.kind for change in changes(validated_args(given, 64), find_hardware("h100"), 64)}
-        for given in (line, [*line, flag])
+        {change.kind for change in changes(validated_args(changed_line, 64), find_hardware("h100"), 64)}
+        for changed_line in (line, [*line, flag])
     ]
     training = {"optimizer", "offload", "recompute"}
     assert kinds[0] & training == training and not kinds[1] & training and kinds[1]

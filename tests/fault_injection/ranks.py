@@ -500,9 +500,9 @@ def reserved_port() -> Iterator[int]:
 # ---- disks and hosts
 
 
-def mount(*given: str) -> None:
+def mount(*words: str) -> None:
     """Raises: UnsupportedHostError."""
-    done = subprocess.run(["mount", *given], capture_output=True, text=True, check=False)
+    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UnsupportedHostError(f"mount is not allowed here: {done.stderr.strip()}")
 

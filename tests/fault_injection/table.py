@@ -420,21 +420,23 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--folder", type=Path, help="working folder, kept afterwards; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="record the table in scripts/bench_results/")
-    given = parser.parse_args(argv)
-    faults = [fault for fault in FAULTS if given.only is None or any(word in fault.name for word in given.only)]
-    if given.list or not faults:
+    options = parser.parse_args(argv)
+    faults = [fault for fault in FAULTS if options.only is None or any(word in fault.name for word in options.only)]
+    if options.list or not faults:
         print(
-            "\n".join(fault.name for fault in (FAULTS if given.list else []))
+            "\n".join(fault.name for fault in (FAULTS if options.list else []))
             or "--only: no fault has such a name; --list names them all"
         )
-        return 0 if given.list else 2
+        return 0 if options.list else 2
     with tempfile.TemporaryDirectory(prefix="faults") as temporary:
-        results = run_faults(faults, given.folder or Path(temporary), given.jobs, lambda text: print(text, flush=True))
+        results = run_faults(
+            faults, options.folder or Path(temporary), options.jobs, lambda text: print(text, flush=True)
+        )
     for result in results:
         for problem in result.problems:
             print(f"--- {result.fault.name}: {problem}", file=sys.stderr)
     print(f"{table(results)}\n\n{summary(results)}")
-    if given.write:
+    if options.write:
         note = (
             "An iteration that was running when the fault hit is not counted as lost. Where nothing was lost and the "
             "exit codes are 0, the run itself continued."

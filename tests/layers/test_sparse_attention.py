@@ -136,9 +136,9 @@ def test_small_gradients_of_the_index_are_not_lost_before_they_are_scaled(dtype)
     y_SBH = attention("--dsa-indexer-loss-coeff", "12")._attach(
         torch.ones(6, 2, 32, requires_grad=True), torch.tensor(3.0), grads, index, 2.0**20
     )
-    for given in torch.autograd.grad(y_SBH.sum(), list(index)):
+    for actual in torch.autograd.grad(y_SBH.sum(), list(index)):
         torch.testing.assert_close(
-            given.float(), torch.full_like(given, 1e-9 * 2**20, dtype=torch.float32), rtol=1e-2, atol=0.0
+            actual.float(), torch.full_like(actual, 1e-9 * 2**20, dtype=torch.float32), rtol=1e-2, atol=0.0
         )
 
 

@@ -55,8 +55,8 @@ def test_records_hold_their_own_iteration_while_the_line_averages(tmp_path, caps
 
 
 def test_counters_count_since_the_last_record(tmp_path, capsys):
-    given = [record(1, 4.0), record(2, math.nan, skipped=True), record(3, 2.0), record(4, 1.0)]
-    records, lines = run(tmp_path, given, capsys, log_interval=4)
+    reported = [record(1, 4.0), record(2, math.nan, skipped=True), record(3, 2.0), record(4, 1.0)]
+    records, lines = run(tmp_path, reported, capsys, log_interval=4)
     assert [r["iteration"] for r in records] == [1, 4]
     assert [r["skipped_iterations"] for r in records] == [0, 1]
     assert [r["nan_iterations"] for r in records] == [0, 1]
@@ -67,11 +67,11 @@ def test_counters_count_since_the_last_record(tmp_path, capsys):
 
 def test_a_rejected_iteration_stands_in_one_record(tmp_path, capsys):
     skipped = [{"iteration": number, "samples": [0, 4], "because": "the loss is nan"} for number in (1, 3, 5)]
-    given = [
+    reported = [
         record(number, 1.0, rejected=[each for each in skipped if each["iteration"] <= number])
         for number in (1, 2, 3, 5, 6)
     ]
-    records, _ = run(tmp_path, given, capsys, log_interval=2)  # 4 is skipped without a record
+    records, _ = run(tmp_path, reported, capsys, log_interval=2)  # 4 is skipped without a record
     assert [[each["iteration"] for each in r.get("rejected", [])] for r in records] == [[1], [], [3, 5]]
 
 
@@ -183,8 +183,8 @@ def test_the_line_shows_how_overloaded_the_fullest_rank_is(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, rows = tmp_path / "tb", [[0] * 4 + [0] * 4, [5, 1, 1, 1, 0, 0, 0, 1], [2, 2, 2, 2, 0, 0, 0, 1]]
-    given = record(1, 4.0, loads=torch.tensor(rows, dtype=torch.float64))
-    _, lines = run(tmp_path, [given], capsys, log_interval=1, expert_ranks=2, tensorboard_dir=str(folder))
+    reported = record(1, 4.0, loads=torch.tensor(rows, dtype=torch.float64))
+    _, lines = run(tmp_path, [reported], capsys, log_interval=1, expert_ranks=2, tensorboard_dir=str(folder))
     assert " avg overload factor: 1.250 | max overload factor: 1.500 |" in lines[0]
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -192,7 +192,7 @@ def test_the_line_shows_how_overloaded_the_fullest_rank_is(tmp_path, capsys):
         events.Scalars("moe/avg_overload_factor")[0].value == 1.25
         and events.Scalars("moe/max_overload_factor")[0].value == 1.5
     )
-    assert "overload" not in run(tmp_path, [given], capsys, log_interval=1)[1][0]
+    assert "overload" not in run(tmp_path, [reported], capsys, log_interval=1)[1][0]
 
 
 def test_what_is_logged_is_there_without_a_close(tmp_path):

@@ -14,10 +14,10 @@ from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 class Run:
     """One run on the stand-in's server: rows by step. As the real one, it takes no step below the last."""
 
-    def __init__(self, number, given):
-        self.id, self.given, self.rows, self.step, self.finished = (
-            given.get("id") or f"run{number}",
-            given,
+    def __init__(self, number, init_args):
+        self.id, self.init_args, self.rows, self.step, self.finished = (
+            init_args.get("id") or f"run{number}",
+            init_args,
             {},
             0,
             False,
@@ -40,9 +40,9 @@ class Run:
 def server(monkeypatch):
     runs = {}
 
-    def init(**given):
-        run = Run(len(runs), given)
-        if given.get("resume") == "allow" and run.id in runs:
+    def init(**init_args):
+        run = Run(len(runs), init_args)
+        if init_args.get("resume") == "allow" and run.id in runs:
             run.rows = runs[run.id].rows
             run.step = max(run.rows, default=-1) + 1
         runs[run.id] = run
@@ -69,12 +69,12 @@ def test_numbers_are_those_of_tensorboard(tmp_path, server):
     job(tmp_path, 0, 2)
     (run,) = server.values()
     assert (
-        run.given["project"] == "moe"
-        and run.given["name"] == "one"
-        and run.given["config"] == {"lr": 0.1}
-        and run.given["entity"] is None
+        run.init_args["project"] == "moe"
+        and run.init_args["name"] == "one"
+        and run.init_args["config"] == {"lr": 0.1}
+        and run.init_args["entity"] is None
     )
-    assert run.given["dir"] == f"{tmp_path}/wandb" and "id" not in run.given and run.finished
+    assert run.init_args["dir"] == f"{tmp_path}/wandb" and "id" not in run.init_args and run.finished
     assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(1, 9.0), (2, 8.0)]
     assert run.rows[2]["lm loss validation"] == 3.5 and {
         "learning-rate",
@@ -88,7 +88,7 @@ def test_a_resumed_job_continues_its_run_and_logs_no_step_twice(tmp_path, server
     job(tmp_path, 0, 5, killed=True)  # its last checkpoint is of iteration 3
     job(tmp_path, 3, 8, resumes_own_run=True)
     (run,) = server.values()
-    assert run.given["id"] == "run0" and run.given["resume"] == "allow" and run.refused == []
+    assert run.init_args["id"] == "run0" and run.init_args["resume"] == "allow" and run.refused == []
     assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(step, 10.0 - step) for step in range(1, 9)]
     assert json.loads((tmp_path / "wandb_run.json").read_text()) == {"id": "run0", "project": "moe", "entity": None}
 
@@ -98,7 +98,7 @@ def test_other_jobs_begin_a_new_run(tmp_path, server):
     job(tmp_path, 2, 3)  # weights from elsewhere: not its own checkpoints
     assert list(server) == ["run0", "run1"]
     job(tmp_path, 3, 4, resumes_own_run=True, wandb_entity="team")  # another place
-    assert list(server) == ["run0", "run1", "run2"] and "resume" not in server["run2"].given
+    assert list(server) == ["run0", "run1", "run2"] and "resume" not in server["run2"].init_args
     job(tmp_path, 0, 1, resumes_own_run=True)  # asked to resume, without a checkpoint yet
     assert list(server)[-1] == "run3"
     (tmp_path / "wandb_run.json").write_text("{torn")
@@ -116,7 +116,7 @@ def test_its_failures_do_not_end_a_run(tmp_path, server, caplog):
 
 
 def test_what_prevents_its_start_is_reported(tmp_path, monkeypatch):
-    def init(**given):
+    def init(**init_args):
         raise RuntimeError("no API key")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))

@@ -55,11 +55,13 @@ def test_what_stands_behind_the_rows_changes_nothing(activation, biases):
         def padded(x, behind=behind):
             return torch.cat([x, torch.full((behind, *x.shape[1:]), torch.nan)]).requires_grad_()
 
-        given = padded(x), padded(p), w1.clone().requires_grad_(), w2.clone().requires_grad_()
+        tensors = padded(x), padded(p), w1.clone().requires_grad_(), w2.clone().requires_grad_()
         added = {name: w[:, :, 0].clone().requires_grad_() for name, w in (("b1_eG", w1), ("b2_eH", w2)) if biases}
-        y = expert_mlp(*given, torch.tensor(counts) if behind else counts, activation, gemms=GROUPED_MM, **added)
+        y = expert_mlp(*tensors, torch.tensor(counts) if behind else counts, activation, gemms=GROUPED_MM, **added)
         y.backward(padded(weight).detach())
-        results.append([each[:7] for each in (y, given[0].grad, given[1].grad)] + [given[2].grad, given[3].grad])
+        results.append(
+            [each[:7] for each in (y, tensors[0].grad, tensors[1].grad)] + [tensors[2].grad, tensors[3].grad]
+        )
         results[-1] += [bias.grad for bias in added.values()]
     for one, other in zip(*results, strict=True):
         assert not other.isnan().any()

@@ -253,8 +253,8 @@ def _overlapped(rank, n, layout):
         layer = shard_of(args, ps)
         handles, start = [], layer.dispatcher.start_token_dispatch
 
-        def start_and_remember(*given, start=start, handles=handles):
-            sent = start(*given)
+        def start_and_remember(*rest, start=start, handles=handles):
+            sent = start(*rest)
             handles.append(sent.handle.work)
             return sent
 

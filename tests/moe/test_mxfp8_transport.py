@@ -84,10 +84,10 @@ def _bytes(rank, n, flags):
     with pytest.MonkeyPatch.context() as patch:
         exchange = collectives.dist.all_to_all_single
 
-        def all_to_all_single(out, given, *args, **kwargs):
-            if given.dim() > 1:
-                sent.append(given.numel() * given.element_size())
-            return exchange(out, given, *args, **kwargs)
+        def all_to_all_single(out, sent_tensor, *args, **kwargs):
+            if sent_tensor.dim() > 1:
+                sent.append(sent_tensor.numel() * sent_tensor.element_size())
+            return exchange(out, sent_tensor, *args, **kwargs)
 
         patch.setattr(collectives.dist, "all_to_all_single", all_to_all_single)
         ranks.run_layer(layer, xs[rank], weights[rank])

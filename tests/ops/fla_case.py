@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from emulated_cuda import bf16_products
+from emulated_cuda import bf16_gemms
 from triton import language as tl
 from triton.runtime.autotuner import Autotuner
 
@@ -30,7 +30,7 @@ def of_tensors(*bounds) -> Iterator[tl.tensor]:
 def main() -> None:
     """Two chunks, the second one not full, and two value heads for a key head: forward and backward."""
     Autotuner.run = first_configuration
-    bf16_products.correct()
+    bf16_gemms.correct()
     ours = triton_delta_rule.load_fla()
     for name in [name for name in sys.modules if name.startswith(("fla.ops.common", "fla.ops.gated_delta_rule"))]:
         sys.modules[name].range = of_tensors

@@ -74,51 +74,53 @@ DOCUMENTS = {
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_output_and_gradients_are_those_of_the_recurrence(kind):
     ids = None if DOCUMENTS[kind] is None else torch.tensor(DOCUMENTS[kind])
-    given = inputs(45)
-    found, expected = gated_delta(*given, HEADS, ids), by_position(*given, ids)
+    tensors = inputs(45)
+    found, expected = gated_delta(*tensors, HEADS, ids), by_position(*tensors, ids)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
     assert expected.abs().max() > 0.1
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    for grad, right in zip(torch.autograd.grad(found, given, weights), torch.autograd.grad(expected, given, weights)):
+    for grad, right in zip(
+        torch.autograd.grad(found, tensors, weights), torch.autograd.grad(expected, tensors, weights)
+    ):
         assert torch.allclose(grad, right, rtol=0, atol=1e-11 * right.abs().max().item())
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 17])
 def test_any_length(length):
-    given = inputs(length)
-    assert torch.allclose(gated_delta(*given, HEADS), by_position(*given), rtol=0, atol=1e-12)
+    tensors = inputs(length)
+    assert torch.allclose(gated_delta(*tensors, HEADS), by_position(*tensors), rtol=0, atol=1e-12)
 
 
 def test_a_document_does_not_see_the_one_before_it():
-    given = inputs(45)
+    tensors = inputs(45)
     ids = torch.tensor([[0] * 19 + [1] * 26] * 2)
-    alone = gated_delta(*(each[19:] for each in given[:3]), *given[3:], HEADS)
-    assert torch.allclose(gated_delta(*given, HEADS, ids)[19:], alone, rtol=0, atol=1e-12)
+    alone = gated_delta(*(each[19:] for each in tensors[:3]), *tensors[3:], HEADS)
+    assert torch.allclose(gated_delta(*tensors, HEADS, ids)[19:], alone, rtol=0, atol=1e-12)
 
 
 def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
-    given = inputs(45, torch.float32)
+    tensors = inputs(45, torch.float32)
     with torch.no_grad():
-        given[2] += 200.0
-        given[4] += 5.0
-    y = gated_delta(*given, HEADS)
+        tensors[2] += 200.0
+        tensors[4] += 5.0
+    y = gated_delta(*tensors, HEADS)
     y.sum().backward()
-    assert all(torch.isfinite(each).all() for each in (y, *(x.grad for x in given)))
+    assert all(torch.isfinite(each).all() for each in (y, *(x.grad for x in tensors)))
 
 
 def test_half_precision_is_computed_in_fp32():
-    given = inputs(45, torch.bfloat16)
-    wide = [each.detach().float() for each in given]
-    y = gated_delta(*given, HEADS)
+    tensors = inputs(45, torch.bfloat16)
+    wide = [each.detach().float() for each in tensors]
+    y = gated_delta(*tensors, HEADS)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, gated_delta(*wide, HEADS).bfloat16())
     y.sum().backward()
-    assert all(each.grad.dtype == torch.bfloat16 for each in given)
+    assert all(each.grad.dtype == torch.bfloat16 for each in tensors)
 
 
 def test_what_is_kept_is_the_input_and_a_state_per_segment():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        given = inputs(45)
-        gated_delta(*given, HEADS)
-    assert sum(kept) == sum(each.numel() for each in given) + 2 * BATCH * 4 * 6 * 5
+        tensors = inputs(45)
+        gated_delta(*tensors, HEADS)
+    assert sum(kept) == sum(each.numel() for each in tensors) + 2 * BATCH * 4 * 6 * 5

@@ -108,8 +108,8 @@ def test_half_precision_is_computed_with_as_fp32():
     (chosen, indexer_loss_grads), (expected, wide) = found
     assert torch.equal(chosen.bits_BSC, expected.bits_BSC) and torch.equal(indexer_loss_grads.loss, wide.loss)
     assert all(
-        given.dtype == torch.float32 and torch.equal(given, grad)
-        for given, grad in zip(indexer_loss_grads.grads, wide.grads)
+        actual.dtype == torch.float32 and torch.equal(actual, grad)
+        for actual, grad in zip(indexer_loss_grads.grads, wide.grads)
     )
 
 

@@ -245,10 +245,10 @@ def resources(made) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        said = subprocess.run(
+        output = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack = (int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "STACK"))
+    registers, stack = (int(re.search(rf"{name}:(\d+)", output).group(1)) for name in ("REG", "STACK"))
     return {"shared": made.metadata.shared, "warps": made.metadata.num_warps, "registers": registers, "stack": stack}
 
 

@@ -31,9 +31,9 @@ class Bare(nn.Module):
             self.register_parameter(name, param)
 
 
-def step(model, grads, built, given, **rates):
+def step(model, grads, built, targets, **rates):
     built.zero_grad()
-    sum((param * grad).sum() for param, grad in zip(model.parameters(), given)).backward()
+    sum((param * grad).sum() for param, grad in zip(model.parameters(), targets)).backward()
     grads.finish()
     return built.step(rates.get("lr", 0.1), rates.get("weight_decay", 0.1))
 
@@ -176,8 +176,8 @@ def test_projections_and_experts_are_matrices_of_their_own(mode, split):
     grads, built = build_training(
         model, **HIGH, muon_scale_mode=mode, muon_split_qkv=split, muon_extra_scale_factor=0.5, clip_grad=0.0
     )
-    given = [random(*qkv.shape, seed=2), random(*experts.shape, seed=3)]
-    step(model, grads, built, given, lr=0.1, weight_decay=0.2)
+    targets = [random(*qkv.shape, seed=2), random(*experts.shape, seed=3)]
+    step(model, grads, built, targets, lr=0.1, weight_decay=0.2)
 
     def update(x):  # momentum 0.9 from zero: a tenth of the gradient, whose length does not matter
         rows, columns = x.shape
@@ -189,16 +189,16 @@ def test_projections_and_experts_are_matrices_of_their_own(mode, split):
         return plain_orthogonal(x, "quintic", 5).float() * scale * 0.5
 
     if split:
-        by_group = given[0].view(2, 12, 5)
+        by_group = targets[0].view(2, 12, 5)
         parts = [update(part.reshape(-1, 5)).view(2, -1, 5) for part in by_group.split(blocks, dim=1)]
         wanted = torch.cat(parts, dim=1).view(24, 5)
     else:
-        wanted = update(given[0])
+        wanted = update(targets[0])
     torch.testing.assert_close(model.qkv.detach(), 0.98 * qkv - 0.1 * wanted, rtol=1e-4, atol=1e-5)
     for number in range(3):
         torch.testing.assert_close(
             model.experts[number].detach(),
-            0.98 * experts[number] - 0.1 * update(given[1][number]),
+            0.98 * experts[number] - 0.1 * update(targets[1][number]),
             rtol=1e-4,
             atol=1e-5,
         )
@@ -218,12 +218,12 @@ def test_vectors_embeddings_and_the_head_follow_the_other_rule(scalar):
         "norm": random(6, seed=2),
         "matrix": random(6, 6, seed=3),
     }
-    given = [random(*value.shape, seed=9) for value in values.values()]
+    targets = [random(*value.shape, seed=9) for value in values.values()]
 
     def trained(**optimizer):
         model = Bare(**{name: (value, ParamInfo((infos[name],))) for name, value in values.items()})
         grads, built = build_training(model, **optimizer)
-        step(model, grads, built, given)
+        step(model, grads, built, targets)
         return model, {(state.param.info.names[0], state.state_name) for state in built.tensors()}
 
     model, names = trained(**HIGH, muon_scalar_optimizer=scalar)
@@ -243,10 +243,10 @@ def test_lion_follows_its_equations():
     grads, built = build_training(model, optimizer="lion", clip_grad=0.0, lion_beta1=0.8, lion_beta2=0.7)
     momentum = torch.zeros(5, 4)
     for number in range(3):
-        given = random(5, 4, seed=number + 5)
-        step(model, grads, built, [given, random(4, seed=number)], lr=0.01, weight_decay=0.5)
-        value = value * (1 - 0.01 * 0.5) - 0.01 * torch.sign(0.8 * momentum + 0.2 * given)
-        momentum = 0.7 * momentum + 0.3 * given
+        targets = random(5, 4, seed=number + 5)
+        step(model, grads, built, [targets, random(4, seed=number)], lr=0.01, weight_decay=0.5)
+        value = value * (1 - 0.01 * 0.5) - 0.01 * torch.sign(0.8 * momentum + 0.2 * targets)
+        momentum = 0.7 * momentum + 0.3 * targets
     torch.testing.assert_close(model.matrix.detach(), value)
     assert {state.state_name for state in built.tensors()} == {"exp_avg"}
 

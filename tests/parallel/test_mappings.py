@@ -47,9 +47,9 @@ def _work(rank, n, dtype):
         x = _cut(whole, before, rank, n).clone().requires_grad_()
         y = getattr(mappings, name)(x, group)
         weight = weights[rank] if own else _cut(weights[0], after, rank, n)
-        given, coming = x.detach().clone(), weight.clone()
+        original, coming = x.detach().clone(), weight.clone()
         y.backward(coming)
-        assert torch.equal(x, given), f"{name} wrote into its input"
+        assert torch.equal(x, original), f"{name} wrote into its input"
         assert torch.equal(coming, weight), f"{name} wrote into the gradient, which others may read"
         report[name] = y.detach(), x.grad
     return report

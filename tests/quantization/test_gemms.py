@@ -277,8 +277,8 @@ def test_quantised_experts_run_the_activation_that_they_are_given():
     values, counts = experts()
     plain = get_activation_fns(activation)
     block = ActivationFns(
-        lambda *given: (called.append("forward"), plain.forward(*given))[1],
-        lambda *given: (called.append("backward"), plain.backward(*given))[1],
+        lambda *args: (called.append("forward"), plain.forward(*args))[1],
+        lambda *args: (called.append("backward"), plain.backward(*args))[1],
     )
     model = ModelArgs(
         num_layers=1,

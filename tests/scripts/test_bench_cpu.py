@@ -70,8 +70,8 @@ def test_the_other_processes_continue(monkeypatch, capsys, model, turns):
     made = []
     monkeypatch.setattr(bench_cpu, "Contender", lambda name, build, *rest: made.append(Quick(name, build)) or made[-1])
     found = {"moe-trainer": 99, "transformers/eager": turns, "transformers/grouped_mm": 99, "other": turns, "gemm": 99}
-    given = argparse.Namespace(contenders=None, threads=1, limit=20.0, rounds=3, steps=2)
-    results = bench_cpu.race(bench_baselines.MODELS[model], "bf16", found, given)
+    options = argparse.Namespace(contenders=None, threads=1, limit=20.0, rounds=3, steps=2)
+    results = bench_cpu.race(bench_baselines.MODELS[model], "bf16", found, options)
     enough = turns >= (
         7 if model == "small" else 4
     )  # to warm up, (be tried three times,) and take part in three rounds
@@ -80,9 +80,9 @@ def test_the_other_processes_continue(monkeypatch, capsys, model, turns):
     assert ("| other | not measured: gone |" in text) == (not enough)
     assert len(results["moe-trainer"]["seconds"]) == 3
     assert all(one.ended or one.left == 0 for one in made)
-    said = capsys.readouterr().err
-    assert "contenders" in said and "about 0 min" in said  # how long it will take
-    assert ("other is left out: gone" in said) == (not enough)
+    stderr = capsys.readouterr().err
+    assert "contenders" in stderr and "about 0 min" in stderr  # how long it will take
+    assert ("other is left out: gone" in stderr) == (not enough)
 
 
 @pytest.mark.parametrize("missing", ["moe-trainer", "gemm"])

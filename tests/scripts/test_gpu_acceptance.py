@@ -186,7 +186,7 @@ def test_waits_of_multi_token_prediction():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
         (["--output", "{tmp}"], "exists: give the name of a new directory"),
         (["--time-limit", "0", "--output", "{tmp}/new"], "--time-limit 0"),
@@ -196,10 +196,10 @@ def test_waits_of_multi_token_prediction():
         (["--output", "{tmp}/new"], "EMULATED_CUDA=2"),
     ],
 )
-def test_wrong_input_is_a_user_error(tmp_path, monkeypatch, capsys, given, message):
+def test_wrong_input_is_a_user_error(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_info:
-        gpu_acceptance.main([word.format(tmp=tmp_path) for word in given])
+        gpu_acceptance.main([word.format(tmp=tmp_path) for word in words])
     assert exit_info.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 

@@ -147,9 +147,9 @@ def test_what_does_not_run_is_not_submitted(tmp_path):
     done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", TP="3", code=2)
     assert "--tensor-model-parallel-size 3" in done.stdout + done.stderr
     assert "MODEL is not set" in dry("sbatch_train.sh", tmp_path, code=2).stderr
-    for script, name, given in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
-        refusal = dry(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: given}).stderr
-        assert refusal == f"error: {name}={given}: a whole number above 0 is needed\n"
+    for script, name, value in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
+        refusal = dry(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: value}).stderr
+        assert refusal == f"error: {name}={value}: a whole number above 0 is needed\n"
     assert (
         "PR=fp9: one of bf16 fp8 mxfp8"
         in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
@@ -237,12 +237,12 @@ def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
 
 
 def test_a_dry_run_opens_the_files(tmp_path):
-    given = dict(MODEL="qwen3_tiny", GPUS_PER_NODE="2", EP="2", DATA_PATH=str(tmp_path / "none_text_document"))
-    done = dry("launch.sh", tmp_path, code=2, **given)
+    env_vars = dict(MODEL="qwen3_tiny", GPUS_PER_NODE="2", EP="2", DATA_PATH=str(tmp_path / "none_text_document"))
+    done = dry("launch.sh", tmp_path, code=2, **env_vars)
     assert "none_text_document" in done.stderr
-    assert "2 x h100" in dry("launch.sh", tmp_path, CHECK_FILES="0", **given).stdout
+    assert "2 x h100" in dry("launch.sh", tmp_path, CHECK_FILES="0", **env_vars).stdout
     assert (
-        "can be written" not in dry("launch.sh", tmp_path, **{**given, "DATA_PATH": ""}).stdout
+        "can be written" not in dry("launch.sh", tmp_path, **{**env_vars, "DATA_PATH": ""}).stdout
     )  # nothing is named: a plan may be another machine's
 
 
@@ -360,7 +360,7 @@ export PARTITION=${PARTITION:-"batch"}
 export OUTPUT_PATH=${OUTPUT_PATH:-"/results/${MODEL}-TP${TP}PP${PP}EP${EP}VPP${VPP}-MBS${MBS}GBS${GBS}"}
 declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
 """)
-    given = dict(MODEL="Mixtral-8x7B", CLUSTER="OURS", VALIDATE="0", ACCOUNT="us", PARTITION="")
+    env_vars = dict(MODEL="Mixtral-8x7B", CLUSTER="OURS", VALIDATE="0", ACCOUNT="us", PARTITION="")
     done = dry(
         "sbatch_train.sh",
         tmp_path,
@@ -368,7 +368,7 @@ declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
         RUN_NAME="baseline",
         COMMENT="v1",
         MEGATRON_PATH="/opt/megatron",
-        **given,
+        **env_vars,
     )
     flags = flags_in(done.stdout)
     assert value(flags, "--save") == "/results/Mixtral-8x7B-TP1PP4EP8VPP8-MBS1GBS256/checkpoints"
@@ -376,10 +376,10 @@ declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
     for wanted in ("--account=us", "--partition=batch", "--job-name=moe-baseline", "--comment=v1"):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
     assert "note: MEGATRON_PATH=/opt/megatron has no effect" in done.stdout
-    assert "DATASET=Dolma: neither" in dry("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **given).stderr
+    assert "DATASET=Dolma: neither" in dry("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **env_vars).stderr
     assert (
         "no THEIRS.conf in cluster_configs"
-        in dry("sbatch_train.sh", tmp_path, code=2, **{**given, "CLUSTER": "THEIRS"}).stderr
+        in dry("sbatch_train.sh", tmp_path, code=2, **{**env_vars, "CLUSTER": "THEIRS"}).stderr
     )
 
 
@@ -463,12 +463,12 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
     """bash runs a command that stands in the index of an array inside $(( )) and [ -gt ]."""
     lines = [line for line in ZOO_FILE.splitlines() if not line.startswith(f"  {flag}:")]
     (tmp_path / "zoo.yaml").write_text("\n".join([*lines, f"  {flag}: BASH_VERSINFO[$(>ran)]", ""]))
-    given = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")
+    env_vars = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")
     for script in ("launch.sh", "sbatch_train.sh"):
         done = subprocess.run(
             ["bash", str(SCRIPTS / script)],
             cwd=tmp_path,
-            env=surroundings(DRY_RUN="1", **given),
+            env=surroundings(DRY_RUN="1", **env_vars),
             capture_output=True,
             text=True,
         )

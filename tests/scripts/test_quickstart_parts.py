@@ -73,7 +73,7 @@ def test_an_environment_of_another_checkout_is_not_up_to_date(tmp_path):
         f'#!/bin/bash\n[ "$1" = -m ] && echo "$*" >>{tmp_path}/calls\n[ "$1" != --version ] || echo Python 3.11.0\nexit 0\n'
     )
     stub.chmod(0o755)
-    said = []
+    is_up_to_date = []
     for name in ("one", "one", "two", "one"):
         other = tmp_path / name
         (other / "scripts").mkdir(parents=True, exist_ok=True)
@@ -87,8 +87,8 @@ def test_an_environment_of_another_checkout_is_not_up_to_date(tmp_path):
             text=True,
             check=True,
         )
-        said.append("up to date" in done.stdout)
-    assert said == [False, True, False, False]
+        is_up_to_date.append("up to date" in done.stdout)
+    assert is_up_to_date == [False, True, False, False]
     assert [
         line.rpartition("/")[2] for line in (tmp_path / "calls").read_text().splitlines() if "--editable" in line
     ] == ["one", "two", "one"]

@@ -263,8 +263,8 @@ def test_ranks_of_a_launcher_do_it_together(one_rank):
 def test_a_mistake_in_a_layer_is_found_where_it_is(one_rank, replay, monkeypatch):
     right = MoELayer.forward
 
-    def wrong(self, x_SBH, *given, **named):
-        return right(self, x_SBH, *given, **named) * (1.001 if self.layer_number == 2 else 1.0)
+    def wrong(self, x_SBH, *args, **named):
+        return right(self, x_SBH, *args, **named) * (1.001 if self.layer_number == 2 else 1.0)
 
     monkeypatch.setattr(MoELayer, "forward", wrong)
     code, out, err = replay(one_rank, "--expert-model-parallel-size", "2")
@@ -360,7 +360,7 @@ def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
     assert code == 2 and name in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--swigluu"], "--swigluu"),
     (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3"),
     (["--world-size", "3"], "--micro-batch-size 2 on each of 3 data ranks"),
@@ -372,9 +372,9 @@ def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
     (["--timeout", "nan"], "--timeout nan"),
     (["--keep", "/"], "--keep /: already exists"),
 ])  # fmt: skip
-def test_wrong_input_ends_with_2_and_without_a_traceback(one_rank, replay, words, said):
+def test_wrong_input_ends_with_2_and_without_a_traceback(one_rank, replay, words, message):
     code, out, err = replay(one_rank, *words)
-    assert code == 2 and said in err and "Traceback" not in err, (code, out, err)
+    assert code == 2 and message in err and "Traceback" not in err, (code, out, err)
 
 
 def test_what_is_no_record_is_refused(replay, tmp_path):

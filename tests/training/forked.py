@@ -22,13 +22,13 @@ def pretrain(
     """Run a job in `folder`; returns the records of its metrics file and the exported weights. device: on emulated devices, one for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = ["--metrics-file", "metrics.jsonl", "--export-weights", "final.safetensors"]
-    given = [*argv, *outputs], folder
+    job = [*argv, *outputs], folder
     if not device:
-        codes = run_ranks(_rank, world_size, *given)
+        codes = run_ranks(_rank, world_size, *job)
     elif world_size == 1:
-        codes = [on_device(_on_device, 0, 1, *given)]
+        codes = [on_device(_on_device, 0, 1, *job)]
     else:
-        codes = on_device(_on_device, *given, ranks=world_size, devices=world_size)
+        codes = on_device(_on_device, *job, ranks=world_size, devices=world_size)
     assert codes == [0] * world_size
     weights = folder / "final.safetensors"
     return read_metrics(folder / "metrics.jsonl"), load_file(weights) if weights.exists() else {}
@@ -41,6 +41,6 @@ def _on_device(rank, n, argv, folder):
 
 def _rank(rank, n, argv, folder):
     # the harness has joined the ranks and parts them
-    initialize._init_process_group = pretrain_module.close_groups = lambda *given: None
+    initialize._init_process_group = pretrain_module.close_groups = lambda *_: None
     os.chdir(folder)
     return pretrain_module.pretrain(arguments.parse_args(argv, n), LaunchEnv(rank, n, rank, "127.0.0.1", 1, "test"))

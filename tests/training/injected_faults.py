@@ -113,14 +113,14 @@ def train_with(
 
 
 def _rank(rank, n, argv, folder, plants, node, change):
-    initialize._init_process_group = pretrain.close_groups = lambda *given: None
+    initialize._init_process_group = pretrain.close_groups = lambda *_: None
     os.chdir(folder)
     if node is not None:
         fault_localization.platform.node = lambda: node
     build = pretrain.build_context
 
-    def build_with_plants(*given):
-        run = build(*given)
+    def build_with_plants(*rest):
+        run = build(*rest)
         for what in plants:
             plant(run, what)
         if change is not None:

@@ -72,10 +72,12 @@ def with_documents(run, explicit: bool) -> None:
     training, length = run.args.training, run.args.data.seq_length
     ids_BS = document_ids(training.micro_batch_size, length)
     blocked = (ids_BS[:, :, None] != ids_BS[:, None]) | torch.ones(length, length, dtype=torch.bool).triu(1)
-    given = {"attention_mask": blocked[:, None], "document_ids_BS": None} if explicit else {"document_ids_BS": ids_BS}
+    documents = (
+        {"attention_mask": blocked[:, None], "document_ids_BS": None} if explicit else {"document_ids_BS": ids_BS}
+    )
     for chunk in run.chunks:
         chunk.forward = functools.partial(
-            lambda forward, *args, **named: forward(*args, **{**named, **given}), chunk.forward
+            lambda forward, *args, **named: forward(*args, **{**named, **documents}), chunk.forward
         )
 
 

@@ -42,9 +42,9 @@ def test_torch_flags_are_set(flags, on, restored_torch_flags):
 def test_an_operation_without_a_deterministic_form_ends_the_run_by_name(tmp_path, monkeypatch):
     right = Experts.forward
 
-    def scattering(self, x_RH, *given, **named):
+    def scattering(self, x_RH, *args, **named):
         place = torch.arange(x_RH.numel())
-        return right(self, torch.zeros_like(x_RH).put_(place, x_RH.flatten()), *given, **named)
+        return right(self, torch.zeros_like(x_RH).put_(place, x_RH.flatten()), *args, **named)
 
     monkeypatch.setattr(Experts, "forward", scattering)
     assert run(RUN, tmp_path).returncode == 0

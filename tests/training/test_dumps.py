@@ -227,7 +227,7 @@ def test_what_cannot_be_dumped_costs_the_dump_only(alone, tmp_path, capfd):
     assert [record["lm loss"] for record in records] == pytest.approx(
         [record["lm loss"] for record in alone[1]], rel=1e-5
     )
-    said = "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
     for kind in KINDS:
-        assert said.count(f"--save-{kind}-interval cannot be written") in (1, 2), kind  # ranks
-    assert "--moe-routing-trace-path cannot be written" in said
+        assert output.count(f"--save-{kind}-interval cannot be written") in (1, 2), kind  # ranks
+    assert "--moe-routing-trace-path cannot be written" in output

@@ -114,8 +114,10 @@ def test_killing_one_of_four_ranks_loses_nothing(tmp_path, extra):
             time.sleep(chance.uniform(0.0, 0.4))
             victim = ranks[number]
             victim.kill()
-            said = [process.communicate(timeout=600)[1] for process in ranks]
-        assert [process.returncode for process in ranks] == [-9 if process is victim else 3 for process in ranks], said
+            outputs = [process.communicate(timeout=600)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [-9 if process is victim else 3 for process in ranks], (
+            outputs
+        )
         now = int(tracker.read_text())
         assert now > reached
         reached = now

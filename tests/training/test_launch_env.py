@@ -109,7 +109,7 @@ def test_the_process_group_is_bound_to_the_device(monkeypatch, device, backend):
     """NCCL then makes the communicators at once, and those of the groups by splitting the first."""
     seen = {}
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(initialize.dist, "rendezvous", lambda *given, **options: iter([(store, 0, 2)]))
+    monkeypatch.setattr(initialize.dist, "rendezvous", lambda *rest, **options: iter([(store, 0, 2)]))
     monkeypatch.setattr(
         initialize.dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend)
     )

@@ -111,15 +111,15 @@ def test_a_conversion_needs_what_it_converts_and_nothing_of_training(shared, tmp
         1,
     )
     assert finished.returncode == 0, finished.stderr
-    given, made = (read_index(path / "iter_0000005") for path in (source, tmp_path / "to/torch_dist"))
+    source_index, made = (read_index(path / "iter_0000005") for path in (source, tmp_path / "to/torch_dist"))
     schedules = [
         read_common(path / "iter_0000005", index)["opt_param_scheduler"]
-        for path, index in ((source, given), (tmp_path / "to/torch_dist", made))
+        for path, index in ((source, source_index), (tmp_path / "to/torch_dist", made))
     ]
     assert schedules[0] == schedules[1] and schedules[0]["max_lr"] == 0.001
     states = [
         {tensor.name for tensor in logical_tensors(index) if tensor.name.startswith("optimizer.")}
-        for index in (given, made)
+        for index in (source_index, made)
     ]
     assert states[0] and states[0] <= states[1]
 

@@ -48,6 +48,8 @@ def test_a_missing_file_on_two_ranks(tmp_path):
     ]
     with rank_variables(2) as variables:
         ranks = [start(argv, tmp_path, environment(**each)) for each in variables]
-        said = [process.communicate(timeout=600)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [2, 2], said
-    assert sorted("nowhere/text" in text for text in said) == [False, True] and "Traceback" not in "".join(said), said
+        outputs = [process.communicate(timeout=600)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2], outputs
+    assert sorted("nowhere/text" in text for text in outputs) == [False, True] and "Traceback" not in "".join(
+        outputs
+    ), outputs

@@ -106,10 +106,10 @@ def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeyp
     """A disk that takes bytes and loses them: what was written as iteration 4 is truncated before it is read."""
     publish = saving.publish
 
-    def losing(temporary, *given):
+    def losing(temporary, *args):
         if "iter_0000004" in str(temporary):
             os.truncate(next(temporary.glob("*.distcp")), 100)
-        publish(temporary, *given)
+        publish(temporary, *args)
 
     monkeypatch.setattr(saving, "publish", losing)
     finished = run([*LINE, "--exit-interval", "4", "--save-retain-interval", "100"], tmp_path)

@@ -258,14 +258,14 @@ def test_training_starts_afresh_from_the_saved_model_and_is_resumed(dense, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (f"{SQUARED} {EXPERTS}", "--squared-relu"),
         (f"{GATED} {EXPERTS} --num-layers 3", "--num-layers"),
         (f"{TIED} {EXPERTS}", "output_layer.weight of the checkpoint is not in this model"),
     ],
 )
-def test_another_dense_model_is_refused_by_name(flags, said, dense, tmp_path):
+def test_another_dense_model_is_refused_by_name(flags, message, dense, tmp_path):
     source, _, _ = dense(GATED)
     argv = [
         *SHAPE,
@@ -280,7 +280,7 @@ def test_another_dense_model_is_refused_by_name(flags, said, dense, tmp_path):
         "saved",
     ]
     refused = run(argv, tmp_path)
-    assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and message in refused.stderr, refused.stderr
     assert not list((tmp_path / "saved").glob("iter_*"))
 
 

@@ -33,9 +33,9 @@ BIAS = [
 ]
 
 
-def rejected(tmp_path, plant, world_size=1, *flags, **given):
+def rejected(tmp_path, plant, world_size=1, *flags, **options):
     """The one message of all ranks of a run that is rejected in iteration 3, and its exit code."""
-    ended = train_with([*ARGV, "4", *flags], tmp_path, world_size, (plant,), **given)
+    ended = train_with([*ARGV, "4", *flags], tmp_path, world_size, (plant,), **options)
     (message,), (code,) = {end.message for end in ended}, {end.code for end in ended}
     assert message.startswith("iteration 3: "), ended
     return message, code

@@ -102,7 +102,7 @@ def test_pasted_torchrun_command_is_parsed():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--no-such-flag"], "--no-such-flag: this flag is unknown"),
         ([*SMALL, "--expert-model-parallel-size", "3", "--world-size", "9"], "--num-experts 16 must be a multiple of"),
@@ -127,9 +127,9 @@ def test_pasted_torchrun_command_is_parsed():
         ([*SMALL, "--world-size", "2", "--ranks", "1"], "your mapping has 2 ranks, but --ranks 1 leaves one process"),
     ],
 )
-def test_invalid_input_exits_with_2_without_traceback(words, said):
+def test_invalid_input_exits_with_2_without_traceback(words, message):
     done = prove_layout(*words)
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_unwritable_report_is_rejected_before_the_check():

@@ -84,11 +84,11 @@ HEADS = {
 
 @pytest.mark.parametrize("what", HEADS)
 def test_a_damaged_head_is_named(what, source):
-    edit, said = HEADS[what]
+    edit, message = HEADS[what]
     change_head(source, edit)
     with pytest.raises(DamagedError, match="model.safetensors is damaged") as caught:
         SafetensorsFolder(source)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_index_that_leads_elsewhere_is_refused(source):
@@ -117,11 +117,11 @@ def test_a_tensor_in_two_files_or_in_another_than_the_index_says_is_named(source
 
 def test_tensors_that_a_listed_file_has_and_the_index_lacks_are_named(source):
     table = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
-    for absent, said in (([NAME], NAME), (sorted(table)[:3], f"{sorted(table)[0]} and 2 more")):
+    for absent, message in (([NAME], NAME), (sorted(table)[:3], f"{sorted(table)[0]} and 2 more")):
         (source / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {name: table[name] for name in table if name not in absent}})
         )
-        with pytest.raises(DamagedError, match=f"^{said}: in .*model.safetensors, but not listed in .*index.json"):
+        with pytest.raises(DamagedError, match=f"^{message}: in .*model.safetensors, but not listed in .*index.json"):
             SafetensorsFolder(source)
 
 
@@ -182,12 +182,12 @@ def test_rotary_numbers_that_no_flag_can_hold_are_named():
     config = make("llama").config.to_dict()
     rope = config["rope_parameters"]
     assert read_config(config)[1]["rotary_base"] == 500000
-    for changed, said in (
+    for changed, message in (
         ({"rope_theta": 1.5}, "rope_theta"),
         ({"high_freq_factor": 5.0}, "--use-rope-scaling"),
         ({"low_freq_factor": 2.0}, "--use-rope-scaling"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             read_config(config | {"rope_parameters": rope | changed})
 
 
@@ -313,12 +313,12 @@ def test_weights_that_lose_digits_are_reported(source, caplog):
 
 
 @pytest.mark.parametrize(
-    ("rank", "world", "said"),
+    ("rank", "world", "message"),
     [("3", "2", "RANK=3"), ("-1", "2", "RANK=-1"), ("x", "2", "RANK=x"), ("0", "0", "WORLD_SIZE=0")],
 )
-def test_a_rank_that_does_not_exist_is_refused(rank, world, said, source, capfd, monkeypatch):
+def test_a_rank_that_does_not_exist_is_refused(rank, world, message, source, capfd, monkeypatch):
     monkeypatch.setenv("RANK", rank), monkeypatch.setenv("WORLD_SIZE", world)
-    assert said in refused(source, capfd)
+    assert message in refused(source, capfd)
 
 
 def test_targets_that_are_not_free_are_refused(source, capfd):

@@ -54,8 +54,8 @@ def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
     tokens, _, positions = batch()
     expected = logits_of(theirs, tokens)
     with torch.no_grad():
-        given = load_ours(tmp_path / "ours").eval()(tokens, positions)
-    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+        actual = load_ours(tmp_path / "ours").eval()(tokens, positions)
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--max-shard-size", SMALL) == 0
     before, after = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")
@@ -309,9 +309,9 @@ def test_stacked_experts_are_read_too(name, tmp_path):
     assert any("gate_up_proj" in key for key in tensors_of(tmp_path / "hf"))
     tokens, _, positions = batch()
     with torch.no_grad():
-        given = load_ours(tmp_path / "hf").eval()(tokens, positions)
+        actual = load_ours(tmp_path / "hf").eval()(tokens, positions)
     expected = logits_of(theirs, tokens)
-    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def break_folder(folder, what):

@@ -88,11 +88,11 @@ def test_a_key_that_is_missing_has_the_default_of_transformers(kind):
                 continue
             fewer = {name: value for name, value in config.items() if name != missing}
             try:
-                given = read_config(fewer)[1]
+                read = read_config(fewer)[1]
             except CheckpointError as error:
                 assert missing is not None and missing in str(error)
                 continue
-            assert given == read_config(_completed(kind, fewer) | {_BY_TENSORS: 0})[1], missing
+            assert read == read_config(_completed(kind, fewer) | {_BY_TENSORS: 0})[1], missing
             compared += 1
     assert compared >= 3
 

@@ -17,9 +17,9 @@ def test_a_folder_of_transformers_gives_its_logits_loss_and_gradients(name, tmp_
     tokens, labels, positions = batch()
     expected = logits_of(theirs, tokens)
     with torch.no_grad():
-        given = ours.eval()(tokens, positions)
+        actual = ours.eval()(tokens, positions)
     assert expected.std() > 0.1
-    assert (given - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
     loss = torch.nn.functional.cross_entropy(theirs.train()(tokens).logits.flatten(0, 1), labels.flatten())
     loss.backward()

@@ -694,7 +694,7 @@ def _turned(content):
 
 
 @pytest.mark.parametrize(
-    "edit, said",
+    "edit, message",
     [
         (lambda content: content.pop("args"), "holds no args"),
         (lambda content: setattr(content["args"], "num_layers", 3), "2 decoder layers together, and its args say 3"),
@@ -703,13 +703,13 @@ def _turned(content):
         (lambda content: content.update(optimizer=[content["optimizer"]] * 3), "a chain of 3 optimizers"),
     ],
 )
-def test_another_content_is_refused_by_name(golden_copy, edit, said):
+def test_another_content_is_refused_by_name(golden_copy, edit, message):
     change(golden_copy, edit)
-    assert said in refusal(golden_copy)
+    assert message in refusal(golden_copy)
 
 
 @pytest.mark.parametrize(
-    "edit, said",
+    "edit, message",
     [
         (lambda buffers: buffers.pop("buckets_coalesced"), "its buckets are stored one by one"),
         (lambda buffers: buffers.update({1: buffers[0]}), "2 buffers for 1 model chunks"),
@@ -719,13 +719,13 @@ def test_another_content_is_refused_by_name(golden_copy, edit, said):
         ),
     ],
 )
-def test_another_buffer_is_refused_by_name(distributed, tmp_path, edit, said):
+def test_another_buffer_is_refused_by_name(distributed, tmp_path, edit, message):
     shutil.copytree(distributed, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "iter_0000005/mp_rank_00/distrib_optim.pt"
     buffers = torch.load(path, weights_only=False)
     edit(buffers)
     torch.save(buffers, path)
-    assert said in refusal(tmp_path)
+    assert message in refusal(tmp_path)
 
 
 def test_models_from_before_megatron_core_are_refused(golden_copy):

@@ -7,9 +7,9 @@ from emulation import DEVICE
 def check(dtype, *tensors):
     """Of tensors that a kernel reads by their address."""
     for tensor in tensors:
-        said = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        actual = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         assert tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == dtype, (
-            f"a kernel for {dtype} is given {said}"
+            f"a kernel for {dtype} is given {actual}"
         )
 
 

@@ -27,24 +27,24 @@ def test_attention_and_its_gradients(queries, heads, rows, chosen, rank, rope, n
         return torch.randn(shape).to(dtype)
 
     keys = lists(queries, rows, chosen)
-    given = (
+    inputs = (
         random(queries, heads, nope + rope),
         random(rows, rank + rope),
         random(heads, nope + value, rank) * 0.3,
         random(queries, heads, value),
     )
 
-    def results(steps, *given):
-        q, rows, weight, grad = given
+    def results(steps, *inputs):
+        q, rows, weight, grad = inputs
         latents = Latents(rows, weight, 0.5)
         out, lse = attend(q, latents, keys, steps)
         return out, lse, *attend_backward(grad, q, latents, keys, out, lse, steps)
 
-    ours, theirs = (results(steps, *given) for steps in (STEPS, TORCH_TILE_KERNELS))
+    ours, theirs = (results(steps, *inputs) for steps in (STEPS, TORCH_TILE_KERNELS))
     if dtype != torch.bfloat16:
         torch.testing.assert_close(ours, theirs, **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}))
         return
-    exact = results(TORCH_TILE_KERNELS, *(x.float() for x in given))  # the torch version rounds its scores
+    exact = results(TORCH_TILE_KERNELS, *(x.float() for x in inputs))  # the torch version rounds its scores
     for one, other, both in zip(ours, theirs, exact, strict=True):
         assert one.dtype == other.dtype and (one.isneginf() == both.isneginf()).all()
         assert (one.float() - both).nan_to_num(0.0).norm() <= 2e-2 * both.nan_to_num(neginf=0.0).norm()

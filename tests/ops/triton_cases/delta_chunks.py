@@ -24,22 +24,22 @@ def leaves(length: int, batch: int, heads: Heads, dtype: torch.dtype) -> list[Te
     return [joint, *rest]
 
 
-def run(function, given: list[Tensor], heads: Heads, ids: Tensor | None) -> list[Tensor]:
-    joint, weight, a_log, dt_bias = given = [x.detach().clone().requires_grad_() for x in given]
+def run(function, inputs: list[Tensor], heads: Heads, ids: Tensor | None) -> list[Tensor]:
+    joint, weight, a_log, dt_bias = inputs = [x.detach().clone().requires_grad_() for x in inputs]
     x, beta, alpha, _ = joint.split([sum(heads.channels), heads.values, heads.values, 3], -1)
     alpha = torch.nn.functional.pad(alpha, (0, 1))[..., :-1]  # strides that are not those of beta
     y = function(x, beta, alpha, weight, a_log, dt_bias, heads, ids)
     torch.manual_seed(4)
     y.backward(torch.randn(y.shape, dtype=torch.float64).to(y.dtype).transpose(2, 3).contiguous().transpose(2, 3))
-    assert all(leaf.grad.dtype == leaf.dtype for leaf in given)
-    return [y.detach(), *(leaf.grad for leaf in given)]
+    assert all(leaf.grad.dtype == leaf.dtype for leaf in inputs)
+    return [y.detach(), *(leaf.grad for leaf in inputs)]
 
 
 def both(
     length: int, batch: int, heads: Heads, dtype: torch.dtype, ids: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    given = leaves(length, batch, heads, dtype)
-    return run(triton_delta_rule.gated_delta, given, heads, ids), run(gated_delta_rule.gated_delta, given, heads, ids)
+    inputs = leaves(length, batch, heads, dtype)
+    return run(triton_delta_rule.gated_delta, inputs, heads, ids), run(gated_delta_rule.gated_delta, inputs, heads, ids)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_single_precision(length):
 def test_half_precision():
     """Operands of products are rounded (by the interpreter towards zero, which is twice as far)."""
     heads = Heads(1, 2, 32, 32)
-    given = leaves(130, 1, heads, torch.bfloat16)
-    ours = run(triton_delta_rule.gated_delta, given, heads, None)
-    exact = run(gated_delta_rule.gated_delta, [x.detach().double() for x in given], heads, None)
+    inputs = leaves(130, 1, heads, torch.bfloat16)
+    ours = run(triton_delta_rule.gated_delta, inputs, heads, None)
+    exact = run(gated_delta_rule.gated_delta, [x.detach().double() for x in inputs], heads, None)
     for found, right in zip(ours, exact, strict=True):
         assert (found - right).norm() <= 3e-2 * right.norm()
 
@@ -111,9 +111,9 @@ def test_the_inverse(split, near):
 def test_similar_keys():
     """The triangular system of keys that point the same way, with beta near one and no decay: powers of the matrix would pass 10^18."""
     heads = Heads(1, 1, 16, 16)
-    given = leaves(64, 1, heads, torch.float32)
+    inputs = leaves(64, 1, heads, torch.float32)
     with torch.no_grad():
-        joint, weight, a_log, _ = given
+        joint, weight, a_log, _ = inputs
         joint[..., 16:32] = 1.0 + 1e-3 * joint[..., 16:32]  # keys
         joint[..., 48] = 9.0  # beta
         weight[16:32] = torch.tensor([0.0, 0.0, 0.0, 1.0])
@@ -121,8 +121,8 @@ def test_similar_keys():
     ours, exact = (
         run(function, values, heads, None)
         for function, values in (
-            (triton_delta_rule.gated_delta, given),
-            (gated_delta_rule.gated_delta, [x.detach().double() for x in given]),
+            (triton_delta_rule.gated_delta, inputs),
+            (gated_delta_rule.gated_delta, [x.detach().double() for x in inputs]),
         )
     )
     for found, right in zip(ours, exact, strict=True):
@@ -131,11 +131,11 @@ def test_similar_keys():
 
 def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
     heads = Heads(1, 1, 16, 16)
-    given = leaves(70, 1, heads, torch.float32)
+    inputs = leaves(70, 1, heads, torch.float32)
     with torch.no_grad():
-        given[0][..., 49] += 200.0  # alpha
-        given[2] += 5.0
-    assert all(torch.isfinite(x).all() for x in run(triton_delta_rule.gated_delta, given, heads, None))
+        inputs[0][..., 49] += 200.0  # alpha
+        inputs[2] += 5.0
+    assert all(torch.isfinite(x).all() for x in run(triton_delta_rule.gated_delta, inputs, heads, None))
 
 
 def test_what_is_kept_is_the_input():
