@@ -178,10 +178,10 @@ def parity() -> Iterator[tuple[str, Check]]:
 def waits() -> Iterator[tuple[str, Check]]:
     """Training steps that may wait for the device only at the documented places."""
     from emulated_cuda.test_waits import CASES, MICROBATCHES, expected_train
-    from training.layouts import argv_of
+    from training.layouts import make_argv
 
     def check(flags: str, per_layer: int) -> str:
-        argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
+        argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
         steps = 3
         expected = {place: times * steps for place, times in expected_train(flags, per_layer, MICROBATCHES).items()}
         counts = count_waits(argv, steps, tuple(expected))
@@ -264,10 +264,10 @@ def races() -> Iterator[tuple[str, Check]]:
     """Trainings that use side streams, under the stream sanitizer."""
     from gpu.test_memory import HOWS, LAYERS
     from gpu.test_one_device import FURTHER, NEAR
-    from training.layouts import argv_of
+    from training.layouts import make_argv
 
     def check(kind: str, flags: str) -> str:
-        argv = [*argv_of(kind), *flags.split()]
+        argv = [*make_argv(kind), *flags.split()]
         if is_emulated():
             import emulation
 
@@ -311,12 +311,12 @@ def dispatchers() -> Iterator[tuple[str, Check]]:
     import torch
     from gpu.test_flex_parity import KINDS, one_rank
     from gpu.test_one_device import NEAR
-    from training.layouts import argv_of
+    from training.layouts import make_argv
 
     num_gpus = torch.cuda.device_count()
 
     def plain(dispatcher: str, ranks: int) -> str:
-        argv = [*argv_of("plain"), "--micro-batch-size", "1", "--moe-token-dispatcher-type", dispatcher]
+        argv = [*make_argv("plain"), "--micro-batch-size", "1", "--moe-token-dispatcher-type", dispatcher]
         parallel_argv = [*argv, "--expert-model-parallel-size", str(ranks)]
         return assert_close(train(argv, "cpu"), run_on_ranks(train_on_rank, ranks, parallel_argv)[0], NEAR)
 
@@ -363,12 +363,12 @@ def _run_rank(rank: int, ranks: int, folder: str, work: Callable, args: tuple) -
 
 def train_on_rank(rank: int, ranks: int, argv: list[str]):
     """Train as one rank of a group. Returns the recorded trace."""
-    from training.layouts import groups_of
+    from training.layouts import create_groups
 
     from arguments import parse_args
     from moe_trainer.verification import training_trace
 
-    return training_trace.train(parse_args(argv, ranks), rank, groups_of(argv, rank, ranks), device=f"cuda:{rank}")
+    return training_trace.train(parse_args(argv, ranks), rank, create_groups(argv, rank, ranks), device=f"cuda:{rank}")
 
 
 def kernels() -> Iterator[tuple[str, Check]]:

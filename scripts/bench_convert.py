@@ -111,7 +111,7 @@ def make_folder(folder: Path, gigabytes: float, vocabulary: int = 65536) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def peak_of(words: list[str]) -> tuple[float, int]:
+def measure_peak(words: list[str]) -> tuple[float, int]:
     """Run a conversion as a command. Returns: seconds, and the largest resident set of any of its processes in bytes.
 
     Raises: RuntimeError when it fails.
@@ -142,7 +142,7 @@ def resume_after_kill(words: list[str], staging: Path, files: int) -> tuple[int,
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return len(list(staging.glob(".*.done"))), *peak_of(words)
+    return len(list(staging.glob(".*.done"))), *measure_peak(words)
 
 
 def main(words: list[str]) -> int:
@@ -164,7 +164,7 @@ def main(words: list[str]) -> int:
         directions = (("Hugging Face to ours", "hf", "ours"), ("ours to Hugging Face", "ours", "back"))
         for name, source, target in directions[:1] if options.to else directions:
             words = [str(base / source), str(base / target), *tail]
-            seconds, peak = peak_of(words)
+            seconds, peak = measure_peak(words)
             print(f"| {name} | {seconds:.0f} | {size / seconds / 1e6:.0f} | {peak / 1e9:.2f} GB |", flush=True)
         shutil.rmtree(base / target)
         staging = base / (f"{target}/release.converting" if options.to else f"{target}.converting")

@@ -55,7 +55,7 @@ RECIPES = {
 }
 
 
-def text_of(sequences: int) -> torch.Tensor:
+def read_text_bytes(sequences: int) -> torch.Tensor:
     """So many sequences of bytes, [sequences, SEQ + 1]."""
     wanted = sequences * (SEQ + 1)
     data = "\n".join(python_sources(2 * wanted)).encode()[:wanted]
@@ -63,7 +63,7 @@ def text_of(sequences: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(sequences, SEQ + 1).long()
 
 
-def batch_of(text: torch.Tensor) -> Batch:
+def make_batch(text: torch.Tensor) -> Batch:
     """A batch that predicts every next byte."""
     return Batch(text[:, :-1], text[:, 1:], torch.ones(len(text), SEQ), torch.arange(SEQ).expand(len(text), SEQ))
 
@@ -73,7 +73,7 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
     argv = [*MODEL, *flags.split(), "--train-iters", str(iterations), "--seed", str(1234 + seed)]
     run = make_run(parse_args(argv, 1), 0, ParallelState.single(), 0)
     order = torch.randperm(len(text) - HELD_OUT, generator=torch.Generator().manual_seed(seed))[: iterations * BATCH]
-    run = replace(run, train_batches=(batch_of(text[rows]) for rows in order.split(BATCH)))
+    run = replace(run, train_batches=(make_batch(text[rows]) for rows in order.split(BATCH)))
     state, losses, began = TrainState(), [], time.perf_counter()
     for _ in range(iterations):
         losses.append(train_step(run, state, 1).losses["lm loss"])
@@ -88,7 +88,7 @@ def evaluate(run: TrainContext, text: torch.Tensor) -> float:
         chunk.train(False)
     with torch.no_grad():
         sums = run_microbatches(
-            run, (batch_of(rows) for rows in text.split(BATCH)), len(text) // BATCH, BATCH, forward_only=True
+            run, (make_batch(rows) for rows in text.split(BATCH)), len(text) // BATCH, BATCH, forward_only=True
         )
     loss, tokens = reduce_loss(run, sums)
     return loss / tokens
@@ -108,7 +108,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    text = text_of(options.iterations * BATCH + HELD_OUT)
+    text = read_text_bytes(options.iterations * BATCH + HELD_OUT)
     names = ["bf16", *(name for name in options.recipes if name != "bf16")]
     found = {
         name: [train(RECIPES[name], text, options.iterations, seed) for seed in range(options.seeds)] for name in names

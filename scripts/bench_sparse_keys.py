@@ -50,7 +50,7 @@ MODEL = (
 )
 
 
-def arguments_of(heads: int, length: int, form: str, loss: bool) -> Arguments:
+def make_arguments(heads: int, length: int, form: str, loss: bool) -> Arguments:
     """Of one layer."""
     words = MODEL.format(heads=heads, length=length, topk=TOPK, form=form).split()
     return parse_args(words + ("--dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss".split() if loss else []), 1)
@@ -60,7 +60,7 @@ def one(heads: int, length: int, form: str, loss: bool, results: Path) -> None:
     """Measure one form and leave the seconds, the bytes, the output and the gradient of the input."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = arguments_of(heads, length, form, loss).model
+    model = make_arguments(heads, length, form, loss).model
     layer = MultiLatentAttention(model, ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
     with torch.no_grad():
         for param in layer.parameters():
@@ -110,7 +110,10 @@ def compare(heads: int, length: int, loss: bool, folder: Path) -> str:
     cells += [f"{each['forward']:.2f} + {each['backward']:.2f}" for each in (masked, gathered)]
     cells.append(f"{(masked['forward'] + masked['backward']) / (gathered['forward'] + gathered['backward']):.2f}")
     cells += [f"{each['bytes'] / 2**20:.0f}" for each in (masked, gathered)]
-    cells += [f"{apart:.0e}", "gathered" if use_gathered_keys(arguments_of(heads, length, "auto", loss)) else "masked"]
+    cells += [
+        f"{apart:.0e}",
+        "gathered" if use_gathered_keys(make_arguments(heads, length, "auto", loss)) else "masked",
+    ]
     return f"| {' | '.join(cells)} |"
 
 

@@ -41,7 +41,7 @@ def python_sources(limit: int) -> Iterator[str]:
             yield piece
 
 
-def documents_of(path: Path, limit: int) -> Iterator[str]:
+def read_documents(path: Path, limit: int) -> Iterator[str]:
     """Yield the documents of a user's file, about `limit` characters in all."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".jsonl":
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
         return ExitCode.USER_ERROR
     limit = int(options.megabytes * 1e6)
     try:
-        documents = list(documents_of(options.text, limit) if options.text else python_sources(limit))
+        documents = list(read_documents(options.text, limit) if options.text else python_sources(limit))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         print(
             f'error: TEXT={options.text}: every line of a .jsonl file must be an object with a "text": {error}',

@@ -47,5 +47,5 @@ def findings(
     return settings, [violation for violation in violations if violation.kind not in ACCEPTED]
 
 
-def flags_of(violations: list[Violation]) -> set[str]:
+def violated_flags(violations: list[Violation]) -> set[str]:
     return {flag for violation in violations for flag in violation.flags}

@@ -10,23 +10,23 @@ from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import derive_sizes
 from tests.arguments.graph_lines import LIMITS
 from tests.arguments.invalid_command_lines import BROKEN, DENSE, SELECTIVE, SOUND
-from tests.arguments.rule_lines import base_line, changed, findings, flags_of
+from tests.arguments.rule_lines import base_line, changed, findings, violated_flags
 
 
-def name_of(line) -> str:
+def line_name(line) -> str:
     return f"{line[0]} | -{line[1]}"
 
 
-@pytest.mark.parametrize("line", BROKEN, ids=name_of)
+@pytest.mark.parametrize("line", BROKEN, ids=line_name)
 def test_broken_lines_name_the_flag(line):
     added, removed, flag = line
     _, violations = findings(changed(added, removed), 8)
-    assert flag in flags_of(violations), "; ".join(map(str, violations))
+    assert flag in violated_flags(violations), "; ".join(map(str, violations))
     for violation in violations:
         assert violation.flags[0] in violation.message or violation.kind != "rule" or "ranks" in violation.message
 
 
-@pytest.mark.parametrize("line", SOUND, ids=name_of)
+@pytest.mark.parametrize("line", SOUND, ids=line_name)
 def test_sound_lines_pass(line):
     _, violations = findings(changed(*line), 8)
     assert not violations
@@ -78,7 +78,7 @@ def test_all_violations_at_once():
         "--global-batch-size",
         "--save",
         "--split",
-    } <= flags_of(violations)
+    } <= violated_flags(violations)
     assert len(violations) == 5
 
 

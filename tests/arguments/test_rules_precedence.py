@@ -5,7 +5,7 @@ from arguments.container import OPTIONS
 from arguments.settings import Settings
 
 
-def settings_of(recipe: dict, typed: dict) -> Settings:
+def make_settings(recipe: dict, typed: dict) -> Settings:
     s = Settings(OPTIONS)
     for source, values in (("preset", recipe), ("command line", typed)):
         for dest, value in values.items():
@@ -14,7 +14,7 @@ def settings_of(recipe: dict, typed: dict) -> Settings:
 
 
 def test_training_length():
-    s = settings_of(
+    s = make_settings(
         {"train_samples": 1000, "lr_decay_samples": 900, "lr_warmup_samples": 10, "global_batch_size": 8},
         {"train_iters": 10},
     )
@@ -26,7 +26,7 @@ def test_training_length():
 
 
 def test_data_format_and_layout():
-    s = settings_of(
+    s = make_settings(
         {"data_path": ["/corpus"], "bf16": True, "pipeline_model_parallel_layout": "Et|tL"},
         {"mock_data": True, "fp16": True, "num_virtual_stages_per_pipeline_rank": 2},
     )
@@ -35,12 +35,12 @@ def test_data_format_and_layout():
 
 
 def test_typed_side_by_side_is_a_contradiction():
-    s = settings_of({}, {"train_samples": 1000, "train_iters": 10})
+    s = make_settings({}, {"train_samples": 1000, "train_iters": 10})
     rules.resolve(s, 1)
     assert any({"--train-iters", "--train-samples"} <= set(v.flags) for v in rules.check(s, 1))
 
 
 def test_a_preset_against_itself_is_a_contradiction():
-    s = settings_of({"train_samples": 1000, "train_iters": 10}, {})
+    s = make_settings({"train_samples": 1000, "train_iters": 10}, {})
     rules.resolve(s, 1)
     assert any({"--train-iters", "--train-samples"} <= set(v.flags) for v in rules.check(s, 1))

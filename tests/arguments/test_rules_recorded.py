@@ -6,7 +6,7 @@ import pytest
 
 from arguments.megatron_differences import FAILS_EARLIER, MORE_PERMISSIVE
 from arguments.rules import derived
-from tests.arguments.rule_lines import findings, flags_of, recorded, without
+from tests.arguments.rule_lines import findings, recorded, violated_flags, without
 
 KNOWN = frozenset(name for entry in (*MORE_PERMISSIVE, *FAILS_EARLIER) for name in entry.cases)
 SUBSET = recorded("rule_cases")
@@ -24,7 +24,7 @@ def judge(case: dict, argv: list[str]) -> None:
         return
     if violations:
         named = {token for token in case["added"] if token.startswith("--")} | set(case["removed"])
-        assert named & flags_of(violations), f"{case['name']}: none of {sorted(named)} is named in: {reported}"
+        assert named & violated_flags(violations), f"{case['name']}: none of {sorted(named)} is named in: {reported}"
         return
     values = settings.values | derived(settings, case["world_size"])
     for key, wanted in case.get("observed", {}).items():

@@ -15,7 +15,7 @@ from arguments.sparse_attention import (
 PRESET = "--preset deepseek_v3_2 --mock-data --global-batch-size 256"
 
 
-def args_of(flags: str):
+def parse(flags: str):
     return parse_args(f"{PRESET} {flags}".split(), 256)
 
 
@@ -37,7 +37,7 @@ def args_of(flags: str):
     ],
 )
 def test_where_it_gathers(flags, expected):
-    assert use_gathered_keys(args_of(flags)) is expected
+    assert use_gathered_keys(parse(flags)) is expected
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_where_it_gathers(flags, expected):
     ],
 )
 def test_the_reason_is_said(flags, why):
-    args = args_of(flags)
+    args = parse(flags)
     assert why in gather_unsupported_reason(args.model, 128, args.data.seq_length, quantized=False)
 
 
 def test_a_loss_over_all_keys_masks():
-    model = args_of("").model
+    model = parse("").model
     assert "all keys of every head" in gather_unsupported_reason(
         replace(model, dsa_indexer_use_sparse_loss=False), 128, 131072, quantized=False
     )
@@ -64,6 +64,6 @@ def test_a_loss_over_all_keys_masks():
 
 
 def test_costs_by_hand():
-    model = args_of("").model
+    model = parse("").model
     assert masked_attention_cost(model, 9999) == 5000 * (4 * 192 + 3 * 128)
     assert gathered_attention_cost(model, 64) == 2048 * (4 * 576 + 4 * 512 + 384 * 9)

@@ -103,7 +103,7 @@ def test_megatrons_own_reader_of_objects_takes_the_common_state(tmp_path):
     assert found["optimizer"].keys() == {"state", "param_groups"} and vars(found["args"])["num_layers"] == 2
 
 
-def optimizer_of(folder, ckpt_format):
+def read_optimizer_entry(folder, ckpt_format):
     """The entry of a checkpoint's optimizer, from where Megatron-LM reads it."""
     if ckpt_format == "torch":
         return load_bytes((folder / "mp_rank_00/model_optim_rng.pt").read_bytes())["optimizer"]
@@ -120,7 +120,7 @@ def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distribute
     monkeypatch.setattr(optimizer, "scalars", lambda: scalars)
     record = RECORD | {"fp16": True, "use_distributed_optimizer": distributed}
     save(tmp_path, CheckpointState(5, record), [model], optimizer, SINGLE, SaveOptions(ckpt_format=ckpt_format))
-    entry = optimizer_of(tmp_path / "iter_0000005", ckpt_format)
+    entry = read_optimizer_entry(tmp_path / "iter_0000005", ckpt_format)
     assert normal(entry["grad_scaler"]) == {
         "scale": {"tensor": [4096.0], "dtype": "torch.float32"},
         "growth_tracker": 3,

@@ -43,27 +43,27 @@ LOAD_FLAGS = [
 ]
 
 
-def output_of(flags):
+def output_args(flags):
     argv = [*TINY, *MOCK, "--train-iters", "10", "--save", "s", "--load", "s", "--save-interval", "5", *flags.split()]
     return arguments.parse_args(argv, 1).output
 
 
 @pytest.mark.parametrize("flags, fields", SAVE_FLAGS)
 def test_a_save_flag_changes_its_option_alone(flags, fields):
-    plain = SaveOptions.from_args(output_of(""))
-    changed = SaveOptions.from_args(output_of(flags))
+    plain = SaveOptions.from_args(output_args(""))
+    changed = SaveOptions.from_args(output_args(flags))
     assert changed == replace(plain, **fields) != plain
 
 
 @pytest.mark.parametrize("flags, fields", LOAD_FLAGS)
 def test_a_load_flag_changes_its_option_alone(flags, fields):
-    plain = LoadOptions.from_args(output_of(""), {}, 120)
-    changed = LoadOptions.from_args(output_of(flags), {}, 120)
+    plain = LoadOptions.from_args(output_args(""), {}, 120)
+    changed = LoadOptions.from_args(output_args(flags), {}, 120)
     assert changed == replace(plain, **fields) != plain
 
 
 def test_retention_as_the_flags_say_it(tmp_path):
-    options = SaveOptions.from_args(output_of("--save-retain-interval 10 --no-save-optim"))
+    options = SaveOptions.from_args(output_args("--save-retain-interval 10 --no-save-optim"))
     for iteration in (5, 10, 15, 20, 25):
         save(tmp_path, CheckpointState(iteration, RECORD), [FakeModel()], None, SINGLE, options)
         assert directory.complete_iterations(tmp_path)[-1] == iteration

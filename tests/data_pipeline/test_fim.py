@@ -34,7 +34,7 @@ def fim(**changes):
     return FillInTheMiddle(Characters(), prefix=PREFIX, middle=MIDDLE, suffix=SUFFIX, pad=PAD, eod=EOD, **settings)
 
 
-def ids_of(*parts):
+def token_ids(*parts):
     return np.array(
         [number for part in parts for number in ([ord(c) for c in part] if isinstance(part, str) else [part])]
     )
@@ -52,7 +52,7 @@ def put_together(ids):
 
 def test_text_is_kept_and_both_orders_occur():
     rng, orders = np.random.RandomState(3), []
-    document = ids_of("the quick brown fox")
+    document = token_ids("the quick brown fox")
     for _ in range(60):
         whole = fim().rearrange(np.append(document, [ord("x")] * 3), rng)
         assert len(whole) == len(document) + 3
@@ -63,16 +63,16 @@ def test_text_is_kept_and_both_orders_occur():
 
 
 def test_samples_keep_their_length_and_documents_their_ends():
-    sample = ids_of("first document", EOD, "second", EOD, EOD, "third one")
+    sample = token_ids("first document", EOD, "second", EOD, EOD, "third one")
     for seed in range(20):
         found = fim().rearrange(sample, np.random.RandomState(seed))
         assert len(found) == len(sample) and (found == EOD).sum() <= 2  # the empty document is gone
     untouched = fim(rate=0.0).rearrange(sample, np.random.RandomState(0))
-    assert untouched.tolist() == [*ids_of("first document", EOD, "second", EOD, "third one"), PAD]
+    assert untouched.tolist() == [*token_ids("first document", EOD, "second", EOD, "third one"), PAD]
 
 
 def test_fragments_are_rearranged_one_by_one():
-    sample = ids_of("aaaa", SPLIT, "bbbb", SPLIT, "cccc" * 9)
+    sample = token_ids("aaaa", SPLIT, "bbbb", SPLIT, "cccc" * 9)
     found = fim(split=SPLIT, fragment_rate=1.0)._document(sample, np.random.RandomState(1)).tolist()
     pieces = "".join(map(str, (min(n, 9) for n in found))).split(str(SPLIT))
     assert len(pieces) == 3 and all(piece.count(str(PREFIX)) == piece.count(str(MIDDLE)) == 1 for piece in pieces)
@@ -81,12 +81,12 @@ def test_fragments_are_rearranged_one_by_one():
 
 
 def test_text_that_begins_with_the_words_stays():
-    sample = ids_of("import os", EOD, "print")
+    sample = token_ids("import os", EOD, "print")
     found = fim(no_prefix="import").rearrange(sample, np.random.RandomState(0)).tolist()
     assert found[:10] == sample[:10].tolist() and found[10] == PREFIX
 
 
-def data_of(folder, **changes):
+def make_data_args(folder, **changes):
     settings = {
         "fim_data": True,
         "fim_eod_token": GOLDEN["eod"],
@@ -107,7 +107,7 @@ def data_of(folder, **changes):
     )
 
 
-def train_of(data, tmp_path, seed=1234):
+def build_train_set(data, tmp_path, seed=1234):
     data = DataArgs(**(vars(data) | {"data_cache_path": str(tmp_path)}))
     tokenizer = build_tokenizer(data)
     training = TrainingArgs(train_iters=1, micro_batch_size=1, global_batch_size=1, seed=seed)
@@ -117,7 +117,7 @@ def train_of(data, tmp_path, seed=1234):
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: " ".join(case["flags"]) or "defaults")
 def test_samples_are_those_of_megatron(shared, tmp_path, case):
     """Recorded with main d98e8a64, its stream set to this program's before every sample."""
-    dataset, tokenizer, data = train_of(data_of(shared / "golden/dataset", **case["flags"]), tmp_path)
+    dataset, tokenizer, data = build_train_set(make_data_args(shared / "golden/dataset", **case["flags"]), tmp_path)
     for index in (3, 0, 5, 1, 4, 2):  # in any order
         assert dataset.tokens(index).tolist() == case["samples"][index]
     assert dataset.class_name == "GPTFIMDataset" and list(tmp_path.glob("*-GPTFIMDataset-train-description.txt"))
@@ -126,13 +126,15 @@ def test_samples_are_those_of_megatron(shared, tmp_path, case):
 
 
 def test_another_seed_rearranges_otherwise(shared, tmp_path):
-    one, other = (train_of(data_of(shared / "golden/dataset", fim_rate=1.0), tmp_path, seed)[0] for seed in (1, 2))
+    one, other = (
+        build_train_set(make_data_args(shared / "golden/dataset", fim_rate=1.0), tmp_path, seed)[0] for seed in (1, 2)
+    )
     assert not all(np.array_equal(one.tokens(index), other.tokens(index)) for index in range(4))
 
 
 def test_a_token_that_the_vocabulary_lacks_is_named(shared, tmp_path):
     with pytest.raises(ValueError, match="--fim-prefix-token <fim_prefix>.*--tokenizer-special-tokens"):
-        train_of(data_of(shared / "golden/dataset", special_tokens=None), tmp_path)
+        build_train_set(make_data_args(shared / "golden/dataset", special_tokens=None), tmp_path)
 
 
 HF = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model somewhere"

@@ -29,7 +29,7 @@ def golden(shared):
     return folder, json.loads((folder / "summary.json").read_text()), np.load(folder / "samples.npz")
 
 
-def flags_of(case, cache) -> DataArgs:
+def case_args(case, cache) -> DataArgs:
     flags = dict(case["flags"])
     create = flags.pop("create_attention_mask", True)
     return data_args(
@@ -43,7 +43,7 @@ def flags_of(case, cache) -> DataArgs:
 
 
 def build_case(case, cache):
-    data = flags_of(case, cache)
+    data = case_args(case, cache)
     datasets = build_datasets(data, training_args(seed=case["seed"]), FixedTokenizer(), tuple(case["sizes"]))
     return data, {
         "train": datasets.train,

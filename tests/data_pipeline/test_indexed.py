@@ -57,12 +57,12 @@ def test_recorded_files(shared, tmp_path, name):
         assert data.sequence_pointers.tolist() == facts["pointers"]
         assert data.document_indices.tolist() == facts["document_indices"]
         assert data[0].tolist() == facts["first"] and data[len(data) - 1].tolist() == facts["last"]
-    write(tmp_path / "again", documents_of(data), data.dtype)
+    write(tmp_path / "again", read_documents(data), data.dtype)
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"again{ending}").read_bytes() == (folder / f"{name}_text_document{ending}").read_bytes()
 
 
-def documents_of(data):
+def read_documents(data):
     ends = data.document_indices.tolist()
     return [[data[i] for i in range(begin, end)] for begin, end in itertools.pairwise(ends)]
 

@@ -17,8 +17,8 @@ def use_gloo() -> None:
         return init(BACKENDS.get(backend, backend), *args, **kwargs)
 
     @functools.wraps(new_group)
-    def new_group_of(ranks=None, timeout=None, backend=None, pg_options=None, *args, device_id=None, **kwargs):
+    def new_gloo_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, device_id=None, **kwargs):
         return new_group(ranks, timeout, BACKENDS.get(backend, backend), None, *args, **kwargs)
 
     for module in (dist, distributed_c10d):
-        module.init_process_group, module.new_group = init_process_group, new_group_of
+        module.init_process_group, module.new_group = init_process_group, new_gloo_group

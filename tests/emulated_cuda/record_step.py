@@ -173,7 +173,7 @@ def even(rows: int, count: int) -> list[int]:
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
-def counts_of(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
+def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
     """What the host would read of an even routing: rows of each expert, or rows for each rank and from each rank for each local expert."""
     rows = even(ChunkBytes(args, 1).sent, num_experts)
     if num_numbers == num_experts:
@@ -304,7 +304,7 @@ def record(
     def answer(ask: Callable[[], list[int]], num_experts: int) -> list[int]:
         counts = ask()
         found.append(
-            counts if compute else next(counts_to_use) if routed else counts_of(args, ps, len(counts), num_experts)
+            counts if compute else next(counts_to_use) if routed else even_counts(args, ps, len(counts), num_experts)
         )
         return found[-1]
 

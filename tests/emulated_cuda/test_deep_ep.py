@@ -179,7 +179,7 @@ def test_what_needs_the_counts_on_the_host_waits_as_ever(sources, flags):
 
 def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -> tuple:
     """Three steps in bf16; small: in the second one the first layer of the last rank has space for hardly any row."""
-    from training.layouts import argv_of, groups_of
+    from training.layouts import create_groups, make_argv
 
     from arguments import parse_args
     from moe_trainer.training import step
@@ -187,7 +187,7 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
 
     use(sources)
     argv = [
-        *argv_of("plain"),
+        *make_argv("plain"),
         *f"--bf16 --hidden-dropout 0.1 --expert-model-parallel-size 2 --moe-router-enable-expert-bias "
         f"--moe-router-score-function sigmoid {flags}".split(),
     ]
@@ -203,7 +203,7 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
         return attempt(*args, **kwargs)
 
     training_trace.train_step, step.forward_backward_reduce = shrinking, counting
-    found = training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 3, device="cuda")
+    found = training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 3, device="cuda")
     weights = {name: weight.float().numpy() for name, weight in found.weights.items()}
     return found.losses, found.grad_norms, weights, attempts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulated_cuda.run import on_device
 from gpu.test_one_device import NEAR
-from training.layouts import FP32, argv_of, compare, groups_of, shallow, train
+from training.layouts import FP32, compare, create_groups, make_argv, shallow, train
 
 import model_zoo
 from moe_trainer.parallel.state import ParallelState
@@ -135,7 +135,7 @@ CASES = {
 def argv(name: str) -> list[str]:
     """Of both runs: two layers, but for virtual stages."""
     kind, flags, own, _ = CASES[name]
-    model = argv_of(kind) if VPP2 in own else shallow(argv_of(kind))
+    model = make_argv(kind) if VPP2 in own else shallow(make_argv(kind))
     return [*model, *flags.split()]
 
 
@@ -153,7 +153,7 @@ def on_ranks(rank: int, world_size: int, words: list[str]) -> TrainingTrace:
 
     emulation.DEVICE().watch(True)
     emulation.DEVICE().lib.ec_check_races(1)
-    ps = ParallelState.single() if world_size == 1 else groups_of(words, rank, world_size)
+    ps = ParallelState.single() if world_size == 1 else create_groups(words, rank, world_size)
     return training_trace.train(parse_args(words, world_size), rank, ps, STEPS, device="cuda")
 
 

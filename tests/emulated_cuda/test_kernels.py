@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from emulated_cuda.run import on_device
-from training.layouts import argv_of
+from training.layouts import make_argv
 
 from moe_trainer.layers.kernels import DEFAULT, DELTA_RULE
 
@@ -57,7 +57,7 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     from moe_trainer.verification import training_trace
 
     argv = [
-        *argv_of(kind),
+        *make_argv(kind),
         "--bf16",
         "--moe-token-dispatcher-type",
         "alltoall",
@@ -82,7 +82,7 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     args, ps = parse_args(argv, 1), ParallelState.single()
     if TRITON in flags:
         record_step.without_numbers()
-        record_step.answer_reads(lambda ask, experts: uneven(record_step.counts_of(args, ps, len(ask()), experts)))
+        record_step.answer_reads(lambda ask, experts: uneven(record_step.even_counts(args, ps, len(ask()), experts)))
     run, state = training_trace.make_run(args, 0, ps, 2, device="cuda"), TrainState()
     for _ in range(2):
         step.train_step(run, state, MICROBATCHES)

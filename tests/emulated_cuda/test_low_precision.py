@@ -10,7 +10,7 @@ import pytest
 from emulated_cuda.run import check_races, on_device
 from gpu.test_te_parity import same
 from harness import run_ranks
-from training.layouts import FP32, argv_of, compare, shallow
+from training.layouts import FP32, compare, make_argv, shallow
 from verification.test_fp8 import FP8_CASES, FP8_PARAM_CASES, make_fp8_case
 
 from arguments import parse_args
@@ -21,7 +21,7 @@ from moe_trainer.verification.parity import Fp64Precision, train_case, train_ref
 from moe_trainer.verification.training_trace import TrainingTrace
 
 STEPS = 2
-MODEL = [*shallow(argv_of("plain")), *"--num-experts 4 --global-batch-size 4".split()]
+MODEL = [*shallow(make_argv("plain")), *"--num-experts 4 --global-batch-size 4".split()]
 WIDE = "--hidden-size 128 --ffn-hidden-size 128 --init-method-std 0.02"  # products of experts in one call take multiples of 128
 # a sum in another order turns a rounding to 8 bits now and then, by up to an eighth of a number
 TURNED = Tolerances(loss=1e-4, norm=1e-3, grad=1e-2, weight=5e-4)

@@ -6,7 +6,7 @@ import pytest
 from emulated_cuda import te_package
 from emulated_cuda.run import on_device
 from emulated_cuda.test_transformer_engine import FP8
-from training.layouts import argv_of
+from training.layouts import make_argv
 
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
@@ -86,7 +86,7 @@ def states_with(argv: list[str], once: bool) -> int:
 
 def test_the_plan_counts_weights_that_are_kept_in_8_bits():
     argv = [
-        *argv_of("plain"),
+        *make_argv("plain"),
         *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(),
         "--num-layers",
         "2",

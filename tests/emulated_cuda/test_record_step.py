@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from emulated_cuda.run import on_device
 from emulated_cuda.test_kernels import TRITON
-from training.layouts import argv_of, groups_of
+from training.layouts import create_groups, make_argv
 
 WIDE = "--hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --seq-length 32 --max-position-embeddings 32"
 # name: model, flags
@@ -53,7 +53,7 @@ def computed_by_ranks(rank: int, world_size: int, argv: list[str]) -> tuple[Coun
     """The same of a rank that has peers."""
     from emulated_cuda.record_step import record
 
-    return counted(record(argv, rank, world_size, compute=True, ps=groups_of(argv, rank, world_size)))
+    return counted(record(argv, rank, world_size, compute=True, ps=create_groups(argv, rank, world_size)))
 
 
 def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
@@ -70,7 +70,7 @@ def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_shapes_alone_launch_the_same(name):
     kind, flags = CASES[name]
-    argv = [*argv_of(kind), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *flags.split()]
+    argv = [*make_argv(kind), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *flags.split()]
     computed, routed = on_device(recorded, argv, None)
     shaped, _ = on_device(recorded, argv, routed)
     assert sum(computed.values()) > (200 if name == "Triton" else 500)
@@ -79,7 +79,7 @@ def test_shapes_alone_launch_the_same(name):
 
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_without_peers_launches_the_same(name):
-    argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *RANKS[name].split()]
+    argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *RANKS[name].split()]
     computed, routed = on_device(computed_by_ranks, argv, ranks=2, devices=2)[0]
     shaped, _ = on_device(recorded, argv, routed, 2)
     assert {line.split("|")[0] for _, line, *_ in shaped} & {"all_to_all", "all_gather", "send to rank 1"}
@@ -110,7 +110,7 @@ def test_operators_of_captured_parts(flags):
     """Forward and backward; nothing outside the passes belongs to a part."""
     launched, only = PARTS[flags]
     events, _ = on_device(
-        recorded, [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()], None
+        recorded, [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()], None
     )
     found = {}
     for _, _, line, _, _, action, part in events:

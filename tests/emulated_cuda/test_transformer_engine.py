@@ -49,7 +49,7 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
     once: False: as if weights could change at any time.
     """
     import te_quantizers
-    from training.layouts import argv_of
+    from training.layouts import make_argv
 
     from arguments import parse_args
     from moe_trainer.layers.te_layers import _FusedLinear
@@ -81,14 +81,14 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
         step.cached_weight_casts = nullcontext
     te_quantizers.quantize, step.run_microbatches, training_trace.run_microbatches = counted, run, run
     outcome = training_trace.train(
-        parse_args([*argv_of("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda"
+        parse_args([*make_argv("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda"
     )
     return casts, len(weights), outcome.losses
 
 
 def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
     """Losses, gradients of the first iteration, and how often the library computed gradients of experts' weights that it had deferred."""
-    from training.layouts import argv_of, groups_of
+    from training.layouts import create_groups, make_argv
 
     from arguments import parse_args
     from moe_trainer.layers.te_experts import FusedGroupedLinear
@@ -96,8 +96,8 @@ def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
 
     defer, later = FusedGroupedLinear._put_off, []
     FusedGroupedLinear._put_off = lambda *args: later.append(None) or defer(*args)
-    argv = [*argv_of("plain"), *FP8.split(), *flags.split()]
-    outcome = training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), 2, device="cuda")
+    argv = [*make_argv("plain"), *FP8.split(), *flags.split()]
+    outcome = training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 2, device="cuda")
     return (
         [losses["lm loss"] for losses in outcome.losses],
         {name: grad.float() for name, grad in outcome.grads.items()},

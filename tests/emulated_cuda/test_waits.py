@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated_cuda.run import on_device
-from training.layouts import argv_of, groups_of
+from training.layouts import create_groups, make_argv
 
 # once per iteration: gradient norm, losses of the iteration, losses and drops of the routers
 PER_ITERATION = {"optim/clip.py": 1, "training/step.py": 1, "moe/balancing.py": 1}
@@ -18,8 +18,8 @@ def count(rank: int, world_size: int, flags: str) -> dict[str, int]:
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.verification import training_trace
 
-    argv = [*argv_of("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
-    ps = ParallelState.single() if world_size == 1 else groups_of(argv, rank, world_size)
+    argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
+    ps = ParallelState.single() if world_size == 1 else create_groups(argv, rank, world_size)
     ledgers, step, evaluate = {}, training_trace.train_step, training_trace._evaluate
 
     def watched(function, name):

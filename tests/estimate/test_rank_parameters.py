@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
@@ -64,7 +64,7 @@ CASES = (
 
 
 def _argv(kind, flags):
-    return [*argv_of(kind), *SIZES.split(), *(LATENT.split() if kind == "deepseek" else ()), *flags.split()]
+    return [*make_argv(kind), *SIZES.split(), *(LATENT.split() if kind == "deepseek" else ()), *flags.split()]
 
 
 def _state(run):
@@ -86,7 +86,7 @@ def _built(rank, n, cases):
     found = []
     for kind, flags in cases:
         argv = _argv(kind, flags)
-        ps = groups_of(argv, rank, n)
+        ps = create_groups(argv, rank, n)
         run = make_run(argv, rank, ps, 1)
         params = unique_params(param for chunk in run.chunks for param in chunk.parameters())
         counted = {

@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import groups_of, make_run
+from training.layouts import create_groups, make_run
 
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
@@ -72,7 +72,7 @@ def _measured(rank, n, argvs):
 
 def _of_one_run(argv, rank, n):
     """(bytes by part, (dense elements, elements of experts), those of them that are kept in 8 bits) of a rank."""
-    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    run = make_run(argv, rank, create_groups(argv, rank, n), 1)
     params = unique_params(param for chunk in run.chunks for param in chunk.parameters())
     counted = {
         kind: sum(param.numel() for param in params if get_param_info(param).kind == kind)

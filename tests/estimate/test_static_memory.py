@@ -4,7 +4,7 @@ import json
 import re
 
 from harness import run_ranks
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 
 import pretrain_moe
 from arguments import parse_args
@@ -33,8 +33,8 @@ CASES = (
 def _stored(rank, n):
     found = []
     for kind, flags in CASES:
-        argv = [*argv_of(kind), *flags.split()]
-        ps = groups_of(argv, rank, n)
+        argv = [*make_argv(kind), *flags.split()]
+        ps = create_groups(argv, rank, n)
         params = unique_params(param for chunk in make_run(argv, rank, ps, 1).chunks for param in chunk.parameters())
         found.append(
             (
@@ -57,7 +57,7 @@ def _stored(rank, n):
 def test_weights_in_8_bits_of_every_rank():
     for results in run_ranks(_stored, 4):
         for (kind, flags), (stage, held) in zip(CASES, results, strict=True):
-            args = parse_args([*argv_of(kind), *flags.split()], 4)
+            args = parse_args([*make_argv(kind), *flags.split()], 4)
             plain = matrices_only(args, padded_vocab_size_from_flags(args))
             assert fp8_params_on_rank(plain, chunk_layouts(args.model, args.parallel)[stage]) == held, (
                 kind,
@@ -92,7 +92,7 @@ def test_the_line_of_a_large_job(capsys):
 
 
 def test_equal_stages_are_listed_once(capsys):
-    line = _line(capsys, *argv_of("plain"), "--world-size", "2", *TP2.split())
+    line = _line(capsys, *make_argv("plain"), "--world-size", "2", *TP2.split())
     assert "pipeline stage" not in line and "moments" in line
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from moe.layers import sections, shard_of
+from moe.layers import build_shard, sections
 
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.moe.dispatch.deepep import DeepEPDispatcher
@@ -47,7 +47,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
         moe_flex_dispatcher_backend=backend,
         moe_flex_dispatcher_num_sms=20,
     )
-    layer = shard_of(args, ps, torch.bfloat16).to(device)
+    layer = build_shard(args, ps, torch.bfloat16).to(device)
     rows = DispatchBufferSpec(HIDDEN, TOKENS, torch.bfloat16, device)
     flex = build_dispatcher(args.moe, ps, rows, BackendPolicy("error", cuda=True))
     assert type(flex) is KINDS[backend]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from training.layouts import argv_of
+from training.layouts import make_argv
 
 from arguments import parse_args
 from moe_trainer.estimate.activations import chunk_activations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 def test_three_steps_are_the_plain_ones(kind, how):
     def run(flags):
         return train(
-            parse_args([*argv_of(kind), *LAYERS.split(), *flags.split()], 1), 0, ParallelState.single(), device="cuda"
+            parse_args([*make_argv(kind), *LAYERS.split(), *flags.split()], 1), 0, ParallelState.single(), device="cuda"
         )
 
     assert [str(difference) for difference in compare(run(""), run(HOWS[how]), NEAR)] == []
@@ -41,7 +41,7 @@ def test_memory_is_freed(how):
     sizes = "--hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 512 --seq-length 1024 --max-position-embeddings 1024 --bf16"
 
     def kept(flags):
-        args = parse_args([*argv_of("plain"), *LAYERS.split(), *sizes.split(), *flags.split()], 1)
+        args = parse_args([*make_argv("plain"), *LAYERS.split(), *sizes.split(), *flags.split()], 1)
         (chunk,) = build_chunks(args, ParallelState.single(), 64, "cuda")
         x_SBH = torch.randn(1024, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         rope = chunk.rotary.tables(1024, x_SBH.device)

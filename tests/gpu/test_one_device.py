@@ -2,7 +2,7 @@
 
 import pytest
 from commands import read_metrics, run
-from training.layouts import KINDS, argv_of
+from training.layouts import KINDS, make_argv
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("kind", [*KINDS, *FURTHER])
 def test_three_steps_are_those_of_the_cpu(kind):
-    argv = argv_of(kind) if kind in KINDS else [*argv_of("plain"), *FURTHER[kind].split()]
+    argv = make_argv(kind) if kind in KINDS else [*make_argv("plain"), *FURTHER[kind].split()]
     one = train(parse_args(argv, 1), 0, ParallelState.single())
     device = train(parse_args(argv, 1), 0, ParallelState.single(), device=DEVICE)
     assert [str(difference) for difference in compare(one, device, NEAR)] == []

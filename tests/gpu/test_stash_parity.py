@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from moe.test_paged_stash import KINDS, PAGE, gradients, layers_of
+from moe.test_paged_stash import KINDS, PAGE, build_layers, gradients
 
 from moe_trainer.memory.paged_stash import PagedStash
 
@@ -18,7 +18,7 @@ def test_near_the_plain_layers(kind, on_device, on_host):
     device = torch.device("cuda")
     stash = PagedStash(device, PAGE, on_device, on_host)
     plain, ours = (
-        gradients(layers_of(4, stash=which, dtype=torch.float32, device=device, **KINDS[kind]))
+        gradients(build_layers(4, stash=which, dtype=torch.float32, device=device, **KINDS[kind]))
         for which in (None, stash)
     )
     for mine, theirs in zip(ours, plain, strict=True):

@@ -58,14 +58,14 @@ def test_twice_the_same(name):
 
 def test_three_steps_of_a_model_on_the_kernels():
     """--triton-kernels all end to end, fp32."""
-    from training.layouts import argv_of
+    from training.layouts import make_argv
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.verification.compare_runs import Tolerances, compare
     from moe_trainer.verification.training_trace import train
 
-    argv = argv_of("deepseek")
+    argv = make_argv("deepseek")
     plain, ours = (
         train(parse_args([*argv, *more], 1), 0, ParallelState.single(), device="cuda")
         for more in ([], ["--triton-kernels", "all"])

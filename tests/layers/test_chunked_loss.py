@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from training.layouts import argv_of, assert_equal, make_run, train_one_process, train_ranks
+from training.layouts import assert_equal, make_argv, make_run, train_one_process, train_ranks
 
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.vocab import OutputHead
@@ -108,10 +108,10 @@ CASES = (
 
 def test_whole_models(monkeypatch):
     """One process with full logits; ranks with chunks."""
-    expected = [train_one_process(*argv_of(kind)) for kind, _ in CASES]
+    expected = [train_one_process(*make_argv(kind)) for kind, _ in CASES]
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
-    found = run_ranks(train_ranks, 2, [[*argv_of(kind), *flags.split()] for kind, flags in CASES])
+    found = run_ranks(train_ranks, 2, [[*make_argv(kind), *flags.split()] for kind, flags in CASES])
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
         assert_equal(outcome, reference, f"{kind} {flags}")
 
@@ -160,6 +160,6 @@ def test_fp32_logits_of_bf16_weights(short_chunks, sequence_parallel):
 
 def test_the_flag_reaches_every_loss():
     """The decoder's head is that of multi-token prediction, too."""
-    argv = [*argv_of("deepseek"), "--bf16", "--output-logit-dtype", "fp32"]
+    argv = [*make_argv("deepseek"), "--bf16", "--output-logit-dtype", "fp32"]
     head = make_run(argv, 0, ParallelState.single(), 1).chunks[0].output_layer
     assert head.gemms.dtype == torch.float32 and head.weight.dtype == torch.bfloat16

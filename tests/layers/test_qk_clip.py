@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, assert_equal, compare, make_run, shallow, train, train_one_process, train_ranks
+from training.layouts import assert_equal, compare, make_argv, make_run, shallow, train, train_one_process, train_ranks
 
 from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.qk_clip import (
@@ -56,7 +56,7 @@ def test_largest_logits_are_those_of_visible_keys(left, documents, masked):
 
 
 def _argv(kind, *more):
-    base = shallow(argv_of("biases, tied head" if kind == "biases" else "plain"))
+    base = shallow(make_argv("biases, tied head" if kind == "biases" else "plain"))
     flags = {
         "plain": "",
         "biases": "",

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training.layouts import argv_of, shallow, train
+from training.layouts import make_argv, shallow, train
 
 from arguments import parse_args
 from moe_trainer.layers.core_attention import AttentionMask
@@ -30,7 +30,7 @@ DSA = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexe
 
 
 def argv(*more):
-    return [*shallow(argv_of("deepseek")), *DSA.split(), *more]
+    return [*shallow(make_argv("deepseek")), *DSA.split(), *more]
 
 
 def test_weights_of_heads_have_the_factors_of_heads_and_width():

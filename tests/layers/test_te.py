@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import run_ranks
 from layers.fake_te import PYTORCH, RECIPE, install, short, stand_in
-from training.layouts import argv_of, compare, groups_of, train, train_ranks
+from training.layouts import compare, create_groups, make_argv, train, train_ranks
 
 from arguments import parse_args
 from moe_trainer.backends import BackendPolicy, MissingBackendError
@@ -40,7 +40,7 @@ def double(shared, monkeypatch):
 
 
 def with_te(kind: str, flags: str = "") -> list[str]:
-    return [*argv_of(kind), *f"{TE} {flags}".split()]
+    return [*make_argv(kind), *f"{TE} {flags}".split()]
 
 
 def texts(differences) -> list[str]:
@@ -72,7 +72,7 @@ SENT = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --off
     ],
 )
 def test_steps_are_those_of_the_local_kit(double, kind, model, flags):
-    local = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 2)
+    local = train([*make_argv(kind), *model.split()], 0, ParallelState.single(), 2)
     assert not double.recorded.calls
     fused = train(with_te(kind, f"{model} {flags}"), 0, ParallelState.single(), 2)
     assert texts(compare(local, fused)) == []
@@ -110,7 +110,7 @@ def forked(rank, n, argvs, steps):
 )
 def test_two_ranks_are_one_process_with_the_local_kit(double, kind, model, mapping):
     sys.modules[PYTORCH].double = double
-    one = train([*argv_of(kind), *model.split()], 0, ParallelState.single(), 1)
+    one = train([*make_argv(kind), *model.split()], 0, ParallelState.single(), 1)
     assert not double.recorded.calls
     (outcomes, called), _ = run_ranks(forked, 2, [with_te(kind, f"{model} {mapping}")], 1)
     assert texts(compare(one, outcomes[0])) == []
@@ -123,7 +123,7 @@ def test_context_parallel_attention_is_one_process(double, monkeypatch, kind):
     sys.modules[PYTORCH].double = double
     monkeypatch.setattr(te_layers, "attention_problem", lambda *_: None)
     model = f"{GROUPS} 2"
-    one = train([*argv_of("plain"), *model.split()], 0, ParallelState.single(), 1)
+    one = train([*make_argv("plain"), *model.split()], 0, ParallelState.single(), 1)
     (outcomes, called), _ = run_ranks(forked, 2, [with_te("plain", f"{model} {CP2} --cp-comm-type {kind}")], 1)
     assert texts(compare(one, outcomes[0])) == []
     assert {"DotProductAttention.set_context_parallel_group", "DotProductAttention.forward"} <= called
@@ -131,9 +131,9 @@ def test_context_parallel_attention_is_one_process(double, monkeypatch, kind):
 
 def exchanges(rank, n, flags):
     """How the library takes to exchange, and which ranks of the world its groups have."""
-    ps = groups_of([*argv_of("plain"), "--bf16", *flags.split()], rank, n)
+    ps = create_groups([*make_argv("plain"), "--bf16", *flags.split()], rank, n)
     group, ranks, stream, kind = te_layers.FusedLayers(
-        None, ps, parse_args([*argv_of("plain"), *flags.split()], n).parallel.cp_comm_type
+        None, ps, parse_args([*make_argv("plain"), *flags.split()], n).parallel.cp_comm_type
     )._exchange(1)
     groups = group if isinstance(group, list) else [group]
     return kind, [torch.distributed.get_process_group_ranks(each) for each in groups], ranks, stream
@@ -158,7 +158,7 @@ class FirstLayers:
 
     def __init__(self, double, *flags: str):
         (self.chunk,) = build.build_chunks(
-            parse_args([*argv_of("deepseek"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 1),
+            parse_args([*make_argv("deepseek"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 1),
             ParallelState.single(),
             64,
         )
@@ -251,7 +251,7 @@ def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
 
 
 def options(*flags: str) -> dict:
-    args = parse_args([*argv_of("plain"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 2)
+    args = parse_args([*make_argv("plain"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 2)
     return {"model": args.model, "precision": args.precision}
 
 

@@ -13,7 +13,7 @@ import torch
 from harness import run_ranks
 from layers.fake_te import PYTORCH, short, stand_in
 from torch.nn import Parameter
-from training.layouts import argv_of, compare, groups_of, train
+from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
 from moe_trainer.backends import BackendPolicy, MissingBackendError
@@ -208,7 +208,7 @@ def test_rows_that_no_expert_has_and_counts_that_do_not_add_up(double):
 
 
 def fused(flags):
-    return [*argv_of("plain"), *f"{WIDE} --transformer-impl transformer_engine {flags}".split()]
+    return [*make_argv("plain"), *f"{WIDE} --transformer-impl transformer_engine {flags}".split()]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def fused(flags):
 def test_quantised_experts_compute_by_the_recipe(double, flags):
     """In full trainings; the stand-in does not round, so they are those in fp32."""
     double.align = 32  # more than our own alignment
-    one = train([*argv_of("plain"), *f"{WIDE}".split()], 0, ParallelState.single(), 2)
+    one = train([*make_argv("plain"), *f"{WIDE}".split()], 0, ParallelState.single(), 2)
     other = train(fused(f"{FP8} {flags}"), 0, ParallelState.single(), 2)
     assert [str(difference) for difference in compare(one, other)] == []
     found = [(shape, recipe) for shape, recipe in double.gemms if shape in EXPERTS]
@@ -232,7 +232,7 @@ def test_quantised_experts_compute_by_the_recipe(double, flags):
 
 
 def ranks(rank, n, argv):
-    outcome = train(argv, rank, groups_of(argv, rank, n), 1)
+    outcome = train(argv, rank, create_groups(argv, rank, n), 1)
     return outcome, short(sys.modules[PYTORCH].double.called())
 
 
@@ -247,7 +247,7 @@ def ranks(rank, n, argv):
 )
 def test_two_ranks_are_one_process(double, mapping):
     sys.modules[PYTORCH].double = double
-    one = train([*argv_of("plain"), *WIDE.split()], 0, ParallelState.single(), 1)
+    one = train([*make_argv("plain"), *WIDE.split()], 0, ParallelState.single(), 1)
     (outcome, called), _ = run_ranks(ranks, 2, fused(mapping))
     assert [str(difference) for difference in compare(one, outcome)] == []
     assert "GroupedLinear.forward" in called and ("GroupedLinear.backward_dw" in called) is ("zero-bubble" in mapping)

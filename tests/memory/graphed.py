@@ -1,7 +1,7 @@
 """Trainings on a device with and without CUDA graphs, shared by the tests of graphs."""
 
 import torch
-from training.layouts import MODEL, argv_of
+from training.layouts import MODEL, make_argv
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
@@ -46,7 +46,7 @@ def dense() -> list[str]:
 
 
 def line(kind: str, flags: str = "") -> list[str]:
-    return [*(dense() if kind == "dense" else argv_of(kind)), *flags.split()]
+    return [*(dense() if kind == "dense" else make_argv(kind)), *flags.split()]
 
 
 def train(argv: list[str], prepare=None):

@@ -48,7 +48,7 @@ def batch(number: int, length: int = SEQ) -> tuple[Tensor, Tensor, Tensor]:
     return tokens_BS[:, :-1], torch.arange(length).expand(BATCH, length), tokens_BS[:, 1:]
 
 
-def loss_of(chunk: Transformer, number: int, **more) -> Tensor:
+def compute_loss(chunk: Transformer, number: int, **more) -> Tensor:
     """The loss of one microbatch on a chunk that is the whole model."""
     tokens_BS, positions_BS, labels_BS = batch(number)
     return chunk(tokens_BS, positions_BS, labels_BS, torch.ones_like(labels_BS), grad_scale=0.5, **more).sum() * 0.5
@@ -73,12 +73,12 @@ def two_microbatches(*flags: str, interleaved: bool = False, **more) -> dict[str
     start_iteration([chunk])
     losses = []
     if interleaved:
-        losses = [loss_of(chunk, number, **more) for number in range(2)]
+        losses = [compute_loss(chunk, number, **more) for number in range(2)]
         for loss in losses:
             loss.backward()
     else:
         for number in range(2):
-            losses.append(loss_of(chunk, number, **more))
+            losses.append(compute_loss(chunk, number, **more))
             losses[-1].backward()
     return everything(chunk, losses)
 

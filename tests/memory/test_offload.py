@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from memory.measure import CountedCopies
-from memory.one_pass import EVERYTHING, GROUPED, OFFLOAD, build, differences, everything, loss_of, parsed
+from memory.one_pass import EVERYTHING, GROUPED, OFFLOAD, build, compute_loss, differences, everything, parsed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_trainer.memory.activations import ActivationPolicy
@@ -240,7 +240,7 @@ def test_passes_in_any_order():
         (chunk,) = build(parsed(GROUPED, *hows))
         if chunk.activations.offload is not None:
             chunk.activations.offload._copies = LateCopies()
-        losses = [loss_of(chunk, number) for number in range(3)]
+        losses = [compute_loss(chunk, number) for number in range(3)]
         for number in (1, 0, 2):
             losses[number].backward()
         return everything(chunk, losses)
@@ -253,7 +253,7 @@ def test_parts_tell_what_goes():
     for part in EVERYTHING.split():
         (chunk,) = build(parsed(GROUPED, f"{OFFLOAD} core_attn {part}" if part == "attn_proj" else f"{OFFLOAD} {part}"))
         copies = chunk.activations.offload._copies = CountedCopies()
-        loss_of(chunk, 0)
+        compute_loss(chunk, 0)
         sent[part] = len(copies.hosts)
     assert sent == {
         "attn_norm": 6,

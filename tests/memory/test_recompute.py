@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from memory.measure import left_behind
-from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, batch, build, loss_of, parsed
+from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, batch, build, compute_loss, parsed
 
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe import sinkhorn as sinkhorn_module
@@ -40,7 +40,7 @@ def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypa
 
     def run(disturb):
         (chunk,) = build(parsed(GROUPED, routing, how))
-        loss = loss_of(chunk, 0)
+        loss = compute_loss(chunk, 0)
         if disturb:
             monkeypatch.setattr(
                 topk_module, "_select", lambda scores_TE, topk, *_: scores_TE.topk(topk, largest=False)[1]
@@ -64,7 +64,7 @@ def test_routers_record_and_count_once(how):
     (chunk,) = build(parsed(GROUPED, BIAS, how))
     for layer in chunk.moe_layers():
         layer.router.recorder = []
-    loss_of(chunk, 0).backward()
+    compute_loss(chunk, 0).backward()
     for layer in chunk.moe_layers():
         assert len(layer.router.recorder) == 1
         assert layer.router.local_tokens_per_expert.sum() == 2 * 16 * 2
@@ -73,7 +73,7 @@ def test_routers_record_and_count_once(how):
 @pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
 def test_quantile_balancing_estimates_once(how):
     (chunk,) = build(parsed(GROUPED, QUANTILES, how))
-    loss_of(chunk, 0).backward()
+    compute_loss(chunk, 0).backward()
     assert [layer.router.quantile.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
 
 
@@ -83,7 +83,7 @@ def test_what_is_recomputed_runs_twice_and_the_rest_once(how, times):
     (chunk,) = build(parsed(GROUPED, how))
     calls, last = [], chunk.decoder.layers[-1].mlp.router
     last.register_forward_hook(lambda *_: calls.append(chunk.activations.is_recomputing))
-    loss = loss_of(chunk, 0)
+    loss = compute_loss(chunk, 0)
     assert calls == [False]
     loss.backward()
     assert calls == [False, True][:times] and not chunk.activations.is_recomputing
@@ -94,8 +94,8 @@ def test_nothing_is_recomputed_without_a_graph():
     calls = []
     chunk.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        first = loss_of(chunk, 0)
-    assert len(calls) == 1 and torch.equal(first, loss_of(chunk, 0).detach())
+        first = compute_loss(chunk, 0)
+    assert len(calls) == 1 and torch.equal(first, compute_loss(chunk, 0).detach())
 
 
 def test_a_norm_runs_again_once_for_all_that_saved_its_output():
@@ -104,7 +104,7 @@ def test_a_norm_runs_again_once_for_all_that_saved_its_output():
     layer, calls = chunk.decoder.layers[1], []
     layer.input_layernorm.register_forward_hook(lambda *_: calls.append("attention"))
     layer.pre_mlp_layernorm.register_forward_hook(lambda *_: calls.append("experts"))
-    loss = loss_of(chunk, 0)
+    loss = compute_loss(chunk, 0)
     assert calls == ["attention", "experts"]
     loss.backward()
     assert calls == ["attention", "experts", "experts", "attention"]
@@ -185,7 +185,7 @@ def test_packed_documents_are_recomputed_with_their_borders():
         (chunk,) = build(parsed(GROUPED, "--attention-dropout 0.2", how))
         torch.manual_seed(9)
         documents_BS = batch(0)[0].cumsum(1) // 100
-        loss_of(chunk, 0, document_ids_BS=documents_BS).backward()
+        compute_loss(chunk, 0, document_ids_BS=documents_BS).backward()
         return gradients(chunk)
 
     for how in (UNIFORM, f"{SELECTIVE} core_attn"):
@@ -204,7 +204,7 @@ def test_packed_documents_are_recomputed_with_their_borders():
 def test_nothing_lives_longer_than_its_backward(how):
     """Nor waits for the garbage collector, which --manual-gc runs rarely."""
     (chunk,) = build(parsed(GROUPED, LATENT, how))
-    loss_of(chunk, 0).backward()
+    compute_loss(chunk, 0).backward()
     tokens_BS, positions_BS, labels_BS = batch(1)
 
     def step():

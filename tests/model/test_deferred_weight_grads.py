@@ -6,13 +6,13 @@ import torch
 import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
-from tests.training.layouts import argv_of
+from tests.training.layouts import make_argv
 
 TOKENS = torch.arange(32).view(2, 16)
 
 
 def build(kind, *argv):
-    (chunk,) = build_chunks(arguments.parse_args([*argv_of(kind), *argv], world_size=1), ParallelState.single(), 64)
+    (chunk,) = build_chunks(arguments.parse_args([*make_argv(kind), *argv], world_size=1), ParallelState.single(), 64)
     return chunk
 
 

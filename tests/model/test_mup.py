@@ -25,7 +25,7 @@ def build(*argv):
     return model
 
 
-def loss_of(model):
+def compute_loss(model):
     tokens = torch.arange(32).view(2, 16) * 7 % 127
     return model(tokens, torch.arange(16).expand(2, 16), tokens.roll(1, 1)).mean()
 
@@ -93,7 +93,7 @@ def test_multipliers_equal_weights_that_hold_them(more):
                 factor.view(4, 3, 16)[:, 0] = query
             factors[name] = factor.view(-1) if param.dim() == 1 else factor
             param.copy_(source * factors[name])
-    ours, expected = loss_of(scaled), loss_of(plain)
+    ours, expected = compute_loss(scaled), compute_loss(plain)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
     ours.backward()
     expected.backward()

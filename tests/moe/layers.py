@@ -83,7 +83,7 @@ def join(pieces: list[torch.Tensor], info: ParamInfo) -> torch.Tensor:
     return torch.cat([piece for part in parts for piece in part], info.sharded_dim)
 
 
-def shard_of(args, ps: ParallelState, dtype=torch.float64, **which) -> MoELayer:
+def build_shard(args, ps: ParallelState, dtype=torch.float64, **which) -> MoELayer:
     """The layer of one rank, with its part of the weights that one process would have."""
     whole, layer = build_layer(args, dtype=dtype, **which), build_layer(args, ps, dtype=dtype, **which)
     named = by_name(whole)
@@ -150,6 +150,6 @@ class Chunk:
         return list(self.layers)
 
 
-def metrics_of(args, layers: list[MoELayer], num_microbatches: int, ps: ParallelState | None = None) -> MoeMetrics:
+def collect_metrics(args, layers: list[MoELayer], num_microbatches: int, ps: ParallelState | None = None) -> MoeMetrics:
     """What the loop logs of these layers; two layers in the model."""
     return collect_moe_metrics([Chunk(*layers)], ps or ParallelState.single(), num_microbatches, args.moe, 2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import Chunk, build_layer, metrics_of, sections
+from moe.layers import Chunk, build_layer, collect_metrics, sections
 from reference import Balance, add_balance
 
 from moe_trainer.moe.balancing import logged_losses, start_iteration, update_expert_bias
@@ -81,7 +81,7 @@ def global_loss_of_rank(rank, world_size):
     for microbatch in range(MICROBATCHES):
         probs, _ = layer.router(tokens(world_size * microbatch + rank), 0.125)
         (probs * 0).sum().backward()
-    return layer.router.weight.grad, metrics_of(args, [layer], MICROBATCHES, ps)
+    return layer.router.weight.grad, collect_metrics(args, [layer], MICROBATCHES, ps)
 
 
 def test_global_loss_over_ranks_by_definition():
@@ -136,7 +136,7 @@ def aux_loss_of_rank(rank, world_size):
     args = sections(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=[0.1, 0.1])
     layer = build_layer(args, ps)
     layer.router(tokens(rank), 1.0)
-    return metrics_of(args, [layer], 1, ps).losses
+    return collect_metrics(args, [layer], 1, ps).losses
 
 
 def test_other_losses_are_the_mean_over_ranks():
@@ -162,7 +162,7 @@ def test_new_iteration_forgets_the_counts():
         start_iteration([Chunk(layer)])
         layer.router(tokens(0), 1.0)
         layer.router(tokens(1), 1.0)
-        values.append(metrics_of(args, [layer], 2).losses)
+        values.append(collect_metrics(args, [layer], 2).losses)
     assert values[0] == values[1]
 
 

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import HIDDEN, Chunk, RankGrads, build_layer, metrics_of, sections, shard_of, total_grads
+from moe.layers import HIDDEN, Chunk, RankGrads, build_layer, build_shard, collect_metrics, sections, total_grads
 from moe.test_dispatch_ranks import Layout
 
 from moe_trainer.layers.layer_factory import LOCAL
@@ -61,13 +61,13 @@ def _rank(rank, n, layout, cases, sequences, count):
     results = []
     for changes in cases:
         args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=layout.sp, **changes)
-        layer = shard_of(args, ps)
+        layer = build_shard(args, ps)
         inputs = [x.chunk(ps.cp.size)[ps.cp.rank] for x in microbatches(ps.dp.rank, sequences, count)]
         if layout.sp:
             inputs = [x.chunk(ps.tp.size)[ps.tp.rank] for x in inputs]
         # a mean over dp_cp follows in training, and the scale of the auxiliary losses contains cp for it: here they are summed
         run_iteration(layer, inputs)
-        results.append((RankGrads.of(layer, ps), metrics_of(args, [layer], count, ps)))
+        results.append((RankGrads.of(layer, ps), collect_metrics(args, [layer], count, ps)))
     return results
 
 
@@ -145,7 +145,7 @@ def _bias(rank, n, layout):
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=0.01,
     )
-    layer = shard_of(args, ps)
+    layer = build_shard(args, ps)
     for x in microbatches(ps.dp.rank):
         x = x.chunk(ps.cp.size)[ps.cp.rank]
         layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, SCALE)
@@ -175,7 +175,7 @@ def _stage(rank, n, moe_stage):
         layer(microbatches(ps.dp.rank)[0], SCALE)
         layers.append(layer)
     update_expert_bias([Chunk(*layers)], ps)
-    return metrics_of(args, layers, 1, ps)
+    return collect_metrics(args, layers, 1, ps)
 
 
 @pytest.mark.parametrize("moe_stage", [0, 1])

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import HIDDEN, RankGrads, sections, shard_of, total_grads
+from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
 
 from moe_trainer.moe.clone_plan import rank_loads
 from moe_trainer.ops.expert_mlp import ActivationFns
@@ -110,7 +110,7 @@ def _one_rank(rank, n, sizes, kind, skew, dispatcher, dtype, layout, slots, exac
         args = sections(
             moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **(KINDS | EXACT)[kind], **changes
         )
-        layer = shard_of(args, ps, dtype)
+        layer = build_shard(args, ps, dtype)
         tilt(layer, SKEW[skew])
         if exact:
             layer.experts.gemms, layer.experts.activation_fns = ROW_BY_ROW, PLAIN
@@ -190,7 +190,7 @@ def _alive(rank, n, keeps_anything):
     """
     ps = ParallelState.create(n, rank, ep=2)
     args = sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, moe_clone_hot_experts=2)
-    layer = shard_of(args, ps, torch.float64)
+    layer = build_shard(args, ps, torch.float64)
     tilt(layer, SKEW["hot"])
     x = torch.randn(12, 1, HIDDEN, dtype=torch.float64)
     x[..., 0] = x[..., 0].abs() + 0.5

@@ -8,9 +8,9 @@ import pytest
 import torch
 from harness import run_ranks
 from moe.fake_deep_ep import HYBRID_EP
-from moe.layers import sections, shard_of
+from moe.layers import build_shard, sections
 from moe.test_flex import flex_dispatcher
-from training.layouts import argv_of, groups_of, shallow
+from training.layouts import create_groups, make_argv, shallow
 
 from arguments import parse_args
 from moe_trainer.model import build
@@ -103,8 +103,8 @@ def train(
 ) -> dict:
     """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by
     an observer."""
-    argv = [*shallow(argv_of(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
-    ps, log_lines = groups_of(argv, rank, n), []
+    argv = [*shallow(make_argv(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
+    ps, log_lines = create_groups(argv, rank, n), []
     found = {
         "attempts": [],
         "counts": set(),
@@ -300,7 +300,7 @@ def test_flags_are_of_one_scope():
 )
 def test_why_the_host_waits_is_logged_once(caplog, changes, because):
     args = sections(**{"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5, **changes})
-    layers = [shard_of(args, ParallelState.single(), torch.float32) for _ in range(2)]
+    layers = [build_shard(args, ParallelState.single(), torch.float32) for _ in range(2)]
     dispatcher = HybridEPDispatcher(ParallelState.single(), None, fused=args.moe.moe_permute_fusion_into_hybridep)
     with caplog.at_level(logging.INFO):
         attach_dispatcher(layers, dispatcher)

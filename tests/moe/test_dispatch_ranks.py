@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import HIDDEN, RankGrads, build_layer, sections, shard_of, total_grads
+from moe.layers import HIDDEN, RankGrads, build_layer, build_shard, sections, total_grads
 
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -111,7 +111,7 @@ def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
     args = sections(
         moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind]
     )
-    layer = shard_of(args, ps, dtype)
+    layer = build_shard(args, ps, dtype)
     assert type(layer.dispatcher) is (DISPATCHERS[dispatcher] if ps.tp_ep.size > 1 else LocalDispatcher)
     xs, weights = tokens(sizes, dtype)
     # without sequence parallelism every rank of tp holds the rows of all
@@ -250,7 +250,7 @@ def _overlapped(rank, n, layout):
     results, in_flight = [], []
     for overlap in (False, True):
         args.moe = replace(args.moe, moe_shared_expert_overlap=overlap)
-        layer = shard_of(args, ps)
+        layer = build_shard(args, ps)
         handles, start = [], layer.dispatcher.start_token_dispatch
 
         def start_and_remember(*rest, start=start, handles=handles):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import Chunk, build_layer, sections, shard_of
+from moe.layers import Chunk, build_layer, build_shard, sections
 from moe.test_balancing_ranks import SCALE, S, microbatches
 from moe.test_dispatch_ranks import Layout
 
@@ -29,9 +29,9 @@ MAPPINGS = (
 )
 
 
-def loads_of(args, ps, dp_ranks):
+def collect_loads(args, ps, dp_ranks):
     """Two iterations' tables of one layer, whose data ranks are these."""
-    layer, tables = shard_of(args, ps), []
+    layer, tables = build_shard(args, ps), []
     for _ in range(2):
         for dp_rank in dp_ranks:
             for x in microbatches(dp_rank):
@@ -43,7 +43,7 @@ def loads_of(args, ps, dp_ranks):
     return tables
 
 
-def arguments_of(changes, sp=False):
+def make_arguments(changes, sp=False):
     args = sections(moe_token_dispatcher_type="alltoall", sequence_parallel=sp, moe_per_layer_logging=True, **changes)
     args.sp = sp
     return args
@@ -51,13 +51,13 @@ def arguments_of(changes, sp=False):
 
 def _rank(rank, n, layout):
     ps = layout.state(rank)
-    return [loads_of(arguments_of(changes, layout.sp), ps, [ps.dp.rank]) for changes in KINDS.values()]
+    return [collect_loads(make_arguments(changes, layout.sp), ps, [ps.dp.rank]) for changes in KINDS.values()]
 
 
 @pytest.mark.parametrize("layout", MAPPINGS, ids=str)
 def test_loads_are_those_of_one_process(layout):
     dp = layout.n // (layout.tp * layout.cp)
-    expected = [loads_of(arguments_of(changes), ParallelState.single(), range(dp)) for changes in KINDS.values()]
+    expected = [collect_loads(make_arguments(changes), ParallelState.single(), range(dp)) for changes in KINDS.values()]
     for every in run_ranks(_rank, layout.n, layout):
         for tables, wanted in zip(every, expected, strict=True):
             for table, want in zip(tables, wanted, strict=True):
@@ -70,13 +70,13 @@ def test_loads_are_those_of_one_process(layout):
 
 def _dropping(rank, n):
     ps = ParallelState.create(n, rank, ep=n)
-    args = arguments_of({"moe_expert_capacity_factor": 0.5})
-    return loads_of(args, ps, [ps.dp.rank])[0]
+    args = make_arguments({"moe_expert_capacity_factor": 0.5})
+    return collect_loads(args, ps, [ps.dp.rank])[0]
 
 
 def test_what_is_dropped_still_counts_as_load():
     """Capacity is per rank and microbatch, so data ranks drop what one process drops of their microbatches."""
-    expected = loads_of(arguments_of({"moe_expert_capacity_factor": 0.5}), ParallelState.single(), range(2))[0]
+    expected = collect_loads(make_arguments({"moe_expert_capacity_factor": 0.5}), ParallelState.single(), range(2))[0]
     for table in run_ranks(_dropping, 2):
         assert table[0, 8] == expected[0, 8] > 0
         assert torch.equal(table[0, :8], expected[0, :8]) and table[0, :8].sum() == 2 * 2 * S * 2 * 2
@@ -84,7 +84,7 @@ def test_what_is_dropped_still_counts_as_load():
 
 def _stage(rank, n):
     ps = ParallelState.create(n, rank, pp=2)
-    args = arguments_of({})
+    args = make_arguments({})
     layers = []
     if ps.pp.rank == 1:
         layer = build_layer(args, ps, layer_number=2)
@@ -100,8 +100,8 @@ def test_a_stage_without_experts_knows_the_loads_of_the_others():
 
 
 def test_evaluation_and_recomputation_do_not_count():
-    args = arguments_of({})
-    layer = shard_of(args, ParallelState.single())
+    args = make_arguments({})
+    layer = build_shard(args, ParallelState.single())
     with torch.no_grad():
         layer(microbatches(0)[0], SCALE)
     layer.eval()
@@ -110,13 +110,13 @@ def test_evaluation_and_recomputation_do_not_count():
 
 
 def test_without_the_flag_nothing_is_counted():
-    layer = shard_of(sections(), ParallelState.single())
+    layer = build_shard(sections(), ParallelState.single())
     assert layer.router.tokens_per_expert is None
 
 
 def _cloning(rank, n):
     ps = ParallelState.create(n, rank, ep=n)
-    layer, planned = shard_of(arguments_of({"moe_clone_hot_experts": 2}), ps), []
+    layer, planned = build_shard(make_arguments({"moe_clone_hot_experts": 2}), ps), []
     with torch.no_grad():  # the first rank's experts are the hot ones
         layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
     plan = layer.cloner.plan

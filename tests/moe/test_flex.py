@@ -11,8 +11,8 @@ import pytest
 import torch
 from harness import run_ranks
 from moe.fake_deep_ep import Signatures, make_hybrid, make_v1, make_v2
-from moe.layers import HIDDEN, sections, shard_of
-from training.layouts import argv_of, compare, train
+from moe.layers import HIDDEN, build_shard, sections
+from training.layouts import compare, make_argv, train
 
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.memory.activations import ActivationPolicy
@@ -181,7 +181,7 @@ def _layer(rank, ps, recorded, version, changes):
     args = sections(
         moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes
     )
-    layer = shard_of(args, ps, torch.float32)
+    layer = build_shard(args, ps, torch.float32)
     flex, signatures = flex_dispatcher(recorded, version, ps, moe_router_topk=args.moe.moe_router_topk)
     results = []
     for dispatcher in (layer.dispatcher, flex):
@@ -451,7 +451,7 @@ def _train_with(rank, n, recorded, version, argv):
 def test_whole_models_train_like_one_process(recorded, version, how):
     """Several layers share the buffer; gradients accumulate over microbatches; buffers are made for the microbatch's tokens; a layer
     that is recomputed dispatches twice what was routed once."""
-    argv = [*argv_of("accumulation"), "--moe-shared-expert-intermediate-size", "16"]
+    argv = [*make_argv("accumulation"), "--moe-shared-expert-intermediate-size", "16"]
     spread = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex"]
     expected = train(argv, 0, ParallelState.single(), 2)
     outcome = run_ranks(_train_with, 2, recorded, version, [*argv, *spread, *how.split()])[0]

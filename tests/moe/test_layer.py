@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe.layers import Chunk, build_layer, by_name, metrics_of, sections
+from moe.layers import Chunk, build_layer, by_name, collect_metrics, sections
 from reference import Balance, moe_layer
 
 from moe_trainer.moe.balancing import start_iteration
@@ -113,7 +113,7 @@ def compare(args, dtype=torch.float64, tolerance=1e-12, shape=(6, 2), microbatch
             expected = params[name].grad
             expected = torch.zeros_like(grad) if expected is None else expected
             torch.testing.assert_close(grad, expected, atol=tolerance * 100, rtol=tolerance, msg=labelled(name))
-    metrics = metrics_of(args, [layer], microbatches)
+    metrics = collect_metrics(args, [layer], microbatches)
     assert metrics.dropped_tokens == values.pop("dropped")
     for name, value in values.items():
         assert metrics.losses[name] == pytest.approx(value, rel=1e-6)
@@ -169,8 +169,8 @@ def test_metrics_are_reset_by_collecting():
     args = sections(**ROUTERS["all losses"])
     layer = build_layer(args)
     layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)
-    first = metrics_of(args, [layer], 1)
-    again = metrics_of(args, [layer], 1)
+    first = collect_metrics(args, [layer], 1)
+    again = collect_metrics(args, [layer], 1)
     assert min(first.losses.values()) > 0
     assert set(again.losses.values()) == {0.0}
 
@@ -180,7 +180,7 @@ def test_metrics_leave_dense_layers_out():
     args = sections(**AUX)
     layer = build_layer(args, layer_number=2)
     layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)
-    metrics = metrics_of(args, [layer], 1)
+    metrics = collect_metrics(args, [layer], 1)
     dense, moe = metrics.per_layer["load_balancing_loss"]
     assert dense == 0.0 and metrics.losses["load_balancing_loss"] == moe > 0
 

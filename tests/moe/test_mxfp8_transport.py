@@ -5,7 +5,7 @@ import torch
 from harness import run_ranks
 from moe import test_dispatch_ranks as ranks
 from moe.layers import HIDDEN, build_layer, sections
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 from training.resuming import run_steps
 
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -75,7 +75,7 @@ def test_rows_are_rounded_one_way():
 def _bytes(rank, n, flags):
     """Bytes of rows [R, H] that leave this rank: dispatched, combined, and in backward the gradients of these, the later one first."""
     layout, sent = ranks.Layout(2, ep=2), []
-    layer = ranks.shard_of(
+    layer = ranks.build_shard(
         sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, **flags),
         layout.state(rank),
         torch.bfloat16,
@@ -103,7 +103,7 @@ def test_half_the_bytes_travel():
 
 
 def _train(rank, n, argv):
-    return run_steps(make_run(argv, rank, groups_of(argv, rank, n), 2), 0, 2)
+    return run_steps(make_run(argv, rank, create_groups(argv, rank, n), 2), 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def _train(rank, n, argv):
 )
 def test_runs_over_ranks_equal_one_process(flags):
     argv = [
-        *argv_of("plain"),
+        *make_argv("plain"),
         *"--num-layers 2 --moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype mxfp8 --moe-token-dispatcher-type alltoall".split(),
     ]
     ahead = run_ranks(_train, 2, [*argv, *"--expert-model-parallel-size 2".split(), *flags.split()])[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import HIDDEN, sections, shard_of
+from moe.layers import HIDDEN, build_shard, sections
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
@@ -17,7 +17,7 @@ PLAIN = {"moe_router_topk": TOPK}
 def _sent(rank, n, dispatcher, changes, backward):
     """(width, rows) of what this rank gave to collectives of rows, in order."""
     ps = ParallelState.create(n, rank, ep=n)
-    layer = shard_of(sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **changes), ps)
+    layer = build_shard(sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **changes), ps)
     run, found = collectives._run, []
 
     def counting(group, operation, x, *args, **kwargs):

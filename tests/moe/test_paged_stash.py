@@ -58,7 +58,7 @@ def test_pages_of_two_slabs_are_no_neighbours():
     ]
 
 
-def layers_of(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, device=CPU, **changes):
+def build_layers(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, device=CPU, **changes):
     """Layers behind each other, with the weights one process would have."""
     ps, single = ps or ParallelState.single(), ParallelState.single()
     args = sections(
@@ -132,7 +132,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_for_bit(kind, dtype):
     stash = PagedStash(CPU, PAGE, 1.2, 0.0)
-    plain, ours = (gradients(layers_of(3, stash=which, dtype=dtype, **KINDS[kind])) for which in (None, stash))
+    plain, ours = (gradients(build_layers(3, stash=which, dtype=dtype, **KINDS[kind])) for which in (None, stash))
     for mine, theirs in zip(ours, plain, strict=True):
         assert torch.equal(mine, theirs)
     gc.collect()
@@ -145,7 +145,7 @@ def test_bit_for_bit(kind, dtype):
 def test_full_pools_spill_to_the_host_or_grow_and_lose_nothing(device, host, caplog):
     stash = PagedStash(CPU, PAGE, device, host)
     with caplog.at_level(logging.WARNING):
-        plain, ours = (gradients(layers_of(3, stash=which)) for which in (None, stash))
+        plain, ours = (gradients(build_layers(3, stash=which)) for which in (None, stash))
     for mine, theirs in zip(ours, plain, strict=True):
         assert torch.equal(mine, theirs)
     assert (
@@ -160,18 +160,18 @@ def test_full_pools_spill_to_the_host_or_grow_and_lose_nothing(device, host, cap
 def test_the_factor_that_the_log_names_is_enough(caplog):
     stash = PagedStash(CPU, 1, 0.3)  # pages of a row: nothing is rounded up
     with caplog.at_level(logging.WARNING):
-        gradients(layers_of(3, stash=stash))
+        gradients(build_layers(3, stash=stash))
     assert stash.num_overflows
     named = float(caplog.messages[-1].removesuffix(" would suffice").split()[-1])
     for factor, enough in ((named, True), (0.9 * named, False)):
         stash = PagedStash(CPU, 1, factor)
-        gradients(layers_of(3, stash=stash))
+        gradients(build_layers(3, stash=stash))
         assert (stash.num_overflows == 0) == enough
 
 
 def test_a_pass_brings_no_layer_of_another_pass_back():
     stash = PagedStash(CPU, PAGE, 1.2)
-    layers = layers_of(2, stash=stash)
+    layers = build_layers(2, stash=stash)
     first = run(layers, tokens())
     held = [pages.num_used for pages in stash.pools]
     run(layers, tokens(seed=1)).sum().backward()
@@ -188,7 +188,7 @@ def test_buffers_come_back_with_zeros_behind_their_rows():
 
 def test_pages_of_a_graph_that_is_dropped_are_free_again():
     stash = PagedStash(CPU, PAGE, 1.2)
-    y = run(layers_of(2, stash=stash), tokens())
+    y = run(build_layers(2, stash=stash), tokens())
     assert all(pages.num_used for pages in stash.pools)
     del y
     gc.collect()
@@ -198,7 +198,7 @@ def test_pages_of_a_graph_that_is_dropped_are_free_again():
 def test_nothing_is_stashed_without_gradients():
     stash = PagedStash(CPU, PAGE, 1.2)
     with torch.no_grad():
-        run(layers_of(2, stash=stash), tokens())
+        run(build_layers(2, stash=stash), tokens())
     assert stash.pools == ()
 
 
@@ -223,7 +223,7 @@ def received(layers, x):
 def test_bytes_that_stay_are_pages_of_what_was_used(count):
     """Counted: L layers keep L x worst case without a stash, and pages of what they used with it."""
     stash = PagedStash(CPU, PAGE, 1.0)
-    plain, ours = (layers_of(count, stash=which) for which in (None, stash))
+    plain, ours = (build_layers(count, stash=which) for which in (None, stash))
     rows = received(ours, tokens())
     assert rows == [SHARE] * count  # one process gets all rows; the worst case is three times as much
     left, y = left_behind(lambda: run(plain, tokens()))
@@ -257,7 +257,7 @@ class _Peak(TorchDispatchMode):
 
 
 def _peaks(count, stash):
-    layers = layers_of(count, stash=stash)
+    layers = build_layers(count, stash=stash)
     with _Peak() as forward:
         y = run(layers, tokens())
     with _Peak() as backward:
@@ -281,7 +281,7 @@ def _one_rank(rank, n, layout):
     x = tokens(seed=rank)
     results = []
     for which in (None, stash):
-        layers = layers_of(3, ps, which)
+        layers = build_layers(3, ps, which)
         own = x.clone().requires_grad_()
         y = run(layers, own)
         used = [pages.num_used for pages in stash.pools]

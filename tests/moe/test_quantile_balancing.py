@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from moe.layers import EXPERTS, build_layer, sections
-from training.layouts import argv_of, compare, groups_of, make_run, shallow, train_ranks
+from training.layouts import compare, create_groups, make_argv, make_run, shallow, train_ranks
 
 from arguments import ArgumentError, parse_args
 from moe_trainer.moe.balancing import reset_iteration, update_biases
@@ -25,7 +25,7 @@ def with_quantiles(argv):
     return [*argv, *FLAGS]
 
 
-def chunk_of(layer):
+def fake_chunk(layer):
     return SimpleNamespace(moe_layers=lambda: [layer])
 
 
@@ -57,10 +57,10 @@ def test_a_skewed_router_becomes_even():
         layer.router.bias.copy_(torch.linspace(2, 0, EXPERTS))
     x = torch.randn(512, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     before = layer.router(x)[1].sum(0)
-    update_biases([chunk_of(layer)], ParallelState.single())
+    update_biases([fake_chunk(layer)], ParallelState.single())
     for _ in range(8):
         layer.router(x)
-        update_biases([chunk_of(layer)], ParallelState.single())
+        update_biases([fake_chunk(layer)], ParallelState.single())
     after = layer.router(x)[1].sum(0)
     assert (
         before.max() > 2 * 1024 / EXPERTS and after.max() < 1.1 * 1024 / EXPERTS and after.min() > 0.9 * 1024 / EXPERTS
@@ -92,7 +92,7 @@ def test_the_update_is_centered_and_smoothed_and_follows_training_passes_only():
     with torch.no_grad():
         layer.train().router(x)
     assert quantile.count == 2 and torch.equal(quantile.sum_E / 2, estimate)  # evaluation leaves no trace
-    update_biases([chunk_of(layer)], ParallelState.single())
+    update_biases([fake_chunk(layer)], ParallelState.single())
     expected = 0.75 * old + 0.25 * estimate
     torch.testing.assert_close(quantile.bias_E, expected - expected.mean())
     assert quantile.count == 0 and not quantile.sum_E.any()
@@ -101,10 +101,10 @@ def test_the_update_is_centered_and_smoothed_and_follows_training_passes_only():
 def test_what_is_thrown_away_or_frozen_moves_nothing():
     layer = build_layer(sections(**ON))
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
-    reset_iteration([chunk_of(layer)])
+    reset_iteration([fake_chunk(layer)])
     assert layer.router.quantile.count == 0
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
-    update_biases([chunk_of(layer)], ParallelState.single(), frozen=True)
+    update_biases([fake_chunk(layer)], ParallelState.single(), frozen=True)
     assert layer.router.quantile.count == 0 and not layer.router.quantile.bias_E.any()
 
 
@@ -119,7 +119,7 @@ def _train(rank, n, argvs):
     results = []
     for argv in argvs:
         (outcome,) = train_ranks(rank, n, [argv])
-        run = make_run(argv, rank, groups_of(argv, rank, n), 2)
+        run = make_run(argv, rank, create_groups(argv, rank, n), 2)
         count = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
         for number in range(2):
             train_step(run, TrainState(iteration=number), count)
@@ -138,7 +138,7 @@ MAPPINGS = {
 
 
 def test_every_mapping_has_the_biases_of_one_process():
-    base = [*with_quantiles(shallow(argv_of("plain"))), "--moe-token-dispatcher-type", "alltoall"]
+    base = [*with_quantiles(shallow(make_argv("plain"))), "--moe-token-dispatcher-type", "alltoall"]
     ((expected, biases),) = _train_single(base)
     assert len(biases) == 2 and all(bias.abs().max() > 0.01 for bias in biases.values())
     results = run_ranks(_train, 2, [[*base, *mapping.split()] for mapping in MAPPINGS.values()])
@@ -169,5 +169,5 @@ MOE = "--num-experts 8 --moe-router-topk 2 --disable-bias-linear".split()
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(extra, named):
     with pytest.raises(ArgumentError) as caught:
-        parse_args([*with_quantiles(shallow(argv_of("plain"))), *MOE, *extra.split()], 1)
+        parse_args([*with_quantiles(shallow(make_argv("plain"))), *MOE, *extra.split()], 1)
     assert any(named in violation.message for violation in caught.value.violations)

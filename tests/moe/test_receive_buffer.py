@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import HIDDEN, build_layer, sections, shard_of
+from moe.layers import HIDDEN, build_layer, build_shard, sections
 
 from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
 from moe_trainer.parallel.state import ParallelState
@@ -84,7 +84,7 @@ def _one_rank(rank, n, sizes, dispatcher, kind, factor, dtype, layout):
     results = []
     for changes in ({}, {"moe_expert_rank_capacity_factor": factor}):
         args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **KINDS[kind], **changes)
-        layer = shard_of(args, ps, dtype) if n > 1 else build_layer(args, dtype=dtype)
+        layer = build_shard(args, ps, dtype) if n > 1 else build_layer(args, dtype=dtype)
         results.append((*passes(layer, x, weight), layer.budget))
     (plain, rows, none), (ours, budgets, budget) = results
     assert none is None

@@ -48,7 +48,7 @@ def attended(x, chosen):
     return latent_attention(x["q"], CompressedKV(x["latents"], x["weight"]), latents, chosen, ONE)
 
 
-def heads_of(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_heads(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of every head."""
     latent, rotated = x["latents"].split([R, ROPE], dim=-1)
     k_nope, v = (latent @ x["weight"].T).unflatten(-1, (N, -1)).split([NOPE, E], dim=-1)
@@ -65,7 +65,7 @@ def test_equals_masked_heads(documents, dtype, tolerance, rows, monkeypatch):
     selection, _ = select_topk_keys(index(), block_mask, (PositionRange(0, S),), TOPK)
     chosen, _ = select_topk_keys(index(), block_mask, (PositionRange(0, S),), TOPK, listed=True)
     assert chosen.dtype == torch.int32 and (chosen[:, 40] < 0).any() == documents and (chosen[:, 0, 1:] < 0).all()
-    k, v = heads_of(x)
+    k, v = compute_heads(x)
     masked = ring_attention(x["q"], k, v, SCALE, BlockMask(documents=block_mask.documents, selection=selection), ONE)
     found = attended(x, chosen)
     grad = torch.randn(found.shape, dtype=dtype, generator=torch.Generator().manual_seed(9))
@@ -91,7 +91,7 @@ def test_half_precision_sums_in_fp32():
 def test_the_index_learns_the_same(documents):
     x = {name: each.detach() for name, each in tensors(torch.float64).items()}
     block_mask = BlockMask(documents=Documents.of(IDS) if documents else None)
-    k, _ = heads_of(x)
+    k, _ = compute_heads(x)
     of_heads = DenseAttentionTarget(x["q"], k, SCALE, lambda sums: sums, selected_only=True)
     of_latents = LatentAttentionTarget(
         x["q"], gather_latents(x["latents"], x["weight"], N, SCALE, ONE), lambda sums: sums

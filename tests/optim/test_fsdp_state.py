@@ -88,12 +88,12 @@ def _shard(model, ps, dtype):
         param.info = infos[name]
 
 
-def _train(model, grads, optimizer, ps, seeds_of):
+def _train(model, grads, optimizer, ps, step_seeds):
     history = []
     for step in range(STEPS):
         optimizer.zero_grad()
         norm = optimizer.params_norm()
-        seeds = seeds_of(step)
+        seeds = step_seeds(step)
         for index, seed in enumerate(seeds):
             tokens = torch.randint(0, VOCAB, (2, 8), generator=named_generator(2, seed))
             with grads.accumulate() if index < len(seeds) - 1 else torch.enable_grad():
@@ -112,14 +112,14 @@ def _both(rank, n, degrees, instances, dtype, per_token):
     precision = PrecisionArgs(bf16=dtype == torch.bfloat16)
     options = {"optimizer": "adam", "adam_eps": 1e-6}
 
-    def seeds_of(step):
+    def step_seeds(step):
         return [100 * step + 10 * index + ps.dp_cp.rank for index in range(2)]
 
     flat = Net(ps).to(dtype)
     flat_grads, flat_optimizer = build_training(
         flat, ps=ps, precision=precision, count_zeros=True, per_token_loss=per_token, **options
     )
-    expected = _train(flat, flat_grads, flat_optimizer, ps, seeds_of)
+    expected = _train(flat, flat_grads, flat_optimizer, ps, step_seeds)
 
     model = Net(ps)
     if dtype == torch.bfloat16:
@@ -129,7 +129,7 @@ def _both(rank, n, degrees, instances, dtype, per_token):
     optimizer = build_optimizer(
         [model], grads, OptimizerArgs(**options), precision, ParallelArgs(), ps, count_zeros=True
     )
-    found = _train(model, grads, optimizer, ps, seeds_of)
+    found = _train(model, grads, optimizer, ps, step_seeds)
 
     tolerance = 2e-6 if dtype == torch.float32 else 2e-3
     for a, b in zip(found, expected, strict=True):

@@ -13,7 +13,7 @@ VIRTUAL = "--num-layers 12 --pipeline-model-parallel-size 4 --num-layers-per-vir
 RAMP = [*VIRTUAL, *"--rampup-batch-size 8 1 120 --global-batch-size 16".split()]
 
 
-def args_of(words, world_size=4):
+def command_line(words, world_size=4):
     line = [*TOY]
     for flag in ("--train-iters", "--lr-decay-iters"):
         if flag in line:
@@ -31,7 +31,7 @@ def args_of(words, world_size=4):
     ],
 )
 def test_the_sizes_of_a_ramp(words, sizes):
-    line, world = args_of(words)
+    line, world = command_line(words)
     found = deadlocking_batch_sizes(parse_args(line, world), 1)
     assert [int(text.split()[3]) for text in found] == sizes
     assert all("multiple of --microbatch-group-size-per-virtual-pipeline-stage" in text for text in found)
@@ -47,7 +47,7 @@ def test_what_is_not_walked_can_run():
 
 
 def test_validate_only_names_them_with_everything_else(capsys):
-    line, _ = args_of(
+    line, _ = command_line(
         [
             *RAMP,
             "--validate-only",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
@@ -71,11 +71,11 @@ def test_layers_at_the_ends_stay():
 
 def test_what_is_quantised_and_what_is_not():
     flags = "--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --mtp-num-layers 1".split()
-    args = parse_args([*argv_of("deepseek"), *flags], 1)
+    args = parse_args([*make_argv("deepseek"), *flags], 1)
     chunk = build_chunks(args, ParallelState.single(), 64, "meta")[0]
     names = [gemms.name for gemms in iter_quantized_gemms([chunk])]
     assert names == [module.name for module in chunk.modules() if isinstance(module, QuantizedGemms)]
-    assert build_chunks(parse_args(argv_of("deepseek"), 1), ParallelState.single(), 64, "meta")[0].quantized == ()
+    assert build_chunks(parse_args(make_argv("deepseek"), 1), ParallelState.single(), 64, "meta")[0].quantized == ()
     assert not any(name.startswith("decoder.layers.0.") for name in names) and len(names) == len(set(names))
     of_layer_1 = {name.removeprefix("decoder.layers.1.") for name in names if name.startswith("decoder.layers.1.")}
     assert of_layer_1 == {
@@ -165,8 +165,8 @@ def test_iterations_draw_other_noise():
 
 
 def _maxima(rank: int, n: int) -> list[float]:
-    argv = [*argv_of("plain"), *"--tensor-model-parallel-size 2 --fp8-format e4m3".split()]
-    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    argv = [*make_argv("plain"), *"--tensor-model-parallel-size 2 --fp8-format e4m3".split()]
+    run = make_run(argv, rank, create_groups(argv, rank, n), 1)
     for number, gemms in enumerate(iter_quantized_gemms(run.chunks)):
         gemms.amax.copy_(torch.tensor([1.0 + rank, 2.0, 4.0 * (number == rank)]))
     update_scales(run.chunks, run.ps)
@@ -179,8 +179,8 @@ def test_scales_come_from_the_maxima_of_all_ranks():
 
 
 def _replicated(rank: int, n: int) -> dict[str, list[float]]:
-    argv = [*argv_of("deepseek"), *"--tensor-model-parallel-size 2 --fp4-format e2m1".split()]
-    run = make_run(argv, rank, groups_of(argv, rank, n), 2)
+    argv = [*make_argv("deepseek"), *"--tensor-model-parallel-size 2 --fp4-format e2m1".split()]
+    run = make_run(argv, rank, create_groups(argv, rank, n), 2)
     for number in range(2):
         train_step(run, TrainState(iteration=number), 4)
     weights = {param.info.names[0]: param for chunk in run.chunks for param in chunk.parameters()}
@@ -197,7 +197,7 @@ def test_replicas_under_tensor_parallelism_round_alike():
     ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"],
 )
 def test_a_gradient_that_is_not_finite_reaches_the_checks(recipe):
-    run = with_rewindable_batches(make_run([*argv_of("plain"), *recipe.split()], 0, ParallelState.single(), 1))
+    run = with_rewindable_batches(make_run([*make_argv("plain"), *recipe.split()], 0, ParallelState.single(), 1))
     with torch.no_grad():
         next(param for param in run.chunks[0].parameters() if "linear_fc2" in param.info.names[0])[0, 0, 0] = torch.inf
     with pytest.raises(FloatingPointError):

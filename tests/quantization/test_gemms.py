@@ -26,7 +26,7 @@ def operands(rows=48, inner=160, outer=40, seed=0):
     return [torch.randn(shape, generator=generator) for shape in ((rows, inner), (outer, inner), (rows, outer))]
 
 
-def products_of(name: str, **options) -> QuantizedGemms:
+def make_gemms(name: str, **options) -> QuantizedGemms:
     gemms = QuantizedGemms(make_recipe(name, **options), "layer", StochasticRoundingRNG(1, "layer"))
     if gemms.recipe.delayed is not None:
         gemms.scaling[:, 0] = torch.tensor([64.0, 32.0, 128.0])
@@ -40,7 +40,7 @@ def defined(matrix, scaling, scale=None, noise=None):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_product_has_its_operands_quantised_along_what_is_contracted(name):
     x, w, grad = operands()
-    gemms, noise = products_of(name, hybrid=name != "nvfp4"), StochasticRoundingRNG(1, "layer")
+    gemms, noise = make_gemms(name, hybrid=name != "nvfp4"), StochasticRoundingRNG(1, "layer")
     recipe = gemms.recipe
     scales = dict(zip((X, WEIGHT, GRAD), (64.0, 32.0, 128.0))) if name == "delayed" else {}
     scale = {operand: torch.tensor(scales[operand]) if scales else None for operand in (X, WEIGHT, GRAD)}
@@ -124,20 +124,20 @@ def test_a_weight_in_squares_is_the_same_both_ways():
 
 def test_without_wgrad_the_weights_gradient_is_exact():
     x, w, grad = operands()
-    torch.testing.assert_close(products_of("mxfp8", wgrad=False).weight_grad(grad, x), grad.t() @ x)
+    torch.testing.assert_close(make_gemms("mxfp8", wgrad=False).weight_grad(grad, x), grad.t() @ x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_products_come_in_the_dtype_of_their_operands(dtype):
     x, w, grad = (t.to(dtype) for t in operands())
-    gemms = products_of("blockwise")
+    gemms = make_gemms("blockwise")
     found = gemms.output(x, w), gemms.input_grad(grad, w), gemms.weight_grad(grad, x)
     assert all(f.dtype == dtype for f in found)
 
 
 def test_a_later_weight_gradient_is_that_of_now():
     x, w, grad = operands()
-    now, later = products_of("nvfp4"), products_of("nvfp4")
+    now, later = make_gemms("nvfp4"), make_gemms("nvfp4")
     compute = later.make_wgrad_fn(grad, x)
     later.weight_grad(grad * 2, x)  # the next microbatch's
     assert torch.equal(now.weight_grad(grad, x), compute())
@@ -211,7 +211,7 @@ def test_experts_are_linears_of_their_rows(name, weighed):
     activation, found = Activation("silu", gated=True), []
     for way in range(2):
         values, counts = experts()
-        pair = products_of(name), products_of(name)
+        pair = make_gemms(name), make_gemms(name)
         x, p, w1, w2, b1, b2 = (values[key] for key in ("x", "p", "w1", "w2", "b1", "b2"))
         p = p if weighed else None
         if way == 0:
@@ -253,7 +253,7 @@ def test_quantised_experts_are_near_the_exact_ones_and_may_wait_for_weight_gradi
             y = expert_mlp(x, p, w1, w2, counts, activation)
         else:
             y = quantized_expert_mlp(
-                x, p, w1, w2, counts, activation, (products_of("mxfp8"), products_of("mxfp8")), queue=queue
+                x, p, w1, w2, counts, activation, (make_gemms("mxfp8"), make_gemms("mxfp8")), queue=queue
             )
         y.square().sum().backward()
         assert (w1.grad is None) == (kind == "later")
@@ -264,11 +264,11 @@ def test_quantised_experts_are_near_the_exact_ones_and_may_wait_for_weight_gradi
         assert 1e-3 < (now - exact).norm() / exact.norm() < 0.2
     padded, padded_p = F.pad(x, (0, 0, 0, 5)), F.pad(p, (0, 5))
     y = quantized_expert_mlp(
-        padded, padded_p, w1, w2, counts, activation, (products_of("mxfp8"), products_of("mxfp8")), unused=5
+        padded, padded_p, w1, w2, counts, activation, (make_gemms("mxfp8"), make_gemms("mxfp8")), unused=5
     )
     assert torch.equal(y[:23], results[1][0]), "rows that belong to no expert are not looked at"
     with pytest.raises(ValueError, match="add up to 4"):
-        quantized_expert_mlp(x, p, w1, w2, (4,), activation, (products_of("mxfp8"), products_of("mxfp8")))
+        quantized_expert_mlp(x, p, w1, w2, (4,), activation, (make_gemms("mxfp8"), make_gemms("mxfp8")))
 
 
 def test_quantised_experts_run_the_activation_that_they_are_given():
@@ -292,7 +292,7 @@ def test_quantised_experts_run_the_activation_that_they_are_given():
         MoEArgs(num_experts=len(counts)),
         ParallelState.single(),
         "experts",
-        quantize=lambda *_, **__: products_of("mxfp8"),
+        quantize=lambda *_, **__: make_gemms("mxfp8"),
         kernels=Kernels(activations=((activation, None, block),)),
     )
     with torch.no_grad():
@@ -307,7 +307,7 @@ def test_padding_with_rows_of_zeros_changes_nothing():
     """What the device's units need: rows in multiples of 16."""
     x, w, grad = operands(rows=21)
     for name in ("tensorwise", "blockwise", "mxfp8"):
-        gemms = products_of(name)
+        gemms = make_gemms(name)
         padded_x, padded_grad = (F.pad(t, (0, 0, 0, 11)) for t in (x, grad))
         torch.testing.assert_close(gemms.output(padded_x, w)[:21], gemms.output(x, w))
         torch.testing.assert_close(gemms.weight_grad(padded_grad, padded_x), gemms.weight_grad(grad, x))

@@ -10,7 +10,7 @@ import torch
 import yaml
 from harness import run_ranks
 from layers.fake_te import stand_in
-from training.layouts import argv_of, compare, groups_of, train
+from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
 from moe_trainer.backends import BackendPolicy
@@ -157,9 +157,9 @@ def test_files_that_cannot_be_read(tmp_path, text, reason):
 FP8 = "--fp8-format e4m3 --fp8-recipe tensorwise"
 
 
-def chunk_of(path, flags=FP8):
+def build_chunk(path, flags=FP8):
     return build_chunks(
-        parse_args([*argv_of("deepseek"), *f"{flags} --te-precision-config-file {path}".split()], 1),
+        parse_args([*make_argv("deepseek"), *f"{flags} --te-precision-config-file {path}".split()], 1),
         ParallelState.single(),
         64,
     )[0]
@@ -179,7 +179,7 @@ def test_layers_of_a_model(tmp_path):
             glob("*.layers.2.mlp.experts.*", "bf16"),
         ],
     )
-    chunk = chunk_of(path)
+    chunk = build_chunk(path)
     found = recipes(chunk)
     assert not any("self_attention" in name for name in found)
     assert {name: recipe for name, recipe in found.items() if ".experts." in name and name.startswith("decoder")} == {
@@ -191,20 +191,20 @@ def test_layers_of_a_model(tmp_path):
     assert (
         type(layers[1].mlp.experts.quantized[1]) is UnquantizedExpertGemms and layers[2].mlp.experts.quantized is None
     )
-    ends = recipes(chunk_of(path, f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"))
+    ends = recipes(build_chunk(path, f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"))
     assert not any(name.startswith(("decoder.layers.1.", "decoder.layers.3.")) for name in ends)
 
 
 def test_without_fp8_the_file_has_no_effect_and_is_not_read():
-    args = parse_args([*argv_of("plain"), "--te-precision-config-file", "missing.yaml"], 1)
+    args = parse_args([*make_argv("plain"), "--te-precision-config-file", "missing.yaml"], 1)
     assert build_chunks(args, ParallelState.single(), 64)
 
 
 def test_weights_that_are_kept_in_8_bits_have_one_format(tmp_path):
     flags = f"{FP8} --bf16 --fp8-param-gather --use-distributed-optimizer"
     with pytest.raises(ValueError, match="does not go with --fp8-param-gather"):
-        chunk_of(write(tmp_path, []), flags)
-    assert chunk_of(write(tmp_path, []), f"{FP8} --bf16 --fp8-param-gather --use-torch-fsdp2"), (
+        build_chunk(write(tmp_path, []), flags)
+    assert build_chunk(write(tmp_path, []), f"{FP8} --bf16 --fp8-param-gather --use-torch-fsdp2"), (
         "sharded weights are not kept so"
     )
 
@@ -221,14 +221,14 @@ def test_evaluation_has_its_own_recipe():
 def test_high_precision_everywhere_is_a_run_without_fp8(tmp_path):
     path = write(tmp_path, [glob("*", "bf16")])
     plain, ours = (
-        train([*argv_of("deepseek"), *flags.split()], 0, ParallelState.single(), 2)
+        train([*make_argv("deepseek"), *flags.split()], 0, ParallelState.single(), 2)
         for flags in ("", f"{FP8} --te-precision-config-file {path}")
     )
     assert [str(difference) for difference in compare(plain, ours)] == []
 
 
 def one_rank(rank, n, argv):
-    return train(argv, rank, groups_of(argv, rank, n), 1)
+    return train(argv, rank, create_groups(argv, rank, n), 1)
 
 
 def test_two_stages_have_the_formats_of_one_process(tmp_path):
@@ -236,7 +236,7 @@ def test_two_stages_have_the_formats_of_one_process(tmp_path):
     path = write(
         tmp_path, [glob("*.layers.0.*", "mxfp8"), glob("*.layers.2.*", "bf16"), glob("*.layers.3.*.linear_fc2", "bf16")]
     )
-    argv = [*argv_of("plain"), *f"{FP8} --te-precision-config-file {path}".split()]
+    argv = [*make_argv("plain"), *f"{FP8} --te-precision-config-file {path}".split()]
     one = train(argv, 0, ParallelState.single(), 1)
     two = run_ranks(one_rank, 2, [*argv, "--pipeline-model-parallel-size", "2"])[0]
     assert [str(difference) for difference in compare(one, two)] == []
@@ -244,7 +244,9 @@ def test_two_stages_have_the_formats_of_one_process(tmp_path):
 
 def test_transformer_engine_leaves_such_layers_to_us(shared, monkeypatch, tmp_path, caplog):
     double = stand_in(shared, monkeypatch)
-    args = parse_args([*argv_of("plain"), *f"--bf16 {FP8} --te-precision-config-file {write(tmp_path, [])}".split()], 1)
+    args = parse_args(
+        [*make_argv("plain"), *f"--bf16 {FP8} --te-precision-config-file {write(tmp_path, [])}".split()], 1
+    )
     with caplog.at_level(logging.INFO):
         factory = layer_factory.select_layer_factory(
             "transformer_engine",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from quantization.test_gemms import products_of
+from quantization.test_gemms import make_gemms
 from quantization.test_scaled_mm import offset
 from torch.nn.functional import ScalingType, SwizzleType
 
@@ -103,7 +103,7 @@ def test_experts_in_grouped_calls_are_those_one_by_one(device, monkeypatch, name
             v["w2"],
             (5, 130, 0, 1),
             activation,
-            (products_of(name), products_of(name)),
+            (make_gemms(name), make_gemms(name)),
             b1_eG=v["b1"],
             b2_eH=v["b2"],
         )

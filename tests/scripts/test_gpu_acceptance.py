@@ -143,8 +143,8 @@ def test_short_sections_pass_on_the_emulated_device(tmp_path):
 def test_an_undocumented_wait_fails(tmp_path):
     probe = (
         "import sys; sys.path[:0] = ['.', 'tests']; from scripts import acceptance_checks; "
-        "from training.layouts import argv_of; "
-        "acceptance_checks.count_waits(argv_of('plain'), 1, ('training/step.py', 'moe/balancing.py'))"
+        "from training.layouts import make_argv; "
+        "acceptance_checks.count_waits(make_argv('plain'), 1, ('training/step.py', 'moe/balancing.py'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", probe], env=environment(1), capture_output=True, text=True, cwd=REPOSITORY

@@ -523,13 +523,13 @@ def test_a_recipe_in_megatrons_shape_is_read_too(tmp_path):
 
 
 def test_other_variables_of_the_zoo_act(tmp_path):
-    def flags_of(script="sbatch_train.sh", **variables):
+    def dry_run_flags(script="sbatch_train.sh", **variables):
         done = dry(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
         return flags_in(
             done.stdout.replace("command: ", "FLAGS=") if script == "launch.sh" else done.stdout
         ), done.stdout
 
-    flags, text = flags_of(
+    flags, text = dry_run_flags(
         MOE_TOKEN_DISPATCHER="alltoall",
         MOE_GROUPED_GEMM="true",
         SEQ_LEN="4096",
@@ -546,9 +546,9 @@ def test_other_variables_of_the_zoo_act(tmp_path):
         and "--load" not in flags
         and "names data" not in text
     )
-    assert value(flags_of(SEQ_LEN="131072")[0], "--max-position-embeddings") == "131072"
-    assert "MOE_GROUPED_GEMM=false has no effect" in flags_of(MOE_GROUPED_GEMM="false")[1]
-    flags, text = flags_of(
+    assert value(dry_run_flags(SEQ_LEN="131072")[0], "--max-position-embeddings") == "131072"
+    assert "MOE_GROUPED_GEMM=false has no effect" in dry_run_flags(MOE_GROUPED_GEMM="false")[1]
+    flags, text = dry_run_flags(
         PR="mxfp8", OPTIMIZER_OFFLOAD="1", WANDB_API_KEY="secret", WANDB_PROJECT="ours", COMMENT="first", PROFILE="nsys"
     )
     assert "--fp8-param-gather" not in flags and value(flags, "--wandb-project") == "ours"
@@ -561,7 +561,7 @@ def test_other_variables_of_the_zoo_act(tmp_path):
     program = tmp_path / "mine.py"
     program.touch()
     for script in ("sbatch_train.sh", "launch.sh"):
-        flags, text = flags_of(script, GB200_CLUSTER="1", TRAINING_SCRIPT_PATH=str(program))
+        flags, text = dry_run_flags(script, GB200_CLUSTER="1", TRAINING_SCRIPT_PATH=str(program))
         assert f" -u {program} --preset" in text and "NVLINK_DOMAIN_SIZE=72" in text
         assert ("--ntasks-per-node=4" if script == "sbatch_train.sh" else "--nproc-per-node 4") in text
     assert (

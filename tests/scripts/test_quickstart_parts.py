@@ -11,7 +11,7 @@ import pytest
 from structure.source import ROOT
 
 from moe_trainer.data.indexed import IndexedDatasetBuilder
-from scripts.quickstart_text import DOCUMENT_CHARACTERS, documents_of, python_sources
+from scripts.quickstart_text import DOCUMENT_CHARACTERS, python_sources, read_documents
 from scripts.unigram_loss import main, unigram_loss
 
 
@@ -25,7 +25,7 @@ def test_a_text_is_cut_at_blank_lines_and_loses_no_words(tmp_path):
     words = [f"word{number}" for number in range(20_000)]
     path = tmp_path / "own.txt"
     path.write_text("\n\n".join(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)))
-    documents = list(documents_of(path, 10**9))
+    documents = list(read_documents(path, 10**9))
     assert len(documents) > 10
     assert " ".join(documents).split() == words
 
@@ -33,7 +33,7 @@ def test_a_text_is_cut_at_blank_lines_and_loses_no_words(tmp_path):
 def test_a_jsonl_is_taken_as_it_is(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in ("one", "two", "three")))
-    assert list(documents_of(path, 5)) == ["one", "two"]
+    assert list(read_documents(path, 5)) == ["one", "two"]
 
 
 @pytest.mark.parametrize(

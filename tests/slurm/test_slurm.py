@@ -181,11 +181,11 @@ def newest_checkpoint(folder):
     return int(path.read_text()) if path.exists() else 0
 
 
-def log_of(folder, job):
+def read_log(folder, job):
     return (folder / "out" / "logs" / f"slurm-{job}.log").read_text()
 
 
-def ranks_of(folder, attempt, rank):
+def read_rank_log(folder, attempt, rank):
     return (folder / "out" / "logs" / attempt / f"rank-{rank}.log").read_text()
 
 
@@ -247,7 +247,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     cluster("scancel", "--signal=USR1", job)
     cluster.wait_for_requeue(job, 1, tmp_path)
     first = newest_checkpoint(tmp_path)
-    assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job) and first == len(
+    assert "attempt 0: interrupted, and saved (exit code 75)" in read_log(tmp_path, job) and first == len(
         records(tmp_path)
     )
     cluster.start_now(job, tmp_path)
@@ -279,7 +279,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     assert curves(tmp_path) == curves(undisturbed)
     assert [record["iteration"] for record in records(tmp_path)] == list(range(1, 15))
     assert scalars(tmp_path) == scalars(undisturbed)
-    text = log_of(
+    text = read_log(
         tmp_path, job
     )  # what a user reads: every iteration once and in order, saves, why it ended and what then
     assert [int(number) for number in re.findall(r"\] iteration +(\d+)/ +14 \|", text)] == list(range(1, 15))
@@ -298,10 +298,10 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     ]
     assert re.search(".*".join(expected), text, re.DOTALL)
     assert "Terminated" not in text and "exit code 75\n" not in text  # what looks like an error to bash and srun
-    assert "end of arguments" not in text and "end of arguments" in ranks_of(tmp_path, f"{job}-0", 0)
+    assert "end of arguments" not in text and "end of arguments" in read_rank_log(tmp_path, f"{job}-0", 0)
     for attempt in range(3):  # a log for each rank of each attempt, and what environment it had
         for rank in (0, 1):
-            assert f"rank {rank} on " in ranks_of(tmp_path, f"{job}-{attempt}", rank)
+            assert f"rank {rank} on " in read_rank_log(tmp_path, f"{job}-{attempt}", rank)
         environ = (tmp_path / "out" / "logs" / f"{job}-{attempt}" / "environment.txt").read_text().splitlines()
         assert {"CUDA_DEVICE_MAX_CONNECTIONS=1", "GLOO_SOCKET_IFNAME=lo", f"SLURM_JOB_ID={job}"} <= set(environ)
 
@@ -339,7 +339,7 @@ def test_a_killed_rank_ends_the_job_with_its_words(cluster, tmp_path):
     cluster.wait("training", lambda: len(records(tmp_path)) >= 3, tmp_path)
     os.kill(rank_1(tmp_path), signal.SIGKILL)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
-    text = log_of(tmp_path, job)
+    text = read_log(tmp_path, job)
     assert "the last words of the ranks" in text and "pretrain_moe.py: rank 0" in text
     assert cluster.job(job, "Restarts") == "0"
 
@@ -400,7 +400,7 @@ def test_a_node_that_goes_down_costs_the_work_since_the_last_save(cluster, tmp_p
             ["scontrol", "update", "NodeName=node2", "State=RESUME"], env=cluster.env, capture_output=True, check=False
         )
         cluster.wait("node2", lambda: cluster("sinfo", "-h", "-n", "node2", "-o", "%T").strip() == "idle", tmp_path)
-    assert f"going on from iteration {saved} " in ranks_of(tmp_path, f"{job}-1", 0)
+    assert f"going on from iteration {saved} " in read_rank_log(tmp_path, f"{job}-1", 0)
     assert not (tmp_path / "out" / "logs" / f"{job}-1" / "rank-1.log").exists()
     assert [record["iteration"] for record in records(tmp_path)] == list(range(1, len(records(tmp_path)) + 1))
     losses = [record["lm loss"] for record in records(tmp_path)]
@@ -416,14 +416,14 @@ def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
     python.chmod(0o755)
     job = cluster.submit(tmp_path, *LONG, RUN_TIME="1:00", SIGNAL_SECONDS="15", PYTHON=str(python))
     cluster.wait_for_requeue(job, 1, tmp_path)  # SLURM looks every thirty seconds
-    assert "attempt 0: interrupted, and saved (exit code 75)" in log_of(tmp_path, job)
+    assert "attempt 0: interrupted, and saved (exit code 75)" in read_log(tmp_path, job)
     saved = newest_checkpoint(tmp_path)
     assert saved == len(records(tmp_path)) > 0
     cluster.start_now(job, tmp_path)  # its second start SLURM may not delay any more
     cluster.wait("requeue 2", lambda: cluster.job(job, "Restarts") == "2", tmp_path)
     cluster.start_now(job, tmp_path)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
-    assert f"2 attempts running have left no newer checkpoint (newest iteration: {saved})" in log_of(tmp_path, job)
+    assert f"2 attempts running have left no newer checkpoint (newest iteration: {saved})" in read_log(tmp_path, job)
     assert cluster.job(job, "Restarts") == "2" and newest_checkpoint(tmp_path) == saved
 
 
@@ -432,7 +432,7 @@ def test_at_the_time_limit_itself_it_saves_too(cluster, tmp_path):
     """Without a signal before: SLURM ends the ranks by SIGTERM and waits KillWait seconds."""
     job = cluster.submit(tmp_path, *LONG, RUN_TIME="1:00", SIGNAL_SECONDS="0")
     cluster.wait_for_requeue(job, 1, tmp_path)
-    assert "DUE TO TIME LIMIT" in log_of(tmp_path, job)
+    assert "DUE TO TIME LIMIT" in read_log(tmp_path, job)
     assert newest_checkpoint(tmp_path) == len(records(tmp_path)) > 0
     cluster.cancel(tmp_path)
 

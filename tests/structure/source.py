@@ -80,7 +80,7 @@ def imports(text: str, module: str = "", is_package: bool = False, known: frozen
 
 
 @cache
-def imports_of(path: Path, known: frozenset[str] = frozenset()) -> list[Import]:
+def read_imports(path: Path, known: frozenset[str] = frozenset()) -> list[Import]:
     """List every import of a file; see imports()."""
     return imports(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py", known)
 

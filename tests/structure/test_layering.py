@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from structure.source import PACKAGES, ROOT, imports, imports_of, known_modules, module_name, product_files
+from structure.source import PACKAGES, ROOT, imports, known_modules, module_name, product_files, read_imports
 
 LEVELS = {
     "errors": 0,
@@ -141,14 +141,14 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 def test_imports_follow_the_levels():
     known = known_modules()
-    bad = [line for path in product_files() for line in violations(module_name(path), imports_of(path, known))]
+    bad = [line for path in product_files() for line in violations(module_name(path), read_imports(path, known))]
     assert not bad, "\n".join(bad)
 
 
 def test_no_import_circles():
     known = known_modules()
     edges = {
-        module_name(path): {each.module for each in imports_of(path, known) if each.module in known}
+        module_name(path): {each.module for each in read_imports(path, known) if each.module in known}
         - {module_name(path)}
         for path in product_files()
     }

@@ -9,7 +9,7 @@ import sys
 from fnmatch import fnmatch
 
 import pytest
-from structure.source import ROOT, imports, imports_of, known_modules, module_name, product_files
+from structure.source import ROOT, imports, known_modules, module_name, product_files, read_imports
 
 # library -> (files that may import it, whether at their head)
 OWNERS = {
@@ -65,7 +65,7 @@ def offences(path: str, found: list) -> list[str]:
 
 
 def test_optional_libraries_stay_with_their_owners():
-    bad = [line for path in product_files() for line in offences(path.relative_to(ROOT).as_posix(), imports_of(path))]
+    bad = [line for path in product_files() for line in offences(path.relative_to(ROOT).as_posix(), read_imports(path))]
     assert not bad, "\n".join(bad)
 
 
@@ -75,7 +75,7 @@ def test_one_file_per_library(name):
         path.name
         for path in product_files()
         if path.relative_to(ROOT).parts[0] != "scripts"
-        and any(library(each.module) == name for each in imports_of(path))
+        and any(library(each.module) == name for each in read_imports(path))
     }
     assert len(users) <= 1, users
 

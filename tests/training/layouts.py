@@ -1,6 +1,6 @@
 """Training a tiny model for some steps under any layout, in this process: what came out, under global names.
 
-    outcome = train([*argv_of("deepseek"), "--tensor-model-parallel-size", "2"], rank, ps)
+    outcome = train([*make_argv("deepseek"), "--tensor-model-parallel-size", "2"], rank, ps)
     differences = compare(one_process_outcome, outcome)        # on rank 0; empty: equal
 
 The work is done by moe_trainer.verification (training_trace.py, compare_runs.py); here are tiny models that use every feature. The padded vocabulary is
@@ -20,7 +20,7 @@ from moe_trainer.verification.compare_runs import FP32, Tolerances, compare
 from moe_trainer.verification.training_trace import TrainingTrace
 
 __all__ = [
-    "FP32", "TrainingTrace", "Tolerances", "argv_of", "assert_equal", "compare", "make_run", "shallow", "train",
+    "FP32", "TrainingTrace", "Tolerances", "make_argv", "assert_equal", "compare", "make_run", "shallow", "train",
     "train_one_process",
 ]  # fmt: skip
 
@@ -57,7 +57,7 @@ DROPPED = {
 }
 
 
-def argv_of(kind: str) -> list[str]:
+def make_argv(kind: str) -> list[str]:
     """The command line of a kind."""
     return [*(word for word in MODEL if word not in DROPPED.get(kind, ())), *KINDS[kind].split()]
 
@@ -94,11 +94,11 @@ def assert_equal(
     )
 
 
-def groups_of(argv: list[str], rank: int, n: int) -> ParallelState:
+def create_groups(argv: list[str], rank: int, n: int) -> ParallelState:
     """The groups that a command line asks for. Collective."""
     return make_groups(parse_args(argv, n), LaunchEnv(rank, n, rank, None, None, "test"), timedelta(seconds=120))
 
 
 def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 3, device: str = "cpu") -> list[TrainingTrace]:
     """For run_ranks and on_device: several trainings on the same ranks, one after the other, each with the mapping of its command line."""
-    return [train(argv, rank, groups_of(argv, rank, n), steps, device) for argv in argvs]
+    return [train(argv, rank, create_groups(argv, rank, n), steps, device) for argv in argvs]

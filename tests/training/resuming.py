@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from training.layouts import groups_of, make_run
+from training.layouts import create_groups, make_run
 
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
@@ -24,7 +24,7 @@ def run_steps(run: TrainContext, first: int, count: int) -> Steps:
 
 def train_and_save(rank: int, n: int, argv: list[str], folder: Path) -> Steps:
     """Two iterations, a checkpoint; returns the next two iterations of a run that was not interrupted."""
-    run = make_run(argv, rank, groups_of(argv, rank, n), 4)
+    run = make_run(argv, rank, create_groups(argv, rank, n), 4)
     run_steps(run, 0, 2)
     _save(run, folder)
     return run_steps(run, 2, 2)
@@ -32,7 +32,7 @@ def train_and_save(rank: int, n: int, argv: list[str], folder: Path) -> Steps:
 
 def load_and_save(rank: int, n: int, argv: list[str], source: Path, target: Path) -> Steps:
     """Resume under another layout, from other initial values; save at once, and return the next two iterations."""
-    run = make_run([*argv, "--seed", "99"], rank, groups_of(argv, rank, n), 2, skip=2)
+    run = make_run([*argv, "--seed", "99"], rank, create_groups(argv, rank, n), 2, skip=2)
     found = load(source, run.chunks, run.optimizer, run.ps, LoadOptions(run.args.as_dict(), load_rng=False))
     assert found.iteration == 2 and found.optim_loaded
     _save(run, target)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from training.forked import pretrain
-from training.layouts import argv_of, make_run, shallow
+from training.layouts import make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, train_and_save
 from training.tiny import MOCK, TINY
 
@@ -22,7 +22,7 @@ KIND = "deepseek"
 
 def _argv(ep, distributed):
     return [
-        *shallow(argv_of(KIND)),
+        *shallow(make_argv(KIND)),
         "--expert-model-parallel-size",
         str(ep),
         "--moe-token-dispatcher-type",
@@ -108,7 +108,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def make(kind):
         folder = tmp_path_factory.mktemp("saved")
-        return folder, run_ranks(train_and_save, n, [*argv_of(kind), *mapping.split()], folder)[0]
+        return folder, run_ranks(train_and_save, n, [*make_argv(kind), *mapping.split()], folder)[0]
 
     return make
 
@@ -122,7 +122,7 @@ def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
     kind = "plain" if "cp" in name else KIND
     folder, expected = saved(kind)
     n, mapping = RESUMED[name]
-    steps = run_ranks(load_and_save, n, [*argv_of(kind), *mapping.split()], folder, tmp_path)
+    steps = run_ranks(load_and_save, n, [*make_argv(kind), *mapping.split()], folder, tmp_path)
     assert verify_checkpoint(tmp_path / "iter_0000002").problems == []
     assert differences(folder / "iter_0000002", tmp_path / "iter_0000002") == []
     for rank in steps:
@@ -138,10 +138,10 @@ def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
 )
 def test_a_tied_head_is_stored_once(tmp_path, mapping):
     """The last stage's copy of the embedding is not written, and is filled when it loads."""
-    argv = [*argv_of("biases, tied head"), *mapping.split()]
+    argv = [*make_argv("biases, tied head"), *mapping.split()]
     expected = run_ranks(train_and_save, 2, argv, tmp_path / "two")[0]
     assert "output_layer.weight" not in describe(tmp_path / "two/iter_0000002")
-    alone = run_ranks(load_and_save, 1, argv_of("biases, tied head"), tmp_path / "two", tmp_path / "one")[0]
+    alone = run_ranks(load_and_save, 1, make_argv("biases, tied head"), tmp_path / "two", tmp_path / "one")[0]
     again = run_ranks(load_and_save, 2, argv, tmp_path / "one", tmp_path / "back")[0]
     assert differences(tmp_path / "two/iter_0000002", tmp_path / "back/iter_0000002") == []
     assert_alike(alone, expected)
@@ -167,7 +167,7 @@ NARROW = {
 @pytest.mark.parametrize("kind", NARROW)
 def test_narrow_experts_move_between_layouts(tmp_path, kind):
     flags, shapes = NARROW[kind]
-    argv = [*shallow(argv_of("plain")), *flags.split()]
+    argv = [*shallow(make_argv("plain")), *flags.split()]
     mapping = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
     expected = run_ranks(train_and_save, 2, [*argv, *mapping], tmp_path / "two")[0]
     kept = describe(tmp_path / "two/iter_0000002")

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, assert_equal, groups_of, shallow
+from training.layouts import assert_equal, create_groups, make_argv, shallow
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
@@ -83,7 +83,7 @@ def with_documents(run, explicit: bool) -> None:
 
 def train_rank(rank, n, argv, packed):
     prepare = functools.partial(with_documents, explicit=False) if packed else None
-    return training_trace.train(parse_args(argv, n), rank, groups_of(argv, rank, n), prepare=prepare)
+    return training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), prepare=prepare)
 
 
 def train_reference(argv, topology, packed):
@@ -96,7 +96,7 @@ def train_reference(argv, topology, packed):
 
 
 def assert_agree(kind, flags, n, mapping, packed=False):
-    plain = argv_of(kind)  # of four layers where each has an exchange of its own
+    plain = make_argv(kind)  # of four layers where each has an exchange of its own
     argv = [*(plain if "p2p allgather a2a a2a+p2p" in mapping else shallow(plain)), *flags.split()]
     outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
@@ -117,7 +117,7 @@ def test_training_equals_one_process(case):
 def test_packed_documents_equal_the_mask_of_one_process(kind):
     outcome = assert_agree("plain", f"{GQA} --mtp-num-layers 1", 2, f"{CP2} --cp-comm-type {kind}", packed=True)
     apart = train_reference(
-        [*shallow(argv_of("plain")), *GQA.split(), "--mtp-num-layers", "1"], SequenceSharding(), False
+        [*shallow(make_argv("plain")), *GQA.split(), "--mtp-num-layers", "1"], SequenceSharding(), False
     )
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
 
@@ -125,14 +125,14 @@ def test_packed_documents_equal_the_mask_of_one_process(kind):
 def evaluated(rank, n, argv):
     """Sum of token losses and number of tokens of a validation."""
     args = parse_args(argv, n)
-    run = training_trace.make_run(args, rank, groups_of(argv, rank, n) if n > 1 else ParallelState.single(), 1)
+    run = training_trace.make_run(args, rank, create_groups(argv, rank, n) if n > 1 else ParallelState.single(), 1)
     set_training(run.chunks, False)
     with torch.no_grad():
         return reduce_loss(run, run_microbatches(run, run.train_batches, 2, 2, forward_only=True))
 
 
 def test_validation_equals_one_process():
-    argv = [*argv_of("deepseek"), "--global-batch-size", "4"]
+    argv = [*make_argv("deepseek"), "--global-batch-size", "4"]
     loss, tokens = evaluated(0, 1, argv)
     for mapping in (CP2, f"{CP2} {PP2}"):
         n = 4 if PP2 in mapping else 2

@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, assert_equal, shallow, train_one_process, train_ranks
+from training.layouts import assert_equal, make_argv, shallow, train_one_process, train_ranks
 
 TP2, CP2, SP = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--sequence-parallel"
 SHARED = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
@@ -75,15 +75,15 @@ def test_folded_experts_train_like_one_process(name, dispatcher):
     n, kind, model, mapping = CASES[name]
     plain = model.replace("--moe-shared-expert-overlap", "").replace("--moe-token-dispatcher-type flex", "")
     choice = [] if "flex" in model else ["--moe-token-dispatcher-type", dispatcher]
-    argv = [*shallow(argv_of(kind)), *model.split(), *mapping.split(), *choice]
+    argv = [*shallow(make_argv(kind)), *model.split(), *mapping.split(), *choice]
     outcome, *others = [rank[0] for rank in run_ranks(train_ranks, n, [argv])]
-    assert_equal(outcome, train_one_process(*shallow(argv_of(kind)), *plain.split()))
+    assert_equal(outcome, train_one_process(*shallow(make_argv(kind)), *plain.split()))
     for other in others:  # every rank logs and clips alike
         assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_M5916_gradient_norm_with_expert_and_tensor_ranks(name):
-    argv = [*shallow(argv_of("plain")), *NORMS[name].split(), "--moe-token-dispatcher-type", "alltoall"]
+    argv = [*shallow(make_argv("plain")), *NORMS[name].split(), "--moe-token-dispatcher-type", "alltoall"]
     for outcome in [rank[0] for rank in run_ranks(train_ranks, 4, [argv])]:
-        assert outcome.grad_norms == pytest.approx(train_one_process(*shallow(argv_of("plain"))).grad_norms, rel=2e-6)
+        assert outcome.grad_norms == pytest.approx(train_one_process(*shallow(make_argv("plain"))).grad_norms, rel=2e-6)

@@ -4,7 +4,7 @@ import logging
 
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, make_run
+from training.layouts import make_argv, make_run
 from training.resuming import load_and_save, train_and_save
 
 from moe_trainer.checkpoint.inspect import describe, differences
@@ -33,7 +33,7 @@ def _scales(run) -> dict[str, torch.Tensor]:
 
 
 def test_scales_move_between_layouts_unchanged(tmp_path):
-    argv = [*argv_of("plain"), *FP8]
+    argv = [*make_argv("plain"), *FP8]
     run_ranks(train_and_save, 2, [*argv, *TP], tmp_path / "tp")
     run_ranks(load_and_save, 2, [*argv, *EP], tmp_path / "tp", tmp_path / "ep")
     folders = [tmp_path / name / "iter_0000002" for name in ("tp", "ep")]
@@ -49,7 +49,7 @@ def test_scales_move_between_layouts_unchanged(tmp_path):
 
 
 def test_runs_with_and_without_fp8_load_each_other(tmp_path, caplog):
-    plain, low = argv_of("plain"), [*argv_of("plain"), *FP8]
+    plain, low = make_argv("plain"), [*make_argv("plain"), *FP8]
     run_ranks(train_and_save, 1, plain, tmp_path / "plain")
     run_ranks(train_and_save, 1, low, tmp_path / "low")
     with caplog.at_level(logging.WARNING):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
 
 from arguments import parse_args
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 def argv_with(*flags: str) -> list[str]:
     return [
-        *argv_of("plain"),
+        *make_argv("plain"),
         "--num-layers",
         "2",
         "--num-experts",
@@ -52,7 +52,7 @@ def argv_with(*flags: str) -> list[str]:
 
 
 def _run(rank, n, argv, steps=4):
-    return make_run(argv, rank, groups_of(argv, rank, n), steps)
+    return make_run(argv, rank, create_groups(argv, rank, n), steps)
 
 
 def _stored(run):

@@ -2,18 +2,18 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
-from scripts.bench_precision import BATCH, HELD_OUT, RECIPES, text_of, train
+from scripts.bench_precision import BATCH, HELD_OUT, RECIPES, read_text_bytes, train
 
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor".split()
 QUANTISED = [name for name in RECIPES if name not in ("bf16", "fp32")]
 
 
 def _steps(rank: int, n: int, argv: list[str]) -> list[tuple[float, float]]:
-    run = make_run([*argv_of("plain"), *argv], rank, groups_of(argv_of("plain"), rank, n), 2)
+    run = make_run([*make_argv("plain"), *argv], rank, create_groups(make_argv("plain"), rank, n), 2)
     results = [train_step(run, TrainState(iteration=number), 2) for number in range(2)]
     return [(result.losses["lm loss"], result.grad_norm) for result in results]
 
@@ -31,7 +31,7 @@ def test_fully_sharded_runs_equal_replicated_ones(recipe):
 def test_losses_stay_near_those_of_bf16():
     """A hundred iterations of a tiny model on real text; gaps over more are in scripts/bench_results/precision.md."""
     iterations = 120
-    text = text_of(iterations * BATCH + HELD_OUT)
+    text = read_text_bytes(iterations * BATCH + HELD_OUT)
     start = 5.5  # bytes at random: log(256)
     reference = train(RECIPES["bf16"], text, iterations, 0)
     assert reference[0] < start - 1.5, "it has learned something"

@@ -2,7 +2,7 @@
 
 import pytest
 from commands import read_metrics, run
-from training.layouts import argv_of
+from training.layouts import make_argv
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
@@ -62,7 +62,7 @@ def test_losses_are_those_of_weights_that_stay(checkpoint, tmp_path, world_size,
 
 
 def test_batches_are_not_kept_on_the_host():
-    args = parse_args([*argv_of("plain"), "--freeze-all-layers"], 1)
+    args = parse_args([*make_argv("plain"), "--freeze-all-layers"], 1)
     run, state = make_run(args, 0, ParallelState.single(), 2), TrainState()
     for _ in range(2):
         frozen = train_step(run, state, args.training.global_batch_size // args.training.micro_batch_size)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import FP32, argv_of, compare, groups_of, shallow, train, train_one_process, train_ranks
+from training.layouts import FP32, compare, create_groups, make_argv, shallow, train, train_one_process, train_ranks
 
 from moe_trainer.moe.router import TopKRouter
 
@@ -39,20 +39,20 @@ CASES = {
 }
 
 
-def model_of(kind: str, flags: str) -> list[str]:
+def model_argv(kind: str, flags: str) -> list[str]:
     """Two layers where there are many microbatches, but for virtual stages; four layers in the other cases, with units in the middle."""
     many = kind in ("accumulation", "per-token loss") and "virtual" not in flags
-    return shallow(argv_of(kind)) if many else argv_of(kind)
+    return shallow(make_argv(kind)) if many else make_argv(kind)
 
 
 @pytest.mark.parametrize("n", CASES)
 def test_sharded_equals_one_process(n):
-    argvs = [[*model_of(kind, flags), *flags.split()] for kind, flags in CASES[n]]
+    argvs = [[*model_argv(kind, flags), *flags.split()] for kind, flags in CASES[n]]
     found = run_ranks(train_ranks, n, argvs)[0]
     wrong = {}
     for (kind, flags), outcome in zip(CASES[n], found, strict=True):
         model = flags.split()[flags.split().index("--num-experts") :][:2] if "--num-experts" in flags else []
-        one = train_one_process(*model_of(kind, flags), *model)
+        one = train_one_process(*model_argv(kind, flags), *model)
         differences = compare(one, outcome, FP32)
         if differences:
             wrong[kind, flags] = [str(difference) for difference in differences[:3]]
@@ -72,12 +72,12 @@ def crowded(rank, n, argvs):
         return torch.zeros_like(probs_TE).masked_scatter(chosen, weights), chosen
 
     TopKRouter.forward = patched
-    return [train(argv, rank, groups_of(argv, rank, n), 2) for argv in argvs]
+    return [train(argv, rank, create_groups(argv, rank, n), 2) for argv in argvs]
 
 
 def test_experts_that_receive_nothing():
     experts = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-    argvs = [[*shallow(argv_of("accumulation")), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
+    argvs = [[*shallow(make_argv("accumulation")), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
     whole, sharded = run_ranks(crowded, 4, argvs)[0]
     idle = [name for name in whole.grads if ".local_experts.7." in name]
     assert idle and all(not whole.grads[name].any() for name in idle)

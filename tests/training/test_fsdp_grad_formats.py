@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import argv_of, groups_of, make_run
+from training.layouts import create_groups, make_argv, make_run
 
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.training.context import TrainState
@@ -17,8 +17,8 @@ def _gradients(rank, n, strategy):
     """With fp32 sums and with bf16 ones: this rank's part of every gradient, by name and place."""
     found = []
     for flags in ([], NARROW):
-        argv = [*argv_of("plain"), *f"{FSDP} {strategy}".split(), *flags]
-        run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+        argv = [*make_argv("plain"), *f"{FSDP} {strategy}".split(), *flags]
+        run = make_run(argv, rank, create_groups(argv, rank, n), 1)
         train_step(run, TrainState(), 2)
         found.append(
             {

@@ -6,7 +6,7 @@ from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from training.forked import pretrain
-from training.layouts import argv_of, groups_of, make_run, shallow
+from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
 from training.tiny import MOCK, TINY
 
@@ -29,11 +29,11 @@ CHAIN = (
 
 def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
     first = tmp_path / "first"
-    expected = run_ranks(train_and_save, 2, [*shallow(argv_of("deepseek")), *MEGATRON.split()], first)[0]
+    expected = run_ranks(train_and_save, 2, [*shallow(make_argv("deepseek")), *MEGATRON.split()], first)[0]
     source = first
     for number, (n, flags) in enumerate(CHAIN):
         target = tmp_path / str(number)
-        found = run_ranks(load_and_save, n, [*shallow(argv_of("deepseek")), *flags.split()], source, target)[0]
+        found = run_ranks(load_and_save, n, [*shallow(make_argv("deepseek")), *flags.split()], source, target)[0]
         assert differences(first / "iter_0000002", target / "iter_0000002") == [], flags
         assert_alike(found, expected, norm=3e-6)
         source = target
@@ -41,7 +41,7 @@ def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
 
 def hold(rank, n, argv):
     """What a rank holds before, between and after: elements, and of what."""
-    run = make_run(argv, rank, groups_of(argv, rank, n), 3)
+    run = make_run(argv, rank, create_groups(argv, rank, n), 3)
     params = parameters(run.chunks)
     units = sum(isinstance(module, FSDPModule) for module in run.chunks[0].modules())
     for param in params:
@@ -59,7 +59,7 @@ def hold(rank, n, argv):
 
 @pytest.mark.parametrize("flags", ["--use-torch-fsdp2", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"])
 def test_a_rank_holds_its_part_of_everything(flags):
-    parts = run_ranks(hold, 4, [*argv_of("deepseek"), *flags.split()])
+    parts = run_ranks(hold, 4, [*make_argv("deepseek"), *flags.split()])
     whole = parts[0][1]
     assert sum(held for held, _, _ in parts) == whole
     assert max(held for held, _, _ in parts) < 0.3 * whole
@@ -84,7 +84,7 @@ JOB = [
 ]
 
 
-def losses_of(records):
+def get_losses(records):
     return {
         record["iteration"]: record["lm loss"]
         for record in records
@@ -109,13 +109,13 @@ def test_a_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
     ]
     whole, sharded_weights = pretrain([*argv, *sharding], tmp_path / "sharded", 2)
     near = 1e-5 if not flags else 2e-2
-    assert losses_of(whole) == pytest.approx(losses_of(plain), rel=near)
+    assert get_losses(whole) == pytest.approx(get_losses(plain), rel=near)
     assert set(weights) == set(sharded_weights)
     for name, tensor in weights.items():
         torch.testing.assert_close(sharded_weights[name].float(), tensor.float(), rtol=near, atol=near)
     # two iterations, then the other two by another process: as in one go
     pretrain([*argv, *sharding, "--exit-interval", "2"], tmp_path / "halves", 2)
     second, resumed_weights = pretrain([*argv, *sharding], tmp_path / "halves", 2)
-    assert losses_of(second) == losses_of(whole)
+    assert get_losses(second) == get_losses(whole)
     for name, tensor in sharded_weights.items():
         assert torch.equal(resumed_weights[name], tensor), name

@@ -1,7 +1,7 @@
 """--gradient-accumulation-fusion: products add weights' gradients to the main gradients, and train as without it."""
 
 import pytest
-from training.layouts import FP32, argv_of, compare, train
+from training.layouts import FP32, compare, make_argv, train
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
@@ -19,7 +19,7 @@ def matrices_with_a_gradient(flags: list[str]) -> tuple[set[str], set[str]]:
             every.add(param.info.names[0])
             param.register_hook(lambda grad, name=param.info.names[0]: found.add(name) if grad is not None else None)
 
-    argv = [word for word in argv_of("deepseek") if word != "--moe-grouped-gemm"]  # expert by expert
+    argv = [word for word in make_argv("deepseek") if word != "--moe-grouped-gemm"]  # expert by expert
     training_trace.train(parse_args([*argv, *flags], 1), 0, ParallelState.single(), 1, prepare=prepare)
     return found, every
 
@@ -35,6 +35,6 @@ def test_products_add_to_the_main_gradients_themselves():
     "kind", ["plain", "capacity", "accumulation", "deepseek", "biases, tied head", "distributed optimizer, overlap"]
 )
 def test_trains_as_without_it(kind):
-    argv = [word for word in argv_of(kind) if word != "--moe-grouped-gemm"]
+    argv = [word for word in make_argv(kind) if word != "--moe-grouped-gemm"]
     fused, apart = (train([*argv, *flags], 0, ParallelState.single()) for flags in ([], [OFF]))
     assert [str(difference) for difference in compare(apart, fused, FP32)] == []

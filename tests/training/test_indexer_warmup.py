@@ -6,14 +6,14 @@ from commands import read_metrics, run
 from harness import run_ranks
 from safetensors.torch import load_file
 from training.forked import pretrain
-from training.layouts import argv_of, compare, shallow, train_ranks
+from training.layouts import compare, make_argv, shallow, train_ranks
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.emulate_topology import SequenceSharding, emulate_topology
 
-BASE = [*shallow(argv_of("deepseek")), "--eval-interval", "1000", "--log-interval", "1", "--save-interval", "3"]
+BASE = [*shallow(make_argv("deepseek")), "--eval-interval", "1000", "--log-interval", "1", "--save-interval", "3"]
 DSA = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1".split()
 WARMUP = [*BASE, *DSA, "--dsa-indexer-warmup", "--lr", "1e-2"]
 INDEXER = ".core_attention.indexer."

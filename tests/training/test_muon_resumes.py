@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, shallow
+from training.layouts import make_argv, shallow
 from training.resuming import assert_alike, load_and_save, train_and_save
 
 from moe_trainer.checkpoint.inspect import describe, differences
@@ -21,7 +21,7 @@ CHAIN = (
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_momentum_moves_between_mappings_unchanged(tmp_path, kind):
-    argv = [*shallow(argv_of(kind)), *MUON.split()]
+    argv = [*shallow(make_argv(kind)), *MUON.split()]
     first = tmp_path / "first"
     expected = run_ranks(train_and_save, 2, [*argv, *f"{TP} {SHARDED}".split()], first)[0]
     kept = describe(first / "iter_0000002")

@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, compare, shallow, train, train_ranks
+from training.layouts import compare, make_argv, shallow, train, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -28,18 +28,18 @@ CASES = (
 )
 
 
-def flags_of(kind: str, optimizer: str) -> list[str]:
+def mup_argv(kind: str, optimizer: str) -> list[str]:
     rate = ["--lr", "2e-2"] if optimizer == "sgd" else []
-    return [*shallow(argv_of(kind)), *MUP.split(), "--optimizer", optimizer, *rate]
+    return [*shallow(make_argv(kind)), *MUP.split(), "--optimizer", optimizer, *rate]
 
 
 def test_every_mapping_equals_one_process():
-    found = run_ranks(train_ranks, 2, [[*flags_of(kind, optimizer), *more.split()] for kind, optimizer, more in CASES])
+    found = run_ranks(train_ranks, 2, [[*mup_argv(kind, optimizer), *more.split()] for kind, optimizer, more in CASES])
     alone = {}
     for (kind, optimizer, more), outcome in zip(CASES, found[0], strict=True):
         if (kind, optimizer) not in alone:
             muon = ["--muon-fp32-matmul-prec", "high"] if optimizer == "muon" else []
-            alone[kind, optimizer] = train([*flags_of(kind, optimizer), *muon], 0, ParallelState.single())
+            alone[kind, optimizer] = train([*mup_argv(kind, optimizer), *muon], 0, ParallelState.single())
         differences = compare(alone[kind, optimizer], outcome)
         assert not differences, f"{kind}, {optimizer}, {more}: {len(differences)} differ, first\n" + "\n".join(
             map(str, differences[:8])
@@ -48,7 +48,7 @@ def test_every_mapping_equals_one_process():
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_every_multiplier_changes_the_training(optimizer):
-    flags = flags_of("plain", optimizer)
+    flags = mup_argv("plain", optimizer)
     whole = train(flags, 0, ParallelState.single())
     for other in (
         ["--mup-embedding-mult", "2"],

@@ -3,7 +3,7 @@ losses, gradients, norms and weights of one process. (Every kind of parameter by
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, assert_equal, groups_of, make_run, train_one_process, train_ranks
+from training.layouts import assert_equal, create_groups, make_argv, make_run, train_one_process, train_ranks
 
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
@@ -48,9 +48,9 @@ def _more(flags: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("n", [2, 4])
 def test_optimizer_flags_under_every_dimension_equal_one_process(n):
     cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
-    found = run_ranks(train_ranks, n, [[*argv_of(kind), *flags.split()] for kind, flags in cases])
+    found = run_ranks(train_ranks, n, [[*make_argv(kind), *flags.split()] for kind, flags in cases])
     for (kind, flags), outcome, *others in zip(cases, *found, strict=True):
-        assert_equal(outcome, train_one_process(*argv_of(kind), *_more(flags)), f"{kind}, {flags}")
+        assert_equal(outcome, train_one_process(*make_argv(kind), *_more(flags)), f"{kind}, {flags}")
         assert all(other.grad_norms == outcome.grad_norms for other in others), (
             f"{kind}, {flags}: every rank clips alike"
         )
@@ -58,7 +58,7 @@ def test_optimizer_flags_under_every_dimension_equal_one_process(n):
 
 def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
     """Of a step: how many buckets are gathered early and in all, and how many were in flight at each parameter update."""
-    run = make_run(argv, rank, groups_of(argv, rank, n), 2)
+    run = make_run(argv, rank, create_groups(argv, rank, n), 2)
     gather, updater, seen = run.optimizer._gather, run.optimizer._updater, []
     update = updater._update
     updater._update = lambda *what: seen.append(gather.pending) or update(*what)
@@ -71,7 +71,7 @@ def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
 
 
 def test_the_first_chunk_is_gathered_while_the_second_is_updated():
-    for early, total, seen in run_ranks(_launches, 4, [*argv_of("plain"), *f"{PP} {VPP} {EARLY}".split()]):
+    for early, total, seen in run_ranks(_launches, 4, [*make_argv("plain"), *f"{PP} {VPP} {EARLY}".split()]):
         assert 0 < early < total and set(seen) == {0, early} and seen == sorted(seen)
-    for early, _, seen in run_ranks(_launches, 4, [*argv_of("plain"), *f"{PP} {VPP} {FULL}".split()]):
+    for early, _, seen in run_ranks(_launches, 4, [*make_argv("plain"), *f"{PP} {VPP} {FULL}".split()]):
         assert early == 0 and set(seen) == {0}

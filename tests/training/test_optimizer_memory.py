@@ -3,7 +3,7 @@ process with the same formats."""
 
 import pytest
 from harness import run_ranks
-from training.layouts import Tolerances, argv_of, assert_equal, train_one_process, train_ranks
+from training.layouts import Tolerances, assert_equal, make_argv, train_one_process, train_ranks
 
 NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
 WIDE = "--use-precision-aware-optimizer"
@@ -34,17 +34,17 @@ ROUNDED = Tolerances(weight=1.5e-5)
 def test_formats_and_places_under_every_dimension_equal_one_process(n):
     cases = [case for case in CASES if case[0] == n]
     found = run_ranks(
-        train_ranks, n, [[*argv_of(kind), *formats.split(), *how.split()] for _, kind, formats, how in cases]
+        train_ranks, n, [[*make_argv(kind), *formats.split(), *how.split()] for _, kind, formats, how in cases]
     )
     for (_, kind, formats, how), outcome, *others in zip(cases, *found, strict=True):
-        expected = train_one_process(*argv_of(kind), *formats.split())
+        expected = train_one_process(*make_argv(kind), *formats.split())
         assert_equal(outcome, expected, f"{kind}, {formats} {how}", ROUNDED)
         assert all(other.grad_norms == outcome.grad_norms for other in others), f"{kind}, {how}: every rank clips alike"
 
 
 @pytest.mark.parametrize("where", [OFFLOAD, f"{NARROW} {BETWEEN}"])
 def test_places_change_no_number(where):
-    expected = train_one_process(*argv_of("deepseek"), *NARROW.split())
-    outcome = train_one_process(*argv_of("deepseek"), *where.split())
+    expected = train_one_process(*make_argv("deepseek"), *NARROW.split())
+    outcome = train_one_process(*make_argv("deepseek"), *where.split())
     assert_equal(outcome, expected, where)
     assert expected.losses == outcome.losses

@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, compare, groups_of, make_run, train_ranks
+from training.layouts import compare, create_groups, make_argv, make_run, train_ranks
 
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
@@ -42,7 +42,7 @@ CASES = {
 def test_overlap_changes_no_number(n):
     names = [name for name, case in CASES.items() if case[0] == n]
     hows = ([], OVERLAP, DELAY, WGRAD_OVERLAP)
-    argvs = [[*argv_of(CASES[name][1]), *CASES[name][2], *how] for name in names for how in hows]
+    argvs = [[*make_argv(CASES[name][1]), *CASES[name][2], *how] for name in names for how in hows]
     outcomes = iter(run_ranks(train_ranks, n, argvs)[0])
     for name in names:
         plain = next(outcomes)
@@ -52,7 +52,7 @@ def test_overlap_changes_no_number(n):
 
 
 def _turns(rank, n, argv, microbatches):
-    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    run = make_run(argv, rank, create_groups(argv, rank, n), 1)
     overlap_executor, log = run.chunks[0].overlap_executor, []
     plain = overlap_executor.yield_turn
 
@@ -67,7 +67,7 @@ def _turns(rank, n, argv, microbatches):
 
 
 def test_passes_take_turns_at_every_exchange_the_same_on_all_ranks():
-    first, second = run_ranks(_turns, 2, [*argv_of("accumulation"), *EP2, *OVERLAP], 4)
+    first, second = run_ranks(_turns, 2, [*make_argv("accumulation"), *EP2, *OVERLAP], 4)
     assert first == second
     # 4 microbatches are 3 pairs; 4 layers exchange twice in each direction; the last pass of a pair continues alone
     assert first == ("BF" * 8) * 3

@@ -2,7 +2,7 @@
 
 import pytest
 from harness import run_ranks
-from training.layouts import argv_of, assert_equal, train_one_process, train_ranks
+from training.layouts import assert_equal, make_argv, train_one_process, train_ranks
 
 EIGHT = ["--num-layers", "8"]
 PP2, PP4 = (["--pipeline-model-parallel-size", size] for size in "24")
@@ -174,9 +174,9 @@ CASES = {
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_stages_equal_one_process(n):
     cases = {name: case for name, case in CASES.items() if case[0] == n}
-    ranks = run_ranks(train_ranks, n, [[*argv_of(kind), *model, *flags] for _, kind, model, flags in cases.values()])
+    ranks = run_ranks(train_ranks, n, [[*make_argv(kind), *model, *flags] for _, kind, model, flags in cases.values()])
     for name, outcome, *others in zip(cases, *ranks, strict=True):
         _, kind, model, _ = CASES[name]
-        assert_equal(outcome, train_one_process(*argv_of(kind), *model), name)
+        assert_equal(outcome, train_one_process(*make_argv(kind), *model), name)
         for other in others:  # every stage logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name

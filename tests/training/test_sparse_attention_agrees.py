@@ -10,7 +10,7 @@ key and the first other one are apart.
 import pytest
 from harness import run_ranks
 from training.forked import pretrain
-from training.layouts import argv_of, assert_equal, shallow
+from training.layouts import assert_equal, make_argv, shallow
 from training.test_context_parallel_agrees import train_rank, with_documents
 
 from arguments import parse_args
@@ -70,14 +70,14 @@ CASES = {
 
 
 def argv_for(case: str) -> list[str]:
-    argv = [*shallow(argv_of("deepseek")), *DSA.split(), *CASES[case][0].split()]
+    argv = [*shallow(make_argv("deepseek")), *DSA.split(), *CASES[case][0].split()]
     if "no latent of queries" in case:
         at = argv.index("--q-lora-rank")
         del argv[at : at + 2]
     return argv
 
 
-def margin_of(scores_BSK, topk):
+def min_margin(scores_BSK, topk):
     """How far the last chosen score of every row is from the first other one that differs, at least."""
     ordered = scores_BSK.sort(-1, descending=True).values
     least = ordered[..., topk - 1 : topk]
@@ -90,7 +90,7 @@ def whole(argv, topology, packed, monkeypatch):
     margins = []
 
     def watched(scores_BSK, topk):
-        margins.append(margin_of(scores_BSK, min(topk, scores_BSK.shape[-1])))
+        margins.append(min_margin(scores_BSK, min(topk, scores_BSK.shape[-1])))
         return topk_mask(scores_BSK, topk)
 
     def prepare(run):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import KINDS, argv_of, assert_equal, groups_of, make_run, train_one_process, train_ranks
+from training.layouts import KINDS, assert_equal, create_groups, make_argv, make_run, train_one_process, train_ranks
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -22,7 +22,7 @@ MODELS = {
 
 def _argv(name: str, *more: str) -> list[str]:
     kind, flags = MODELS[name]
-    argv = [*argv_of(kind), *flags.split(), *more]
+    argv = [*make_argv(kind), *flags.split(), *more]
     if kind == "biases, tied head" and "--expert-tensor-parallel-size" not in argv:
         argv += ["--expert-tensor-parallel-size", "1"]
     if "without a query latent" in name:
@@ -60,7 +60,7 @@ def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
 
 def _masks(rank, n, argv):
     """Which elements every hidden dropout of the first forward pass kept, and where the global generator stands after a step."""
-    run = make_run(argv, rank, groups_of(argv, rank, n), 1)
+    run = make_run(argv, rank, create_groups(argv, rank, n), 1)
     chunk, masks = run.chunks[0], {}
 
     def keep(name, module, args, output):
@@ -100,14 +100,14 @@ def test_no_two_ranks_draw_the_same_masks_for_what_is_cut(flags):
 
 def _draws(rank, n, argv):
     """What this rank's chunk draws, twice, through the hidden dropout of its first block."""
-    chunk = make_run(argv, rank, groups_of(argv, rank, n), 1).chunks[0]
+    chunk = make_run(argv, rank, create_groups(argv, rank, n), 1).chunks[0]
     dropout = next(module for name, module in chunk.decoder.layers[0].named_modules() if name.endswith("dropout"))
     return [dropout(torch.ones(64)).bool().tolist() for _ in range(2)]
 
 
 def test_no_two_chunks_of_a_rank_draw_the_same_masks():
     argv = [
-        *argv_of("plain"),
+        *make_argv("plain"),
         *_mapping(2, True),
         "--mtp-num-layers",
         "1",
@@ -123,7 +123,7 @@ def test_no_two_chunks_of_a_rank_draw_the_same_masks():
 def _stream_seeds(rank, n, argv):
     return [
         chunk.stream.generator(chunk.device).initial_seed()
-        for chunk in make_run(argv, rank, groups_of(argv, rank, n), 1).chunks
+        for chunk in make_run(argv, rank, create_groups(argv, rank, n), 1).chunks
     ]
 
 

@@ -13,7 +13,7 @@ def events() -> list[str]:
     return []
 
 
-def run_of(events, **more) -> SimpleNamespace:
+def fake_run(events, **more) -> SimpleNamespace:
     """As much of a run as is needed, with an optimizer that writes down when it is waited for."""
     world = SimpleNamespace(rank=0, size=1)
     return SimpleNamespace(
@@ -29,7 +29,7 @@ def run_of(events, **more) -> SimpleNamespace:
 
 def test_export_waits(events, monkeypatch, tmp_path):
     monkeypatch.setattr(export, "export_named_weights", lambda chunks, ps: events.append("read") or iter(()))
-    export.export_weights(run_of(events), str(tmp_path / "weights.safetensors"))
+    export.export_weights(fake_run(events), str(tmp_path / "weights.safetensors"))
     assert events == ["wait", "read"]
 
 
@@ -40,6 +40,6 @@ def test_validation_waits(events, monkeypatch):
     monkeypatch.setattr(evaluate, "make_batch_iterator", lambda *_: iter(()))
     monkeypatch.setattr(evaluate, "run_microbatches", lambda *_, **__: events.append("read") or [])
     monkeypatch.setattr(evaluate, "reduce_loss", lambda *_: (0.0, 1.0))
-    run = run_of(events, args=SimpleNamespace(training=training))
+    run = fake_run(events, args=SimpleNamespace(training=training))
     evaluate.evaluate(run, None, "here", "validation", range(4), 0, False)
     assert events == ["wait", "read"]

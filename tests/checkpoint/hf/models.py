@@ -251,6 +251,6 @@ def batch(seed=3):
     return tokens[:, :-1], tokens[:, 1:], torch.arange(SEQ).expand(2, SEQ)
 
 
-def logits_of(model, tokens_BS):
+def compute_logits(model, tokens_BS):
     with torch.no_grad():
         return model.eval()(tokens_BS).logits

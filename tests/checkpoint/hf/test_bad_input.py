@@ -388,7 +388,7 @@ def test_another_source_or_dtype_does_not_resume_a_conversion(source, monkeypatc
     assert run_convert(*words) == 0
 
 
-def job_of(target, write):
+def make_job(target, write):
     items = tuple(
         (f"{number}.bin", (PlannedTensor(str(number), torch.float32, (2,), lambda: iter([torch.zeros(2)])),))
         for number in range(3)
@@ -399,7 +399,7 @@ def job_of(target, write):
 
 
 def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
-    job = job_of(tmp_path / "out", lambda path, items: path.write_bytes(b"whole"))
+    job = make_job(tmp_path / "out", lambda path, items: path.write_bytes(b"whole"))
     open_job(job)
     write_share(job)
     os.truncate(job.folder / "1.bin", 2)
@@ -410,14 +410,14 @@ def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
 
 def test_runs_that_share_a_target_by_accident_leave_one_whole(tmp_path):
     """The slower one finds its file, then its folder, gone, and is content."""
-    fast = job_of(tmp_path / "out", lambda path, items: path.write_bytes(b"x"))
+    fast = make_job(tmp_path / "out", lambda path, items: path.write_bytes(b"x"))
 
     def overtaken(path, items):
         path.write_bytes(b"x")
         write_share(fast)
         assert finish_job(fast)
 
-    slow = job_of(tmp_path / "out", overtaken)
+    slow = make_job(tmp_path / "out", overtaken)
     open_job(slow)
     open_job(fast)
     write_share(slow)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, VOCAB, batch, load_ours, logits_of, make, run_convert
+from checkpoint.hf.models import MODELS, VOCAB, batch, compute_logits, load_ours, make, run_convert
 from commands import REPOSITORY, environment, run
 from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 SMALL = "0.0001"  # GB: many files
 
 
-def tensors_of(folder):
+def read_tensors(folder):
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
@@ -52,13 +52,13 @@ def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--max-shard-size", SMALL, "--verify") == 0
     assert (tmp_path / "ours" / "latest_checkpointed_iteration.txt").read_text() == "release"
     tokens, _, positions = batch()
-    expected = logits_of(theirs, tokens)
+    expected = compute_logits(theirs, tokens)
     with torch.no_grad():
         actual = load_ours(tmp_path / "ours").eval()(tokens, positions)
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--max-shard-size", SMALL) == 0
-    before, after = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")
+    before, after = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
@@ -68,7 +68,7 @@ def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
     assert type(again) is type(theirs) and not any(
         info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
     )
-    assert torch.equal(logits_of(again, tokens), expected)
+    assert torch.equal(compute_logits(again, tokens), expected)
     difference = float(re.search(r"logits differ by at most (\S+),", caplog.text)[1])
     assert difference < 1e-5 * expected.abs().max() and "MB/s" in caplog.text
 
@@ -78,7 +78,7 @@ def hub_like_deepseek(folder, eight_bits=False, name="deepseek_v3"):
     theirs = make(name)
     theirs.save_pretrained(folder.with_name("plain"))
     config = json.loads((folder.with_name("plain") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    tensors = tensors_of(folder.with_name("plain"))
+    tensors = read_tensors(folder.with_name("plain"))
     last = {name: value for name, value in tensors.items() if name.startswith("model.layers.2.")}
     for name, value in last.items():
         tensors[name.replace("layers.2.", "layers.3.")] = torch.randn_like(value)
@@ -116,7 +116,7 @@ def test_multi_token_prediction_goes_along(name, tmp_path):
         layer.mtp_model_layer.mlp.router.expert_bias, tensors["model.layers.3.mlp.gate.e_score_correction_bias"]
     )
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
-    after = tensors_of(tmp_path / "back")
+    after = read_tensors(tmp_path / "back")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
@@ -125,7 +125,7 @@ def test_multi_token_prediction_goes_along(name, tmp_path):
 def test_multi_token_prediction_of_qwen3_next_goes_along(last, tmp_path):
     """Its layer is one like the last."""
     make("qwen3_next", layer_types=["linear_attention", "full_attention", last]).save_pretrained(tmp_path / "plain")
-    tensors = tensors_of(tmp_path / "plain")
+    tensors = read_tensors(tmp_path / "plain")
     tensors |= {
         name.replace("model.layers.2.", "mtp.layers.0."): torch.rand_like(value) + 0.5
         for name, value in tensors.items()
@@ -144,7 +144,7 @@ def test_multi_token_prediction_of_qwen3_next_goes_along(last, tmp_path):
         load_ours(tmp_path / "ours").mtp.layers[0].enorm.weight, tensors["mtp.pre_fc_norm_embedding.weight"]
     )
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
-    after = tensors_of(tmp_path / "back")
+    after = read_tensors(tmp_path / "back")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
 
 
@@ -204,7 +204,7 @@ def test_weights_in_eight_bits_become_what_they_stand_for(name, tmp_path):
     tensors = hub_like_deepseek(tmp_path / "hf", eight_bits=True, name=name)
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
-    after = tensors_of(tmp_path / "back")
+    after = read_tensors(tmp_path / "back")
     assert after.keys() == tensors.keys()
     for name, value in tensors.items():
         assert torch.equal(after[name], value.to(after[name].dtype)), name
@@ -245,7 +245,7 @@ def in_four_bits(folder):
     theirs = make("gpt_oss", hidden_size=64, intermediate_size=96)
     theirs.save_pretrained(folder)
     stored, meant = {}, {}
-    for name, value in tensors_of(folder).items():
+    for name, value in read_tensors(folder).items():
         if not name.endswith(("gate_up_proj", "down_proj")):
             stored[name] = meant[name] = value
             continue
@@ -271,7 +271,7 @@ def test_experts_in_four_bits_become_what_they_stand_for(tmp_path):
     write_folder(tmp_path / "hf", stored, config | {"quantization_config": {"quant_method": "mxfp4"}})
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
-    after = tensors_of(tmp_path / "back")
+    after = read_tensors(tmp_path / "back")
     assert after.keys() == meant.keys()
     for name, value in meant.items():
         assert torch.equal(after[name], value.to(after[name].dtype)), name
@@ -306,11 +306,11 @@ def test_four_bits_without_their_scales_are_refused(what, tmp_path, capfd):
 def test_stacked_experts_are_read_too(name, tmp_path):
     theirs = make(name)
     write_folder(tmp_path / "hf", theirs.state_dict(), theirs.config.to_dict())
-    assert any("gate_up_proj" in key for key in tensors_of(tmp_path / "hf"))
+    assert any("gate_up_proj" in key for key in read_tensors(tmp_path / "hf"))
     tokens, _, positions = batch()
     with torch.no_grad():
         actual = load_ours(tmp_path / "hf").eval()(tokens, positions)
-    expected = logits_of(theirs, tokens)
+    expected = compute_logits(theirs, tokens)
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -780,11 +780,11 @@ def test_another_sparse_attention_is_refused_by_its_key(changes, named):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_memory_does_not_grow_with_the_model(workers, tmp_path):
-    from scripts.bench_convert import make_folder, peak_of
+    from scripts.bench_convert import make_folder, measure_peak
 
     make_folder(tmp_path / "hf", 1.5, vocabulary=4096)
     for source, target in (("hf", "ours"), ("ours", "back")):
-        seconds, peak = peak_of(
+        seconds, peak = measure_peak(
             [str(tmp_path / source), str(tmp_path / target), "--workers", workers, "--max-shard-size", "0.2"]
         )
         assert seconds > 0 and peak < 0.7e9, f"{peak / 1e9:.2f} GB"

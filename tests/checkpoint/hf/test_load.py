@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, batch, load_ours, logits_of, make
+from checkpoint.hf.models import MODELS, batch, compute_logits, load_ours, make
 from model.test_against_transformers import convert
 
 pytest.importorskip("transformers")
@@ -15,7 +15,7 @@ def test_a_folder_of_transformers_gives_its_logits_loss_and_gradients(name, tmp_
     theirs.save_pretrained(tmp_path, safe_serialization=True)
     ours = load_ours(tmp_path)
     tokens, labels, positions = batch()
-    expected = logits_of(theirs, tokens)
+    expected = compute_logits(theirs, tokens)
     with torch.no_grad():
         actual = ours.eval()(tokens, positions)
     assert expected.std() > 0.1

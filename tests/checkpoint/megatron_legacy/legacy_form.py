@@ -15,19 +15,19 @@ from moe_trainer.checkpoint.archive import load_mapped
 IDENTITY = ("is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr")
 
 
-def form_of(value: Any, key: Any = None) -> Any:
+def describe_form(value: Any, key: Any = None) -> Any:
     """Types and shapes instead of values, but for the identity of parameter groups."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, numpy.ndarray):
         return f"numpy {value.dtype} {list(value.shape)}"
     if isinstance(value, dict):
-        found = {str(name): form_of(item, name) for name, item in value.items()}
+        found = {str(name): describe_form(item, name) for name, item in value.items()}
         return (
             [list(pair) for pair in found.items()] if key == "model" else dict(sorted(found.items()))
         )  # a model's order gives its parameters their numbers
     if isinstance(value, list | tuple):
-        found = [form_of(item, key) for item in value]
+        found = [describe_form(item, key) for item in value]
         return (
             [len(found), found[0]]
             if len(found) > 8 and key != "params" and all(item == found[0] for item in found)
@@ -36,12 +36,12 @@ def form_of(value: Any, key: Any = None) -> Any:
     return value if key in IDENTITY else "number" if key == "step" else type(value).__name__
 
 
-def forms_of(folder: Path) -> dict[str, Any]:
+def describe_forms(folder: Path) -> dict[str, Any]:
     """Of every file of an iteration's folder; the flags and what only this program keeps are left out."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*/*.pt")):
         content = load_mapped(path)
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if name not in ("args", "moe_trainer")}
-        found[f"{path.parent.name}/{path.name}"] = form_of(content)
+        found[f"{path.parent.name}/{path.name}"] = describe_form(content)
     return found

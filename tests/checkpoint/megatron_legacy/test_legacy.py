@@ -91,7 +91,7 @@ def test_what_is_asked_of_a_folder_before_it_is_loaded(shared):
 # ---- writing
 
 
-def record_of(ps, **more):
+def make_record(ps, **more):
     """The flags of a FakeModel's run under a layout."""
     return (
         RECORD
@@ -116,7 +116,7 @@ def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.f
         chunks, ps, distributed=distributed, main_params=main_params, sgd=flags.get("optimizer") == "sgd"
     )
     optimizer.step = 7
-    record = record_of(ps, use_distributed_optimizer=distributed, **flags)
+    record = make_record(ps, use_distributed_optimizer=distributed, **flags)
     save(folder, CheckpointState(5, record, 20), chunks, optimizer, ps, SaveOptions(ckpt_format="torch"))
 
 
@@ -517,7 +517,7 @@ def _save_predicting(rank, size, folder, sizes, distributed, tied):
     model = Predicting(ps, tied=tied)
     optimizer = FakeOptimizer(model, ps, distributed=distributed)
     optimizer.step = 7
-    record = record_of(
+    record = make_record(
         ps, use_distributed_optimizer=distributed, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied
     )
     save(folder, CheckpointState(5, record, 20), [model], optimizer, ps, SaveOptions(ckpt_format="torch"))
@@ -533,7 +533,7 @@ def _save_predicting(rank, size, folder, sizes, distributed, tied):
 def test_a_stage_of_prediction_layers_has_the_embeddings_too(tmp_path, distributed, tied):
     """It is read by its own layout and by one process, and its files have what Megatron-LM has in them."""
     run_ranks(_save_predicting, 2, tmp_path, dict(pp=2), distributed, tied)
-    record = record_of(SINGLE, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied)
+    record = make_record(SINGLE, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied)
     model, expected = Predicting(seed=1, tied=tied), Predicting(tied=tied)
     optimizer, theirs = (FakeOptimizer(each, SINGLE, seed=seed) for each, seed in ((model, 1), (expected, 0)))
     load(tmp_path, [model], optimizer, SINGLE, LoadOptions(record))

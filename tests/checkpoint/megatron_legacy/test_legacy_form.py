@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoint.megatron_legacy.legacy_form import forms_of
+from checkpoint.megatron_legacy.legacy_form import describe_forms
 from training.forked import pretrain
 
 from moe_trainer.checkpoint.archive import load_mapped
@@ -56,7 +56,7 @@ def test_files_have_the_form_of_megatrons(case, tmp_path):
         tmp_path,
         recorded["ranks"],
     )
-    mine = forms_of(tmp_path / "saved/iter_0000001")
+    mine = describe_forms(tmp_path / "saved/iter_0000001")
     assert mine.keys() == recorded["files"].keys()
     for file, theirs in recorded["files"].items():
         compare(theirs, mine[file], f"{case}/{file}")

@@ -96,7 +96,7 @@ class Declarations:
     def function(self, name: str, implementation: Callable) -> Callable:
         """The function of that name: implementation behind checked arguments."""
         parts = split(bracket(self.text, re.search(rf'\bm\.def\(\s*"{name}"', self.text).start()))
-        signature = signature_of(*_arguments(self.text, parts[1]))
+        signature = make_signature(*_arguments(self.text, parts[1]))
 
         def call(*args, **kwargs):
             return implementation(*self.bind(name, signature, args, kwargs).args)
@@ -142,7 +142,7 @@ class Declarations:
                 types, places, method = split(parts[0][parts[0].index("<") + 1 : parts[0].rindex(">")]), (), "__init__"
             else:
                 (types, places), method = _arguments(body, parts[1]), parts[0].strip('"')
-            made.methods[method] = signature_of(
+            made.methods[method] = make_signature(
                 types, places, [part for part in parts[1:] if "arg(" in part or "kw_only" in part]
             )
         return made
@@ -169,7 +169,7 @@ class Declarations:
         return call
 
 
-def signature_of(types: Sequence[str], places: Sequence[str] = (), named: Sequence[str] = ()) -> inspect.Signature:
+def make_signature(types: Sequence[str], places: Sequence[str] = (), named: Sequence[str] = ()) -> inspect.Signature:
     """named: as pybind gives names and defaults; positional only without, and called as C++ does (places) in errors."""
     kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
     names = [part for part in named if "kw_only" not in part]

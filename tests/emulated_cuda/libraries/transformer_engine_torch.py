@@ -12,7 +12,7 @@ from pathlib import Path
 
 import te_quantizers
 import torch
-from pybind import Declarations, signature_of
+from pybind import Declarations, make_signature
 
 _recorded = json.loads(Path(__file__).with_suffix(".json").read_text())
 _functions = _recorded["functions"]
@@ -35,9 +35,9 @@ def _signature(name: str) -> inspect.Signature | None:
     """Of a declared function; None where it is a lambda without names."""
     arguments = _functions[name]
     if not arguments or " " not in arguments[0]:
-        return None if arguments is None else signature_of(arguments)
+        return None if arguments is None else make_signature(arguments)
     types, named = zip(*(argument.split(" ", 1) for argument in arguments))
-    return signature_of(
+    return make_signature(
         types,
         (),
         [f'"{name}"{default and "=" + default}' for name, _, default in (one.partition("=") for one in named)],

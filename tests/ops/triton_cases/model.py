@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from training.layouts import argv_of
+from training.layouts import make_argv
 
 from arguments import parse_args
 from moe_trainer.backends import BackendPolicy
@@ -72,7 +72,7 @@ def noting(called: set):
 )
 def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     """gelu: biases, experts one by one."""
-    argv = [*argv_of(kind), *more.split(), *SMALL, "--num-layers", "2"]
+    argv = [*make_argv(kind), *more.split(), *SMALL, "--num-layers", "2"]
     argv = [word.replace("[1]*3", "[1]*1") for word in argv]
     if kind.startswith("biases"):
         argv.remove("--swiglu")
@@ -103,7 +103,7 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
 
 @pytest.mark.parametrize("recipe,blocks", [("blockwise", 2), ("mxfp8", 1), ("delayed", 1)])
 def test_quantised_products_are_those_of_torch_bit_for_bit(recipe, blocks, monkeypatch):
-    argv = [*argv_of("plain"), *SMALL, "--num-layers", "1", *f"--fp8-format hybrid --fp8-recipe {recipe}".split()]
+    argv = [*make_argv("plain"), *SMALL, "--num-layers", "1", *f"--fp8-format hybrid --fp8-recipe {recipe}".split()]
     plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
     shapes = set()
 

@@ -7,7 +7,7 @@ from moe_trainer.ops import permute as plain
 from moe_trainer.ops import triton_permute
 
 
-def routing_of(tokens: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
+def draw_routing(tokens: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
     """Any number of experts a token; the first expert (of several) gets nothing."""
     routing = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed)) < share
     if experts > 1:
@@ -23,7 +23,7 @@ TRIPS = [(1, 1, 1.0), (5, 3, 0.5), (20, 70, 0.02), (9, 4, 0.0), (0, 4, 0.5), (15
 
 @pytest.mark.parametrize("tokens,experts,share", MAPS)
 def test_the_map_is_that_of_torch(tokens, experts, share):
-    routing = routing_of(tokens, experts, share)
+    routing = draw_routing(tokens, experts, share)
     ours, theirs = triton_permute.make_permute_map(routing), plain.make_permute_map(routing)
     for name in ("token_R", "cell_R", "row_R", "offsets_T", "counts_E"):
         assert torch.equal(getattr(ours, name).long(), getattr(theirs, name)), name
@@ -33,7 +33,7 @@ def test_the_map_is_that_of_torch(tokens, experts, share):
 @pytest.mark.parametrize("tokens,experts,share", TRIPS)
 def test_there_and_back(tokens, experts, share, dtype):
     """Of 21 columns of wider tensors, both ways."""
-    routing = routing_of(tokens, experts, share, 1)
+    routing = draw_routing(tokens, experts, share, 1)
     x, probs, weight = torch.randn(tokens, 24), torch.rand(tokens, experts), torch.randn(21)
     results = []
     x, weight = x.to(dtype), weight.to(dtype)
@@ -53,7 +53,7 @@ def test_there_and_back(tokens, experts, share, dtype):
 def test_a_bound_instead_of_the_number_of_rows(spare):
     """Rows are those of a map without spare ones; the rest is zeros, in forward and backward."""
     tokens, experts = 12, 6
-    routing = routing_of(tokens, experts, 0.4, 2)
+    routing = draw_routing(tokens, experts, 0.4, 2)
     counts = routing.sum(0)
     num_rows = int(counts.sum()) + spare
     routes = triton_permute.make_permute_map(routing, num_rows)
