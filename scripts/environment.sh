@@ -42,7 +42,7 @@ run_pip() {
         --constraint "$venv/constraints.txt" "$@" >"$log" 2>&1; then
         tail -n 5 "$log" >&2
         fail "pip could not install: $*
-       Is there a network connection (or a package mirror in pip's own settings)? The whole output is in $log"
+       Is there a network connection (or a package mirror in pip's own settings)? The full output is in $log"
     fi
 }
 

@@ -96,7 +96,7 @@ set -e
 if [ "$status" != 0 ]; then
     # What the run itself said; the launcher's traceback about it is left out.
     sed '/^[EW][0-9]* .*torch.distributed/,$d' "$run/train.log" | tail -n 20 >&2
-    fail "training failed; the whole output is in $run/train.log"
+    fail "training failed; the full output is in $run/train.log"
 fi
 
 echo "[5/5] result"

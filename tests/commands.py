@@ -1,6 +1,6 @@
 """Run the command line in tests, on one process or several ranks.
 
-`run` forks the ranks from the test process, each with its own folder, environment and output: the whole program from
+`run` forks the ranks from the test process, each with its own folder, environment and output: the full program from
 `main(argv)` to the exit code, without the three seconds of CPU that an interpreter needs to import torch.
 `run(..., new_interpreter=True)`, `start` and `torchrun` start interpreters for what forked ranks do not cover:
 imports, interpreter shutdown, string hashes that differ by rank.

@@ -84,7 +84,7 @@ class FakeModel(nn.Module):
         layers = layers if layers is not None else [layer_shapes(), layer_shapes()]
         number, count = stage or (self.ps.pp.rank, self.ps.pp.size)
         first, last = number == 0, number == count - 1
-        # the whole model is drawn, so that any part of it holds the same values
+        # the full model is drawn, so that any part of it holds the same values
         embedding = self._draw([vocab, hidden])
         if first or (tied and last):
             self._add("embedding.word_embeddings.weight", embedding, tied=tied, is_replica=not first)
@@ -200,8 +200,8 @@ class FakeOptimizer:
                 moments = ("momentum_buffer",) if sgd else ("exp_avg", "exp_avg_sq")
                 for number, name in enumerate((*moments, *(["fp32_param"] if main else []))):
                     if first < last:
-                        whole = moment(param, 1000 * seed + number).flatten()
-                        self.held.append(Held(param, name, whole[first:last].clone(), first, last))
+                        full = moment(param, 1000 * seed + number).flatten()
+                        self.held.append(Held(param, name, full[first:last].clone(), first, last))
 
     def wait_params(self) -> None:
         pass

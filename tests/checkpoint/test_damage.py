@@ -102,10 +102,10 @@ def test_changed_bytes_are_found_by_their_hash(saved):
 
 def test_random_damage_of_the_index_never_escapes(saved):
     path = saved / "iter_0000006/.metadata"
-    whole = path.read_bytes()
+    content_before = path.read_bytes()
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
-        content = bytearray(whole)
+        content = bytearray(content_before)
         for place in torch.randint(len(content), (3,), generator=generator).tolist():
             content[place] ^= 0xFF
         path.write_bytes(content)

@@ -126,16 +126,16 @@ def foreign(source, folder, optimizer, etp=1):
     )
     for key, entry in index.state_dict_metadata.items():
         if hasattr(entry, "chunks") and not key.startswith("optimizer."):
-            whole = torch.zeros(entry.size)
+            full_tensor = torch.zeros(entry.size)
             for tensor in logical_tensors(index):
                 if tensor.key == key:
-                    whole[tensor.at] = read_logical(source, index, tensor)
+                    full_tensor[tensor.at] = read_logical(source, index, tensor)
             # gate and up are boxes of their own
             dim, pieces = (
                 (-2, 2 * etp) if "linear_fc1.weight" in key else (-1, etp if "linear_fc2.weight" in key else 1)
             )
             chunks, size = {}, entry.size[dim] // pieces
-            for number, piece in enumerate(whole.chunk(pieces, dim)):
+            for number, piece in enumerate(full_tensor.chunk(pieces, dim)):
                 first = [0] * len(entry.size)
                 first[dim] = number * size
                 chunks[tuple(first)] = piece
@@ -305,10 +305,10 @@ def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
     for key, entry in index.state_dict_metadata.items():
         if not key.startswith("optimizer.state.") or not hasattr(entry, "chunks"):
             continue
-        whole = torch.zeros(entry.size)
+        full_tensor = torch.zeros(entry.size)
         for tensor in logical_tensors(index):
             if tensor.key == key:
-                whole[tensor.at] = read_logical(folder, index, tensor)
+                full_tensor[tensor.at] = read_logical(folder, index, tensor)
         leading = ("decoder.layers." in key) + ("experts." in key)
         parts = [
             *entry.size[:leading],
@@ -317,9 +317,9 @@ def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
         sizes = [full // part for full, part in zip(entry.size, parts)]
         chunks = {}
         for at in torch.cartesian_prod(*map(torch.arange, parts)).reshape(-1, len(parts)).tolist():
-            piece = whole[tuple(slice(number * size, (number + 1) * size) for number, size in zip(at, sizes))].reshape(
-                -1
-            )
+            piece = full_tensor[
+                tuple(slice(number * size, (number + 1) * size) for number, size in zip(at, sizes))
+            ].reshape(-1)
             for first, end in ((0, 5), (5, len(piece))):
                 chunks[(*at, first)] = piece[first:end].view(*(1 for _ in at), -1)
         writer.tensor(

@@ -93,7 +93,7 @@ def disguises(content: bytes) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def full(tmp_path_factory) -> Path:
     """A checkpoint of each format: the folder that holds `torch_dist` and `torch`."""
     folder = tmp_path_factory.mktemp("whole")
     for name in ("torch_dist", "torch"):
@@ -131,10 +131,10 @@ def refused(folder: Path, **options) -> str:
     return str(caught.value)
 
 
-def in_place(whole: Path, tmp_path: Path, where: str, content: bytes) -> Path:
+def in_place(full: Path, tmp_path: Path, where: str, content: bytes) -> Path:
     """A copy of a checkpoint with `content` at one place."""
     kind = "torch" if where == "legacy" else "torch_dist"
-    shutil.copytree(whole / kind, tmp_path / kind)
+    shutil.copytree(full / kind, tmp_path / kind)
     folder = tmp_path / kind / "iter_0000003"
     if where == "legacy":
         (folder / "mp_rank_00/model_optim_rng.pt").write_bytes(content)
@@ -151,11 +151,11 @@ def in_place(whole: Path, tmp_path: Path, where: str, content: bytes) -> Path:
 @pytest.mark.parametrize(
     "where", ["legacy", "common.pt", "common_state", "rng_state", "decoder.final_layernorm.weight", "optimizer.state"]
 )
-def test_no_program_in_the_place_of_a_file_runs(whole, program, tmp_path, where, capsys):
+def test_no_program_in_the_place_of_a_file_runs(full, program, tmp_path, where, capsys):
     """TorchScript, however it is dressed up: --load, inspect ls and inspect verify refuse it and never run it."""
     content, target = program
     for number, (name, disguised) in enumerate(disguises(content).items()):
-        directory = in_place(whole, tmp_path / str(number), where, disguised)
+        directory = in_place(full, tmp_path / str(number), where, disguised)
         text = refused(directory)
         assert "iter_0000003" in text and "\n  File" not in text, name
         for command in ("ls", "verify"):
@@ -367,7 +367,7 @@ def test_tuples_as_they_are_written_are_read():
 @pytest.mark.parametrize(
     "content", [deep(), doubled(), assemble(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"]
 )
-def test_values_without_end_are_refused(content, whole, tmp_path):
+def test_values_without_end_are_refused(content, full, tmp_path):
     with pytest.raises(DECODE_ERRORS):
         to_builtin(load_pickle(content))
     archive = rewritten(
@@ -375,7 +375,7 @@ def test_values_without_end_are_refused(content, whole, tmp_path):
         drop=["data.pkl"],
         add=[("archive/data.pkl", assemble(b"}X\x04\x00\x00\x00args", content[2:-1], b"s"))],
     )
-    folder = in_place(whole, tmp_path, "legacy", archive)
+    folder = in_place(full, tmp_path, "legacy", archive)
     assert "model_optim_rng.pt" in refused(folder)
 
 
@@ -486,8 +486,8 @@ RANDOM = "rng_state"
     ],
 )
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
-def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, whole, tmp_path):
-    shutil.copytree(whole / kind, tmp_path / kind)
+def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, full, tmp_path):
+    shutil.copytree(full / kind, tmp_path / kind)
     folder = tmp_path / kind / "iter_0000003"
     state = torch.get_rng_state()
     if kind == "torch":
@@ -534,8 +534,8 @@ def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, whole, tmp
         {"optimizer": {"param_groups": "x"}, "moe_trainer": None, "args": argparse.Namespace()},
     ],
 )
-def test_hostile_values_in_the_common_state(edit, whole, tmp_path, capsys):
-    shutil.copytree(whole / "torch_dist", tmp_path / "copy")
+def test_hostile_values_in_the_common_state(edit, full, tmp_path, capsys):
+    shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     index = read_index(folder)
     place = index.storage_data[MetadataIndex(KEY)]
@@ -552,8 +552,8 @@ def test_hostile_values_in_the_common_state(edit, whole, tmp_path, capsys):
     "content",
     [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000],
 )
-def test_hostile_json_next_to_a_checkpoint(content, whole, tmp_path):
-    shutil.copytree(whole / "torch_dist", tmp_path / "copy")
+def test_hostile_json_next_to_a_checkpoint(content, full, tmp_path):
+    shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     (folder / "integrity.json").write_bytes(content)
     assert check(folder, hashes=True)
@@ -563,9 +563,9 @@ def test_hostile_json_next_to_a_checkpoint(content, whole, tmp_path):
     assert "metadata.json" in refused(tmp_path / "copy") or "format" in refused(tmp_path / "copy")
 
 
-def test_files_outside_the_folder_are_not_read(whole, tmp_path):
+def test_files_outside_the_folder_are_not_read(full, tmp_path):
     """integrity.json with a path: the hash of a file elsewhere tells a reader what is in it."""
-    shutil.copytree(whole / "torch_dist", tmp_path / "copy")
+    shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     (tmp_path / "secret").write_text("secret")
     (folder / "integrity.json").write_text('{"files": {"../../secret": "0", "/etc/passwd": "0"}}')
@@ -573,15 +573,15 @@ def test_files_outside_the_folder_are_not_read(whole, tmp_path):
     assert len(problems) == 1 and "outside" in problems[0]
 
 
-def test_links_in_a_circle_and_devices_are_named(whole, tmp_path):
+def test_links_in_a_circle_and_devices_are_named(full, tmp_path):
     for number, name in enumerate(("__0_0.distcp", ".metadata", "metadata.json")):
         copy = tmp_path / f"{number}"
-        shutil.copytree(whole / "torch_dist", copy)
+        shutil.copytree(full / "torch_dist", copy)
         (copy / "iter_0000003" / name).unlink()
         (copy / "iter_0000003" / name).symlink_to(name)
         assert name in refused(copy)
     copy = tmp_path / "legacy"
-    shutil.copytree(whole / "torch", copy)
+    shutil.copytree(full / "torch", copy)
     path = copy / "iter_0000003/mp_rank_00/model_optim_rng.pt"
     path.unlink()
     path.symlink_to("/dev/zero")

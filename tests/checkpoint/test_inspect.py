@@ -224,15 +224,15 @@ def test_every_byte_of_the_tensors_is_read(tmp_path, call):
     folder = write(tmp_path)
     index = read_index(folder)
     path = folder / "__0_0.distcp"
-    whole = path.read_bytes()
+    full = path.read_bytes()
     places = [place for place in index.storage_data if place.offset is not None]
     for place in places[::17]:
         info = index.storage_data[place]
-        content = bytearray(whole)
+        content = bytearray(full)
         content[info.offset + info.length // 2] ^= 1
         path.write_bytes(content)
         assert f"{place.fqn} cannot be read" in problems(call, folder)
-    path.write_bytes(whole)
+    path.write_bytes(full)
     index.storage_data.pop(MetadataIndex("decoder.final_layernorm.weight", torch.Size([0])))
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     assert "no sound index" in problems(call, folder)

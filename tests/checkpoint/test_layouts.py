@@ -67,8 +67,8 @@ def _load_and_save(rank, n, source, target, sizes, vpp, distributed):
     for number, name in enumerate(("exp_avg", "exp_avg_sq", "fp32_param")):
         for held in optimizer.held:
             if held.state_name == name:
-                whole = moment(held.param, 1000 + number).flatten()
-                assert torch.equal(held.tensor, whole[held.start : held.stop]), held.param.info.names
+                full = moment(held.param, 1000 + number).flatten()
+                assert torch.equal(held.tensor, full[held.start : held.stop]), held.param.info.names
     write(target, 3, chunks, optimizer, ps)
 
 
@@ -320,10 +320,10 @@ def _read_in_parallel(rank, n, folder, sizes, distributed, damaged):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
     run_ranks(_save, 1, tmp_path, dict(), 1, False, SaveOptions())
-    whole = sum(_bytes_by_rank(tmp_path, 1))
+    full = sum(_bytes_by_rank(tmp_path, 1))
     for sizes, cut in ((dict(), 4), (dict(tp=2, ep=2, etp=1), 4)):
         counts = run_ranks(_read_in_parallel, 4, tmp_path, sizes, distributed, False)
-        assert max(counts) < 1.3 * whole / cut, "every rank reads its share and no more"
+        assert max(counts) < 1.3 * full / cut, "every rank reads its share and no more"
     path = tmp_path / "iter_0000003/__0_0.distcp"
     content = bytearray(path.read_bytes())
     stored = read_index(tmp_path / "iter_0000003")

@@ -217,15 +217,15 @@ def test_pieces_of_a_flat_range_are_live_views():
         sharded_dim=0,
         parts=2,
     )
-    whole = torch.zeros(2, 8, 64, 64)
+    full = torch.zeros(2, 8, 64, 64)
     local = torch.arange(100, 30000, dtype=torch.float32)
     for piece in make_shards(scheme.placements(info, (8, 64, 64)), local, 100, 30000, "optimizer.state.exp_avg."):
         assert piece.key == "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
         assert piece.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-        whole[tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.sizes))] = piece.data
+        full[tuple(slice(a, a + b) for a, b in zip(piece.offsets, piece.sizes))] = piece.data
     expected = torch.arange(8 * 64 * 64, dtype=torch.float32)
     expected[:100] = expected[30000:] = 0
-    assert torch.equal(whole[1].flatten(), expected) and not whole[0].any()
+    assert torch.equal(full[1].flatten(), expected) and not full[0].any()
 
 
 # ---- the real model

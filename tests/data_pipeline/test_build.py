@@ -184,8 +184,8 @@ def test_damaged_cache_is_named(prefixes, tmp_path):
     flags = {"data_path": prefixes[:1], "split": "1", "data_cache_path": str(tmp_path / "cache")}
     build(**flags)
     sample = next((tmp_path / "cache").glob("*sample_index.npy"))
-    whole = sample.read_bytes()
-    sample.write_bytes(whole[:-4])
+    full = sample.read_bytes()
+    sample.write_bytes(full[:-4])
     with pytest.raises(ValueError, match=f"index cache .*{sample.name}: cannot be read"):
         build(**flags)
     np.save(sample, np.zeros((3, 2), np.int32))

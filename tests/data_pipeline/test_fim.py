@@ -54,8 +54,8 @@ def test_text_is_kept_and_both_orders_occur():
     rng, orders = np.random.RandomState(3), []
     document = token_ids("the quick brown fox")
     for _ in range(60):
-        whole = fim().rearrange(np.append(document, [ord("x")] * 3), rng)
-        assert len(whole) == len(document) + 3
+        full = fim().rearrange(np.append(document, [ord("x")] * 3), rng)
+        assert len(full) == len(document) + 3
         cut, order = put_together(fim()._document(document, rng))
         assert cut == (sorted(document.tolist()) if order == "SPM" else document.tolist())
         orders.append(order)

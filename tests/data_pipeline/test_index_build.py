@@ -84,10 +84,10 @@ def test_chunks_join(monkeypatch, chunk):
     lengths = np.random.default_rng(0).integers(0, 30, 100).astype(np.int32)
     documents = np.random.default_rng(1).permutation(100).astype(np.int32)
     samples = (int(lengths.sum()) - 1) // 13
-    whole = build_sample_index(lengths, documents, 13, samples)
+    full = build_sample_index(lengths, documents, 13, samples)
     monkeypatch.setattr(index_build, "_CHUNK_DOCUMENTS", chunk)
-    np.testing.assert_array_equal(build_sample_index(lengths, documents, 13, samples), whole)
-    np.testing.assert_array_equal(whole, slow_sample_index(lengths, documents, 13, samples))
+    np.testing.assert_array_equal(build_sample_index(lengths, documents, 13, samples), full)
+    np.testing.assert_array_equal(full, slow_sample_index(lengths, documents, 13, samples))
 
 
 @given(tokens=st.integers(1, 500), length=st.integers(1, 60), samples=st.integers(0, 300))

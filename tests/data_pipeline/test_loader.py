@@ -62,9 +62,9 @@ def test_resuming_continues_the_order(kind, mbs, dp, sharded):
         return list(islice(loader.indices(), count))
 
     for rank in range(dp):
-        whole = order(rank, 0, 20)
-        for done in range(len(whole)):
-            assert order(rank, done * step, len(whole) - done) == whole[done:], (rank, done)
+        full = order(rank, 0, 20)
+        for done in range(len(full)):
+            assert order(rank, done * step, len(full) - done) == full[done:], (rank, done)
 
 
 @pytest.mark.parametrize("sharded", [True, False])

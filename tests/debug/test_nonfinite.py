@@ -164,7 +164,7 @@ def test_ranks_agree_on_the_one_that_was_there_first():
     child = look(model)
     sent = fault(1, FORWARD, 0, 0)
     assert sent < child
-    # whole searches on two stages
+    # full searches on two stages
     for plant, first in (("forward_plant", 0), ("backward_plant", 1)):
         seen = []
         for stage in (0, 1):

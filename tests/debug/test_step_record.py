@@ -24,18 +24,18 @@ def write(folder, ranks, head=HEAD):
     return Record.open(folder)
 
 
-def shards(whole_NSK, dp, cp, tp, micro=1):
+def shards(full_NSK, dp, cp, tp, micro=1):
     """What the ranks of a mapping would write of `whole`, with rows cut over tp."""
     found = []
     for data in range(dp):
         for context in range(cp):
             for tensor in range(tp):
                 group = Group("cp", tuple(range(cp)), context, cp)
-                held = SequenceShard(group).positions(whole_NSK.shape[1])
+                held = SequenceShard(group).positions(full_NSK.shape[1])
                 mine = held.chunk(tp)[tensor]
-                microbatches = len(whole_NSK) // (dp * micro)
+                microbatches = len(full_NSK) // (dp * micro)
                 samples = (torch.arange(microbatches)[:, None] * dp + data) * micro + torch.arange(micro)
-                passes = [whole_NSK[each][:, mine].transpose(0, 1).contiguous() for each in samples]
+                passes = [full_NSK[each][:, mine].transpose(0, 1).contiguous() for each in samples]
                 found.append(step_record.tensors_of_rank(samples, [held, mine], {"trace/x": passes}, {}))
     return found
 
@@ -44,9 +44,9 @@ def shards(whole_NSK, dp, cp, tp, micro=1):
     ("dp", "cp", "tp", "micro"), [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 4), (2, 2, 2, 2), (4, 4, 2, 1)]
 )
 def test_tokens_of_any_mapping_come_together_in_global_order(tmp_path, dp, cp, tp, micro):
-    whole_NSK = torch.randn(4, 16, 3)
-    found = write(tmp_path / "r", shards(whole_NSK, dp, cp, tp, micro))
-    assert torch.equal(found.joined("trace/x"), whole_NSK)
+    full_NSK = torch.randn(4, 16, 3)
+    found = write(tmp_path / "r", shards(full_NSK, dp, cp, tp, micro))
+    assert torch.equal(found.joined("trace/x"), full_NSK)
 
 
 def test_a_token_that_is_missing_or_there_twice_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""Whole jobs on emulated devices: they evaluate, save and resume, on a device what a CPU has saved and the reverse."""
+"""Full jobs on emulated devices: they evaluate, save and resume, on a device what a CPU has saved and the reverse."""
 
 import pytest
 import torch
@@ -51,18 +51,18 @@ def test_jobs_resume_where_another_device_stopped(tmp_path, name):
 
     expected, weights = job("cpu", False)
     assert {what[:2] for what in expected} >= {(4, None), (4, "validation"), (4, "test")}
-    whole, whole_weights = job("device", True)
+    full, full_weights = job("device", True)
     parts = {
         "from cpu": job("from cpu", True, "cpu"),
         "from device": job("from device", True, "device"),
         "to cpu": job("to cpu", False, "device"),
     }
-    for found, last in (*parts.values(), (whole, whole_weights)):
-        behind = {what: value for what, value in expected.items() if what[0] > 2 or found is whole}
+    for found, last in (*parts.values(), (full, full_weights)):
+        behind = {what: value for what, value in expected.items() if what[0] > 2 or found is full}
         assert found == pytest.approx(behind, rel=max(tolerances.loss, tolerances.norm))
         assert last.keys() == weights.keys()
         for name, weight in weights.items():
             torch.testing.assert_close(last[name], weight, rtol=0, atol=tolerances.weight)
     found, last = parts["from device"]
-    assert found == {what: value for what, value in whole.items() if what[0] > 2}
-    assert all(torch.equal(last[name], weight) for name, weight in whole_weights.items())
+    assert found == {what: value for what, value in full.items() if what[0] > 2}
+    assert all(torch.equal(last[name], weight) for name, weight in full_weights.items())

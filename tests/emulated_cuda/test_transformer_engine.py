@@ -28,7 +28,7 @@ from moe_trainer.parallel.state import ParallelState
     ids=["9.0", "10.0"],
 )
 def test_parity_with_the_local_layers(capability, which):
-    """Linears, norms, attention, whole models with recompute and offload, and products by every recipe."""
+    """Linears, norms, attention, full models with recompute and offload, and products by every recipe."""
     code, output = te_package.on_device(
         run_pytest, [str(HERE.parent / "gpu/test_te_parity.py"), "-k", which], capability
     )

@@ -44,7 +44,7 @@ def test_deepep_where_nvlink_joins_many():
 
 
 def test_rows_are_as_wide_as_experts_read_and_make_them():
-    """FineRMoE's come back as halves; latents are narrow both ways; an all-gather carries whole rows both ways."""
+    """FineRMoE's come back as halves; latents are narrow both ways; an all-gather carries full rows both ways."""
     links, flags = (
         Interconnect(find_hardware("h100")),
         "--preset finermoe_qwen2_5_7b --mock-data --expert-model-parallel-size 8",

@@ -153,10 +153,10 @@ def test_full_sharding_divides_everything():
 def test_two_passes_hold_a_gathered_layer_each():
     fsdp = f"{BASE} --use-megatron-fsdp --ckpt-format fsdp_dtensor"
     overlap = "--overlap-moe-expert-parallel-comm"
-    (plain, both), (whole, whole_both) = (
+    (plain, both), (full, full_both) = (
         [memory(f"{line} {flags}", 64)[0].working for flags in ("", overlap)] for line in (fsdp, BASE)
     )
-    assert both - plain > whole_both - whole
+    assert both - plain > full_both - full
 
 
 def test_headroom_fills_the_device():

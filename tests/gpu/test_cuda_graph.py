@@ -1,7 +1,7 @@
 """CUDA graphs on a device give the numbers of eager passes there."""
 
 import pytest
-from memory.graphed import line, local, train, whole
+from memory.graphed import full, line, local, train
 
 from moe_trainer.verification.compare_runs import Tolerances, compare
 
@@ -9,8 +9,8 @@ from moe_trainer.verification.compare_runs import Tolerances, compare
 NEAR = Tolerances(loss=2e-6, norm=5e-6, grad=2e-5, weight=2e-5)
 ROUTED = "attn moe_router moe_preprocess"
 CASES = {
-    "dense, whole layers": ("dense", "", local()),
-    "dense, whole iteration": ("dense", "", whole()),
+    "dense, full layers": ("dense", "", local()),
+    "dense, full iteration": ("dense", "", full()),
     "experts": ("plain", "--moe-shared-expert-intermediate-size 8", local(ROUTED)),
     "latent attention": ("deepseek", "", local(f"mlp {ROUTED}")),
     "recompute": (
@@ -19,8 +19,8 @@ CASES = {
         local(f"mlp {ROUTED}"),
     ),
     "padded experts": ("padded capacity", "", local("attn moe")),
-    "padded, whole layers": ("padded capacity", "", local()),
-    "padded, whole iteration": ("padded capacity", "", whole()),
+    "padded, full layers": ("padded capacity", "", local()),
+    "padded, full iteration": ("padded capacity", "", full()),
     "fp8": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", local(ROUTED)),
 }
 pytestmark = pytest.mark.gpu

@@ -64,5 +64,5 @@ def test_a_run_on_the_device_evaluates_saves_and_resumes(tmp_path, flags):
             assert done.returncode == 0, done.stderr
         return [record["lm loss"] for record in read_metrics(folder / "metrics.jsonl") if "learning_rate" in record]
 
-    whole = losses("whole", [])
-    assert len(whole) == 4 and losses("parts", ["--exit-interval", "2"], []) == whole
+    full = losses("whole", [])
+    assert len(full) == 4 and losses("parts", ["--exit-interval", "2"], []) == full

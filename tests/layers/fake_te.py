@@ -338,7 +338,7 @@ def _attention(double: Double):
             assert v.shape[2:] == (groups, self.widths[1])
             rows = torch.arange(q.shape[0])
             if self.exchange is not None:
-                k, v, rows = _whole(k, v, self.exchange["cp_group"])
+                k, v, rows = _full(k, v, self.exchange["cp_group"])
             k, v = (x.repeat_interleave(heads // groups, 2) for x in (k, v))
             scores = torch.einsum("sbnd,tbnd->bnst", q, k).float() * self.bound["softmax_scale"]
             columns, left = torch.arange(k.shape[0]), self.bound["window_size"][0]
@@ -352,15 +352,15 @@ def _attention(double: Double):
     return DotProductAttention
 
 
-def _whole(k, v, group):
+def _full(k, v, group):
     """Keys and values of the full sequence, and the numbers of this rank's positions: two chunks, one from each end."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     order = [chunk for each in range(size) for chunk in (each, 2 * size - 1 - each)]
     back = [order.index(chunk) for chunk in range(2 * size)]
-    whole = []
+    full = []
     for x in (k, v):
         chunks = _Exchange.apply(x, group, _gather, _sum_of_own_rows).chunk(2 * size)
-        whole.append(torch.cat([chunks[place] for place in back]))
-    length = whole[0].shape[0] // (2 * size)
+        full.append(torch.cat([chunks[place] for place in back]))
+    length = full[0].shape[0] // (2 * size)
     mine = [torch.arange(chunk * length, (chunk + 1) * length) for chunk in order[2 * rank : 2 * rank + 2]]
-    return *whole, torch.cat(mine)
+    return *full, torch.cat(mine)

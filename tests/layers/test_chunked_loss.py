@@ -133,9 +133,9 @@ def _fp32_logits(rank, n, sequence_parallel):
     with torch.no_grad():
         head.weight.copy_(weight.chunk(n)[rank])
     mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()
-    whole, chunked = head.loss_BS(mine, labels), head.loss_BS(mine, labels, weights_BS=mask.float())
-    (whole * mask).sum().backward()
-    return whole.detach(), chunked.detach(), mine.grad, head.weight.grad, head.logits_BSV(mine).detach()
+    full, chunked = head.loss_BS(mine, labels), head.loss_BS(mine, labels, weights_BS=mask.float())
+    (full * mask).sum().backward()
+    return full.detach(), chunked.detach(), mine.grad, head.weight.grad, head.logits_BSV(mine).detach()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -148,8 +148,8 @@ def test_fp32_logits_of_bf16_weights(short_chunks, sequence_parallel):
     expected = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
     (expected * mask).sum().backward()
     found = run_ranks(_fp32_logits, 2, sequence_parallel)
-    for whole, chunked, *_, own in found:
-        torch.testing.assert_close(whole, expected.detach(), rtol=1e-6, atol=1e-6)
+    for full, chunked, *_, own in found:
+        torch.testing.assert_close(full, expected.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(chunked, expected.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(own, logits.detach().transpose(0, 1), rtol=1e-6, atol=1e-6)
     grad_x = torch.cat([grad for _, _, grad, *_ in found]) if sequence_parallel else found[0][2]

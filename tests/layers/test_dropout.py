@@ -42,8 +42,8 @@ def test_a_stream_moves_by_itself():
     with rng_context(stream, CPU):
         second = torch.rand(4)
     assert torch.equal(torch.get_rng_state(), before), "the global generator did not move"
-    whole = torch.rand(8, generator=torch.Generator().manual_seed(ShardRNG(1, "tp 0").generator(CPU).initial_seed()))
-    assert torch.equal(torch.cat([first, second]), whole)
+    full = torch.rand(8, generator=torch.Generator().manual_seed(ShardRNG(1, "tp 0").generator(CPU).initial_seed()))
+    assert torch.equal(torch.cat([first, second]), full)
     with rng_context(ShardRNG(1, "tp 1"), CPU):
         assert not torch.equal(torch.rand(4), first)
 

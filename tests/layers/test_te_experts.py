@@ -158,10 +158,10 @@ def test_weight_gradients_that_wait(double, waits):
 
 
 def test_gradients_one_behind_the_other_are_not_copied():
-    whole = torch.arange(24.0).view(4, 2, 3)
-    assert stacked(whole.unbind(0)).data_ptr() == whole.data_ptr() and torch.equal(stacked(whole.unbind(0)), whole)
-    assert torch.equal(stacked([*whole[:2], *whole[2:].clone()]), whole)
-    assert torch.equal(stacked([whole[1], whole[0]]), whole[[1, 0]])
+    full = torch.arange(24.0).view(4, 2, 3)
+    assert stacked(full.unbind(0)).data_ptr() == full.data_ptr() and torch.equal(stacked(full.unbind(0)), full)
+    assert torch.equal(stacked([*full[:2], *full[2:].clone()]), full)
+    assert torch.equal(stacked([full[1], full[0]]), full[[1, 0]])
 
 
 def test_weights_are_no_activations(double):

@@ -202,13 +202,17 @@ CASES = {
 }
 
 
-def _cut(whole: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Tensor:
-    return torch.cat([part.chunk(n, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+def _cut(full_tensor: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Tensor:
+    return torch.cat([part.chunk(n, dim)[rank] for part in full_tensor.chunk(parts, dim)], dim)
 
 
-def _cut_as(whole: Tensor, info: ParamInfo) -> Tensor:
+def _cut_as(full_tensor: Tensor, info: ParamInfo) -> Tensor:
     """A rank's piece of every part, which may be unequal."""
-    parts = whole.split(list(info.part_sizes), 0) if info.part_sizes else whole.chunk(info.parts, info.sharded_dim)
+    parts = (
+        full_tensor.split(list(info.part_sizes), 0)
+        if info.part_sizes
+        else full_tensor.chunk(info.parts, info.sharded_dim)
+    )
     return torch.cat(
         [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim
     )
@@ -225,10 +229,10 @@ def _fill(layer: nn.Module) -> nn.Module:
         info, shape = param.info, list(param.shape)
         if info.sharded_dim is not None:
             shape[info.sharded_dim] *= info.shard_count
-        whole = torch.randn(shape, generator=named_generator(3, info.names[0]), dtype=torch.float64) * 0.5
+        full_tensor = torch.randn(shape, generator=named_generator(3, info.names[0]), dtype=torch.float64) * 0.5
         if info.sharded_dim is not None:
-            whole = _cut_as(whole, info)
-        param.data = whole
+            full_tensor = _cut_as(full_tensor, info)
+        param.data = full_tensor
     return layer
 
 
@@ -236,10 +240,10 @@ def _state(state: str, sp: bool) -> str:
     return REPLICATED if state == ROWS and not sp else state
 
 
-def _local(whole: Tensor, state: str, group: Group, parts: int = 1) -> Tensor:
+def _local(full_tensor: Tensor, state: str, group: Group, parts: int = 1) -> Tensor:
     if state == REPLICATED:
-        return whole
-    return _cut(whole, 0 if state == ROWS else -1, group.rank, group.size, parts if state == COLUMNS else 1)
+        return full_tensor
+    return _cut(full_tensor, 0 if state == ROWS else -1, group.rank, group.size, parts if state == COLUMNS else 1)
 
 
 def _run(case: Case, ps: ParallelState, sp: bool, queue: WeightGradQueue | None = None) -> tuple[Tensor, Tensor, dict]:
@@ -250,10 +254,10 @@ def _run(case: Case, ps: ParallelState, sp: bool, queue: WeightGradQueue | None 
             if hasattr(module, "queue"):
                 module.queue = queue
     if case.width:
-        whole = torch.randn(S, B, case.width, generator=named_generator(1, "x"), dtype=torch.float64)
+        full_tensor = torch.randn(S, B, case.width, generator=named_generator(1, "x"), dtype=torch.float64)
     else:
-        whole = torch.randint(0, V, (S, B), generator=named_generator(1, "ids"))
-    x = _local(whole, _state(case.x, sp), ps.tp).clone()
+        full_tensor = torch.randint(0, V, (S, B), generator=named_generator(1, "ids"))
+    x = _local(full_tensor, _state(case.x, sp), ps.tp).clone()
     if case.width:
         x.requires_grad_()
     y = case.run(layer, x, ps, sp)
@@ -283,7 +287,7 @@ def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert (ours - theirs).norm() <= 1e-12 * theirs.norm() + 1e-14, f"{what}: {(ours - theirs).abs().max():.2e}"
 
 
-def _whole_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
+def _full_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
     info = found[0][0]
     grads = [grad for _, grad in found]
     if info.sharded_dim is not None:
@@ -301,17 +305,17 @@ def _whole_grad(found: list[tuple[ParamInfo, Tensor]], what: str) -> Tensor:
 
 def _assert_equal(case: Case, results: list, expected: tuple, sp: bool) -> None:
     y, grad_x, grads = expected
-    for what, place, whole, state, parts in (
+    for what, place, full_tensor, state, parts in (
         ("output", 0, y, _state(case.y, sp), case.parts),
         ("input gradient", 1, grad_x, _state(case.x, sp), 1),
     ):
         for rank, result in enumerate(results):
-            if whole is not None:
-                part = _local(whole, state, Group("tp", tuple(range(len(results))), rank, len(results)), parts)
+            if full_tensor is not None:
+                part = _local(full_tensor, state, Group("tp", tuple(range(len(results))), rank, len(results)), parts)
                 _close(result[place], part, f"{what} of rank {rank}")
     for name, (_, grad) in grads.items():
         assert grad.abs().max() > 0, f"{name}: an expected gradient of zero proves nothing"
-        _close(_whole_grad([result[2][name] for result in results], name), grad, f"gradient of {name}")
+        _close(_full_grad([result[2][name] for result in results], name), grad, f"gradient of {name}")
     assert all(result[2].keys() == grads.keys() for result in results)
 
 

@@ -21,7 +21,7 @@ def local(modules: str = "") -> list[str]:
     ]
 
 
-def whole() -> list[str]:
+def full() -> list[str]:
     return [
         "--cuda-graph-impl",
         "full_iteration",
@@ -33,7 +33,7 @@ def whole() -> list[str]:
 
 def adding_alike(graph: list[str]) -> list[str]:
     """What a training without graphs needs for the sums of one with them: gradients of captured parts come by hooks."""
-    return [] if graph == whole() else ["--no-gradient-accumulation-fusion"]
+    return [] if graph == full() else ["--no-gradient-accumulation-fusion"]
 
 
 def dense() -> list[str]:

@@ -49,7 +49,7 @@ def batch(number: int, length: int = SEQ) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compute_loss(chunk: Transformer, number: int, **more) -> Tensor:
-    """The loss of one microbatch on a chunk that is the whole model."""
+    """The loss of one microbatch on a chunk that is the full model."""
     tokens_BS, positions_BS, labels_BS = batch(number)
     return chunk(tokens_BS, positions_BS, labels_BS, torch.ones_like(labels_BS), grad_scale=0.5, **more).sum() * 0.5
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated_cuda.run import device_test
-from memory.graphed import adding_alike, line, local, train, unlike, whole
+from memory.graphed import adding_alike, full, line, local, train, unlike
 from torch import nn
 
 from arguments import parse_args
@@ -21,8 +21,8 @@ KEPT = "--bf16 --use-distributed-optimizer --fp8-param-gather"
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 # name -> (kind of model, further flags, flags of graphs)
 CASES = {
-    "dense, whole layers": ("dense", "", [local()]),
-    "dense, attention and feed-forward": ("dense", NOISE, [local("attn"), local("attn mlp"), whole()]),
+    "dense, full layers": ("dense", "", [local()]),
+    "dense, attention and feed-forward": ("dense", NOISE, [local("attn"), local("attn mlp"), full()]),
     "experts": (
         "plain",
         "--moe-shared-expert-intermediate-size 8",
@@ -36,18 +36,18 @@ CASES = {
     "latent attention, shared experts, MTP": ("deepseek", "", [local(f"mlp {ROUTED}")]),
     "one layer of MTP for all depths": ("plain", "--mtp-num-layers 2 --mtp-use-repeated-layer", [local(ROUTED)]),
     "dropped tokens": ("capacity", "--moe-router-load-balancing-type global_aux_loss", [local("attn moe_router")]),
-    "padded experts": ("padded capacity", "", [local(ROUTED), local("attn moe"), local(), whole()]),
-    "padded experts, grouped products": ("padded capacity", "--bf16", [local("attn moe"), whole()]),
+    "padded experts": ("padded capacity", "", [local(ROUTED), local("attn moe"), local(), full()]),
+    "padded experts, grouped products": ("padded capacity", "--bf16", [local("attn moe"), full()]),
     "recompute": ("deepseek", f"{SELECTIVE} mla_up_proj mlp shared_experts", [local(f"mlp {ROUTED}")]),
-    "recompute of everything": ("padded capacity", FULL, [whole()]),
+    "recompute of everything": ("padded capacity", FULL, [full()]),
     "random numbers": ("plain", f"{NOISE} --moe-input-jitter-eps 0.1", [local(ROUTED)]),
     "fp8, delayed": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", [local(ROUTED)]),
-    "fp8, blocks": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", [local(), whole()]),
+    "fp8, blocks": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", [local(), full()]),
     "fp8, weights kept in 8 bits": ("plain", f"{KEPT} --fp8-format e4m3 --fp8-recipe blockwise", [local(ROUTED)]),
     "fp8, weights kept in 8 bits with delayed scales": (
         "padded capacity",
         f"{KEPT} --fp8-format hybrid --fp8-recipe delayed",
-        [local("attn moe"), whole()],
+        [local("attn moe"), full()],
     ),
     "forced routing": (
         "plain",
@@ -57,7 +57,7 @@ CASES = {
     "forced routing, padded experts": (
         "padded capacity",
         f"--moe-router-force-load-balancing {SELECTIVE} moe",
-        [local("moe"), local("attn"), local(), whole()],
+        [local("moe"), local("attn"), local(), full()],
     ),
     "fp16": ("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1", [local(ROUTED)]),
     "per-token loss": ("per-token loss", "", [local(ROUTED)]),
@@ -231,7 +231,7 @@ def test_a_frozen_factor_of_auxiliary_losses_is_found_out():
     assert unlike(eager, train([*argv, *local("attn moe_router")]))
 
 
-@pytest.mark.parametrize("graphs", [local("attn moe_router"), whole()])
+@pytest.mark.parametrize("graphs", [local("attn moe_router"), full()])
 @device_test
 def test_another_number_of_microbatches(graphs):
     def norms(argv):

@@ -2,7 +2,7 @@
 
 import pytest
 from emulated_cuda.run import on_device
-from memory.graphed import adding_alike, line, local, unlike, whole
+from memory.graphed import adding_alike, full, line, local, unlike
 from training.layouts import train_ranks
 
 ROUTED = local("attn moe_router moe_preprocess")
@@ -22,10 +22,10 @@ CASES = {
         f"{SP2} {FORCED} --recompute-modules layernorm moe_act",
         ROUTED,
     ),
-    "tensor parallel, forced routing, whole iteration": (
+    "tensor parallel, forced routing, full iteration": (
         "padded capacity",
         f"{SP2} {FORCED} --recompute-modules moe --expert-tensor-parallel-size 1",
-        whole(),
+        full(),
     ),
     "context parallel": ("plain", "--context-parallel-size 2", ROUTED),
     "expert parallel": ("accumulation", EP2, ROUTED),
@@ -44,10 +44,10 @@ CASES = {
         f"{EP2} --overlap-moe-expert-parallel-comm --bf16",
         ROUTED,
     ),
-    "expert parallel, padded, whole layers": ("padded capacity", EP2, local()),
-    "expert parallel, padded, whole iteration": ("padded capacity", EP2, whole()),
+    "expert parallel, padded, full layers": ("padded capacity", EP2, local()),
+    "expert parallel, padded, full iteration": ("padded capacity", EP2, full()),
     "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
-    "data parallel, whole iteration": ("padded capacity", "--use-distributed-optimizer", whole()),
+    "data parallel, full iteration": ("padded capacity", "--use-distributed-optimizer", full()),
 }
 HALVES = [list(CASES)[:8], list(CASES)[8:]]
 

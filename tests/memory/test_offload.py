@@ -127,9 +127,9 @@ def test_small_tensors_stay():
 
 
 def test_a_share_of_the_groups_goes_evenly_spread():
-    (half, copies), (whole, all_copies) = offloading("a", fraction=0.5), offloading("a")
+    (half, copies), (unsplit, all_copies) = offloading("a", fraction=0.5), offloading("a")
     x, y = run(half, "aaaa")
-    run(whole, "aaaa")
+    run(unsplit, "aaaa")
     assert len(copies.of("out")) * 2 == len(all_copies.of("out"))
     y.sum().backward()
     assert torch.equal(x.grad, expected("aaaa"))
@@ -166,8 +166,8 @@ def test_parts_of_one_storage_go_apart(dim):
     x = torch.randn(4, 6).requires_grad_()
     with activations.offload_scope("a"):
         first, second = (x * 1.0).chunk(2, dim)
-        whole = x * 1.0
-        y = first.square().sum() + second.square().sum() + whole.square().sum() + whole.t().square().sum()
+        unsplit = x * 1.0
+        y = first.square().sum() + second.square().sum() + unsplit.square().sum() + unsplit.t().square().sum()
     y.backward()
     torch.testing.assert_close(x.grad, 6 * x.detach())
 

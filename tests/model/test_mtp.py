@@ -105,18 +105,18 @@ def test_depths(argv, depths, repeated, per_token):
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_detached_heads_teach_the_main_model_nothing(argv, masked):
-    whole, detached = build(*argv), build(*argv, "--mtp-detach-heads")
-    detached.load_state_dict(whole.state_dict())
+    full, detached = build(*argv), build(*argv, "--mtp-detach-heads")
+    detached.load_state_dict(full.state_dict())
     tokens, positions, labels, mask = batch()
     inputs = (tokens, positions, labels, mask) if masked else (tokens, positions, labels)
     weights = mask if masked else torch.ones_like(mask)
     gradients = []
-    for model in (whole, detached):
+    for model in (full, detached):
         loss = model(*inputs, grad_scale=torch.tensor(1.0))
         (loss * weights).sum().backward()
         gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
     alone = build(*[word for word in argv if "untie" in word])
-    alone.load_state_dict({name: value for name, value in whole.state_dict().items() if name in alone.state_dict()})
+    alone.load_state_dict({name: value for name, value in full.state_dict().items() if name in alone.state_dict()})
     (alone(*inputs) * weights).sum().backward()
     main = {name: param.grad for name, param in alone.named_parameters()}
     for name, gradient in gradients[1].items():

@@ -1,4 +1,4 @@
-"""The whole model against the plain transformer of tests/reference.py, in fp64: loss, balance and every gradient."""
+"""The full model against the plain transformer of tests/reference.py, in fp64: loss, balance and every gradient."""
 
 import pytest
 import torch

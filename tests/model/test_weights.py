@@ -18,7 +18,7 @@ from moe_trainer.parallel.state import ParallelState
 LAYERS, EXPERTS, HIDDEN, FFN = 4, 4, 8, 12
 
 
-def whole_tensor(name, shape, kind=0):
+def full_tensor(name, shape, kind=0):
     """Every element tells the tensor and the place it belongs to."""
     number = sum(ord(letter) * (position + 1) for position, letter in enumerate(name)) % 997
     return number + 1000 * kind + torch.arange(torch.Size(shape).numel()).reshape(shape) / 4096
@@ -42,7 +42,7 @@ class Chunk(nn.Module):
             self.experts(prefix + "linear_fc1.bias", (2 * FFN,), cut=0, parts=2)
             self.experts(prefix + "linear_fc2.weight", (HIDDEN, FFN), cut=1)
             self.experts(prefix + "linear_fc2.bias", (HIDDEN,), cut=None)
-            bias = whole_tensor(prefix + "expert_bias", (EXPERTS,)) if fill else torch.zeros(EXPERTS)
+            bias = full_tensor(prefix + "expert_bias", (EXPERTS,)) if fill else torch.zeros(EXPERTS)
             self.state[prefix + "expert_bias"] = bias
         if last:
             self.add("final_norm.weight", (HIDDEN,))
@@ -58,7 +58,7 @@ class Chunk(nn.Module):
             **more,
             **({"shard_rank": tp.rank, "shard_count": tp.size} if cut is not None else {}),
         )
-        self.keep(name, take_local_shard(whole_tensor(name, shape), info).clone(), info)
+        self.keep(name, take_local_shard(full_tensor(name, shape), info).clone(), info)
 
     def experts(self, rest, shape, cut, parts=1):
         ep, etp = self.ps.ep, self.ps.etp
@@ -75,7 +75,7 @@ class Chunk(nn.Module):
             **({"shard_rank": etp.rank, "shard_count": etp.size} if cut is not None else {}),
         )
         self.keep(
-            "experts_" + rest, torch.stack([take_local_shard(whole_tensor(name, shape), info) for name in names]), info
+            "experts_" + rest, torch.stack([take_local_shard(full_tensor(name, shape), info) for name in names]), info
         )
 
     def keep(self, name, value, info):
@@ -162,7 +162,7 @@ MAPPINGS = {
 def test_every_mapping_gives_rank_0_the_model_of_one_process(n):
     chunk = make(ParallelState.single())[0]
     expected = {name: value for name, value in export_named_weights([chunk], ParallelState.single())}
-    assert all(torch.equal(value, whole_tensor(name, value.shape)) for name, value in expected.items())
+    assert all(torch.equal(value, full_tensor(name, value.shape)) for name, value in expected.items())
     results = run_ranks(_gather, n, MAPPINGS[n])
     for mapping, (three, weights) in zip(MAPPINGS[n], results[0]):
         assert list(weights) == list(expected), mapping
@@ -216,10 +216,10 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
 
 
 def test_parts_of_a_gated_layer_are_cut_each_by_itself():
-    whole = torch.arange(12.0).reshape(12, 1)
+    full = torch.arange(12.0).reshape(12, 1)
     infos = [ParamInfo(("x",), sharded_dim=0, shard_rank=rank, shard_count=3, parts=2) for rank in range(3)]
-    assert take_local_shard(whole, infos[1]).flatten().tolist() == [2, 3, 8, 9]
-    assert torch.equal(join_shards([take_local_shard(whole, info) for info in infos], infos[0]), whole)
+    assert take_local_shard(full, infos[1]).flatten().tolist() == [2, 3, 8, 9]
+    assert torch.equal(join_shards([take_local_shard(full, info) for info in infos], infos[0]), full)
 
 
 def _bf16(rank, n):
@@ -231,4 +231,4 @@ def test_every_tensor_keeps_its_dtype_on_the_way():
     found = run_ranks(_bf16, 4)[0]
     for name, value in found.items():
         assert value.dtype == (torch.float32 if "expert_bias" in name else torch.bfloat16)
-        assert torch.equal(value, whole_tensor(name, value.shape).to(value.dtype))
+        assert torch.equal(value, full_tensor(name, value.shape).to(value.dtype))

@@ -67,33 +67,33 @@ def by_name(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named
 
 
-def cut(whole: torch.Tensor, info: ParamInfo) -> torch.Tensor:
+def cut(full: torch.Tensor, info: ParamInfo) -> torch.Tensor:
     """A rank's piece of one named tensor: its piece of every part, one after the other."""
     if info.shard_count == 1:
-        return whole
-    parts = whole.chunk(info.parts, info.sharded_dim)
+        return full
+    parts = full.chunk(info.parts, info.sharded_dim)
     return torch.cat(
         [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts], info.sharded_dim
     )
 
 
 def join(pieces: list[torch.Tensor], info: ParamInfo) -> torch.Tensor:
-    """The whole tensor of all ranks' pieces, in rank order."""
+    """The full tensor of all ranks' pieces, in rank order."""
     parts = zip(*(piece.chunk(info.parts, info.sharded_dim) for piece in pieces))
     return torch.cat([piece for part in parts for piece in part], info.sharded_dim)
 
 
 def build_shard(args, ps: ParallelState, dtype=torch.float64, **which) -> MoELayer:
     """The layer of one rank, with its part of the weights that one process would have."""
-    whole, layer = build_layer(args, dtype=dtype, **which), build_layer(args, ps, dtype=dtype, **which)
-    named = by_name(whole)
+    full, layer = build_layer(args, dtype=dtype, **which), build_layer(args, ps, dtype=dtype, **which)
+    named = by_name(full)
     with torch.no_grad():
         for param in layer.parameters():
             pieces = param.unbind(0) if param.info.stacked else (param,)
             for name, piece in zip(param.info.names, pieces, strict=True):
                 piece.copy_(cut(named[name], param.info))
-        if whole.router.expert_bias is not None:
-            layer.router.expert_bias.copy_(whole.router.expert_bias)
+        if full.router.expert_bias is not None:
+            layer.router.expert_bias.copy_(full.router.expert_bias)
     return layer
 
 

@@ -127,12 +127,12 @@ def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
 def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
     """Every dispatcher on these ranks against one process."""
     sizes = (sizes * 2)[: layout.n]
-    whole = build_layer(sections(moe_aux_loss_coeff=0.0, **KINDS[kind]), dtype=dtype)
-    assert type(whole.dispatcher) is LocalDispatcher
+    full = build_layer(sections(moe_aux_loss_coeff=0.0, **KINDS[kind]), dtype=dtype)
+    assert type(full.dispatcher) is LocalDispatcher
     xs, weights = tokens(sizes, dtype)
-    # rank by rank through the whole layer, as capacity is a rank's own; its gradients add up
-    expected = [run_layer(whole, x, weight) for x, weight in zip(xs, weights)]
-    grads = total_grads([RankGrads.of(whole, ParallelState.single())])
+    # rank by rank through the full layer, as capacity is a rank's own; its gradients add up
+    expected = [run_layer(full, x, weight) for x, weight in zip(xs, weights)]
+    grads = total_grads([RankGrads.of(full, ParallelState.single())])
     by_dispatcher = zip(*run_ranks(_one_rank, layout.n, layout, kind, tuple(DISPATCHERS), sizes, dtype), strict=True)
     for dispatcher, results in zip(DISPATCHERS, by_dispatcher, strict=True):
 

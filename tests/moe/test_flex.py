@@ -177,7 +177,7 @@ def _layers(rank, n, recorded, version, cases):
 
 
 def _layer(rank, ps, recorded, version, changes):
-    """A whole layer with the all-to-all and with flex: two microbatches in flight, ended in the other order."""
+    """A full layer with the all-to-all and with flex: two microbatches in flight, ended in the other order."""
     args = sections(
         moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes
     )

@@ -67,16 +67,16 @@ def build_layers(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64,
     factory = LOCAL.for_chunk(activations=ActivationPolicy(stash=stash))
     made = []
     for index in range(count):
-        whole, layer = (
+        full, layer = (
             MoELayer(args.model, args.moe, where, name="mlp", layer_number=index + 1, factory=factory).to(dtype)
             for where in (single, ps)
         )
         attach_dispatcher([layer], build_dispatcher(args.moe, ps))
         generator = torch.Generator().manual_seed(index)
         with torch.no_grad():
-            for param in whole.parameters():
+            for param in full.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.3)
-            named = by_name(whole)
+            named = by_name(full)
             for param in layer.parameters():
                 for name, piece in zip(
                     param.info.names, param.unbind(0) if param.info.stacked else (param,), strict=True

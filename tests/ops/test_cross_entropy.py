@@ -78,17 +78,17 @@ def short_chunks(monkeypatch):
 def test_chunks_equal_the_whole(short_chunks, monkeypatch, dtype, tolerance):
     x, weight, labels = torch.randn(39, 2, 8).to(dtype), torch.randn(24, 8).to(dtype), torch.randint(24, (39, 2))
     mask = (torch.rand(39, 2) < 0.7).to(torch.promote_types(dtype, torch.float32))
-    chunked, whole = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
+    chunked, unchunked = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
     most = []
     original = cross_entropy.softmax_in_place
     kernels = cross_entropy.LogitKernels(lambda logits, labels: (most.append(len(logits)), original(logits, labels))[1])
     loss = linear_cross_entropy(*chunked, labels, mask, kernels)
     assert most == [4] * 19 + [2], "logits of four tokens at a time"
-    expected = linear_cross_entropy(*whole, labels)
+    expected = linear_cross_entropy(*unchunked, labels)
     assert torch.equal(loss, expected) or dtype != torch.float64 and torch.allclose(loss, expected, rtol=1e-6)
     ((loss * mask).sum() / 7).backward()
     ((expected * mask).sum() / 7).backward()
-    for a, b in zip(chunked, whole):
+    for a, b in zip(chunked, unchunked):
         assert a.grad.dtype == dtype and (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm()
 
 

@@ -116,7 +116,7 @@ def test_half_precision_is_computed_with_as_fp32():
 def test_queries_in_two_runs_are_those_of_the_whole():
     """As a context-parallel rank has them: its own queries, all keys, and its share of the loss."""
     x = {name: each.detach() for name, each in tensors().items()}
-    whole, indexer_loss_grads = select_topk_keys(
+    unsplit, indexer_loss_grads = select_topk_keys(
         IndexerOutput(x["iq"], x["ik"], x["w"]),
         BlockMask(),
         (PositionRange(0, S),),
@@ -136,7 +136,7 @@ def test_queries_in_two_runs_are_those_of_the_whole():
             attention_target=DenseAttentionTarget(x["q"][rows], x["k"], SCALE, lambda sums: sums),
         )
         for run in runs:
-            assert torch.equal(part.of(run, PositionRange(3, S)), whole.of(run, PositionRange(3, S)))
+            assert torch.equal(part.of(run, PositionRange(3, S)), unsplit.of(run, PositionRange(3, S)))
         assert torch.allclose(share.grads.q_SBIF, indexer_loss_grads.grads.q_SBIF[rows])
         shares.append(share)
     assert torch.allclose(sum(share.loss for share in shares), indexer_loss_grads.loss)

@@ -2,7 +2,7 @@
 
 Every kind of parameter occurs: cut over tp (with parts), replicated, partial over tp, tied over stages, stacked experts cut over etp,
 partial over etp. The gradients are multiples of 1/64, so that their sums are exact in any order and a rank's share of a sum
-can be split off without rounding. `one_process` is the whole model on one rank with the whole gradients.
+can be split off without rounding. `one_process` is the full model on one rank with the full gradients.
 """
 
 import functools
@@ -24,7 +24,7 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of the whole model. stages: which of `stage_count` virtual stages hold it, as fractions of the depth."""
+    """One tensor of the full model. stages: which of `stage_count` virtual stages hold it, as fractions of the depth."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,8 +62,8 @@ SPECS = (
 @functools.cache
 def values(*name: str | int, shape: tuple[int, ...]) -> Tensor:
     """Multiples of 1/64 below 1/4; one in eight is zero. Not to be written to: the next one asks for the same tensor."""
-    whole = torch.randint(-16, 17, shape, generator=named_generator(3, *name))
-    return whole.masked_fill_(torch.rand(shape, generator=named_generator(4, *name)) < 0.125, 0).float() / 64
+    full_tensor = torch.randint(-16, 17, shape, generator=named_generator(3, *name))
+    return full_tensor.masked_fill_(torch.rand(shape, generator=named_generator(4, *name)) < 0.125, 0).float() / 64
 
 
 def cut(full: Tensor, dim: int | None, rank: int, count: int, parts: int) -> Tensor:
@@ -73,7 +73,7 @@ def cut(full: Tensor, dim: int | None, rank: int, count: int, parts: int) -> Ten
     return torch.cat([part.chunk(count, dim)[rank] for part in full.chunk(parts, dim)], dim)
 
 
-def whole_names(spec: Spec) -> tuple[str, ...]:
+def full_names(spec: Spec) -> tuple[str, ...]:
     return tuple(f"{spec.name}.{e}" for e in range(EXPERTS)) if spec.kind == "expert" else (spec.name,)
 
 
@@ -97,7 +97,7 @@ class Part(nn.Module):
             if stage not in stages:
                 continue
             group = ps.etp if spec.kind == "expert" else ps.tp
-            names, stacked = whole_names(spec), spec.kind == "expert"
+            names, stacked = full_names(spec), spec.kind == "expert"
             if stacked:
                 local = EXPERTS // ps.ep.size
                 names = names[ps.ep.rank * local : (ps.ep.rank + 1) * local]
@@ -147,13 +147,13 @@ class Part(nn.Module):
 
 
 class Whole(nn.Module):
-    """The whole model on one rank."""
+    """The full model on one rank."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.held: list[tuple[Spec, str, nn.Parameter]] = []
         for spec in SPECS:
-            for name in whole_names(spec):
+            for name in full_names(spec):
                 param = nn.Parameter(initial(name, spec.shape).to(dtype))
                 param.info = ParamInfo((name,), spec.kind, row_blocks=spec.row_blocks)
                 self.register_parameter(f"p{len(self.held)}", param)
@@ -213,7 +213,7 @@ def spread(ps: ParallelState, parallel: ParallelArgs, steps: int, dtype=torch.fl
 
 
 def assert_equal(chunks, ps: ParallelState, weights: dict[str, Tensor], tolerance: float) -> None:
-    """Every piece on this rank equals that piece of the whole model's weight."""
+    """Every piece on this rank equals that piece of the full model's weight."""
     for chunk in chunks:
         for spec, param in chunk.held:
             group = ps.etp if spec.kind == "expert" else ps.tp

@@ -25,7 +25,7 @@ def _holder(dtype, **infos):
 
 
 def _grads_after(module, ps, rank, distributed, precision=None, overlap=False, per_token=False):
-    """Give every parameter the gradient rank + 1, twice; return the whole reduced gradients by name."""
+    """Give every parameter the gradient rank + 1, twice; return the full reduced gradients by name."""
     parallel = ParallelArgs(
         use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, ddp_bucket_size=100 if overlap else None
     )

@@ -137,11 +137,11 @@ def _both(rank, n, degrees, instances, dtype, per_token):
     flat_main = {s.param: s.tensor for s in flat_optimizer.tensors() if s.state_name == "fp32_param"}
     grads.gather()
     held = 0
-    for (name, whole), param in zip(flat.named_parameters(), model.parameters(), strict=True):
+    for (name, full), param in zip(flat.named_parameters(), model.parameters(), strict=True):
         ((part, start, stop),) = local_shards(param)
-        main = flat_main.get(whole, whole.detach().flatten())
+        main = flat_main.get(full, full.detach().flatten())
         torch.testing.assert_close(part, main[start:stop], rtol=tolerance, atol=tolerance, msg=name)
-        torch.testing.assert_close(param.main_grad, whole.main_grad, rtol=1e-4, atol=tolerance, msg=name)
+        torch.testing.assert_close(param.main_grad, full.main_grad, rtol=1e-4, atol=tolerance, msg=name)
         held += part.numel()
     kept = {s.state_name: 0 for s in optimizer.tensors()}
     for state in optimizer.tensors():

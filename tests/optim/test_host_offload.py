@@ -61,8 +61,8 @@ def _train(rank, n, more, bf16, distributed=False, pipeline=None):
     ]
     sizes = [
         (block.is_updated_on_host or block.placement.always_copies, sum(kept.num_bytes for _, kept in block.storages()))
-        for whole in optimizer._shards
-        for block in whole.blocks
+        for full in optimizer._shards
+        for block in full.blocks
     ]
     return (
         norms,
@@ -74,17 +74,17 @@ def _train(rank, n, more, bf16, distributed=False, pipeline=None):
 
 def _join(state):
     """Pieces of a parameter that lie in two places, put together again."""
-    whole = {}
+    full = {}
     for name, params, _, values in sorted(state, key=lambda entry: entry[:3]):
-        whole.setdefault((name, params), []).append(values)
-    return {key: torch.cat(parts) for key, parts in whole.items()}
+        full.setdefault((name, params), []).append(values)
+    return {key: torch.cat(parts) for key, parts in full.items()}
 
 
 def _assert_equal(found, expected, bf16):
     assert found[0] == expected[0]
     ours, theirs = _join(found[2]), _join(expected[2])
     assert ours.keys() == theirs.keys()
-    # the host keeps whole main parameters where the device keeps remainders, which round a tie of the model the other way
+    # the host keeps full main parameters where the device keeps remainders, which round a tie of the model the other way
     equal = torch.equal if not bf16 else lambda a, b: torch.allclose(a, b, rtol=2**-7, atol=1e-6)
     assert all(equal(ours[key], theirs[key]) for key in ours)
     assert all(equal(a, b) for a, b in zip(found[1], expected[1]))

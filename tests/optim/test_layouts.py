@@ -1,4 +1,4 @@
-"""The optimizer under every dimension: weights, norms and zero counts equal those of one process that holds the whole model."""
+"""The optimizer under every dimension: weights, norms and zero counts equal those of one process that holds the full model."""
 
 import contextlib
 
@@ -104,16 +104,16 @@ def _counted(rank, n, degrees, vpp, flags, instances):
 def test_every_element_is_counted_once_in_the_world(layout):
     """M#5916: the norm missed or repeated elements where experts are spread otherwise than the rest (EP with TP, ETP != TP)."""
     n, degrees, vpp = LAYOUTS[layout]
-    whole = sum(weight.numel() for weight in one_process(1, 1, 1)[2].values())
+    total = sum(weight.numel() for weight in one_process(1, 1, 1)[2].values())
     for flags in (PLAIN, ZERO1):
-        assert sum(run_ranks(_counted, n, degrees, vpp, flags, 1)) == whole
+        assert sum(run_ranks(_counted, n, degrees, vpp, flags, 1)) == total
     if (
         n == 4
         and layout != "tp2_dp2_ep4_above_dp"
         and "pp" not in degrees
         and degrees.get("etp") != degrees.get("tp", 1)
     ):
-        assert sum(run_ranks(_counted, n, degrees, vpp, ZERO1, 2)) == whole
+        assert sum(run_ranks(_counted, n, degrees, vpp, ZERO1, 2)) == total
 
 
 def test_grad_norm_with_ep_tp_and_etp_unlike_tp_is_that_of_the_whole_model():

@@ -133,11 +133,11 @@ def test_the_precision_of_products_is_the_flags(precision, rounds):
 
 
 def _query_group_over_ranks(rank, n):
-    """This rank's rows of one step, and what it is of a whole matrix."""
-    whole, grad, blocks = random(24, 10), random(24, 10, seed=1), (16, 4, 4)
+    """This rank's rows of one step, and what it is of a full matrix."""
+    full, grad, blocks = random(24, 10), random(24, 10, seed=1), (16, 4, 4)
 
     def stepped(ps, rows, **cut):
-        param = nn.Parameter(whole[rows].clone())
+        param = nn.Parameter(full[rows].clone())
         param.info = ParamInfo(("linear_qkv.weight",), row_blocks=blocks, **cut)
         main, momentum = param.detach().flatten().clone(), torch.zeros(param.numel())
         settings = OptimizerArgs(

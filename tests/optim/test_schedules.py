@@ -117,8 +117,8 @@ def test_lengths_in_iterations_and_in_samples_agree():
         OptimizerArgs(lr=1.0, lr_warmup_fraction=0.06, lr_decay_iters=50), _training(train_iters=100), 8
     )
     assert fraction.warmup_samples == pytest.approx(24)
-    whole = build_lr_schedule(OptimizerArgs(lr=1.0), _training(train_iters=100), 8)
-    assert (whole.decay_samples, whole.warmup_samples) == (800, 0)
+    full = build_lr_schedule(OptimizerArgs(lr=1.0), _training(train_iters=100), 8)
+    assert (full.decay_samples, full.warmup_samples) == (800, 0)
     assert build_lr_schedule(OptimizerArgs(lr=1.0), _training(train_samples=700), 8).decay_samples == 700
 
 

@@ -56,9 +56,9 @@ def test_what_was_read_is_stored_unchanged(name):
 def test_another_cut_keeps_the_values(name):
     """Parts with scales of their own hold what the whole held, or more of it."""
     x = _spread()
-    whole = decode(*encode(x, FORMATS[name]))
-    parts = torch.cat([decode(*encode(part, FORMATS[name])) for part in whole.split(97)])
-    assert torch.equal(parts, whole)
+    full = decode(*encode(x, FORMATS[name]))
+    parts = torch.cat([decode(*encode(part, FORMATS[name])) for part in full.split(97)])
+    assert torch.equal(parts, full)
 
 
 @pytest.mark.parametrize("name", SCALED)

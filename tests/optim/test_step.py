@@ -317,10 +317,10 @@ def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
 def test_sgd_rounds_a_value_the_same_wherever_the_ranks_shares_end():
     """On CPUs torch's fused kernel does not: its last values, which fill no vector, are rounded otherwise."""
     updater = SimpleNamespace(_settings=SimpleNamespace(sgd_momentum=0.9))
-    whole = [torch.randn(1003) for _ in range(3)]
+    full = [torch.randn(1003) for _ in range(3)]
 
     def stepped(begin, end):
-        param, grad, momentum = (values[begin:end].clone() for values in whole)
+        param, grad, momentum = (values[begin:end].clone() for values in full)
         Updater._sgd(updater, [param], [grad], [{"momentum_buffer": momentum}], 0.1, 0.01)
         return torch.stack([param, momentum])
 

@@ -59,12 +59,12 @@ def _rows(rank, n, sizes):
     (out * (rank + 1)).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, sum(range(1, n + 1))))
 
-    whole = torch.cat(every).requires_grad_()
-    part = collectives.reduce_scatter_rows(whole, sizes, group)
+    full_tensor = torch.cat(every).requires_grad_()
+    part = collectives.reduce_scatter_rows(full_tensor, sizes, group)
     assert torch.equal(part, every[rank] * n)
     (part * (rank + 1)).sum().backward()
     weights = torch.cat([torch.full((size, 2), other + 1.0) for other, size in enumerate(sizes)])
-    assert torch.equal(whole.grad, weights)
+    assert torch.equal(full_tensor.grad, weights)
 
     # member i gets i rows from everybody
     send, receive = list(range(n)), [rank] * n

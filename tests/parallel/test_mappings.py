@@ -1,7 +1,7 @@
-"""Mappings between layouts over a group: forward and gradient equal the same arithmetic on whole tensors in one process.
+"""Mappings between layouts over a group: forward and gradient equal the same arithmetic on full tensors in one process.
 
 Oracle: the loss is a sum over ranks of <own weight, output> where the consumer is each rank's own, and one <weight, output>
-where it is replicated; its gradient with respect to the whole input follows by autograd on whole tensors.
+where it is replicated; its gradient with respect to the full input follows by autograd on full tensors.
 """
 
 import pytest
@@ -43,8 +43,8 @@ def _work(rank, n, dtype):
     first, shares, weights = _inputs(n, dtype)
     report = {}
     for name, (before, partial, after, own) in MAPPINGS.items():
-        whole = shares[rank] if partial else first[0]
-        x = _cut(whole, before, rank, n).clone().requires_grad_()
+        full_tensor = shares[rank] if partial else first[0]
+        x = _cut(full_tensor, before, rank, n).clone().requires_grad_()
         y = getattr(mappings, name)(x, group)
         weight = weights[rank] if own else _cut(weights[0], after, rank, n)
         original, coming = x.detach().clone(), weight.clone()
@@ -60,11 +60,11 @@ def test_mappings_equal_whole_tensors(n, dtype):
     first, shares, weights = _inputs(n, dtype)
     reports = run_ranks(_work, n, dtype)
     for name, (before, partial, after, own) in MAPPINGS.items():
-        whole = shares.sum(0) if partial else first[0]
+        full_tensor = shares.sum(0) if partial else first[0]
         grad = weights.sum(0) if own else weights[0]
         for rank, report in enumerate(reports):
             y, x_grad = report[name]
-            assert torch.equal(y, _cut(whole, after, rank, n)), f"{name}: output of rank {rank}"
+            assert torch.equal(y, _cut(full_tensor, after, rank, n)), f"{name}: output of rank {rank}"
             assert torch.equal(x_grad, _cut(grad, before, rank, n)), f"{name}: gradient of rank {rank}"
 
 

@@ -29,12 +29,12 @@ def test_order_and_global_random_state_do_not_matter():
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(96, 1040), (70, 40)])  # several row blocks, and one
 def test_shards_are_cuts_of_the_whole(shape, dim, init):
-    whole = _param(shape, init=init)
+    full = _param(shape, init=init)
     for rank in range(2):
         cut = list(shape)
         cut[dim] //= 2
         part = _param(cut, sharded_dim=dim, shard_rank=rank, shard_count=2, init=init)
-        assert torch.equal(part, whole.chunk(2, dim)[rank])
+        assert torch.equal(part, full.chunk(2, dim)[rank])
 
 
 @pytest.mark.parametrize("init", ["normal", "xavier_uniform"])
@@ -42,9 +42,9 @@ def test_shards_are_cuts_of_the_whole(shape, dim, init):
 @pytest.mark.parametrize(("shape", "dim"), [((96, 1040), 0), ((2064, 96), 0), ((40, 96), 1)])
 def test_every_part_is_cut_by_itself(shape, dim, parts, init):
     """[gate; up] over two ranks: each holds half of gate, then half of up; so do the experts of a stack."""
-    whole = _param(shape, init=init)
+    full = _param(shape, init=init)
     for rank in range(2):
-        expected = torch.cat([part.chunk(2, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+        expected = torch.cat([part.chunk(2, dim)[rank] for part in full.chunk(parts, dim)], dim)
         cut = {"sharded_dim": dim, "shard_rank": rank, "shard_count": 2, "parts": parts, "init": init}
         assert torch.equal(_param(expected.shape, **cut), expected)
         stack = _param((2, *expected.shape), names=("a.weight", "b.weight"), stacked=True, kind="expert", **cut)

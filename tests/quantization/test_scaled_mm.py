@@ -53,9 +53,9 @@ def test_two_levels_are_those_of_the_definition(cols):
     x = torch.randn(48, 64, generator=generator) * torch.logspace(-6, 3, 48)[:, None]
     x[5] = 0
     inverse = quantize(x, Scaling(E2M1, cols, 16, "two level")).inverse
-    stored, whole = split_two_level(inverse)
+    stored, full = split_two_level(inverse)
     assert torch.equal(stored.to(E4M3.dtype).float(), stored) and stored.max() == 448
-    torch.testing.assert_close(stored * whole, inverse, rtol=1e-6, atol=0)
+    torch.testing.assert_close(stored * full, inverse, rtol=1e-6, atol=0)
     assert split_two_level(torch.zeros(2, 2))[0].eq(0).all()
 
 

@@ -259,7 +259,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
     cluster.wait_for_state(job, "COMPLETED", folder=tmp_path)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    whole = run(
+    full = run(
         [
             "--preset",
             "mixtral_tiny",
@@ -275,7 +275,7 @@ def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster
         2,
         new_interpreter=True,
     )
-    assert whole.returncode == 0, whole.stderr
+    assert full.returncode == 0, full.stderr
     assert curves(tmp_path) == curves(undisturbed)
     assert [record["iteration"] for record in records(tmp_path)] == list(range(1, 15))
     assert scalars(tmp_path) == scalars(undisturbed)

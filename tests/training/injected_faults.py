@@ -107,7 +107,7 @@ def train_with(
     folder.mkdir(parents=True, exist_ok=True)
     argv = [*argv, "--metrics-file", "metrics.jsonl"]
     if "--cuda-graph-impl" in argv:
-        # Triton's kernels run in its interpreter there, too slowly for a whole job
+        # Triton's kernels run in its interpreter there, too slowly for a full job
         return [on_device(_rank, 0, 1, [*argv, "--triton-kernels", "none"], folder, plants, node, change)]
     return run_ranks(_rank, world_size, argv, folder, plants, node, change)
 

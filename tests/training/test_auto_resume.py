@@ -49,20 +49,20 @@ def scalars(cwd):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     again(folder)
     return folder
 
 
-def test_minutes_that_are_over_ask_for_another_start(tmp_path, whole):
+def test_minutes_that_are_over_ask_for_another_start(tmp_path, full):
     for done in range(1, ITERATIONS + 1):
         finished = again(tmp_path, "--exit-duration-in-mins", "0", code=75)
         assert "[exiting program after" in finished.stdout
         assert len(curve(tmp_path)) == done
     again(tmp_path, "--exit-duration-in-mins", "0")
-    assert curve(tmp_path) == curve(whole)
-    assert scalars(tmp_path) == scalars(whole)
+    assert curve(tmp_path) == curve(full)
+    assert scalars(tmp_path) == scalars(full)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -83,7 +83,7 @@ def test_what_a_batch_system_sends_saves_and_asks_for_another_start(tmp_path, na
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == str(curve(tmp_path)[-1][0])
 
 
-def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path, whole):
+def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path, full):
     """Iterations 3 to 5 are done, and their checkpoint is not whole: everything of them is done again."""
     again(tmp_path, "--exit-interval", "5")
     for iteration in (4, 5):
@@ -91,33 +91,33 @@ def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path, whole):
     finished = again(tmp_path)
     assert finished.stderr.count("skipping the damaged checkpoint") == 2
     assert "going on from iteration 2" in finished.stderr
-    assert curve(tmp_path) == curve(whole)
-    assert scalars(tmp_path) == scalars(whole)
+    assert curve(tmp_path) == curve(full)
+    assert scalars(tmp_path) == scalars(full)
 
 
-def test_a_torn_tracker_is_no_obstacle(tmp_path, whole):
+def test_a_torn_tracker_is_no_obstacle(tmp_path, full):
     again(tmp_path, "--exit-interval", "4")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1x")
     again(tmp_path)
-    assert curve(tmp_path) == curve(whole)
+    assert curve(tmp_path) == curve(full)
 
 
-def test_a_start_that_never_saved_is_put_aside(tmp_path, whole):
+def test_a_start_that_never_saved_is_put_aside(tmp_path, full):
     again(tmp_path, "--exit-interval", "3", "--save-interval", "100")
     for path in (tmp_path / "ckpt").iterdir():
         if path.name != "metrics.jsonl":
             path.rename(tmp_path / path.name)
     again(tmp_path)
-    assert curve(tmp_path) == curve(whole)
-    assert scalars(tmp_path) == scalars(whole)
+    assert curve(tmp_path) == curve(full)
+    assert scalars(tmp_path) == scalars(full)
     assert len(list((tmp_path / "tb" / "earlier-1").iterdir())) == 1
 
 
-def test_another_number_of_ranks_resumes(tmp_path, whole):
+def test_another_number_of_ranks_resumes(tmp_path, full):
     again(tmp_path, "--exit-interval", "3", ranks=2)
     again(tmp_path)
     assert [row[0] for row in curve(tmp_path)] == list(range(1, ITERATIONS + 1))
-    assert [row[1] for row in curve(tmp_path)] == pytest.approx([row[1] for row in curve(whole)], rel=1e-4)
+    assert [row[1] for row in curve(tmp_path)] == pytest.approx([row[1] for row in curve(full)], rel=1e-4)
 
 
 def test_what_the_first_start_began_from_is_not_begun_from_again(tmp_path):
@@ -137,7 +137,7 @@ def test_it_needs_a_folder(tmp_path):
     assert "--auto-resume needs --save" in finished.stderr
 
 
-def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, whole):
+def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, full):
     """--use-checkpoint-args with --auto-resume alone: the first start needs the flags, a later one takes them from the run's own checkpoint."""
     again(tmp_path, "--use-checkpoint-args", "--exit-interval", "4")
     shape = {
@@ -151,7 +151,7 @@ def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, whol
     finished = run([*other, "--use-checkpoint-args"], tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "--num-layers 3: overridden by the checkpoint's value 2" in finished.stdout + finished.stderr
-    assert curve(tmp_path) == curve(whole)
+    assert curve(tmp_path) == curve(full)
     nothing = run([*other[other.index("--seq-length") :], "--use-checkpoint-args"], tmp_path / "ckpt")
     assert nothing.returncode == 2 and "--num-layers is missing" in nothing.stderr
 
@@ -159,11 +159,11 @@ def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, whol
 def test_a_run_that_has_ended_says_nothing_twice(tmp_path):
     flags = ["--eval-interval", "3", "--eval-iters", "1"]
     again(tmp_path, *flags)
-    whole = [
+    full = [
         {name: value for name, value in record.items() if name in ("iteration", "validation", "lm loss")}
         for record in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")
     ]
-    assert [record["iteration"] for record in whole if "validation" in record] == [
+    assert [record["iteration"] for record in full if "validation" in record] == [
         3,
         6,
         6,
@@ -172,5 +172,5 @@ def test_a_run_that_has_ended_says_nothing_twice(tmp_path):
     again(tmp_path, *flags)
     assert [
         {name: record[name] for name in kept}
-        for kept, record in zip(whole, read_metrics(tmp_path / "ckpt" / "metrics.jsonl"), strict=True)
-    ] == whole
+        for kept, record in zip(full, read_metrics(tmp_path / "ckpt" / "metrics.jsonl"), strict=True)
+    ] == full

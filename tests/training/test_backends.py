@@ -89,7 +89,7 @@ def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
         "foreign": "raise OSError('libcudart.so.11: cannot open\\nmore')",
     }.items():
         (tmp_path / f"{name}_package.py").write_text(text)
-    assert import_problem("whole_package") is None
+    assert import_problem("full_package") is None
     assert import_problem("no_such_package") == "the package no_such_package is not installed"
     assert (
         import_problem("half_package")

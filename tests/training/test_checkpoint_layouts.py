@@ -220,11 +220,11 @@ def test_the_whole_program_resumes_under_another_mapping(tmp_path):
         "--exit-on-missing-checkpoint",
         "--ckpt-fully-parallel-load",
     ]
-    whole, weights = pretrain(argv, tmp_path / "whole")
+    full, weights = pretrain(argv, tmp_path / "whole")
     pretrain([*argv, *before], tmp_path / "parts", 4)
     parts, other = pretrain([*argv, *after], tmp_path / "parts", 2)
     assert [record["iteration"] for record in parts] == [1, 2, 3, 4, 5, 6]
-    for one, two in zip(whole, parts, strict=True):
+    for one, two in zip(full, parts, strict=True):
         for name in ("consumed_samples", "learning_rate", "lm loss", "load_balancing_loss", "grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=2e-6), (one["iteration"], name)
     assert (
@@ -236,11 +236,11 @@ def test_the_whole_program_resumes_under_another_mapping(tmp_path):
 # ---- weights by name
 
 
-def _whole_model(rank, n):
+def _full_model(rank, n):
     """What rank 0 gathers by name (the others nothing), and the numbers of local experts of a rank."""
     run = make_run(_argv(2, False), rank, ParallelState.create(n, rank, ep=2), 0)
-    whole = dict(gather_named_tensors(run.chunks, run.ps, lambda param: param.data))
-    return {name: tensor.clone() for name, tensor in whole.items()}, {
+    full = dict(gather_named_tensors(run.chunks, run.ps, lambda param: param.data))
+    return {name: tensor.clone() for name, tensor in full.items()}, {
         param.shape[0] for param in run.chunks[0].parameters() if param.info.stacked
     }
 
@@ -248,10 +248,10 @@ def _whole_model(rank, n):
 def test_ranks_hold_a_share_of_the_experts_and_start_as_one_process():
     run = make_run(_argv(1, False), 0, ParallelState.single(), 0)
     expected = dict(gather_named_tensors(run.chunks, run.ps, lambda param: param.data))
-    for rank, (whole, local) in enumerate(run_ranks(_whole_model, 4)):
+    for rank, (full, local) in enumerate(run_ranks(_full_model, 4)):
         assert local == {4}
-        assert list(whole) == (list(expected) if rank == 0 else [])
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in whole.items())
+        assert list(full) == (list(expected) if rank == 0 else [])
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in full.items())
 
 
 def _load_misfits(rank, n, weights):
@@ -291,12 +291,12 @@ def test_the_padded_vocabulary_of_a_checkpoint_is_kept(tmp_path):
         for tp in (1, 2)
     }
     assert rows[1] != rows[2], "the flags alone would pad differently"
-    whole, _ = pretrain([*argv, "--save", "saved", "--save-interval", "2"], tmp_path)
+    full, _ = pretrain([*argv, "--save", "saved", "--save-interval", "2"], tmp_path)
     resumed, weights = pretrain(
         [*argv, "--load", str(tmp_path / "saved"), "--ckpt-step", "2", "--tensor-model-parallel-size", "2"],
         tmp_path / "resumed",
         world_size=2,
     )
     assert weights["embedding.word_embeddings.weight"].shape[0] == rows[1]
-    losses = {record["iteration"]: record["lm loss"] for record in whole if "lm loss" in record}
+    losses = {record["iteration"]: record["lm loss"] for record in full if "lm loss" in record}
     assert [record["lm loss"] for record in resumed] == pytest.approx([losses[3], losses[4]], rel=1e-6)

@@ -201,15 +201,15 @@ def test_a_resumed_run_continues_the_files(alone, tmp_path):
     with open(tmp_path / "trace" / "router_trace_rank0.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 3, "sta')  # killed
     pretrain([*job, "--load", "s", "--ckpt-step", "1"], tmp_path)
-    whole = tmp_path / "whole"
-    pretrain(job, whole)
+    full = tmp_path / "whole"
+    pretrain(job, full)
     for name in (
         "s/tokens_per_expert/rank0.jsonl",
         "trace/router_trace_rank0.jsonl",
         "trace/logits_rank0.bin",
         "trace/hidden_states_rank0.bin",
     ):
-        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (full / name).read_bytes(), name
 
 
 def test_the_trace_ends_after_its_iterations(tmp_path):

@@ -1,4 +1,4 @@
-"""Experts folded over tensor, context and data ranks, through whole steps of the program: training equals one process."""
+"""Experts folded over tensor, context and data ranks, through full steps of the program: training equals one process."""
 
 import pytest
 from harness import run_ranks

@@ -115,12 +115,12 @@ def _apart(run):
         group = next(
             shard.layout.group for shard in optimizer._shards if any(slot.param is param for slot in shard.layout.slots)
         )
-        whole = torch.zeros(param.numel())
+        full = torch.zeros(param.numel())
         for held in main.get(id(param), ()):
-            whole[held.start : held.stop] = held.values()
-        collectives.all_reduce(whole, group)
+            full[held.start : held.stop] = held.values()
+        collectives.all_reduce(full, group)
         assert param.detach().isnan().all() and param.detach().untyped_storage().nbytes() == 2
-        for index, matrix in enumerate(whole.view(-1, *param.shape[-2:])):
+        for index, matrix in enumerate(full.view(-1, *param.shape[-2:])):
             expected, rounded = (
                 quantize(x, gemms.recipe.weight, gemms.weight_scale()).dequantized()
                 for x in (matrix, matrix.bfloat16())

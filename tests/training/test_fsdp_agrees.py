@@ -78,7 +78,7 @@ def crowded(rank, n, argvs):
 def test_experts_that_receive_nothing():
     experts = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     argvs = [[*shallow(make_argv("accumulation")), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
-    whole, sharded = run_ranks(crowded, 4, argvs)[0]
-    idle = [name for name in whole.grads if ".local_experts.7." in name]
-    assert idle and all(not whole.grads[name].any() for name in idle)
-    assert compare(whole, sharded, FP32) == []
+    full, sharded = run_ranks(crowded, 4, argvs)[0]
+    idle = [name for name in full.grads if ".local_experts.7." in name]
+    assert idle and all(not full.grads[name].any() for name in idle)
+    assert compare(full, sharded, FP32) == []

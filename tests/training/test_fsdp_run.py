@@ -47,22 +47,22 @@ def hold(rank, n, argv):
     for param in params:
         assert isinstance(param, DTensor) and param.dtype == torch.float32, get_param_info(param).names
     before = sum(part.numel() for param in params for part, _, _ in local_shards(param))
-    whole = sum(param.numel() for param in params)
+    full = sum(param.numel() for param in params)
     run_steps(run, 0, 1)
     with torch.no_grad():
         batch = next(run.train_batches)
         run.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS)
     after = parameters(run.chunks)
     assert all(a is b for a, b in zip(params, after, strict=True)), "gathered parameters were left behind"
-    return before, whole, units
+    return before, full, units
 
 
 @pytest.mark.parametrize("flags", ["--use-torch-fsdp2", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"])
 def test_a_rank_holds_its_part_of_everything(flags):
     parts = run_ranks(hold, 4, [*make_argv("deepseek"), *flags.split()])
-    whole = parts[0][1]
-    assert sum(held for held, _, _ in parts) == whole
-    assert max(held for held, _, _ in parts) < 0.3 * whole
+    full = parts[0][1]
+    assert sum(held for held, _, _ in parts) == full
+    assert max(held for held, _, _ in parts) < 0.3 * full
     assert (
         parts[0][2] == 5 + 4 + 2
     )  # layers with that of MTP, their experts (one layer is dense), the embedding, the rest
@@ -107,15 +107,15 @@ def test_a_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
         "--save-interval",
         "100",
     ]
-    whole, sharded_weights = pretrain([*argv, *sharding], tmp_path / "sharded", 2)
+    full, sharded_weights = pretrain([*argv, *sharding], tmp_path / "sharded", 2)
     near = 1e-5 if not flags else 2e-2
-    assert get_losses(whole) == pytest.approx(get_losses(plain), rel=near)
+    assert get_losses(full) == pytest.approx(get_losses(plain), rel=near)
     assert set(weights) == set(sharded_weights)
     for name, tensor in weights.items():
         torch.testing.assert_close(sharded_weights[name].float(), tensor.float(), rtol=near, atol=near)
     # two iterations, then the other two by another process: as in one go
     pretrain([*argv, *sharding, "--exit-interval", "2"], tmp_path / "halves", 2)
     second, resumed_weights = pretrain([*argv, *sharding], tmp_path / "halves", 2)
-    assert get_losses(second) == get_losses(whole)
+    assert get_losses(second) == get_losses(full)
     for name, tensor in sharded_weights.items():
         assert torch.equal(resumed_weights[name], tensor), name

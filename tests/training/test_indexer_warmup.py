@@ -105,9 +105,9 @@ def test_missing_indexers_are_refused_by_name(dense, tmp_path):
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_ranks_warm_up_as_one_process(mapping):
     outcome, *others = run_ranks(train_ranks, 2, [[*WARMUP, *mapping.split()]])
-    whole = SequenceSharding(1, 2 if "context" in mapping else 1)
+    full = SequenceSharding(1, 2 if "context" in mapping else 1)
     expected = training_trace.train(
-        parse_args(WARMUP, 1), 0, ParallelState.single(), prepare=lambda run: emulate_topology(run, whole)
+        parse_args(WARMUP, 1), 0, ParallelState.single(), prepare=lambda run: emulate_topology(run, full)
     )
     differences = compare(expected, outcome[0])
     assert not differences, "\n".join(map(str, differences[:8]))

@@ -65,11 +65,11 @@ def assert_nothing_lost(tmp_path, argv, reached, world_size=1):
     for folder in (tmp_path, undisturbed):
         finished = run(last, folder, world_size, new_interpreter=True)  # forked ranks have other mock data
         assert finished.returncode == 0, finished.stderr
-    killed, whole = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
+    killed, full = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
     assert [record["iteration"] for record in killed] == list(range(1, reached + 5)), (
         "an iteration is missing or stands twice"
     )
-    for one, other in zip(killed, whole, strict=True):
+    for one, other in zip(killed, full, strict=True):
         for name in ("lm loss", "grad_norm", "learning_rate", "load_balancing_loss", "consumed_samples"):
             assert one[name] == other[name], (one["iteration"], name)
 

@@ -49,11 +49,11 @@ def test_every_mapping_equals_one_process():
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_every_multiplier_changes_the_training(optimizer):
     flags = mup_argv("plain", optimizer)
-    whole = train(flags, 0, ParallelState.single())
+    full = train(flags, 0, ParallelState.single())
     for other in (
         ["--mup-embedding-mult", "2"],
         ["--mup-base-head-dim", "3"],
         ["--mup-output-mult", "0.5"],
         ["--mup-base-hidden-size", "16"],
     ):
-        assert compare(whole, train([*flags, *other], 0, ParallelState.single())), other
+        assert compare(full, train([*flags, *other], 0, ParallelState.single())), other

@@ -1,4 +1,4 @@
-"""Flags of the optimizer and the gradient reduction on whole models under tensor, pipeline, context and expert parallelism: the
+"""Flags of the optimizer and the gradient reduction on full models under tensor, pipeline, context and expert parallelism: the
 losses, gradients, norms and weights of one process. (Every kind of parameter by itself: tests/optim/test_layouts.py.)"""
 
 import pytest

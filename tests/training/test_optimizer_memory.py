@@ -1,4 +1,4 @@
-"""Formats and places of the optimizer's state on whole models under every way to spread it: the losses, gradients and weights of one
+"""Formats and places of the optimizer's state on full models under every way to spread it: the losses, gradients and weights of one
 process with the same formats."""
 
 import pytest

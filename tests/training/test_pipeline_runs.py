@@ -1,4 +1,4 @@
-"""Whole jobs over pipeline stages: everything that is logged, validated and dumped is what one process logs."""
+"""Full jobs over pipeline stages: everything that is logged, validated and dumped is what one process logs."""
 
 import numpy as np
 import pytest
@@ -83,9 +83,9 @@ def test_a_job_over_stages_reports_what_one_process_reports(alone, tmp_path, n, 
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
         assert (found[name] - weight).abs().max() <= 2e-6, name
-    grads, whole = (load_file(place / "dump" / "grads_step1.safetensors") for place in (tmp_path, folder))
-    assert grads.keys() == whole.keys()
-    for name, grad in whole.items():
+    grads, full = (load_file(place / "dump" / "grads_step1.safetensors") for place in (tmp_path, folder))
+    assert grads.keys() == full.keys()
+    for name, grad in full.items():
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-12, name
     if n == 2:  # every rank dumps the routing of its own layers
         routing = dict(np.load(folder / "dump" / "routing_step1_rank0.npz"))

@@ -87,9 +87,9 @@ NEW_INTERPRETER = ("async",)
 def test_ten_and_ten_equal_twenty(tmp_path, name):
     extra, world_size = VARIANTS[name]
     argv = [*TINY, *MOCK, "--train-iters", "20", *extra]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    full, parts = tmp_path / "whole", tmp_path / "parts"
     new_interpreter = name in NEW_INTERPRETER
-    finished = run([*argv, *outputs(whole)], tmp_path, world_size, new_interpreter=new_interpreter)
+    finished = run([*argv, *outputs(full)], tmp_path, world_size, new_interpreter=new_interpreter)
     assert finished.returncode == 0, finished.stderr
     first = run(
         [*argv, *outputs(parts), "--exit-interval", "10"], tmp_path, world_size, new_interpreter=new_interpreter
@@ -102,7 +102,7 @@ def test_ten_and_ten_equal_twenty(tmp_path, name):
     )
     assert second.returncode == 0, second.stderr
     assert " iteration       10/" not in second.stdout and " iteration       11/" in second.stdout
-    assert_same_end(whole, parts)
+    assert_same_end(full, parts)
 
 
 def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
@@ -112,26 +112,26 @@ def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
         "golden/dataset/tokenizer --num-workers 1 --data-cache-path cache --micro-batch-size 8 --global-batch-size 32 --eval-interval 7 --eval-iters 1"
     ).split()
     argv = [*TINY, *data, "--train-iters", "20"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run([*argv, *outputs(whole)], cwd).returncode == 0
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run([*argv, *outputs(full)], cwd).returncode == 0
     assert run([*argv, *outputs(parts), "--exit-interval", "13"], cwd).returncode == 0
     second = run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], cwd)
     assert second.returncode == 0, second.stderr
     assert " iteration       13/" not in second.stdout and " iteration       14/" in second.stdout
-    assert_same_end(whole, parts)
+    assert_same_end(full, parts)
 
 
 def test_a_checkpoint_of_two_ranks_resumes_in_one(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "6"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run([*argv, *outputs(whole)], tmp_path).returncode == 0
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run([*argv, *outputs(full)], tmp_path).returncode == 0
     assert (
         run([*argv, *outputs(parts), "--exit-interval", "3", "--use-distributed-optimizer"], tmp_path, 2).returncode
         == 0
     )
     assert run([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path).returncode == 0
     assert (parts / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "6", "the last iteration is saved"
-    for one, other in zip(read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"), strict=True):
+    for one, other in zip(read_metrics(full / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"), strict=True):
         assert other["lm loss"] == pytest.approx(one["lm loss"], rel=2e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-6)
 

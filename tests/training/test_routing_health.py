@@ -1,4 +1,4 @@
-"""Routing health of whole jobs: each token counted once, whatever recomputes, replays or cuts the model."""
+"""Routing health of full jobs: each token counted once, whatever recomputes, replays or cuts the model."""
 
 import pytest
 from training.forked import pretrain

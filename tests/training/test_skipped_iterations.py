@@ -35,16 +35,16 @@ def test_overflowing_iterations_wait_with_the_schedule_and_resume_so(tmp_path):
         "2",
         "--log-params-norm",
     ]
-    whole, _ = pretrain(argv, tmp_path / "whole")
-    skipped = [record["skipped_iterations"] for record in whole]
+    full, _ = pretrain(argv, tmp_path / "whole")
+    skipped = [record["skipped_iterations"] for record in full]
     assert set(skipped) == {0, 1} and skipped[:2] == [1, 1], skipped
-    assert [record["consumed_samples"] for record in whole] == list(range(4, 60, 4))
-    rates = [record["learning_rate"] for record in whole]
+    assert [record["consumed_samples"] for record in full] == list(range(4, 60, 4))
+    rates = [record["learning_rate"] for record in full]
     for skip, rate, following in zip(skipped, rates, rates[1:]):
         assert (following == rate) == bool(skip)
     # the first update is at the start of the warmup, where the rate is zero, however late it comes
     first = skipped.index(0)
-    norms = [record["params_norm"] for record in whole]
+    norms = [record["params_norm"] for record in full]
     assert rates[first] == 0.0 and norms[first] == norms[0] and norms[-1] != norms[0]
     # stop after some updates, so that consumed and scheduled samples are both behind it and differ
     stop = first + 2
@@ -52,7 +52,7 @@ def test_overflowing_iterations_wait_with_the_schedule_and_resume_so(tmp_path):
     resumed, _ = pretrain(argv, tmp_path / "parts")
     assert [record["iteration"] for record in resumed] == list(range(1, 15))
     for key in ("learning_rate", "skipped_iterations", "consumed_samples", "loss_scale", "lm loss"):
-        assert [record[key] for record in resumed] == [record[key] for record in whole], key
+        assert [record[key] for record in resumed] == [record[key] for record in full], key
 
 
 def test_weights_stay_and_the_expert_bias_moves(tmp_path):

@@ -86,7 +86,7 @@ def min_margin(scores_BSK, topk):
     return float(gaps.min()) if gaps.numel() else float("inf")
 
 
-def whole(argv, topology, packed, monkeypatch):
+def full(argv, topology, packed, monkeypatch):
     margins = []
 
     def watched(scores_BSK, topk):
@@ -109,7 +109,7 @@ def whole(argv, topology, packed, monkeypatch):
 def assert_agree(argv, n, mapping, monkeypatch, packed=False):
     outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
-    expected = whole(
+    expected = full(
         argv, SequenceSharding(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed, monkeypatch
     )
     assert_equal(outcome, expected)
@@ -130,7 +130,7 @@ def test_training_equals_one_process(case, monkeypatch):
 def test_packed_documents(mapping, monkeypatch):
     argv = argv_for("cp" if GATHERED not in mapping else "tp and sp, sparse loss")
     outcome = assert_agree(argv, 2, mapping, monkeypatch, packed=True)
-    apart = whole(argv, SequenceSharding(), False, monkeypatch)
+    apart = full(argv, SequenceSharding(), False, monkeypatch)
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
 
 
@@ -152,12 +152,12 @@ def test_a_checkpoint_resumes_under_another_layout(tmp_path, form):
         "100",
     ]
     first = [*argv, *f"{TP2} {SP} --use-distributed-optimizer".split()]
-    whole_run, _ = pretrain(first, tmp_path, 2)
+    full_run, _ = pretrain(first, tmp_path, 2)
     (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("2")
     (tmp_path / "metrics.jsonl").unlink()
     resumed, _ = pretrain([*argv, "--load", "saved", "--save", "other", *PP2.split()], tmp_path, 2)
     assert [record["iteration"] for record in resumed] == [3, 4]
-    for record, expected in zip(resumed, whole_run[2:], strict=True):
+    for record, expected in zip(resumed, full_run[2:], strict=True):
         for name in ("lm loss", "indexer loss", "grad_norm"):
             assert record[name] == pytest.approx(expected[name], rel=3e-6), name
 

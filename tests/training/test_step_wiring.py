@@ -193,12 +193,12 @@ def test_validations_weigh_microbatches_by_their_tokens(tmp_path):
     """Masked labels leave microbatches with different numbers of tokens: the mean over all tokens does not depend on how they are grouped."""
     eod = build_tokenizer(arguments.parse_args([*TINY, *MOCK, "--train-iters", "1"], 1).data).eod
     flags = ["--data-path", documents(tmp_path / "docs", eod), "--split", "30,70,0", "--eod-mask-loss"]
-    whole = validations([*flags, "--eval-micro-batch-size", "4"], tmp_path / "whole", mock=False)
+    full = validations([*flags, "--eval-micro-batch-size", "4"], tmp_path / "whole", mock=False)
     for micro, ranks in ((2, 1), (1, 1), (1, 2)):
         again = validations(
             [*flags, "--eval-micro-batch-size", str(micro)], tmp_path / f"{micro} {ranks}", ranks, mock=False
         )
-        assert again == pytest.approx(whole, rel=1e-6)
+        assert again == pytest.approx(full, rel=1e-6)
 
 
 def test_decoupled_rate_weight_decay_schedule_and_cyclic_order(tmp_path):

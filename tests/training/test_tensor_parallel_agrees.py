@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism through whole steps of the program: training equals one process, dropout masks agree or differ."""
+"""Tensor and sequence parallelism through full steps of the program: training equals one process, dropout masks agree or differ."""
 
 import functools
 

@@ -172,7 +172,7 @@ def test_experts_of_slices_follow_the_published_layout(shared, factor, dense, tm
 )
 def test_every_layout_makes_the_same_model_and_saves_it(model, experts, layout, dense, tmp_path):
     source, _, _ = dense(model)
-    _, whole = upcycle(source, f"{model} {experts}", tmp_path / "one")
+    _, full = upcycle(source, f"{model} {experts}", tmp_path / "one")
     _, cut = upcycle(source, f"{model} {experts} {layout}", tmp_path / "two", 2)
     width = ["--moe-ffn-hidden-size", "24"] if "granularity 2 " in f"{experts} " and FINE not in experts else []
     argv = [
@@ -188,8 +188,8 @@ def test_every_layout_makes_the_same_model_and_saves_it(model, experts, layout, 
         str(tmp_path / "two" / "saved"),
     ]
     _, saved = pretrain(argv, tmp_path / "again")
-    assert set(whole) == set(cut) == set(saved)
-    for name, tensor in whole.items():
+    assert set(full) == set(cut) == set(saved)
+    for name, tensor in full.items():
         assert torch.equal(tensor, cut[name]) and torch.equal(tensor, saved[name]), name
 
 
@@ -341,14 +341,14 @@ def test_the_scale_of_pieces_is_shared_by_the_weights_of_an_expert(flags, root):
 
 
 def test_the_bias_of_pieces_is_divided_by_the_sum_of_weights_alone():
-    whole = torch.arange(4.0)
-    assert torch.equal(UpcyclingSpec.from_args(FORM).make_fc2_bias(0, whole), whole)  # cut in two, weights add up to 1
+    full = torch.arange(4.0)
+    assert torch.equal(UpcyclingSpec.from_args(FORM).make_fc2_bias(0, full), full)  # cut in two, weights add up to 1
     assert (
         UpcyclingSpec.from_args(FORM | {"use_mup": True, "hidden_size": 64, "mup_base_hidden_size": 16}).std
         == FORM["init_method_std"] / 2
     )
     early = UpcyclingSpec.from_args(FORM | {"moe_router_pre_softmax": True})
-    torch.testing.assert_close(early.make_fc2_bias(0, whole), 2.0 * whole)  # 2 of 4 equal weights are chosen
+    torch.testing.assert_close(early.make_fc2_bias(0, full), 2.0 * full)  # 2 of 4 equal weights are chosen
     # scores of a sigmoid are divided by their sum, whatever the softmax would do
     assert UpcyclingSpec.from_args(
         FORM | {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}

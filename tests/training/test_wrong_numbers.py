@@ -1,4 +1,4 @@
-"""Wrong numbers in whole runs: the place is found on every rank, a transient fault is distinguished from one of the model, a batch is skipped."""
+"""Wrong numbers in full runs: the place is found on every rank, a transient fault is distinguished from one of the model, a batch is skipped."""
 
 import json
 import platform
@@ -351,7 +351,7 @@ def test_skipped_batches_change_nothing_and_a_resumed_run_agrees(tmp_path, mode)
         Plant("decoder.layers.1.self_attention", 5, 2, backward=True),
     )
     argv = [*SKIP, "--rerun-mode", mode]
-    whole, records = weights_and_records(argv, tmp_path / "whole", plants)
+    full, records = weights_and_records(argv, tmp_path / "whole", plants)
     assert [record["skipped_iterations"] for record in records] == [0, 0, 1, 0, 1, 0, 0, 0]
     assert records[2]["rejected"] == [{"iteration": 3, "samples": [8, 12], "because": "the loss is nan"}]
     assert "lm loss" not in records[2] and "lm loss" in records[4]
@@ -362,7 +362,7 @@ def test_skipped_batches_change_nothing_and_a_resumed_run_agrees(tmp_path, mode)
         folder = tmp_path / f"after {stop}"
         weights_and_records([*argv, "--exit-interval", str(stop)], folder, plants)
         again, resumed_records = weights_and_records(argv, folder, plants)
-        assert again == whole
+        assert again == full
         assert_same_records(tmp_path / "whole", folder)
         assert resumed_records[-1]["consumed_samples"] == 32
 

@@ -145,8 +145,8 @@ def test_capacity_is_counted_per_sequence_shard():
     case = as_is([*MODEL, *TP, *CAPACITY], 2)
     with RankPool(3) as pool:
         _, sharded = find_stable_reference(pool, case, range(8))
-        _, whole = find_stable_reference(pool, as_is([*MODEL, *EP, *CAPACITY], 2), range(8))
-    assert sharded.dropped != whole.dropped and min(*sharded.dropped, *whole.dropped) > 0
+        _, full = find_stable_reference(pool, as_is([*MODEL, *EP, *CAPACITY], 2), range(8))
+    assert sharded.dropped != full.dropped and min(*sharded.dropped, *full.dropped) > 0
 
 
 def test_sinkhorn_is_balanced_per_sequence_shard():

@@ -175,7 +175,7 @@ def test_no_further_case_if_nothing_depends_on_the_mapping():
     found, shrunk = small(
         *"--moe-router-load-balancing-type seq_aux_loss --moe-expert-capacity-factor 1".split(), world=4, ranks=4
     )
-    assert len(found) == 1 and not shrunk.cases[0].defined_by_mapping, "one rank's tokens are whole sequences"
+    assert len(found) == 1 and not shrunk.cases[0].defined_by_mapping, "one rank's tokens are full sequences"
 
 
 def test_global_loss_keeps_enough_microbatches_for_its_running_mean():

@@ -32,15 +32,15 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def complete(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf") / "llama"
     make("llama").save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def source(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "hf"))
+def source(complete, tmp_path):
+    return Path(shutil.copytree(complete, tmp_path / "hf"))
 
 
 def change_head(folder, edit):

@@ -475,7 +475,7 @@ def test_killed_conversion_resumes(to, tmp_path):
     source = tmp_path / "hf"
     if to == "hf":
         source = tmp_path / "whole"
-        assert run_convert(source, tmp_path / "whole_hf", "--max-shard-size", SMALL) == 0
+        assert run_convert(source, tmp_path / "full_hf", "--max-shard-size", SMALL) == 0
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
     staging = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
     killed = subprocess.run(
@@ -499,7 +499,7 @@ def test_killed_conversion_resumes(to, tmp_path):
     final, same = (
         (tmp_path / "out" / "release", tmp_path / "whole" / "release")
         if to == "ours"
-        else (tmp_path / "out", tmp_path / "whole_hf")
+        else (tmp_path / "out", tmp_path / "full_hf")
     )
     assert sorted(path.name for path in final.iterdir()) == sorted(path.name for path in same.iterdir())
     assert all((final / path.name).stat().st_mtime_ns == at for path, at in kept.items()), (

@@ -155,7 +155,7 @@ def _round_trip(rank, size, folder, sizes, how):
 LAYOUTS = {
     "one": (1, {}, {}),
     "tp2 pp2": (4, dict(tp=2, pp=2, etp=2), {}),
-    "tp2, whole experts": (4, dict(tp=2, ep=4), {}),
+    "tp2, full experts": (4, dict(tp=2, ep=4), {}),
     "interleaved": (2, dict(pp=2), dict(vpp=2)),
     "ep2, distributed": (4, dict(ep=2), dict(distributed=True)),
     "tp2 dp2, distributed": (4, dict(tp=2, etp=2), dict(distributed=True)),

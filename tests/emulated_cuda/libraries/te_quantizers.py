@@ -152,8 +152,8 @@ def _nv(x: Tensor, quantizer) -> dict:
         if quantizer.with_rht and name == "columnwise":
             assert quantizer.with_post_rht_amax and rows == 1
             x_MK = (x_MK.view(-1, 16) @ quantizer.rht_matrix.float()).view(x_MK.shape)
-        whole = x_MK.abs().amax() if x_MK.numel() else x.new_zeros(())
-        encode = torch.where(whole > 0, (448.0 * 6.0 / whole).clamp(max=torch.finfo(torch.float32).max), 1.0)
+        full = x_MK.abs().amax() if x_MK.numel() else x.new_zeros(())
+        encode = torch.where(full > 0, (448.0 * 6.0 / full).clamp(max=torch.finfo(torch.float32).max), 1.0)
         stored = (_amax(x_MK, rows, 16) / 6.0 * encode).clamp(max=448.0).to(torch.float8_e4m3fn)
         scale = (encode / stored.float()).clamp(max=torch.finfo(torch.float32).max)
         codes = _codes(x_MK * _spread(scale, rows, 16, x_MK.shape), quantizer.stochastic_rounding)
@@ -162,7 +162,7 @@ def _nv(x: Tensor, quantizer) -> dict:
         made[f"{name}_data"] = data.view(*shape[:-1], shape[-1] // 2)
         inverse = stored.view(torch.uint8).repeat_interleave(rows, 0)[: x_MK.shape[0]]
         made[f"{name}_scale_inv"] = _padded(inverse, quantizer.get_scale_shape(x.shape, name == "columnwise"))
-        made[f"amax_{name}"] = whole.reshape(1)
+        made[f"amax_{name}"] = full.reshape(1)
     return made | {"with_gemm_swizzled_scales": False}
 
 
@@ -216,10 +216,10 @@ def quantize(x: Tensor, quantizer, output=None):
     made |= {"quantizer": quantizer, "fp4_dtype" if name == "NVFP4Tensor" else "fp8_dtype": quantizer.dtype}
     if name == "Float8BlockwiseQTensor":
         made["is_2D_scaled"] = quantizer.block_scaling_dim == 2
-    whole, storage = _classes(name)
+    full, storage = _classes(name)
     if quantizer.internal:
         return storage(**made, fake_dtype=x.dtype)
-    return whole(**made, shape=x.shape, dtype=x.dtype, requires_grad=False, device=x.device)
+    return full(**made, shape=x.shape, dtype=x.dtype, requires_grad=False, device=x.device)
 
 
 def numbers(x, rowwise: bool) -> Tensor:

@@ -27,10 +27,10 @@ def test_softmax_and_gradient_in_place(tokens, columns, dtype):
     for module in (triton_cross_entropy, plain):
         probs = logits.clone()
         log_sum_exp, target = module.softmax_in_place(probs, labels)
-        whole, part = probs.clone(), probs.clone()
-        module.gradient_in_place(whole, labels, factor, at_label)
+        full, part = probs.clone(), probs.clone()
+        module.gradient_in_place(full, labels, factor, at_label)
         module.gradient_in_place(part, labels, factor, at_label, mine)
-        results.append((log_sum_exp, target, probs, whole, part))
+        results.append((log_sum_exp, target, probs, full, part))
     near = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, **near)

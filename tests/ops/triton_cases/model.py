@@ -1,4 +1,4 @@
-"""A whole model on the kernels, in Triton's interpreter: what --triton-kernels all wires up on a GPU. Run by tests/ops/test_triton.py."""
+"""A full model on the kernels, in Triton's interpreter: what --triton-kernels all wires up on a GPU. Run by tests/ops/test_triton.py."""
 
 from dataclasses import replace
 

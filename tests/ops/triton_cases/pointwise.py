@@ -41,12 +41,12 @@ def test_swiglu_of_a_dense_network(weighed):
     results = []
     for function in (triton_pointwise.swiglu, swiglu):
         torch.manual_seed(3)
-        whole = torch.randn(3, 5, 20, dtype=torch.float64, requires_grad=True)
+        full = torch.randn(3, 5, 20, dtype=torch.float64, requires_grad=True)
         probs = torch.rand(3, 5, dtype=torch.float64, requires_grad=True)
-        y = function(whole[..., :14], probs if weighed else None)
+        y = function(full[..., :14], probs if weighed else None)
         grad = torch.randn(5, 3, 7, dtype=torch.float64).transpose(0, 1)
         y.backward(grad)
-        results.append([y, whole.grad] + ([probs.grad] if weighed else []))
+        results.append([y, full.grad] + ([probs.grad] if weighed else []))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
