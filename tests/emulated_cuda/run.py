@@ -145,7 +145,7 @@ def _serve(channel: Connection, *libraries: str) -> None:
         if "triton" in sys.modules
         else []
     )
-    for module in ("moe_trainer.verification.training_trace", *kernels, *libraries):
+    for module in ("moe_trainer.verification.training_trace", "torch._dynamo", *kernels, *libraries):
         importlib.import_module(module)
 
     while True:

@@ -73,7 +73,7 @@ def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: in
     return training_trace.make_run(parse_args(argv, ps.world.size), rank, ps, steps, skip)
 
 
-def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 3, device: str = "cpu") -> TrainingTrace:
+def train(argv: list[str], rank: int, ps: ParallelState, steps: int = 2, device: str = "cpu") -> TrainingTrace:
     """Train from the named initialisation. Tensors of the result are whole, and on rank 0 only."""
     return training_trace.train(parse_args(argv, ps.world.size), rank, ps, steps, device=device)
 
@@ -99,6 +99,6 @@ def create_groups(argv: list[str], rank: int, n: int) -> ParallelState:
     return make_groups(parse_args(argv, n), LaunchEnv(rank, n, rank, None, None, "test"), timedelta(seconds=120))
 
 
-def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 3, device: str = "cpu") -> list[TrainingTrace]:
+def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int = 2, device: str = "cpu") -> list[TrainingTrace]:
     """For run_ranks and on_device: several trainings on the same ranks, one after the other, each with the mapping of its command line."""
     return [train(argv, rank, create_groups(argv, rank, n), steps, device) for argv in argvs]

@@ -1,4 +1,4 @@
-"""Training with sequences cut over context-parallel ranks equals one process: losses, gradients, norms, weights after three steps.
+"""Training with sequences cut over context-parallel ranks equals one process: losses, gradients, norms, weights after two steps.
 
 The one process follows the topology where Megatron-LM's definitions do (capacity, MTP normalisation: moe_trainer/verification/emulate_topology.py).
 """

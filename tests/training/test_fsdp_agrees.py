@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism equals one process: losses, every gradient, norms, weights after three steps."""
+"""Fully sharded data parallelism equals one process: losses, every gradient, norms, weights after two steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training over pipeline stages equals one process: losses, every gradient, the norm, the weights after three steps."""
+"""Training over pipeline stages equals one process: losses, every gradient, the norm, the weights after two steps."""
 
 import pytest
 from harness import run_ranks

@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from verification import test_parity
 from verification.test_parity import MODEL
 
 from moe_trainer.moe.dispatch import local, select
@@ -52,8 +53,7 @@ def make_fp8_case(flags: str, ranks: int = 2) -> ParityCase:
 
 
 def run_parity(flags: str) -> ParityResult:
-    with RankPool(3) as pool:
-        return check_parity(pool, make_fp8_case(flags))
+    return test_parity.run_parity("--num-experts", "4", *flags.split())
 
 
 def test_fp8_cases_equal_one_process():
