@@ -138,7 +138,7 @@ def test_reference_returns_chosen_keys():
             pool.run(train_reference, 1, as_is([*MODEL, *SPARSE, *more, *EP], 2), 0, 0.0, 0)[1]
             for more in ([], few, ["--dsa-indexer-topk", "16"])
         )
-    passes = 2 * (3 * 4 + 4)  # layers, steps of four sequences, and a validation
+    passes = 2 * (2 * 4 + 4)  # layers, steps of four sequences, and a validation
     assert len(shown) == len(other) == 2 * passes and len(dense) == passes, (
         "routing maps, and keys where there are more than are chosen"
     )
