@@ -4,7 +4,7 @@
         [--dtypes fp32 bf16] [--write]
 
 Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of
-256, micro-batch 4. `wide` and `many` are large enough to be bound by matrix products: hidden 512, 8 layers, 8 heads,
+256, micro-batch 4. `wide` and `many` are large enough to be bound by GEMMs: hidden 512, 8 layers, 8 heads,
 ffn 1,024, sequences of 512, micro-batch 8, with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB).
 All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient clipping at 1. Each contender is a process of its own that
 builds the model and then trains steps on request. They begin one after the other; one that fails, dies or does not
@@ -23,7 +23,7 @@ sdpa, without a balancing loss; its experts multiply in bf16 whatever the dtype,
 
 Printed and (with --write) recorded in scripts/bench_results/: tokens per second, peak memory above that of the imported
 libraries, and the share of the GEMM rate of this machine, measured in the same run. Operations are Megatron's model
-FLOPs: 6 per active weight of the matrix products, head included, router not, plus attention at its causal half; the
+FLOPs: 6 per active weight of the GEMMs, head included, router not, plus attention at its causal half; the
 embedding is a lookup.
 """
 
@@ -66,13 +66,13 @@ def peak_memory_mb() -> float:
 
 
 def build_gemm(model: Model, dtype: str):
-    """The machine's GEMM rate: a step is one square product; the caller divides."""
+    """The machine's GEMM rate: a step is one square GEMM; the caller divides."""
     import torch
 
-    product = bench_common.make_square_gemm({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], GEMM_SIZE)
+    gemm = bench_common.make_square_gemm({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], GEMM_SIZE)
 
     def step() -> float:
-        product()
+        gemm()
         return 0.0
 
     return step, f"{GEMM_SIZE} x {GEMM_SIZE} x {GEMM_SIZE}"
@@ -274,7 +274,7 @@ class Race:
             self.leave(name)
 
     def one_by_one(self, rounds: int, steps: int) -> None:
-        """One after another, the product's rate measured between their turns. Of each family the fastest counts."""
+        """One after another, the GEMM's rate measured between their turns. Of each family the fastest counts."""
         self.begin("gemm")
         names = [name for name in self.found if name != "gemm"]
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measure the experts' forward and backward: a loop of products against one grouped product.
+"""Measure the experts' forward and backward: a loop of GEMMs against one grouped GEMM.
 
     python scripts/bench_experts.py [--threads 1 2] [--write]
 

@@ -3,7 +3,7 @@
     python scripts/bench_precision.py [--iterations 300] [--recipes NAME...] [--seeds 1] [--write]
 
 The text are the bytes of the sources of this Python installation, which every machine has; the model reads bytes. Its
-recipes are computed as defined (quantise, dequantise, product in fp32), so the losses are those of devices with such
+recipes are computed as defined (quantise, dequantise, GEMM in fp32), so the losses are those of devices with such
 units but for the order of sums. Reported: the mean loss of the last iterations and of held-out text, and both as a
 difference to bf16, of the same seed and averaged, with its standard error. fp32 shows how far two runs part that differ
 in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not what it costs at scale.

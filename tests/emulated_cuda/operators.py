@@ -201,7 +201,7 @@ def _untiled(flat: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _numbers(values: Tensor, scales: list[Tensor], kinds: list[int]) -> Tensor:
-    """An operand [R, K] of a scaled product, by its definition."""
+    """An operand [R, K] of a scaled GEMM, by its definition."""
     if values.dtype == torch.float4_e2m1fn_x2:
         codes = values.view(torch.uint8)
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()

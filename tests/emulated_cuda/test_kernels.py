@@ -1,7 +1,7 @@
 """Kernels that a layer launches for one microbatch, forward and backward: numbers that may only fall.
 
 Counted is what another layer adds, in bf16, in plain torch and with Triton: there by shapes alone, for Triton's interpreter takes milliseconds
-for each program (test_record_step.py holds that one against the other). A view launches nothing, a product or a fused operator of torch one kernel.
+for each program (test_record_step.py holds that one against the other). A view launches nothing, a GEMM or a fused operator of torch one kernel.
 The list by operator and source line: PYTHONPATH=tests:. python tests/emulated_cuda/test_kernels.py NAME
 """
 

@@ -1,6 +1,6 @@
 """Training in 8 and 4 bits on emulated devices gives the numbers of one CPU process with the same recipe.
 
-In fp64 to the last digits, where no rounding to 8 bits turns: what is quantized, where and in which order. In fp32 the products are those
+In fp64 to the last digits, where no rounding to 8 bits turns: what is quantized, where and in which order. In fp32 the GEMMs are those
 of the device's own units (torch's scaled_mm), whose sums may turn one now and then. In bf16, experts in one call (scaled_grouped_mm).
 """
 
@@ -22,7 +22,7 @@ from moe_trainer.verification.training_trace import TrainingTrace
 
 STEPS = 2
 MODEL = [*shallow(make_argv("plain")), *"--num-experts 4 --global-batch-size 4".split()]
-WIDE = "--hidden-size 128 --ffn-hidden-size 128 --init-method-std 0.02"  # products of experts in one call take multiples of 128
+WIDE = "--hidden-size 128 --ffn-hidden-size 128 --init-method-std 0.02"  # GEMMs of experts in one call take multiples of 128
 # a sum in another order turns a rounding to 8 bits now and then, by up to an eighth of a number
 TURNED = Tolerances(loss=1e-4, norm=1e-3, grad=1e-2, weight=5e-4)
 FROZEN_WEIGHTS = "--moe-router-dtype fp64 --lr 1e-12"  # see moe_trainer/verification/low_precision.py
@@ -43,7 +43,7 @@ ONE_RANK = {
 RANKS = {name: FP8_CASES[name] for name in ("dp, delayed", "cp and ep, tensorwise", "ep over dp, mxfp8")} | {
     "tp, blockwise, kept in 8 bits": FP8_PARAM_CASES["tp, blockwise"]
 }
-# recipe: flags, compute capability, kind of product
+# recipe: flags, compute capability, kind of GEMM
 UNITS = {
     "delayed": (DELAYED, (9, 0)),
     "tensorwise": (TENSORWISE, (9, 0)),
@@ -51,7 +51,7 @@ UNITS = {
     "mxfp8": (MXFP8, (10, 0)),
     "nvfp4": (NVFP4, (10, 0)),
 }
-PROBES = 10  # a product is tried first, and computed by definition where the device gives another result
+PROBES = 10  # a GEMM is tried first, and computed by definition where the device gives another result
 GROUPED = {
     "tensorwise": ("--fp8-format e4m3 --fp8-recipe tensorwise", (9, 0)),
     "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", (10, 0)),
@@ -108,7 +108,7 @@ def test_recipes_on_ranks():
 
 
 def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[TrainingTrace, dict[str, int]]:
-    """Train on a device of this compute capability; also how often it was asked for its own products."""
+    """Train on a device of this compute capability; also how often it was asked for its own GEMMs."""
     import emulation
 
     check_races()

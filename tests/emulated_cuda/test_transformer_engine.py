@@ -28,7 +28,7 @@ from moe_trainer.parallel.state import ParallelState
     ids=["9.0", "10.0"],
 )
 def test_parity_with_the_local_layers(capability, which):
-    """Linears, norms, attention, full models with recompute and offload, and products by every recipe."""
+    """Linears, norms, attention, full models with recompute and offload, and GEMMs by every recipe."""
     code, output = te_package.on_device(
         run_pytest, [str(HERE.parent / "gpu/test_te_parity.py"), "-k", which], capability
     )
@@ -168,7 +168,7 @@ def test_delayed_scaling_of_the_library_is_ours(algorithm):
 
 
 def test_layers_with_delayed_scaling_train_like_local_ones():
-    """Their products are ours; norms and attention are the library's."""
+    """Their GEMMs are ours; norms and attention are the library's."""
     (losses, grads, _), (fused_losses, fused_grads, _) = (
         te_package.on_device(
             train_with,

@@ -46,7 +46,7 @@ def alone(flags: str) -> dict[str, int]:
 PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 LATENT = "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 --qk-layernorm"
 DSA = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 2.5"
-FEW = "--num-experts 4"  # each product of an expert is many operators
+FEW = "--num-experts 4"  # each GEMM of an expert is many operators
 FP8 = f"--bf16 {FEW} --fp8-format e4m3 --fp8-recipe"
 CASES = {
     "sizes that depend on the routing": ("", 1),

@@ -87,7 +87,7 @@ def test_the_published_table_of_deepseek_v3(shared):
     """arXiv 2603.07685, table 3: a stage of 16 MoE layers without embedding (the weights say so: 6.5e9 parameters), of which stage 1 has
     more in flight. The unit of the table is not stated; 2^30 is what weights and optimizer agree with. In flight: 17 chunks of the
     schedule, nothing chosen. The totals agree; the tensors are not the same: the table's program keeps the output of the experts' second
-    product, ours keeps values padded to the width of keys."""
+    GEMM, ours keeps values padded to the width of keys."""
     points = json.loads((shared / "reference" / "calibration_points.json").read_text())
     published = next(point for point in points if point["id"] == "P3-dsv3-mem")["mem_published_gb_unit_ambiguous"]
     stage = memory(V3, 256)[1]
@@ -113,7 +113,7 @@ BASE = "--preset deepseek_v3 --mock-data --num-layers 8 --moe-layer-freq 1 --exp
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "kept", (0.5, 0.8)),
         ("--recompute-granularity selective --recompute-modules moe", "kept", (0.3, 0.7)),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "kept", (0.7, 0.9)),
-        # which this program's own layers compute, that keep the inputs of their products whole
+        # which this program's own layers compute, that keep the inputs of their GEMMs whole
         ("--fp8-format e4m3 --fp8-recipe delayed", "kept", (1, 1)),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad", "kept", (1, 1)),
         ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer", "kept", (1, 1)),

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """fp32 products in fp32, as long as a test runs."""
+    """fp32 GEMMs in fp32, as long as a test runs."""
     # not by monkeypatch: the settings are no attributes of an object, so that it could not take them back
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     yield

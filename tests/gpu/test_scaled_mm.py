@@ -1,4 +1,4 @@
-"""Products of quantised matrices by the device against their definition, on one GPU: that torch's scaled_mm takes our layouts.
+"""GEMMs of quantised matrices by the device against their definition, on one GPU: that torch's scaled_mm takes our layouts.
 
 What can be shown without one is in tests/quantization/test_scaled_mm.py.
 """
@@ -25,7 +25,7 @@ def test_products(name, shape):
     ):
         kind = gemm_kind(left, right)
         if not kind.device <= torch.cuda.get_device_capability() < kind.until:
-            pytest.skip(f"products of kind {kind.name} are for devices from {kind.device} to below {kind.until}")
+            pytest.skip(f"GEMMs of kind {kind.name} are for devices from {kind.device} to below {kind.until}")
         a, b = (
             quantize(torch.randn(*size, generator=generator, device="cuda"), scaling, generator=generator)
             for size, scaling in (((m, k), left), ((n, k), right))
@@ -46,6 +46,6 @@ def test_grouped_products(name):
         for counts, scaling in ((rows, recipe.x), ((384,) * 3, recipe.weight))
     )
     if not can_use_native_grouped_mm(torch.empty(1, 512, device="cuda"), 384, recipe.x, recipe.weight, torch.bfloat16):
-        pytest.skip(f"this device has no grouped products of {name}")
+        pytest.skip(f"this device has no grouped GEMMs of {name}")
     expected = torch.cat([one.dequantized() @ other.dequantized().t() for one, other in zip(a, b)])
     assert (native_grouped_mm(a, b).float() - expected).norm() <= 1e-2 * expected.norm()

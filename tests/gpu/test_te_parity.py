@@ -214,7 +214,7 @@ def test_products(flags):
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [RECIPES[0], RECIPES[1], *RECIPES[3:]], indirect=True)
 def test_recipes(flags):
-    """The library's products and ours, each of which rounds: as near as the rounding."""
+    """The library's GEMMs and ours, each of which rounds: as near as the rounding."""
     one, other = (train(parsed(kind, flags), 0, ParallelState.single(), 2, device=DEVICE) for kind in KINDS)
     same(one, other, 0.4 if flags == NVFP4 else 0.15)
 

@@ -371,17 +371,17 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.log.append("product")
+            self.log.append("GEMM")
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
     ("name", "sp", "expected"),
     [
-        ("column", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
-        ("column", False, "product / all-reduce / product / all-reduce done"),
-        ("head, loss", True, "gather / product / reduce-scatter / gather done / product / reduce-scatter done"),
-        ("row", True, "gather / product / product"),
+        ("column", True, "gather / GEMM / reduce-scatter / gather done / GEMM / reduce-scatter done"),
+        ("column", False, "GEMM / all-reduce / GEMM / all-reduce done"),
+        ("head, loss", True, "gather / GEMM / reduce-scatter / gather done / GEMM / reduce-scatter done"),
+        ("row", True, "gather / GEMM / GEMM"),
     ],
 )
 def test_backward_communication_overlaps_its_gemms(name, sp, expected, monkeypatch):

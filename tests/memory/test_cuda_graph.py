@@ -37,7 +37,7 @@ CASES = {
     "one layer of MTP for all depths": ("plain", "--mtp-num-layers 2 --mtp-use-repeated-layer", [local(ROUTED)]),
     "dropped tokens": ("capacity", "--moe-router-load-balancing-type global_aux_loss", [local("attn moe_router")]),
     "padded experts": ("padded capacity", "", [local(ROUTED), local("attn moe"), local(), full()]),
-    "padded experts, grouped products": ("padded capacity", "--bf16", [local("attn moe"), full()]),
+    "padded experts, grouped GEMMs": ("padded capacity", "--bf16", [local("attn moe"), full()]),
     "recompute": ("deepseek", f"{SELECTIVE} mla_up_proj mlp shared_experts", [local(f"mlp {ROUTED}")]),
     "recompute of everything": ("padded capacity", FULL, [full()]),
     "random numbers": ("plain", f"{NOISE} --moe-input-jitter-eps 0.1", [local(ROUTED)]),

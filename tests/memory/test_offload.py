@@ -48,7 +48,7 @@ class LateCopies(HostCopies):
 
 
 def chain(activations, x, parts):
-    """A product a part; each keeps its input."""
+    """A GEMM a part; each keeps its input."""
     for part in parts:
         with activations.offload_scope(part):
             x = (x * x.detach().cos()).exp() - 1.0

@@ -1,4 +1,4 @@
-"""Built for a schedule that computes weight gradients apart, a chunk puts all those products off, and nothing else."""
+"""Built for a schedule that computes weight gradients apart, a chunk puts all those GEMMs off, and nothing else."""
 
 import pytest
 import torch

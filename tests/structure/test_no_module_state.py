@@ -31,8 +31,8 @@ MAY_REMEMBER = frozenset(
         (
             "moe_trainer/quantization/scaled_mm.py",
             "_works",
-        ),  # whether this device computes such a product: a probe that is not repeated
-        ("moe_trainer/quantization/scaled_grouped.py", "_works"),  # the same for products of groups
+        ),  # whether this device computes such a GEMM: a probe that is not repeated
+        ("moe_trainer/quantization/scaled_grouped.py", "_works"),  # the same for GEMMs of groups
     }
 )
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)

@@ -1,4 +1,4 @@
-"""What initialize() tells torch about products."""
+"""What initialize() tells torch about GEMMs."""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ def dumped(folder, kind, iteration, ranks=None):
     ids=["plain", "per token", "recompute parts", "recompute layers"],
 )
 def test_what_is_dumped_fits_together(tmp_path, flags):
-    """Of a product y = x W^T: <x, dL/dx> = <W, dL/dW>. One microbatch; W of iteration 2 is what iteration 1 left behind."""
+    """Of a GEMM y = x W^T: <x, dL/dx> = <W, dL/dW>. One microbatch; W of iteration 2 is what iteration 1 left behind."""
     pretrain([*JOB, *ALL, *TRACE, *flags.split(), "--micro-batch-size", "4"], tmp_path)
     weights, wgrads = dumped(tmp_path, "params", 1), dumped(tmp_path, "wgrads", 2)
     (inputs,), (dgrads,) = dumped(tmp_path, "activations", 2, [0]), dumped(tmp_path, "dgrads", 2, [0])

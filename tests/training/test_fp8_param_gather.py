@@ -1,4 +1,4 @@
-"""--fp8-param-gather: products read bytes cast from fp32 main parameters, ranks gather bytes, and nothing else keeps the weights."""
+"""--fp8-param-gather: GEMMs read bytes cast from fp32 main parameters, ranks gather bytes, and nothing else keeps the weights."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def _run(rank, n, argv, steps=4):
 
 
 def _stored(run):
-    """(parameter, its products) of all stored weights."""
+    """(parameter, its GEMMs) of all stored weights."""
     (chunk,) = run.chunks
     found = [
         pair

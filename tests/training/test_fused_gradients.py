@@ -1,4 +1,4 @@
-"""--gradient-accumulation-fusion: products add weights' gradients to the main gradients, and train as without it."""
+"""--gradient-accumulation-fusion: GEMMs add weights' gradients to the main gradients, and train as without it."""
 
 import pytest
 from training.layouts import FP32, compare, make_argv, train

@@ -1,7 +1,7 @@
-"""TransformerEngine's quantizers in torch: what they make of a matrix, and the numbers that a product reads from it.
+"""TransformerEngine's quantizers in torch: what they make of a matrix, and the numbers that a GEMM reads from it.
 
-Rowwise data is for products that contract the last dimension, columnwise data for those that contract the first one. Scales are found as the
-library's kernels find them, and stand in its shapes, padding included; scales that were to be swizzled for the product are not, since only this
+Rowwise data is for GEMMs that contract the last dimension, columnwise data for those that contract the first one. Scales are found as the
+library's kernels find them, and stand in its shapes, padding included; scales that were to be swizzled for the GEMM are not, since only this
 file reads them.
 
 Shape letters: M rows, K columns.
@@ -70,7 +70,7 @@ def _tensor(x: Tensor, quantizer) -> dict:
         assert not quantizer.with_amax_reduction, "maxima over ranks are not emulated"
         scale = _scale(amax, quantizer)
     data = _cast(x * scale, _kind(quantizer.dtype))
-    # products of devices from 10.0 read either order of the same bytes
+    # GEMMs of devices from 10.0 read either order of the same bytes
     wants = quantizer.columnwise_usage and torch.cuda.get_device_capability() < (10, 0)
     return {
         "data": data if quantizer.rowwise_usage or not wants else None,
@@ -223,18 +223,18 @@ def quantize(x: Tensor, quantizer, output=None):
 
 
 def numbers(x, rowwise: bool) -> Tensor:
-    """What a product that contracts the last (rowwise) or the first dimension reads, fp32, [M, K] in either case."""
+    """What a GEMM that contracts the last (rowwise) or the first dimension reads, fp32, [M, K] in either case."""
     name = type(x).__name__.removesuffix("Storage")
     if name == "Float8Tensor":
         if rowwise or x._transpose is None or x._transpose_invalid:
             assert rowwise or torch.cuda.get_device_capability() >= (10, 0), (
-                "a product of 8 bits before 10.0 reads its operands turned"
+                "a GEMM of 8 bits before 10.0 reads its operands turned"
             )
             return _read(flat(x._data), x._fp8_dtype) * x._scale_inv
         return _read(x._transpose.reshape(x._transpose.shape[0], -1), x._fp8_dtype).t() * x._scale_inv
     which = "rowwise" if rowwise else "columnwise"
     data, inverse = getattr(x, f"_{which}_data"), getattr(x, f"_{which}_scale_inv")
-    assert data is not None, f"a product reads {which} data, which was not made"
+    assert data is not None, f"a GEMM reads {which} data, which was not made"
     if name == "MXFP8Tensor":
         block = (1, 32) if rowwise else (32, 1)
         data = _read(flat(data), x._fp8_dtype)

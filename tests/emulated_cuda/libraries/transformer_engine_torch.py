@@ -98,7 +98,7 @@ def _on_device(*tensors) -> None:
 
 
 def _operands(A, transa, B, transb):
-    """Both as matrices, and the product's shape: A is contracted along its last dimension where it is transposed, B where it is not."""
+    """Both as matrices, and the GEMM's shape: A is contracted along its last dimension where it is transposed, B where it is not."""
     assert (type(A) in (torch.Tensor, torch.nn.Parameter)) == (type(B) in (torch.Tensor, torch.nn.Parameter)), (
         type(A),
         type(B),

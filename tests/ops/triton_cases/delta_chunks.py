@@ -71,7 +71,7 @@ def test_single_precision(length):
 
 
 def test_half_precision():
-    """Operands of products are rounded (by the interpreter towards zero, which is twice as far)."""
+    """Operands of GEMMs are rounded (by the interpreter towards zero, which is twice as far)."""
     heads = Heads(1, 2, 32, 32)
     inputs = leaves(130, 1, heads, torch.bfloat16)
     ours = run(triton_delta_rule.gated_delta, inputs, heads, None)
@@ -100,7 +100,7 @@ def inverse_kernel(system, result, SPLIT: tl.constexpr):
 
 @pytest.mark.parametrize("split,near", [(False, 1e-6), (True, 2e-4)])
 def test_the_inverse(split, near):
-    """By products of bf16, whose own rounding (0.004) would show, too."""
+    """By GEMMs of bf16, whose own rounding (0.004) would show, too."""
     torch.manual_seed(5)
     system, result = torch.randn(64, 64).mul(0.3).tril(-1), torch.empty(64, 64)
     inverse_kernel[(1,)](system, result, split)

@@ -1,4 +1,4 @@
-"""Grouped products in Triton's interpreter against plain ones. Run by tests/ops/test_triton.py."""
+"""Grouped GEMMs in Triton's interpreter against plain ones. Run by tests/ops/test_triton.py."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_products_of_every_expert(counts, width, depth, spare):
 
 
 def test_experts_without_a_number_on_the_host():
-    """Routing, permutation with a bound, products and the way back from counts that stay on the device, against a loop over experts."""
+    """Routing, permutation with a bound, GEMMs and the way back from counts that stay on the device, against a loop over experts."""
     tokens, experts, topk = 11, 5, 2
     scores = torch.randn(tokens, experts)
     scores[:, 3] = -10.0  # an expert without rows

@@ -51,7 +51,7 @@ def noting(called: set):
             balancing=type(made.balancing)(*(spy("balancing", step) for step in made.balancing)),
             permutation=spy("permute", made.permutation),
             logit_kernels=type(made.logit_kernels)(*(spy("loss", step) for step in made.logit_kernels)),
-            grouped_gemms=type(made.grouped_gemms)(*(spy("products", product) for product in made.grouped_gemms)),
+            grouped_gemms=type(made.grouped_gemms)(*(spy("GEMMs", gemm) for gemm in made.grouped_gemms)),
             activations=tuple(
                 (
                     kind,
@@ -85,7 +85,7 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
     missing = {
         "plain": {"dense", "listed"},
         "deepseek": set() if more == SPARSE else {"listed"},
-        "biases, tied head": {"dense", "products", "listed"},
+        "biases, tied head": {"dense", "GEMMs", "listed"},
     }[kind]
     assert {
         "listed",
@@ -95,7 +95,7 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
         "balancing",
         "permute",
         "loss",
-        "products",
+        "GEMMs",
         "dense",
         "experts",
     } - called == missing
