@@ -226,7 +226,7 @@ def environment(capability: str) -> dict[str, str]:
         raise ExecutionError(f"the emulated device needs torch ({error})") from None
     try:
         return build.environment(1) | {"EMULATED_CUDA_CAPABILITY": capability}
-    except build.CannotBuild as error:
+    except build.CannotBuildError as error:
         raise ExecutionError(str(error)) from None
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """Some ranks raised, died or did not finish; the message carries every rank's traceback."""
 
 
@@ -34,7 +34,7 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 600.0) -> list:
         The picklable return values, by rank.
 
     Raises:
-        RanksFailed: with every rank's traceback, if a rank raised, died, or took longer than `timeout` seconds.
+        RanksFailedError: with every rank's traceback, if a rank raised, died, or took longer than `timeout` seconds.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
@@ -47,7 +47,7 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 600.0) -> list:
         outcomes = [_outcome(folder, rank, process, rank in late, timeout) for rank, process in enumerate(ranks)]
     failures = [f"--- rank {rank}: {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
     if failures:
-        raise RanksFailed(f"{len(failures)} of {n} ranks failed\n" + "\n".join(failures))
+        raise RanksFailedError(f"{len(failures)} of {n} ranks failed\n" + "\n".join(failures))
     return [value for _, value in outcomes]
 
 

@@ -374,9 +374,8 @@ def transformer(
 
     The weighted losses of multi-token prediction are in the balance's total.
 
-    Args:
-        earlier_counts: by layer name, counts of this iteration's earlier microbatches (global_aux_loss); appended to.
-        biases: by layer name, the expert bias.
+    `earlier_counts`: by layer name, counts of this iteration's earlier microbatches (global_aux_loss); appended to.
+    `biases`: by layer name, the expert bias.
     """
     model = args.model
     run = ForwardPass(params, args, Balance(), {} if earlier_counts is None else earlier_counts, biases or {})

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
-from harness import RanksFailed, run_ranks
+from harness import RanksFailedError, run_ranks
 
 from moe_trainer.checkpoint import directory, ownership, saving
 from moe_trainer.checkpoint.manager import (
@@ -85,7 +85,7 @@ def _resume(rank, n, folder, expected):
     [*((point, False) for point in POINTS), ("writing", True), ("committing", True), ("tracker", True)],
 )
 def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(tmp_path, point, asynchronous):
-    with pytest.raises(RanksFailed) as failed:
+    with pytest.raises(RanksFailedError) as failed:
         run_ranks(_save_and_die, 4, tmp_path, point, asynchronous)
     text, victim = str(failed.value), POINTS[point][0]
     assert f"--- rank {victim}: died with exit code -9" in text

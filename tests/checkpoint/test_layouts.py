@@ -94,8 +94,10 @@ def test_megatron_1517_four_stages_resume_as_four_expert_ranks(tmp_path):
 
 
 def test_megatron_4200_expert_ranks_change_with_the_distributed_optimizer(tmp_path):
-    """Another EP size with flat optimizer ranges on both sides (Megatron-LM issue 4200); every expert keeps its own values
-    (UniRL 158 lost seven of eight)."""
+    """Another EP size with flat optimizer ranges on both sides (Megatron-LM issue 4200).
+
+    Every expert keeps its own values (UniRL 158 lost seven of eight).
+    """
     run_ranks(_save, 4, tmp_path / "4", dict(ep=4), 1, True, SaveOptions())
     run_ranks(_load_and_save, 4, tmp_path / "4", tmp_path / "2", dict(ep=2), 1, True)
     run_ranks(_load_and_save, 8, tmp_path / "2", tmp_path / "8", dict(ep=8), 1, True)

@@ -16,16 +16,16 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "device.cpp"
 
 
-class CannotBuild(Exception):
+class CannotBuildError(Exception):
     """What is missing."""
 
 
 def library() -> Path:
-    """The compiled library. Raises: CannotBuild, with the reason."""
+    """The compiled library. Raises: CannotBuildError, with the reason."""
     if os.environ.get("EMULATED_CUDA"):  # this process has the device already
         return Path(os.environ["EMULATED_CUDA_LIBRARY"])
     if torch.version.cuda is not None:
-        raise CannotBuild("the emulated device is for builds of torch without CUDA")
+        raise CannotBuildError("the emulated device is for builds of torch without CUDA")
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_trainer_tests"
     built = folder / f"emulated_cuda-{key}.so"
@@ -33,14 +33,14 @@ def library() -> Path:
         try:
             _compile(built)
         except OSError as error:
-            raise CannotBuild(
+            raise CannotBuildError(
                 f"the emulated device cannot be written to {folder} ({error.strerror}): set XDG_CACHE_HOME to a folder that can be"
             ) from error
     return built
 
 
 def environment(devices: int) -> dict[str, str]:
-    """What a Python process needs to have devices. Raises: CannotBuild."""
+    """What a Python process needs to have devices. Raises: CannotBuildError."""
     path = (HERE / "site", HERE.parent, HERE.parents[1], os.environ.get("PYTHONPATH"))
     inherited = {
         name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
@@ -70,9 +70,9 @@ def _is_whole(built: Path) -> bool:
 def _compile(built: Path) -> None:
     compiler, home = shutil.which("g++"), Path(torch.__file__).parent
     if compiler is None:
-        raise CannotBuild("the emulated device needs g++")
+        raise CannotBuildError("the emulated device needs g++")
     if not (home / "include/ATen/core/Tensor.h").exists():
-        raise CannotBuild("the emulated device needs torch's headers")
+        raise CannotBuildError("the emulated device needs torch's headers")
     built.parent.mkdir(parents=True, exist_ok=True)
     for left in built.parent.glob("build-*"):  # of builds that were killed
         if time.time() - left.stat().st_mtime > 3600:
@@ -98,7 +98,7 @@ def _compile(built: Path) -> None:
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise CannotBuild(
+            raise CannotBuildError(
                 f"the emulated device does not compile against torch {torch.__version__}:\n{done.stderr[-2000:]}"
             )
         made.rename(built)
@@ -107,6 +107,6 @@ def _compile(built: Path) -> None:
 if __name__ == "__main__":
     try:
         print(library())
-    except CannotBuild as error:
+    except CannotBuildError as error:
         print(f"build.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -54,5 +54,5 @@ if __name__ == "__main__":
 
         try:
             sys.exit(subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=build.environment(1)).returncode)
-        except build.CannotBuild as error:
+        except build.CannotBuildError as error:
             sys.exit(f"count_step.py: {error}")

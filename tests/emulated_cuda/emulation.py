@@ -102,8 +102,11 @@ class Device:
         self.lib.ec_callbacks(self._callbacks[0] if on else _EVENT(), self._callbacks[1])
 
     def record(self, recorder: Callable[[str], None] | None) -> None:
-        """Tell every operator that has run: its name and, each behind a |, the tensors that it reads (r), writes (w) and makes (o, and all
-        of a Triton kernel) as "role,dtype,AxBxC,bytes". None: report nothing."""
+        """Report every operator that has run.
+
+        Its name and, each after a |, the tensors that it reads (r), writes (w) and makes (o, and all of a Triton
+        kernel) as "role,dtype,AxBxC,bytes". None: report nothing.
+        """
         self.recorder = recorder
         self._record_callback = _RECORD() if recorder is None else _RECORD(lambda text: recorder(text.decode()))
         self.lib.ec_recorder(self._record_callback)

@@ -1,5 +1,7 @@
-"""Triton's interpreter replaces the functions of triton.language at every launch, and at every call of one function of a kernel by another:
-some milliseconds a time. `patch_once` has it do so once for each function of this process."""
+"""Let Triton's interpreter replace the functions of triton.language once per function and process.
+
+It does so at every launch, and at every call of one function of a kernel by another, which takes some milliseconds.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace

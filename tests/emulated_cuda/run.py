@@ -48,7 +48,7 @@ def environment(devices: int) -> dict[str, str]:
 
     try:
         return build.environment(devices)
-    except build.CannotBuild as error:
+    except build.CannotBuildError as error:
         pytest.skip(str(error))
 
 
@@ -135,7 +135,7 @@ def _call(rank: int, world_size: int, module: str, name: str, args: bytes, devic
 
 def _serve(channel: Connection, *libraries: str) -> None:
     import emulation
-    from harness import RanksFailed, run_ranks
+    from harness import RanksFailedError, run_ranks
 
     # a process that forks must have started no thread of autograd: it has no device
     emulation.DEVICE().lib.ec_hide_from_this_process()
@@ -157,7 +157,7 @@ def _serve(channel: Connection, *libraries: str) -> None:
             importlib.import_module(module)  # here once
         try:
             channel.send((True, run_ranks(_call, ranks, module, name, args, devices)))
-        except RanksFailed as error:
+        except RanksFailedError as error:
             channel.send((False, str(error)))
 
 

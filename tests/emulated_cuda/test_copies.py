@@ -1,5 +1,6 @@
-"""CopyStream between host and device, each in the order that it needs, and none from the host inside a graph: what a whole training run hides
-behind its own waits.
+"""CopyStream between host and device: in the order that each needs, and none from the host inside a graph.
+
+What a full training run hides behind its own waits.
 """
 
 from typing import NamedTuple

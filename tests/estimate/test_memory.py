@@ -84,10 +84,13 @@ def test_the_sum_of_chunks():
 
 
 def test_the_published_table_of_deepseek_v3(shared):
-    """arXiv 2603.07685, table 3: a stage of 16 MoE layers without embedding (the weights say so: 6.5e9 parameters), of which stage 1 has
-    more in flight. The unit of the table is not stated; 2^30 is what weights and optimizer agree with. In flight: 17 chunks of the
-    schedule, nothing chosen. The totals agree; the tensors are not the same: the table's program keeps the output of the experts' second
-    GEMM, ours keeps values padded to the width of keys."""
+    """arXiv 2603.07685, table 3.
+
+    A stage of 16 MoE layers without embedding (the weights say so: 6.5e9 parameters), of which stage 1 has more in
+    flight. The unit of the table is not stated; 2^30 is what weights and optimizer agree with. In flight: 17 chunks of
+    the schedule, nothing chosen. The totals agree; the tensors are not the same: the table's program keeps the output
+    of the experts' second GEMM, ours keeps values padded to the width of keys.
+    """
     points = json.loads((shared / "reference" / "calibration_points.json").read_text())
     published = next(point for point in points if point["id"] == "P3-dsv3-mem")["mem_published_gb_unit_ambiguous"]
     stage = memory(V3, 256)[1]

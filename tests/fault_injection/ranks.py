@@ -385,8 +385,7 @@ def run_ranks(
 ) -> RunResult:
     """Run the program on forked ranks. A rank that an injection stopped is killed after all others have exited.
 
-    Args:
-        hosts: network namespaces of the ranks; the first one has the address 10.77.0.1.
+    `hosts`: network namespaces of the ranks; the first one has the address 10.77.0.1.
 
     Raises:
         TimeoutError: if other ranks are still running after `timeout_s`.

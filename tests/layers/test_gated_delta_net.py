@@ -81,9 +81,7 @@ def test_an_explicit_mask_is_refused():
 
 
 def test_initial_rates_and_channels():
-    """exp(A_log) is uniform from 1 to 16, dt_bias is one, the convolution uniform up to 1 / sqrt(width), as Megatron-Core
-    has them.
-    """
+    """As in Megatron-Core: exp(A_log) from 1 to 16, dt_bias one, the convolution uniform up to 1 / sqrt(width)."""
     layer = make(model=replace(DELTA, linear_num_key_heads=64, linear_num_value_heads=512))
     for param in layer.parameters():
         init_parameter(param, 1)

@@ -389,8 +389,10 @@ def test_deepseek_v3_experts():
 
 @pytest.mark.parametrize("rotation", [[], ["--no-dsa-indexer-rotate-activation"]])
 def test_deepseek_v32_attends_to_the_keys_that_its_indexers_choose(rotation):
-    """Each query to 7 of up to 48 keys; theirs leaves the rotation out, which changes no product. With few heads many scores were exactly
-    zero, all relus closed, and of equal scores theirs takes any."""
+    """Each query to 7 of up to 48 keys; theirs leaves the rotation out, which changes no product.
+
+    With few heads many scores were exactly zero, all relus closed, and of equal scores theirs takes any.
+    """
     hf = transformers.DeepseekV32ForCausalLM(
         transformers.DeepseekV32Config(
             **COMMON,

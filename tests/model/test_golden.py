@@ -18,7 +18,7 @@ CASES = ("d_dense_gpt2", "a_mixtral", "a2_mixtral", "a_capacity_zloss", "b_deeps
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, shared):
-    """(model with the reference's initial weights, batch of microbatch i, folder)"""
+    """Return the model with the reference's initial weights, the batches by microbatch, and the folder."""
     folder = shared / "golden" / request.param
     args = arguments.parse_args(json.loads((folder / "meta.json").read_text())["argv"], world_size=1)
     (model,) = build_chunks(args, ParallelState.single(), 512)

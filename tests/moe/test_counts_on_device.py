@@ -101,8 +101,10 @@ def watch_reads(reads: Counter) -> None:
 def train(
     rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek", watched: bool = False
 ) -> dict:
-    """Three steps over the stand-in. small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by
-    an observer."""
+    """Train three steps over the stand-in.
+
+    small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by an observer.
+    """
     argv = [*shallow(make_argv(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
     ps, log_lines = create_groups(argv, rank, n), []
     found = {

@@ -449,8 +449,10 @@ def _train_with(rank, n, recorded, version, argv):
 )
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
 def test_whole_models_train_like_one_process(recorded, version, how):
-    """Several layers share the buffer; gradients accumulate over microbatches; buffers are made for the microbatch's tokens; a layer
-    that is recomputed dispatches twice what was routed once."""
+    """Several layers share the buffer, whose size is that of the microbatch; gradients accumulate over microbatches.
+
+    A layer that is recomputed dispatches twice what was routed once.
+    """
     argv = [*make_argv("accumulation"), "--moe-shared-expert-intermediate-size", "16"]
     spread = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "flex"]
     expected = train(argv, 0, ParallelState.single(), 2)

@@ -1,6 +1,4 @@
-"""A gated DeltaNet layer's heart on the kernels of the installed flash-linear-attention, in Triton's interpreter, against
-plain torch.
-"""
+"""The delta rule of flash-linear-attention in Triton's interpreter against plain torch."""
 
 import os
 import subprocess

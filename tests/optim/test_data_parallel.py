@@ -84,7 +84,7 @@ def test_every_mode_equals_one_process(n, kind):
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_modes_agree_bitwise_on_two_ranks(kind):
-    """A sum of two gradients has one order. (The norm has not: its parts lie differently; so no clipping here.)"""
+    """A sum of two gradients has one order. The norm's sum does not, so there is no clipping here."""
     results = {
         mode: run_ranks(lambda rank, n, mode=mode: _train(rank, n, mode, kind=kind, clip_grad=0.0), 2)[0]
         for mode in MODES

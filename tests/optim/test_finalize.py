@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import RanksFailed, run_ranks
+from harness import RanksFailedError, run_ranks
 from torch import nn
 
 from arguments.parallel import ParallelArgs
@@ -138,7 +138,7 @@ def _different(rank, n):
 
 
 def test_ranks_that_disagree_about_what_is_partial_are_reported():
-    with pytest.raises(RanksFailed, match="summed over tp differ between ranks.*norm"):
+    with pytest.raises(RanksFailedError, match="summed over tp differ between ranks.*norm"):
         run_ranks(_different, 2)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import RanksFailed, run_ranks
+from harness import RanksFailedError, run_ranks
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group, ParallelState
@@ -114,10 +114,10 @@ def _hang_on_one(rank, n):
 
 
 def test_the_harness_reports_every_traceback():
-    with pytest.raises(RanksFailed, match="rank one is unwell"):
+    with pytest.raises(RanksFailedError, match="rank one is unwell"):
         run_ranks(_raise_on_one, 2)
 
 
 def test_the_harness_ends_a_stuck_rank():
-    with pytest.raises(RanksFailed, match="rank 1: did not finish"):
+    with pytest.raises(RanksFailedError, match="rank 1: did not finish"):
         run_ranks(_hang_on_one, 2, timeout=5.0)

@@ -88,8 +88,11 @@ def receives(step):
 
 
 def rendezvous(programs, pp, chunks, batched, channels=1):
-    """Run the programs where a batch of messages ends only when both sides of all its messages have started, and a rank continues
-    only when what it has sent is through; True: all end."""
+    """Run the programs with messages that rendezvous. Returns True if all end.
+
+    A batch of messages ends only when both sides of all its messages have started, and a rank continues only when what
+    it has sent is through.
+    """
     queues = range(channels * pp)  # rank * channels + channel
     place = [0] * pp
     started = [set() for _ in range(pp)]  # ids of messages whose end at this rank is started
@@ -192,8 +195,11 @@ def test_blocking_messages_never_deadlock(name, ahead):
 
 @pytest.mark.parametrize("name", [name for name, (_, chunks) in CASES.items() if chunks > 1])
 def test_neither_way_waits_for_the_other(name):
-    """Both ends of a message use the same communicator. On none of them does a rank wait for what comes to send what it has made (two
-    ranks), or in one direction for the other (more)."""
+    """Both ends of a message use the same communicator.
+
+    On none of them does a rank wait for what comes to send what it has made (two ranks), or in one direction for the
+    other (more).
+    """
     orders, chunks = CASES[name]
     pp, carried = len(orders), {}
     for rank in range(pp):
@@ -216,8 +222,11 @@ def test_neither_way_waits_for_the_other(name):
     (2, 2, 8, 2, True, [6, 4]),
 ])  # fmt: skip
 def test_the_warm_up_of_virtual_stages_is_that_of_megatron(pp, vpp, m, group, pairs, forwards):
-    """Forward passes before the first backward: 2 (pp - rank - 1) + (vpp - 1) group, one more with overlapped experts, then one of the
-    steady state's; at most all. More would hold more activations than planned, fewer would stall the pipeline."""
+    """Forward passes before the first backward.
+
+    2 (pp - rank - 1) + (vpp - 1) group, one more with overlapped experts, then one of the steady state's; at most all.
+    More would hold more activations than planned, fewer would stall the pipeline.
+    """
     found = []
     for order in virtual(pp, vpp, m, group, pairs):
         actions = [action for step in order for action in step_actions(step)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_injection.ranks import reserved_port
-from harness import RanksFailed, run_ranks
+from harness import RanksFailedError, run_ranks
 
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel import collectives
@@ -79,7 +79,7 @@ def test_every_peer_names_the_culprit(tmp_path, fault, message):
         begin = time.monotonic()
         try:
             run_ranks(work, 4, tmp_path, port, fault, timeout=60.0)
-        except RanksFailed as failure:
+        except RanksFailedError as failure:
             print(failure)  # ranks that raise or die fail their job; the test reads what the peers wrote
         assert time.monotonic() - begin < 40
     printed = {path.name: path.read_text() for path in tmp_path.iterdir()}

@@ -1,5 +1,7 @@
-"""What a job and a rank do, against stand-ins for srun, scontrol, sbatch, module, numactl and nvidia-smi: which outcome leads where, and
-the command lines of containers, modules and binding, which no machine of the tests has."""
+"""What a job and a rank do, against stand-ins for srun, scontrol, sbatch, module, numactl and nvidia-smi.
+
+Which outcome leads where, and the command lines of containers, modules and binding, which no machine of the tests has.
+"""
 
 import os
 import shutil

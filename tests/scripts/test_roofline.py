@@ -27,7 +27,7 @@ def roofline():
 def test_estimates_a_step_of_two_stages(roofline, capsys, tmp_path):
     try:
         build.library()
-    except build.CannotBuild as error:
+    except build.CannotBuildError as error:
         pytest.skip(str(error))
     assert roofline.main([*TINY.split(), "--hardware", "gb200", "--report", str(tmp_path / "r.json")]) == 0
     out = capsys.readouterr().out

@@ -56,8 +56,9 @@ def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def imports(text: str, module: str = "", is_package: bool = False, known: frozenset[str] = frozenset()) -> list[Import]:
-    """List every import in a source text: plain ones, those in functions and under TYPE_CHECKING, and importlib's
-    with a literal name.
+    """List every import in a source text.
+
+    Plain ones, those in functions and under TYPE_CHECKING, and importlib's with a literal name.
 
     `from package import name` counts as the module package.name when `known` has such a module.
     """

@@ -1,5 +1,8 @@
-"""Flags of the optimizer and the gradient reduction on full models under tensor, pipeline, context and expert parallelism: the
-losses, gradients, norms and weights of one process. (Every kind of parameter by itself: tests/optim/test_layouts.py.)"""
+"""Flags of the optimizer and the gradient reduction on full models under every kind of parallelism.
+
+The losses, gradients, norms and weights are those of one process. (Every kind of parameter by itself:
+tests/optim/test_layouts.py.)
+"""
 
 import pytest
 from harness import run_ranks

@@ -1,5 +1,7 @@
-"""Formats and places of the optimizer's state on full models under every way to spread it: the losses, gradients and weights of one
-process with the same formats."""
+"""Formats and places of the optimizer's state on full models under every way to spread it.
+
+The losses, gradients and weights of one process with the same formats.
+"""
 
 import pytest
 from harness import run_ranks

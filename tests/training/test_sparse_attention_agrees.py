@@ -1,5 +1,6 @@
-"""Training with sparse attention over ranks, or with activations computed again, equals one process: losses, the indexers' too, every
-gradient, the norm, the weights after two steps.
+"""Training with sparse attention over ranks, or with activations computed again, equals one process.
+
+Losses, the indexers' too, every gradient, the norm, the weights after two steps.
 
 With the chosen keys gathered the one process still masks those not chosen.
 

@@ -39,8 +39,11 @@ def compare(theirs, mine, where: str) -> None:
 
 @pytest.mark.parametrize("case", FORMS)
 def test_files_have_the_form_of_megatrons(case, tmp_path):
-    """Prediction layers under two pipeline stages; experts under a distributed optimizer; a shared expert with a gate under two kinds of
-    tensor parallelism: names, order, shapes, types, identity of parameter groups, buffers, random states, schedules."""
+    """Names, order, shapes, types, identity of parameter groups, buffers, random states and schedules are Megatron-LM's.
+
+    Prediction layers under two pipeline stages; experts under a distributed optimizer; a shared expert with a gate
+    under two kinds of tensor parallelism.
+    """
     recorded = FORMS[case]
     data = [
         "--mock-data",

@@ -24,8 +24,10 @@ class Event:
 
 
 class Work:
-    """Runs on `stream`, behind previous_event or else behind the current stream. event: of its end, where the call is asynchronous; otherwise
-    the current stream waits."""
+    """Run on `stream`, after previous_event or else after the current stream.
+
+    event: of its end, where the call is asynchronous; otherwise the current stream waits.
+    """
 
     def __init__(self, stream, previous_event, async_, make_event, inputs):
         self.stream, self.compute, self.make_event = stream, torch.cuda.current_stream(), make_event

@@ -1,5 +1,7 @@
-"""DeepEP's compiled part (version 1, one machine) on gloo: what its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are
-really exchanged, on a communication stream of its own.
+"""DeepEP's compiled part (version 1, one machine) on gloo.
+
+What its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are really exchanged, on a communication stream
+of its own.
 """
 
 import os

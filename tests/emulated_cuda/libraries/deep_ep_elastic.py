@@ -1,5 +1,7 @@
-"""DeepEP 2's compiled part (deep_ep._C; ElasticBuffer on one machine, without expansion) on gloo: what its pybind sources declare (folder
-DEEP_EP_SOURCES), over rows that are really exchanged, on a communication stream of its own.
+"""DeepEP 2's compiled part (deep_ep._C; ElasticBuffer on one machine, without expansion) on gloo.
+
+What its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are really exchanged, on a communication stream
+of its own.
 
 The library hands out the slots of a receiving buffer by atomic additions, so that the rows of one rank arrive in any order: here backwards.
 What it leaves undefined stands as NaN, or as a number out of range.

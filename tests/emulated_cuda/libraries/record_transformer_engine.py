@@ -1,4 +1,4 @@
-"""Write down what TransformerEngine's pybind sources declare of its extension for torch, which its wheel does not hold:
+"""Record what TransformerEngine's pybind sources declare of its torch extension, which its wheel does not hold.
 
 python tests/emulated_cuda/libraries/record_transformer_engine.py CHECKOUT >tests/emulated_cuda/libraries/transformer_engine_torch.json
 """

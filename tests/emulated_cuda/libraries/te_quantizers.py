@@ -82,8 +82,12 @@ def _tensor(x: Tensor, quantizer) -> dict:
 def update_scales(
     amax: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, kind: torch.dtype, margin: float
 ) -> None:
-    """End a step of delayed scaling. amax: one behind the other, the maxima of the step (0: take the history's); histories: [L, operands] of
-    each module, where the first row is that of the step and the others go from the oldest to the latest; scales: fmax / amax / 2^margin."""
+    """End a step of delayed scaling.
+
+    amax: one after the other, the maxima of the step (0: take the history's). histories: [L, operands] of each module,
+    where the first row is that of the step and the others go from the oldest to the latest. scales:
+    fmax / amax / 2^margin.
+    """
     assert algorithm in ("max", "most_recent"), algorithm
     assert len(histories) == len(scales) and amax.numel() == sum(scale.numel() for scale in scales)
     for last, history, scale in zip(amax.split([scale.numel() for scale in scales]), histories, scales, strict=True):

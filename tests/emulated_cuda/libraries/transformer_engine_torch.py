@@ -1,5 +1,7 @@
-"""TransformerEngine's extension for torch: the functions, arguments and enumerations that its sources declare
-(transformer_engine_torch.json, by record_transformer_engine.py), computed by torch where the project comes to them.
+"""TransformerEngine's extension for torch.
+
+The functions, arguments and enumerations that its sources declare (transformer_engine_torch.json, by
+record_transformer_engine.py), computed by torch where the project comes to them.
 
 A name that is not declared has no attribute here; one that is declared and not computed says so when it is called.
 """

@@ -1,5 +1,8 @@
-"""The convolution of a gated DeltaNet layer in Triton's interpreter against the torch version, and the whole around a stand-in of
-flash-linear-attention's rule (tests/ops/test_fla.py has the real one). Run by tests/ops/test_triton.py."""
+"""The convolution of a gated DeltaNet layer in Triton's interpreter against the torch version.
+
+Also the layer around a stand-in of flash-linear-attention's rule (tests/ops/test_fla.py has the real one). Run by
+tests/ops/test_triton.py.
+"""
 
 import functools
 
