@@ -57,7 +57,7 @@ def make_folder(folder: Path, gigabytes: float, vocabulary: int = 65536) -> int:
     }
     noise = (
         torch.randn(1 << 24).mul_(0.02).to(torch.bfloat16)
-    )  # a random part of it stands for a random tensor: drawing 20 GB takes longer than all else
+    )  # a random part of it replaces a random tensor: drawing 20 GB takes longer than all else
 
     def draw(*shape: int) -> torch.Tensor:
         count = torch.Size(shape).numel()
@@ -116,7 +116,7 @@ def measure_peak(words: list[str]) -> tuple[float, int]:
 
     Raises: RuntimeError when it fails.
     """
-    # VmHWM: what getrusage tells of a process begins with what its parent had
+    # VmHWM: getrusage's peak of a process includes what its parent had
     code = (
         "import re, resource, sys; sys.path.insert(0, sys.argv.pop(1)); from scripts.convert import main; code = "
         "main(sys.argv[1:]); "

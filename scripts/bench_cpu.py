@@ -8,7 +8,7 @@ Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 hea
 ffn 1,024, sequences of 512, micro-batch 8, with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB).
 All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient clipping at 1. Each contender is a process of its own that
 builds the model and then trains steps on request. They begin one after the other; one that fails, dies or does not
-answer within --limit seconds is left out, and the table says why. With the small model rounds alternate between them,
+answer within --limit seconds is left out, and the table shows why. With the small model rounds alternate between them,
 so that a disturbance of the machine meets all alike, and the median round counts; the large ones do not fit in memory
 together and run one by one, each with the GEMM rate measured before and after it. Ours is `train.train_step`,
 everything a training iteration does except reading data from files.

@@ -10,7 +10,7 @@ constant top-k, by all-to-all and by all-gather. All figures come from one run a
 * wall: seconds of a step; four ranks share this machine's cores.
 
 Experts get more, tokens do not: what an expert adds is the reading of its weights and the writing of their gradients.
-The table says what that is per token; it shrinks as tokens per expert grow (--tokens). --write records the tables in
+The table shows what that is per token; it shrinks as tokens per expert grow (--tokens). --write records the tables in
 scripts/bench_results/dispatch.md.
 """
 

@@ -295,7 +295,7 @@ def training_step() -> str:
             ("validate", "NaN, spikes: rerun in place"),
             ("clip", "one global gradient norm"),
             ("optimizer step", "each rank updates its shard"),
-            ("all-gather", "parameters, overlapped if asked for"),
+            ("all-gather", "parameters, overlapped if enabled"),
             ("expert bias, metrics", "by interval: log, save, exit"),
         )
     ):

@@ -127,7 +127,7 @@ data_of_cluster() {
         fail "DATASET=$DATASET: neither DATA_PATH nor DATA_PATHS[$DATASET:$MODEL] of a cluster file (CLUSTER=FILE) says where it is"
 }
 
-# What the head of the script that is run says of it.
+# The description in the head of the script that is run.
 help_asked() {
     case ${1:-} in
         -h | --help)
@@ -179,7 +179,7 @@ given() {
     return 1
 }
 
-# A layout where the layers do not divide, or where overlap needs chunks and none are asked for.
+# A layout where the layers do not divide, or where overlap needs chunks and none are set.
 own_layout() {
     local options=(--pp "$PP")
     [ -z "${VPP:-}" ] || options+=(--vpp "$VPP")
@@ -211,13 +211,13 @@ drop_defaults() {
     done
 }
 
-# Which layers go where. A layout says it all, for the variables too.
+# Which layers are on which stage. A layout determines it, for the variables too.
 stage_flags() {
     local words=(${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@") name layout=
     if [ -n "${LAYOUT:-}" ] || given --pipeline-model-parallel-layout "${words[@]}"; then
         for name in VPP LAYERS_PER_VP PP_FIRST PP_LAST; do
             [ -z "${!name:-}" ] || [ -n "${DEFAULTS[$name]:-}" ] ||
-                NOTES+=("$name=${!name} has no effect: --pipeline-model-parallel-layout says what every stage holds")
+                NOTES+=("$name=${!name} has no effect: --pipeline-model-parallel-layout determines what every stage holds")
         done
         drop_defaults VPP PP_FIRST PP_LAST
         add LAYOUT --pipeline-model-parallel-layout
@@ -325,7 +325,7 @@ names_data() {
     given '--data-path|--train-data-path|--data-args-path|--per-split-data-args-path|--mock-data' ${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@"
 }
 
-# With a key of Weights & Biases, or where WANDB_MODE asks for it. Without: no project.
+# With a key of Weights & Biases, or where WANDB_MODE is set. Without: no project.
 decide_wandb() {
     local mode=${WANDB_MODE:-disabled}
     [ -z "${WANDB_API_KEY:-}" ] || mode=${WANDB_MODE:-online}
@@ -389,7 +389,7 @@ recipe_lines() {
         }' "$1"
 }
 
-# recipe_value FLAG: what the preset or recipe file says of it; 0: nothing
+# recipe_value FLAG: its value in the preset or recipe file; 0: none
 recipe_value() {
     local value
     value=$(recipe_lines "$RECIPE_FILE" | sed -n "s/^$1: *\([^ #]*\).*/\1/p" | tail -n 1)
@@ -437,7 +437,7 @@ export_recipe_variables() {
     done < <(recipe_lines "$RECIPE")
 }
 
-# What LAYERS_PER_VP is for VPP, for a recipe file that asks.
+# What LAYERS_PER_VP is for VPP, for a recipe file that needs it.
 layers_per_chunk() {
     local layers=${NUM_LAYERS:-${ZOO[NUM_LAYERS]:-}}
     layers=${layers:-$(recipe_value --num-layers)}

@@ -11,7 +11,7 @@
 #   SIGNAL_SECONDS=120  how long before the time limit the run saves and is requeued (REQUEUE=0: not; MAX_REQUEUES=100)
 #   MAX_STALLED=2     a job ends when so many attempts running have left no newer checkpoint (0: never)
 #   ARRAY=N           N tasks one after the other, each going on where the one before stopped, instead of requeueing
-#   DEPENDENCY=afterok:123   goes to sbatch as it stands
+#   DEPENDENCY=afterok:123   is passed to sbatch unchanged
 # The other variables stand in launch_flags.sh, the outcomes of a job in slurm_job.sh.
 set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
@@ -19,7 +19,7 @@ set -euo pipefail
 
 help_asked "$@"
 read_variables
-# shellcheck disable=SC2034 # what the zoo's launcher for SLURM takes, whatever its table of models says
+# shellcheck disable=SC2034 # what the zoo's launcher for SLURM takes, whatever its table of models contains
 ZOO_DISPATCHER=deepep
 flags_of_run "$@"
 nodes=${NNODES:-1}

@@ -45,7 +45,7 @@ stalled() {
         [ "$(tail -n "$MAX_STALLED" "$starts" | head -n 1)" = "$(newest_checkpoint)" ]
 }
 
-says() {
+report() {
     echo "$(date '+%F %T') job $SLURM_JOB_ID, attempt $attempt: $*"
 }
 
@@ -100,7 +100,7 @@ print_environment >"$logs/environment.txt"
 # env: in a container the image's own values would win over exported ones.
 command=(env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$PROGRAM" "${FLAGS[@]}")
 ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))
-says "$ranks ranks on $SLURM_JOB_NODELIST, newest checkpoint: $(newest_checkpoint)"
+report "$ranks ranks on $SLURM_JOB_NODELIST, newest checkpoint: $(newest_checkpoint)"
 echo "logs of all ranks: $logs/rank-*.log; rank 0 and the last one, which logs the iterations, also below"
 printf 'command:'
 printf ' %q' "${command[@]}"
@@ -137,14 +137,14 @@ done 2>/dev/null
 state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\) Reason=\([A-Za-z]*\).*/\1 \2/p')
 case $code in
     0)
-        says "done (exit code 0), newest checkpoint: $(newest_checkpoint)"
+        report "done (exit code 0), newest checkpoint: $(newest_checkpoint)"
         cancel_the_rest
         ;;
     75 | 138 | 143)
         if [ "$code" = 75 ]; then
-            says "interrupted, and saved (exit code 75), newest checkpoint: $(newest_checkpoint)"
+            report "interrupted, and saved (exit code 75), newest checkpoint: $(newest_checkpoint)"
         else
-            says "interrupted before the ranks could save (exit code $code), newest checkpoint: $(newest_checkpoint)"
+            report "interrupted before the ranks could save (exit code $code), newest checkpoint: $(newest_checkpoint)"
         fi
         if [ "${state% *}" != RUNNING ] && [ "${state#* }" != TimeLimit ]; then
             echo "ended by SLURM: after a preemption or a node failure it starts the job again itself, after scancel it does not; submitting the same command resumes"
@@ -153,7 +153,7 @@ case $code in
         fi
         ;;
     *)
-        says "failed (exit code $code)"
+        report "failed (exit code $code)"
         echo "the last words of the ranks that said why:"
         grep -lE '^pretrain_moe.py: |Error|error: ' "$logs"/rank-*.log | head -n 4 | while read -r log; do
             echo "--- $log"

@@ -7,7 +7,7 @@
 #   MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh    the Triton kernels too: interpreted, and compiled for sm_90, sm_100 and sm_103. Triton is
 #                                        as large as all of torch (a 198 MB wheel, 0.7 GB on disk), so it is not installed unasked
 #   MOE_TRAINER_TEST_WITH="triton transformer_engine"    and TransformerEngine's own Python on the emulated device: a wheel of 1 MB, which
-#                                        is downloaded and not installed, since it asks for CUDA's libraries
+#                                        is downloaded and not installed, since it requires CUDA's libraries
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh

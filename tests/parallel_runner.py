@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
     total = ", ".join(f"{sum(result['counts'].get(name, 0) for result in results)} {name}" for name in names)
     elapsed = time.monotonic() - start
     print(f"\n==== {total_count} processes together: {total or 'no tests'} in {elapsed:.0f} s")
-    # 5: no tests among those selected, an error only if all processes say so
+    # 5: no tests among those selected, an error only if all processes report it
     codes = [code for code in codes if code != 5] or [5]
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
 

@@ -1,7 +1,7 @@
 """Malformed command lines, drawn by seed from the flags' own declarations: a flag that is new is among them the same day.
 
 Each kind of mistake is a function of a random generator; `malformed` takes the kinds in turn. A line is a small model's
-flags with the mistake behind them, and says what its refusal must name. Lines whose mistake only a start can find
+flags with the mistake behind them, and gives what its rejection must name. Lines whose mistake only a start can find
 (files that are missing or are not what they should be) stand in `FOUND_AT_START`, with the files they need.
 """
 
@@ -113,7 +113,7 @@ def impossible_number(rng: random.Random) -> Malformed:
 
 
 def negative(rng: random.Random) -> Malformed:
-    """Every number flag refuses a negative number, or stands in ANY_NUMBER."""
+    """Every number flag refuses a negative number, or is in ANY_NUMBER."""
     option = _choose(rng, lambda o: _plain(o, "int", "float") and o.dest not in ANY_NUMBER)
     return _with("negative", option.spellings[0], *_words(option, f"-{rng.randrange(1, 100)}"))
 

@@ -1,6 +1,6 @@
 """The flags of Megatron-LM's own MoE recipes (dev branch, examples/moe_recipes at d48bd6be), as facts: names of flags and their values.
 
-(model and file, our preset of the model, ranks, what the recipe says besides the model's architecture, data and optimizer). A test writes
+(model and file, our preset of the model, ranks, the recipe's flags besides the model's architecture, data and optimizer). A test writes
 them as files of the same shape.
 """
 

@@ -214,7 +214,7 @@ def test_flags_without_effect_say_why_once(argv):
 
 
 def test_flex_options_need_the_flex_dispatcher():
-    """A buffer's option without that buffer says so; with it, it does not."""
+    """A buffer's option without that buffer is noted; with it, it is not."""
     notes = parse("--moe-flex-dispatcher-num-sms", "8", "--moe-hybridep-num-blocks-permute", "3").notes
     assert any(
         "--moe-flex-dispatcher-num-sms 8 has no effect without --moe-token-dispatcher-type flex" in line

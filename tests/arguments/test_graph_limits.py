@@ -46,7 +46,7 @@ def test_the_whole_iteration_of_dropless_experts_has_one_reason():
     )
     found = later(flags)
     assert len(found) == 1 and "dropless" in found[0].message and "--moe-paged-stash" in found[0].message
-    assert len(later(f"{flags} {PADDED}")) > 1  # padded: what else stands in the way
+    assert len(later(f"{flags} {PADDED}")) > 1  # padded: the other obstacles
 
 
 def test_all_obstacles_are_reported_at_once():

@@ -1,4 +1,4 @@
-"""When sparse attention gathers: what stands in its way, and where it pays."""
+"""When sparse attention gathers: what prevents it, and where it pays."""
 
 from dataclasses import replace
 

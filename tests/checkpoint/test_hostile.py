@@ -564,7 +564,7 @@ def test_hostile_json_next_to_a_checkpoint(content, full, tmp_path):
 
 
 def test_files_outside_the_folder_are_not_read(full, tmp_path):
-    """integrity.json with a path: the hash of a file elsewhere tells a reader what is in it."""
+    """integrity.json with a path: the hash of a file elsewhere reveals its content."""
     shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     (tmp_path / "secret").write_text("secret")

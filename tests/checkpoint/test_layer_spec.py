@@ -1,4 +1,4 @@
-"""Stored names follow --transformer-impl as Megatron-Core's layer specs have them, for every kind of layer; reading knows both.
+"""Stored names follow --transformer-impl as Megatron-Core's layer specs have them, for every kind of layer; reading accepts both.
 
 Local names: recorded in golden/ckpt (test_sharding.py). TransformerEngine's: golden/README.md ("pre_mlp_layernorm.weight"), the rest from
 the layer specs themselves (gpt_layer_specs.py, experimental_attention_variant_module_specs.py of Megatron-Core), no recorded file.

@@ -101,7 +101,7 @@ int wait_mode = 0;  // torch.cuda.set_sync_debug_mode: 0 ignore, 1 warn, 2 error
 std::map<std::string, int64_t> op_counts;
 
 // a tensor may die while an exception is on its way through Python: that one waits here
-int64_t tell(int kind, const std::string& what, int64_t bytes) {
+int64_t report(int kind, const std::string& what, int64_t bytes) {
   if (!on_event || !Py_IsInitialized()) return -1;
   int gil = PyGILState_Ensure();
   void *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -201,7 +201,7 @@ void host_wait(const std::string& what, const Clock& clock) {
   if (nested) return;
   permit(what);
   waits++;
-  tell(WAIT, what, 0);
+  report(WAIT, what, 0);
   host_waits_for(clock);
   TORCH_CHECK(wait_mode < 2, "called a synchronizing CUDA operation: ", what);
   if (wait_mode == 1) TORCH_WARN("called a synchronizing CUDA operation: ", what);
@@ -257,7 +257,7 @@ void* new_block(void* data, size_t bytes, DeviceIndex device) {
   allocated[device] += rounded;
   if (!nested) peak[device] = std::max(peak[device], allocated[device]);  // a real kernel needs no such tensors
   if (capturing) capturing->made.insert(data);
-  tell(ALLOCATE, std::to_string((uintptr_t)data), rounded);
+  report(ALLOCATE, std::to_string((uintptr_t)data), rounded);
   return data;
 }
 void free_block(void* data) {
@@ -267,7 +267,7 @@ void free_block(void* data) {
   Block& block = found->second;
   if (block.graph) block.graph->made.erase(data);
   allocated[block.device] -= block.bytes;
-  tell(FREE, std::to_string((uintptr_t)data), block.bytes);
+  report(FREE, std::to_string((uintptr_t)data), block.bytes);
   if (check_races)
     for (auto& access : block.accesses)
       if (access.stream != block.stream && !block.recorded.count(access.stream)) debts[block.stream].push_back({access, next_block});
@@ -335,7 +335,7 @@ int64_t launch(const std::string& what, int64_t bytes) {
   if (nested) return -1;
   launches++;
   op_counts[what]++;
-  return tell(LAUNCH, what, bytes);
+  return report(LAUNCH, what, bytes);
 }
 
 // ---------------------------------------------------------------- memory
@@ -989,7 +989,7 @@ int ec_host_wait(const char* what, int device, int64_t stream, int64_t event) {
   } catch (const c10::Error&) { return capturing ? 1 : 2; }
   return 0;
 }
-int ec_is_complete(int64_t event) {  // a kernel is done when the host, or a copy that has arrived, knows of it
+int ec_is_complete(int64_t event) {  // a kernel is done when the host, or a copy that has arrived, has seen it
   LOCKED;
   Clock& clock = events[event];
   for (size_t i = 0; i < clock.size(); i++) if (at_index(host_clock, (int)i) < clock[i]) return 0;

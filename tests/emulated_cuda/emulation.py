@@ -50,7 +50,7 @@ NAMES = {8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3", 10: "NVIDIA GB2
 
 
 class Device:
-    """The emulated devices of this process. capability: a process may change it before it asks."""
+    """The emulated devices of this process. capability: a process may change it before it reads it."""
 
     def __init__(self, devices: int, capability: tuple[int, int], memory: int):
         self.lib = lib = _LIBRARY

@@ -138,7 +138,7 @@ class Recording:
 
 
 def during(recording: Recording, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an execution of a schedule, which tells of its action."""
+    """A method of an execution of a schedule, which reports its action."""
 
     @functools.wraps(method)
     def run(execution, action, *args):
@@ -158,7 +158,7 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
 
 
 def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
-    """Have CudaGraphs.run tell the recording of these parts, and the layers run as where they are captured, each operator on its own."""
+    """Have CudaGraphs.run report these parts to the recording, and the layers run as where they are captured, each operator on its own."""
     run, apart = CudaGraphs.run, captured & {"moe_router", "moe_preprocess"}
 
     def counts_to_use(graphs, part, *rest):

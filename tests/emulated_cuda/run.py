@@ -153,7 +153,7 @@ def _serve(channel: Connection, *libraries: str) -> None:
             module, name, args, devices, ranks = channel.recv()
         except EOFError:
             return
-        with contextlib.suppress(BaseException):  # which the processes tell of
+        with contextlib.suppress(BaseException):  # which the processes report
             importlib.import_module(module)  # here once
         try:
             channel.send((True, run_ranks(_call, ranks, module, name, args, devices)))

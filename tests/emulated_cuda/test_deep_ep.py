@@ -226,7 +226,7 @@ def test_parity_with_the_all_to_all(sources):
 
 
 def check_parity(sources: Path, which: str) -> None:
-    """tests/gpu/test_flex_parity.py as it stands, on two devices."""
+    """tests/gpu/test_flex_parity.py unchanged, on two devices."""
     env = environment(RANKS) | SETTINGS | {"DEEP_EP_SOURCES": str(sources)}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(HERE / "libraries"), str(sources), env["PYTHONPATH"]])
     done = subprocess.run(

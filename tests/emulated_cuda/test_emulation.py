@@ -232,7 +232,7 @@ def capture(how: str):
     event.record()
     generator = torch.Generator("cuda")
     g = torch.cuda.CUDAGraph()
-    if how == "a generator that it knows":
+    if how == "a registered generator":
         g.register_generator_state(generator)
     with torch.cuda.graph(g):
         y = x * 2
@@ -246,7 +246,7 @@ def capture(how: str):
             "generator": lambda: torch.empty_like(x).uniform_(generator=generator),
             "read": lambda: None,
             "freed": lambda: None,
-            "a generator that it knows": lambda: torch.empty_like(x).uniform_(generator=generator),
+            "a registered generator": lambda: torch.empty_like(x).uniform_(generator=generator),
         }[how]()
     if how == "read":
         y.tolist()
@@ -302,7 +302,7 @@ def test_what_a_capture_refuses_of_other_threads():
 
 
 def test_a_capture_takes_a_generator_that_it_knows():
-    on_device(capture, "a generator that it knows")
+    on_device(capture, "a registered generator")
 
 
 def exchange(rank: int, world_size: int):

@@ -1,4 +1,4 @@
-"""What the plan says of memory against what the emulated device's allocator counts: one rank at the real sizes, a few layers deep."""
+"""The plan's memory against what the emulated device's allocator counts: one rank at the real sizes, a few layers deep."""
 
 from contextlib import nullcontext
 

@@ -51,7 +51,7 @@ FP8 = f"--bf16 {FEW} --fp8-format e4m3 --fp8-recipe"
 CASES = {
     "sizes that depend on the routing": ("", 1),
     "in bf16": ("--bf16", 1),
-    "recompute asks nothing again": (
+    "recompute reads nothing again": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         1,
     ),

@@ -33,7 +33,7 @@ def test_a_plan_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, code, says",
+    "flags, code, expected_text",
     [
         ((), 0, "fits: the fullest device has"),
         (("--fake-process-group",), 0, "--fake-process-group"),
@@ -78,10 +78,10 @@ def test_a_plan_without_torch(tmp_path):
         (("--report", "/nowhere/plan.json"), 2, "--report /nowhere/plan.json"),
     ],
 )
-def test_exit_codes(capsys, flags, code, says):
+def test_exit_codes(capsys, flags, code, expected_text):
     assert run_dry_run([*LINE, "--dry-run", *flags]) == code
     out, err = capsys.readouterr()
-    assert says in (err if code == 2 else out), (out, err)
+    assert expected_text in (err if code == 2 else out), (out, err)
 
 
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --fp4-recipe nvfp4"

@@ -19,7 +19,7 @@ def test_a_file_that_is_like_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
         ("like: h1000", "h1000"),
         ("like: h100\nmemory_gb: 3", "memory_gb"),
@@ -35,10 +35,10 @@ def test_a_file_that_is_like_another(tmp_path):
         (":\n :", "YAML"),
     ],
 )
-def test_bad_files(tmp_path, text, says):
+def test_bad_files(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(HardwareError, match=says):
+    with pytest.raises(HardwareError, match=message):
         find_hardware(str(path))
 
 

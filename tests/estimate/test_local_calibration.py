@@ -30,7 +30,7 @@ PLANTED = Constants(products_bf16=1.1, fill=16, iteration=0.02, memory=0.9, laun
 
 
 def described(argv, world_size=1, device="cpu", threads=1):
-    """What the trainer's first record says (training/metrics.py)."""
+    """The trainer's first record (training/metrics.py)."""
     args = parse_args(argv.split(), world_size)
     settings = {name: value for name, value in args.as_dict().items() if value != OPTIONS[name].default}
     return {
@@ -101,7 +101,7 @@ def test_planted_constants_predict_runs_that_were_not_seen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
         ("", "no record says what ran"),
         ("{\n", "line 1 is no JSON"),
@@ -121,10 +121,10 @@ def test_planted_constants_predict_runs_that_were_not_seen(tmp_path):
         ("\xff", "no record"),
     ],
 )
-def test_bad_files(tmp_path, text, says):
+def test_bad_files(tmp_path, text, message):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(PlanError, match=message):
         read_runs(path, find_hardware("cpu"))
 
 
@@ -158,7 +158,7 @@ def test_runs_of_different_devices_are_kept_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
         ("constants: 3", "is no table"),
         ("constants: {speed: 3}", "unknown speed"),
@@ -169,10 +169,10 @@ def test_runs_of_different_devices_are_kept_apart(tmp_path):
         ("constants: {launch: .inf}", "launch"),
     ],
 )
-def test_bad_hardware_files(tmp_path, text, says):
+def test_bad_hardware_files(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     path.write_text(f"like: cpu\n{text}\n")
-    with pytest.raises(HardwareError, match=says):
+    with pytest.raises(HardwareError, match=message):
         find_hardware(str(path))
 
 

@@ -86,7 +86,7 @@ def test_the_sum_of_chunks():
 def test_the_published_table_of_deepseek_v3(shared):
     """arXiv 2603.07685, table 3.
 
-    A stage of 16 MoE layers without embedding (the weights say so: 6.5e9 parameters), of which stage 1 has more in
+    A stage of 16 MoE layers without embedding (as its weights show: 6.5e9 parameters), of which stage 1 has more in
     flight. The unit of the table is not stated; 2^30 is what weights and optimizer agree with. In flight: 17 chunks of
     the schedule, nothing chosen. The totals agree; the tensors are not the same: the table's program keeps the output
     of the experts' second GEMM, ours keeps values padded to the width of keys.

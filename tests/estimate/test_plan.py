@@ -91,7 +91,7 @@ def test_most_of_them_are_near(published):
 
 
 def test_runs_that_were_looked_up_later():
-    """The median that README tells, and none that is not eager, GPT-OSS or named is a third off."""
+    """The median that README reports, and none that is not eager, GPT-OSS or named is a third off."""
     errors = [
         PredictionError(run, plan_published_run(run).tflops, Constants())
         for run in HOLDOUT_RUNS

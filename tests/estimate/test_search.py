@@ -1,4 +1,4 @@
-"""The search: its results are legal, fit and are what it says they are; its layouts are whole; what it leaves out of a command line."""
+"""The search: its results are legal, fit and are what it reports; its layouts are complete; what it leaves out of a command line."""
 
 import itertools
 import json
@@ -221,7 +221,7 @@ def test_suggestions_fit_the_machine():
 
 
 @pytest.mark.parametrize(
-    "words, code, says",
+    "words, code, message",
     [
         (
             "search --preset mixtral_tiny --mock-data --gpus 4 --hardware a100 --best 3",
@@ -247,7 +247,7 @@ def test_suggestions_fit_the_machine():
         ("", 2, "search FLAGS"),
     ],
 )
-def test_the_script(words, code, says):
+def test_the_script(words, code, message):
     done = subprocess.run(
         [sys.executable, "scripts/plan.py", *words.split()],
         cwd=ROOT,
@@ -256,7 +256,7 @@ def test_the_script(words, code, says):
         check=False,
         env={name: value for name, value in os.environ.items() if name != "WORLD_SIZE"},
     )
-    assert done.returncode == code and says in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode == code and message in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -280,7 +280,7 @@ def mixtral():
 
 
 def test_a_line_without_a_preset(mixtral, capsys):
-    """What the line says stays, but what a mapping sets; the line to paste is legal and has its launcher."""
+    """The flags of the line stay, but those that a mapping sets; the line to paste is legal and has its launcher."""
     line = launch_line(mixtral, 32).split()
     assert line[:4] == ["torchrun", "--nproc-per-node", "8", "--nnodes"] and line[4] == "4"
     assert set(MIXTRAL) - set(line) <= {"--pipeline-model-parallel-size", "4", "256"} | set(mixtral.replaced)

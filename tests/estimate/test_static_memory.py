@@ -1,4 +1,4 @@
-"""The memory line of --validate-only: weights in 8 bits of every rank against built runs, and what the line says."""
+"""The memory line of --validate-only: weights in 8 bits of every rank against built runs, and the text of the line."""
 
 import json
 import re

@@ -50,7 +50,7 @@ def test_four_fifths_of_models_that_were_left_out_lie_inside(residuals):
 
 
 def test_plain_runs_do_not_need_the_wide_bars(residuals):
-    """The bar tells runs apart: those with features are further off than those without."""
+    """The bar separates runs: those with features are further off than those without."""
     plain = [run.error for run in residuals if not any(FITTED.terms.get(name) for name in run.features)]
     other = [run.error for run in residuals if any(FITTED.terms.get(name, 0) > 0.1 for name in run.features)]
     assert sorted(plain)[len(plain) // 2] < 0.06 < 0.12 < sorted(other)[len(other) // 2]
@@ -74,7 +74,7 @@ LINE = (
 
 
 @pytest.mark.parametrize(
-    "flags, machine, says",
+    "flags, machine, message",
     [
         ("--context-parallel-size 2", "h100", "context parallelism below 16K tokens"),
         ("", "a100", "hardware without a published run"),
@@ -88,14 +88,14 @@ LINE = (
         ("--moe-token-dispatcher-type allgather", "h100", "allgather"),
     ],
 )
-def test_what_was_never_measured_makes_a_bar_wider(flags, machine, says):
+def test_what_was_never_measured_makes_a_bar_wider(flags, machine, message):
     argv = LINE.split()
     published = make_plan(validated_args(argv, 128), 128, find_hardware("h100"))
     plan = make_plan(validated_args([*argv, *flags.split()], 128), 128, find_hardware(machine))
     bar = error_bar(plan)
-    assert error_bar(published).relative < 0.1 < bar.relative and any(says in name for name, _ in bar.reasons), bar
+    assert error_bar(published).relative < 0.1 < bar.relative and any(message in name for name, _ in bar.reasons), bar
     text = "\n".join(plan_lines(plan))
-    assert f"s +- {bar.percent}" in text and says in text
+    assert f"s +- {bar.percent}" in text and message in text
     assert plan_json(plan)["step_error"] == bar.relative
     assert comparison_bar(published, published) == COMPARISON < comparison_bar(published, plan)
 

@@ -18,7 +18,7 @@ HOWS = {
     "offload and recompute": f"{OFFLOAD} --min-offloaded-tensor-size 1 --recompute-granularity selective --recompute-modules layernorm mlp",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
 }
-# both runs by the same layers: offload is for those of TransformerEngine, and where it is not installed for what stands in
+# both runs by the same layers: offload is for those of TransformerEngine, and where it is not installed for its stand-in
 LAYERS = "--transformer-impl transformer_engine --on-missing-backend fallback"
 NEAR = Tolerances(loss=1e-6, norm=1e-6, grad=1e-5, weight=1e-5)  # sums by atomics come in any order
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_three_steps_are_the_plain_ones(kind, how):
 
 @pytest.mark.parametrize("how", ["offload", "recompute"])
 def test_memory_is_freed(how):
-    """At least four fifths of what the list says; the allocator rounds, and kernels keep what they like."""
+    """At least four fifths of the list's bytes; the allocator rounds, and kernels keep what they like."""
     sizes = "--hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 512 --seq-length 1024 --max-position-embeddings 1024 --bf16"
 
     def kept(flags):

@@ -1,6 +1,6 @@
 """--triton-kernels where its kernels cannot run.
 
-Plain torch with a line in the log, or an error that says what to do.
+Plain torch with a line in the log, or an error with a remedy.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 Output, gradient of the input, every weight gradient (partial ones summed).
 
-Weights, biases and gains are all random, drawn by name on their full shape and then cut as their ParamInfo says.
+Weights, biases and gains are all random, drawn by name on their full shape and then sharded by their ParamInfo.
 """
 
 import functools
@@ -224,7 +224,7 @@ def _join(pieces: list[Tensor], dim: int, parts: int = 1) -> Tensor:
 
 
 def _fill(layer: nn.Module) -> nn.Module:
-    """Every parameter random, fp64, cut as its info says."""
+    """Every parameter random, fp64, sharded by its info."""
     for param in layer.parameters():
         info, shape = param.info, list(param.shape)
         if info.sharded_dim is not None:

@@ -117,7 +117,7 @@ def toy(parts=("first", "second"), iterations=1):
 
 
 def passes(model, order, seed=0):
-    """Run microbatches as the order says (a number twice: forward, then backward); returns losses, input and parameter gradients."""
+    """Run microbatches in an order (a number twice: forward, then backward); returns losses, input and parameter gradients."""
     model.zero_grad()
     inputs, losses = {}, {}
     for number in order:

@@ -17,7 +17,7 @@ from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 
 
 def embedded(path):
-    """The data that stands in a page."""
+    """The data in a page."""
     text = path.read_text(encoding="utf-8")
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL).group(1))
 

@@ -1,4 +1,4 @@
-"""dashboard.html of a real run, in a headless Chromium: it renders, says nothing on the console, and shows the figures of metrics.jsonl."""
+"""dashboard.html of a real run, in a headless Chromium: it renders, logs nothing on the console, and shows the figures of metrics.jsonl."""
 
 import importlib.util
 import json
@@ -189,7 +189,7 @@ def test_a_phone_shows_all_of_it_and_what_happened(records, browser, tmp_path):
         assert browser.execute_script('return document.getElementById("events").textContent') == (
             "resumed after iteration 3; iteration 6 skipped: the loss is nan"
         )
-        # a dashed line stands at iteration 3 of the loss: ink where the chart without events has none
+        # a dashed line is at iteration 3 of the loss: ink where the chart without events has none
         ink = """
             const plot = dashboard.charts.memory, x = Math.round(plot.valToPos(3, "x", true)), {top, height} = plot.bbox;
             const pixels = plot.ctx.getImageData(x - 1, top, 3, height).data, dark = [];

@@ -19,7 +19,7 @@ LAYERS, EXPERTS, HIDDEN, FFN = 4, 4, 8, 12
 
 
 def full_tensor(name, shape, kind=0):
-    """Every element tells the tensor and the place it belongs to."""
+    """Every element encodes its tensor and its place."""
     number = sum(ord(letter) * (position + 1) for position, letter in enumerate(name)) % 997
     return number + 1000 * kind + torch.arange(torch.Size(shape).numel()).reshape(shape) / 4096
 

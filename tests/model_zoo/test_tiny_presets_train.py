@@ -37,6 +37,6 @@ def test_tiny_preset_trains(name, tmp_path):
     for step in steps:
         assert LOSSES[name] <= set(step)
         assert all(math.isfinite(step[loss]) and step[loss] > 0 for loss in LOSSES[name])
-    # A model that has learned nothing stands at the logarithm of the vocabulary.
+    # The loss of a model that has learned nothing is the logarithm of the vocabulary.
     assert steps[0]["lm loss"] == pytest.approx(math.log(4096), abs=0.2)
     assert steps[-1]["lm loss"] < steps[0]["lm loss"] - 2.0

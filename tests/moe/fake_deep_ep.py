@@ -300,7 +300,7 @@ def make_hybrid(recorded: Signatures, prefix: str):
 
         @staticmethod
         def rows(way, hidden):
-            """Rows for the experts; what stands behind them is undefined."""
+            """Rows for the experts; what is behind them is undefined."""
             rows = hidden.new_full((way.num_rows, hidden.shape[1]), torch.nan)
             rows[: len(way.token)] = way.send(hidden)[way.token]
             return rows

@@ -115,7 +115,7 @@ class RankGrads:
 
 
 def total_grads(ranks: list[RankGrads]) -> dict[str, torch.Tensor]:
-    """Gradients summed over data, as ParamInfo says they add up over tp (etp for experts)."""
+    """Gradients summed over data, as ParamInfo has them add up over tp (etp for experts)."""
     sums, infos = {}, {}
     for rank in ranks:
         for name, (info, grad) in rank.grads.items():

@@ -213,7 +213,7 @@ def test_what_is_partial_is_declared():
 
 
 def _noise(rank, n, changes):
-    """Logits of equal rows on two tensor ranks, and where the global generator stands afterwards."""
+    """Logits of equal rows on two tensor ranks, and the global generator's state afterwards."""
     ps = ParallelState.create(n, rank, tp=n)
     args = sections(sequence_parallel=True, **changes)
     factory = LOCAL.for_chunk(stream=ShardRNG(5, "here", rank))

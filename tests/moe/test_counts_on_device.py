@@ -84,7 +84,7 @@ class Onlooker:
 
 
 def watch_reads(reads: Counter) -> None:
-    """Count, by the file that asks, what of moe_trainer/moe reads numbers of tensors: a wait, if they were on a device."""
+    """Count, by the calling file, what of moe_trainer/moe reads numbers of tensors: a wait, if they were on a device."""
 
     def counted(read):
         def asked(tensor, *rest):

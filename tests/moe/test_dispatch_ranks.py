@@ -299,7 +299,7 @@ def test_experts_that_cannot_be_cut():
 
 
 def _rows(rank, n, dispatcher):
-    """What the experts of a rank get, when every value tells where it comes from."""
+    """What the experts of a rank get, when every value encodes where it comes from."""
     ps = ParallelState.create(n, rank, ep=n)
     num_tokens = 3 + rank
     generator = torch.Generator().manual_seed(rank)

@@ -40,7 +40,7 @@ def recorded(shared) -> dict:
 
 
 def double(recorded: dict, version: str) -> tuple[ModuleType, Signatures]:
-    """A module that stands for deep_ep of this version."""
+    """A module that replaces deep_ep of this version."""
     source, name = VERSIONS[version]
     signatures = Signatures(recorded[source])
     module = ModuleType("deep_ep")
@@ -462,7 +462,7 @@ def test_whole_models_train_like_one_process(recorded, version, how):
 
 
 def test_choices_that_are_not_made_carry_no_weight():
-    """Tokens with fewer experts than K (dropped ones) end in -1; an exchange may multiply by what stands there."""
+    """Tokens with fewer experts than K (dropped ones) end in -1; an exchange may multiply by what is there."""
     routing_TV = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     probs_TV = (torch.arange(12.0).view(3, 4) + 1).requires_grad_()  # not zero where there is no route either
     idx_TK, weights_TK = deepep.dense_to_topk(probs_TV, routing_TV, 3)

@@ -176,7 +176,7 @@ def test_metrics_are_reset_by_collecting():
 
 
 def test_metrics_leave_dense_layers_out():
-    """Layer 2 of 2 is an MoE layer: the mean is over MoE layers, the index says which."""
+    """Layer 2 of 2 is an MoE layer: the mean is over MoE layers, by the index."""
     args = sections(**AUX)
     layer = build_layer(args, layer_number=2)
     layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)

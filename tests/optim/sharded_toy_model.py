@@ -1,4 +1,4 @@
-"""A model that exists only as named tensors and made-up gradients, spread over ranks as a layout says.
+"""A model that exists only as named tensors and made-up gradients, spread over ranks by a layout.
 
 Every kind of parameter occurs: cut over tp (with parts), replicated, partial over tp, tied over stages, stacked experts cut over etp,
 partial over etp. The gradients are multiples of 1/64, so that their sums are exact in any order and a rank's share of a sum
@@ -61,7 +61,7 @@ SPECS = (
 
 @functools.cache
 def values(*name: str | int, shape: tuple[int, ...]) -> Tensor:
-    """Multiples of 1/64 below 1/4; one in eight is zero. Not to be written to: the next one asks for the same tensor."""
+    """Multiples of 1/64 below 1/4; one in eight is zero. Not to be written to: the next caller gets the same tensor."""
     full_tensor = torch.randint(-16, 17, shape, generator=named_generator(3, *name))
     return full_tensor.masked_fill_(torch.rand(shape, generator=named_generator(4, *name)) < 0.125, 0).float() / 64
 

@@ -123,9 +123,7 @@ def test_low_precision_keeps_fp32_main_parameters(dtype, flag):
         assert outcome.updated
     assert all(tensor.dtype == torch.float32 for tensor in main.values())
     assert all(torch.equal(tensor.to(dtype), param.detach().flatten()) for param, tensor in main.items())
-    assert any(
-        not torch.equal(t, t.to(dtype).float()) for t in main.values()
-    )  # they remember what the model cannot hold
+    assert any(not torch.equal(t, t.to(dtype).float()) for t in main.values())  # they hold what the model cannot
     assert all(p.main_grad.dtype == torch.float32 for p in model.parameters())
 
 

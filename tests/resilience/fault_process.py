@@ -48,7 +48,7 @@ def install(kind: str, at: int) -> None:
 
 
 def main(kind: str, victim: str, at: str, argv: list[str]) -> None:
-    """Run this process's rank, as its environment tells; does not return."""
+    """Run the rank of this process's environment; does not return."""
     if os.environ["RANK"] == victim:
         install(kind, int(at))
     pretrain_moe.leave(pretrain_moe.main(argv))

@@ -118,7 +118,7 @@ def test_the_host_clock_is_split_into_parts():
 
 
 class Event:
-    """As torch.cuda.Event: it knows its moment only when the stream has passed it."""
+    """As torch.cuda.Event: its time is available only when the stream has passed it."""
 
     def __init__(self, clock, made):
         self.clock, self.done = clock, False

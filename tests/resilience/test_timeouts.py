@@ -58,7 +58,7 @@ def test_without_the_flag_nothing_changes():
 
 
 def settle(rank, n):
-    """Share with every rank what only rank 1 knows."""
+    """Share with every rank what only rank 1 has."""
     ps = ParallelState.create(n, rank)
 
     def ask(signalled=False, writing=False, duration=None, interval=None, started=None):

@@ -53,7 +53,7 @@ class Job:
         self.tracker.parent.mkdir()
 
     def attempt(self, number=0, code=75, state="RUNNING Reason=None", saved=None, **env):
-        """Attempt `number`: the ranks leave with `code`, after saving iteration `saved`; SLURM tells `state`. Returns the ended job script."""
+        """Attempt `number`: the ranks leave with `code`, after saving iteration `saved`; SLURM reports `state`. Returns the ended job script."""
         save = "" if saved is None else f"echo {saved} >{self.tracker}"
         stand_in(self.bin, "srun", save, f"exit {code}")
         stand_in(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
@@ -160,7 +160,7 @@ def test_two_attempts_without_a_newer_checkpoint_end_the_job(tmp_path):
 
 @pytest.mark.parametrize("flags", ["--save {}", "--save={}"])
 def test_attempts_that_slurm_ended_and_requeued_itself_count_too(tmp_path, flags):
-    """A lost node kills the job's shell: only the next attempt can tell that there was no progress."""
+    """A lost node kills the job's shell: only the next attempt can detect that there was no progress."""
     job = Job(tmp_path, *flags.format(tmp_path / "elsewhere").split())
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / job.tracker.name).write_text("30")
@@ -292,7 +292,7 @@ def node(tmp_path):
 
 
 def ranked(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done; exec "$@"', **env):
-    """The binding that rank.sh tells of and the numactl calls it made. The command prints the threads it was given."""
+    """The binding that rank.sh reports and the numactl calls it made. The command prints the threads it was given."""
     stand_in(folder / "bin", "nvidia-smi", smi)
     stand_in(folder / "bin", "numactl", numactl)
     settings = {

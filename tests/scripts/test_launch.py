@@ -329,8 +329,8 @@ def test_stages_are_said_once(tmp_path, variables, words, wanted):
     flags = flags_in(done.stdout)
     about = ("--num-virtual", "--num-layers-per", "--pipeline-model-parallel-layout", "--decoder-")
     assert [flag for flag in flags[: len(flags) - len(words)] if flag.startswith(about)] == wanted
-    says = ["VPP=4 has no effect"] if "Et|(tt|)*30mL" in (*words, variables.get("LAYOUT")) else []
-    assert re.findall(r"VPP=\d has no effect", done.stdout) == says
+    notes = ["VPP=4 has no effect"] if "Et|(tt|)*30mL" in (*words, variables.get("LAYOUT")) else []
+    assert re.findall(r"VPP=\d has no effect", done.stdout) == notes
 
 
 def test_a_wrong_flag_makes_no_second_mistake(tmp_path):
@@ -451,7 +451,7 @@ def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
         "WANDB_PROJECT=",
         f"WORKSPACE={tmp_path}",
     } <= set(exports)
-    assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the file says it
+    assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the file sets it
     assert "valid for 64 ranks" in done.stdout and "64 x b200" in done.stdout
     assert "WANDB_PROJECT=ours has no effect" in done.stdout
     missing = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH=str(tmp_path / "none.yaml"), code=2)
@@ -460,7 +460,7 @@ def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
 
 @pytest.mark.parametrize("flag", ["--num-layers", "--max-position-embeddings"])
 def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
-    """bash runs a command that stands in the index of an array inside $(( )) and [ -gt ]."""
+    """Bash runs a command in the index of an array inside $(( )) and [ -gt ]."""
     lines = [line for line in ZOO_FILE.splitlines() if not line.startswith(f"  {flag}:")]
     (tmp_path / "zoo.yaml").write_text("\n".join([*lines, f"  {flag}: BASH_VERSINFO[$(>ran)]", ""]))
     env_vars = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")

@@ -105,7 +105,7 @@ def test_recorded_on_four_ranks_and_run_again_on_them_and_on_one(four_ranks, rep
 
 
 def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, replay):
-    """The runs were the same up to rounding, one step before: their records say so."""
+    """The runs were the same up to rounding, one step before, as their records show."""
     one, four = Record.open(one_rank), Record.open(four_ranks)
     assert one.head["sample_numbers"] == four.head["sample_numbers"] == list(range(8, 16))
     assert one.names(step_record.TRACE) == four.names(step_record.TRACE) or set(one.names(step_record.TRACE)) == set(

@@ -230,7 +230,7 @@ def quickstart(tmp_path_factory):
 
 
 def curves(folder):
-    """Everything that metrics.jsonl tells of training and validation, but times and memory."""
+    """Everything in metrics.jsonl about training and validation, but times and memory."""
     clocks = ("elapsed", "memory", "throughput", "tokens_per", "flop", "mfu", "timers", "resumed_from", "run")
     return [
         {name: value for name, value in record.items() if not any(word in name.lower() for word in clocks)}

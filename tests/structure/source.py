@@ -13,7 +13,7 @@ MODULES = ("pretrain_moe.py", "setup.py")
 
 @dataclass(frozen=True)
 class Import:
-    """One import of one module: full dotted name, where it stands, whether it runs when the file is imported."""
+    """One import of one module: full dotted name, its line, whether it runs when the file is imported."""
 
     module: str
     line: int

@@ -2,7 +2,7 @@
 
 What is refused: module-level and class-level mutable values (lists, dicts, sets and calls that may return such),
 `global`, augmented assignments at module level, assignments to attributes of modules, classes and functions from
-inside functions, mutable default arguments, functions that remember their results. What is allowed: constants as
+inside functions, mutable default arguments, functions that cache their results. What is allowed: constants as
 tuples, frozensets and MappingProxyType, compiled patterns, loggers, frozen records.
 """
 
@@ -25,7 +25,7 @@ FREEZING_CALLS = frozenset(
     {"tuple", "frozenset", "MappingProxyType", "types.MappingProxyType", "sum", "len", "min", "max"}
 )
 REMEMBERING = frozenset({"cache", "lru_cache", "functools.cache", "functools.lru_cache"})
-# (file, function): what it remembers belongs to the machine, not to a run.
+# (file, function): what it caches belongs to the machine, not to a run.
 MAY_REMEMBER = frozenset(
     {
         (

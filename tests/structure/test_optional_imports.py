@@ -1,6 +1,6 @@
 """Each optional library is imported by its one file, lazily, and nothing needs one to be imported.
 
-The choosers import a library inside a function when a flag asks for it; a file whose whole purpose is the library
+The choosers import a library inside a function when a flag selects it; a file whose whole purpose is the library
 (te.py, triton_*.py) may import it at its head, because the chooser imports that file in turn.
 """
 

@@ -95,7 +95,7 @@ def assert_equal(
 
 
 def create_groups(argv: list[str], rank: int, n: int) -> ParallelState:
-    """The groups that a command line asks for. Collective."""
+    """Create the groups of a command line. Collective."""
     return make_groups(parse_args(argv, n), LaunchEnv(rank, n, rank, None, None, "test"), timedelta(seconds=120))
 
 

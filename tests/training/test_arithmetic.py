@@ -1,4 +1,4 @@
-"""What initialize() tells torch about GEMMs."""
+"""Torch's settings for GEMMs after initialize()."""
 
 import pytest
 import torch

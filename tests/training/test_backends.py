@@ -60,7 +60,7 @@ def test_by_default_only_what_was_typed_stops_and_only_on_cuda(backends, stops, 
 
 
 def test_layers_of_transformer_engine(caplog):
-    """Megatron's default falls back and says so; typed on a CUDA machine it is an error that says what to do."""
+    """Megatron's default falls back and logs it; set on a CUDA machine it is an error with a remedy."""
     ps = ParallelState.single()
     with caplog.at_level(logging.INFO):
         assert select_layer_factory("transformer_engine", ps, ["p2p"], BackendPolicy(cuda=True)).name == "local"

@@ -15,7 +15,7 @@ DATA = (
 
 
 def refused(argv, cwd, *needles, new_interpreter=False, **env):
-    """The command fails as a user wants it to fail; returns its message."""
+    """Check that the command fails with exit code 2 and no traceback. Returns its message."""
     finished = run([*argv], cwd, new_interpreter=new_interpreter, **env)
     assert finished.returncode == 2, (finished.returncode, finished.stdout[-2000:], finished.stderr)
     assert "Traceback" not in finished.stderr

@@ -195,7 +195,7 @@ def test_dropped_tokens_are_in_the_trace(tmp_path):
 
 
 def test_a_resumed_run_continues_the_files(alone, tmp_path):
-    """Iterations 1 to 3, then again from 2 on: nothing stands twice, nothing is missing."""
+    """Iterations 1 to 3, then again from 2 on: nothing is repeated, nothing is missing."""
     job = [*JOB, "--train-iters", "4", "--lr-decay-iters", "4", *ALL, *TRACE, "--save-interval", "1"]
     pretrain([*job, "--exit-interval", "3"], tmp_path)
     with open(tmp_path / "trace" / "router_trace_rank0.jsonl", "a", encoding="utf-8") as file:

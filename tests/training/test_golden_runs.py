@@ -161,7 +161,7 @@ def test_pipeline_stages_equal_the_reference(shared, tmp_path, case):
 
 
 def over_stages(ranks):
-    """The steps of the last stage, which knows the loss, with the auxiliary losses of all stages' layers.
+    """The steps of the last stage, which has the loss, with the auxiliary losses of all stages' layers.
 
     Every rank of the recording has zeros for the layers of other stages.
     """

@@ -67,7 +67,7 @@ def assert_nothing_lost(tmp_path, argv, reached, world_size=1):
         assert finished.returncode == 0, finished.stderr
     killed, full = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
     assert [record["iteration"] for record in killed] == list(range(1, reached + 5)), (
-        "an iteration is missing or stands twice"
+        "an iteration is missing or repeated"
     )
     for one, other in zip(killed, full, strict=True):
         for name in ("lm loss", "grad_norm", "learning_rate", "load_balancing_loss", "consumed_samples"):

@@ -36,7 +36,7 @@ def spread(ep: int, dispatcher: str) -> list[str]:
 
 
 def assert_all_equal(cases, ranks: int) -> None:
-    """Prove cases in one pool and tell of all that part."""
+    """Check cases in one pool and report all that differ."""
     parted = []
     with RankPool(max(ranks, 3), timeout_s=600.0) as pool:
         for number, case in enumerate(cases):

@@ -120,5 +120,5 @@ def test_under_a_launcher_one_rank_tells_it(launcher, tmp_path):
         assert ended.stderr.endswith(
             "the run failed with exit code 2: 1 problem with the arguments:\n  - --lr abc: the value must be a number\n"
         )
-    else:  # its own traceback and code 1 cannot be helped; its report, which stands last, gives the reason
+    else:  # its own traceback and code 1 cannot be helped; its report, which comes last, gives the reason
         assert "--lr abc: the value must be a number" in ended.stderr[ended.stderr.index("Root Cause") :], ended.stderr

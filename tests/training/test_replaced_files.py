@@ -1,4 +1,4 @@
-"""A resumed run says when its data or its tokenizer were replaced since the checkpoint was saved."""
+"""A resumed run reports when its data or its tokenizer were replaced since the checkpoint was saved."""
 
 import os
 import shutil

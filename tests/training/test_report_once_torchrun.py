@@ -1,4 +1,4 @@
-"""What ends a run early is left where torchrun's own report, which stands last, reads it."""
+"""What ends a run early is left where torchrun's own report, which comes last, reads it."""
 
 import io
 import json

@@ -179,7 +179,7 @@ def validations(argv, folder, world_size=1, mock=True):
 
 
 def test_validations_read_on_and_do_not_depend_on_ranks_or_micro_batches(tmp_path):
-    """Equal weights (--lr 0), so a loss tells which samples were read."""
+    """Equal weights (--lr 0), so a loss shows which samples were read."""
     first, second, third = validations([], tmp_path / "one")
     assert len({round(loss, 4) for loss in (first, second, third)}) == 3
     assert validations([], tmp_path / "two", 2) == pytest.approx([first, second, third], rel=2e-6)

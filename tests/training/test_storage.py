@@ -120,7 +120,7 @@ def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeyp
 
 
 def flip_bit(folder):
-    """In the middle of the largest tensor: numbers, and not what stands between them."""
+    """In the middle of the largest tensor: numbers, and not the headers between them."""
     stored = max(read_index(folder).storage_data.values(), key=lambda stored: stored.length)
     path = folder / stored.relative_path
     content = bytearray(path.read_bytes())
@@ -129,7 +129,7 @@ def flip_bit(folder):
 
 
 def test_a_flipped_bit_is_found_while_loading_and_stepped_over(tmp_path):
-    """Sizes tell nothing of it; the model that has been half filled is filled again from the one before."""
+    """Sizes do not show it; the model that has been half filled is filled again from the one before."""
     (tmp_path / "whole").mkdir()
     assert run(LINE, tmp_path / "whole").returncode == 0
     assert run([*LINE, "--exit-interval", "6"], tmp_path).returncode == 0

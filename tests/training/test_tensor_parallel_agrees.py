@@ -59,7 +59,7 @@ def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
 
 
 def _masks(rank, n, argv):
-    """Which elements every hidden dropout of the first forward pass kept, and where the global generator stands after a step."""
+    """Which elements every hidden dropout of the first forward pass kept, and the global generator's state after a step."""
     run = make_run(argv, rank, create_groups(argv, rank, n), 1)
     chunk, masks = run.chunks[0], {}
 

@@ -255,7 +255,7 @@ def test_exit_16_and_what_another_machine_says(tmp_path):
     assert first.code == 16 and "resume on other machines than one (exit code 16)" in first.message
     note = tmp_path / "ckpt" / "rejected_result.json"
     assert json.loads(note.read_text())["iteration"] == 3
-    assert resumed(argv, tmp_path, "one", always).code == 16, "the same machine says nothing new"
+    assert resumed(argv, tmp_path, "one", always).code == 16, "the same machine gives no new information"
     second = resumed(argv, tmp_path, "two", always)
     assert second.code == 17 and "Other machines (one) got the same: it is the model or the data" in second.message
     assert not note.exists()

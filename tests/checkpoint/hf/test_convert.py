@@ -74,7 +74,7 @@ def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
 
 
 def hub_like_deepseek(folder, eight_bits=False, name="deepseek_v3"):
-    """As DeepSeek-V3 is published: one multi-token-prediction layer with copies of embedding and head. Returns: what it stands for."""
+    """As DeepSeek-V3 is published: one multi-token-prediction layer with copies of embedding and head. Returns: the model it replaces."""
     theirs = make(name)
     theirs.save_pretrained(folder.with_name("plain"))
     config = json.loads((folder.with_name("plain") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}

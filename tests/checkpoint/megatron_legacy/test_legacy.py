@@ -44,7 +44,7 @@ SINGLE = ParallelState.single()
 
 
 def loaded(folder, ps=SINGLE, distributed=False, **options):
-    """(what load says, model, optimizer) of a checkpoint directory."""
+    """(result of load, model, optimizer) of a checkpoint directory."""
     model = FakeModel(seed=1, ps=ps)
     optimizer = FakeOptimizer(model, ps, distributed=distributed, seed=1)
     return load(folder, [model], optimizer, ps, LoadOptions(RECORD, **options)), model, optimizer
@@ -325,7 +325,7 @@ def test_experts_are_cut_as_all_else_is_where_no_flag_says_otherwise():
     ],
 )
 def test_how_tensors_are_cut_among_two_ranks(name, shape, expected):
-    """Down-projections of latent attention by Megatron-LM's local modules only, which their shape tells."""
+    """Down-projections of latent attention by Megatron-LM's local modules only, as their shape shows."""
     record = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_pos_emb_head_dim": 4, "swiglu": True}
     assert tp_split(f"decoder.layers.0.{name}", shape, record, 2) == expected
 

@@ -4,7 +4,7 @@ What its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are rea
 of its own.
 
 The library hands out the slots of a receiving buffer by atomic additions, so that the rows of one rank arrive in any order: here backwards.
-What it leaves undefined stands as NaN, or as a number out of range.
+What it leaves undefined is NaN, or as a number out of range.
 """
 
 import functools

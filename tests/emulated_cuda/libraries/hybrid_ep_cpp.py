@@ -1,8 +1,8 @@
 """HybridEP's compiled part on gloo: what its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are really exchanged.
 
 Every rank gets all tokens and takes those that its experts need, in the order of ranks and tokens, expert by expert. What the library
-leaves undefined stands as NaN. Rows beyond a limit that is given beforehand are dropped, the counts are of those that are left, and a flag
-tells it (the library's `scan` kernel, built with HYBRID_EP_BUILD_TOKEN_DROP_ENABLE).
+leaves undefined is NaN. Rows beyond a limit that is given beforehand are dropped, the counts are of those that are left, and a flag
+reports it (the library's `scan` kernel, built with HYBRID_EP_BUILD_TOKEN_DROP_ENABLE).
 """
 
 import contextlib

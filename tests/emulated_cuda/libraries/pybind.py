@@ -44,7 +44,7 @@ def split(text: str) -> list[str]:
 
 
 def bracket(text: str, start: int) -> str:
-    """What stands in the round bracket that opens at or after start."""
+    """The content of the round bracket that opens at or after start."""
     first = at = text.index("(", start)
     depth = 0
     while True:
@@ -79,7 +79,7 @@ class Declarations:
         return made
 
     def make(self, name: str, implementation: type = object) -> type:
-        """The class of that name. Methods that implementation lacks say so when they are called."""
+        """The class of that name. Methods that implementation lacks raise an error when called."""
         declared = self._declared(name)
         space = {
             "declared": declared,
@@ -116,7 +116,7 @@ class Declarations:
         if kind in ("int", "int64_t", "size_t"):
             return isinstance(value, int)
         if kind in ("float", "double"):
-            # pybind asks the value itself, and a tensor of one number answers
+            # pybind converts the value itself, which a tensor of one number allows
             return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if kind == "std::string":
             return isinstance(value, str)

@@ -1,4 +1,4 @@
-"""What DeepEP asks of NVIDIA's management library: every pair of devices has NVLink."""
+"""What DeepEP needs of NVIDIA's management library: every pair of devices has NVLink."""
 
 NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 

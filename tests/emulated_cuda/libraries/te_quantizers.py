@@ -52,7 +52,7 @@ def _padded(scales: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _scale(amax: Tensor, quantizer) -> Tensor:
-    """fmax / amax, cut down to a power of two where the recipe says so; 1 for zeros and for what is not finite."""
+    """fmax / amax, rounded down to a power of two where the recipe does so; 1 for zeros and for what is not finite."""
     amax = amax.clamp(min=quantizer.amax_epsilon)
     scale = (LARGEST[_kind(quantizer.dtype)] / amax).clamp(max=torch.finfo(torch.float32).max)
     if quantizer.force_pow_2_scales:
@@ -264,7 +264,7 @@ def _read(data: Tensor, dtype) -> Tensor:
 
 
 def shape(x) -> torch.Size:
-    """Of what it stands for."""
+    """Of the tensor it replaces."""
     return torch.Size(x.size())
 
 

@@ -3,7 +3,7 @@
 The functions, arguments and enumerations that its sources declare (transformer_engine_torch.json, by
 record_transformer_engine.py), computed by torch where the project comes to them.
 
-A name that is not declared has no attribute here; one that is declared and not computed says so when it is called.
+A name that is not declared has no attribute here; one that is declared and not computed raises an error when called.
 """
 
 import enum

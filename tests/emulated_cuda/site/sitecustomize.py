@@ -1,4 +1,4 @@
-"""Give every Python process that finds this on its path emulated devices, where EMULATED_CUDA says how many."""
+"""Give every Python process that finds this on its path emulated devices, as many as EMULATED_CUDA sets."""
 
 import os
 import re
