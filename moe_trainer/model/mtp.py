@@ -192,14 +192,14 @@ class MTPLosses(nn.Module):
         return x_SBH
 
 
-def reset_mtp_metrics(chunks: list[nn.Module]) -> None:
+def reset_mtp_metrics(chunks: Sequence[nn.Module]) -> None:
     """Forget the sums of the iteration under way."""
     for chunk in chunks:
         if chunk.mtp_losses is not None:
             chunk.mtp_losses.losses.zero_()
 
 
-def get_mtp_sums(chunks: list[nn.Module]) -> Tensor:
+def get_mtp_sums(chunks: Sequence[nn.Module]) -> Tensor:
     """What mtp_metrics takes, to be added over ps.dp_cp: fp64 [depths + 1], zeros but on the last stage; [0] without MTP."""
     depths, losses = chunks[0].mtp_depths, chunks[-1].mtp_losses
     if losses is None:

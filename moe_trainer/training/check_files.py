@@ -148,8 +148,7 @@ class _Check:
                 self._wrong(
                     flag.split()[0],
                     f"{flag}: {prefix}: sequence {number} holds the id {int(ids.max())}, the padded vocabulary has "
-                    f"{rows}: "
-                    "these tokens are of another tokenizer",
+                    f"{rows}: these tokens are of another tokenizer",
                 )
                 return
 
@@ -158,15 +157,16 @@ class _Check:
     ) -> None:
         """Compare the tokens of a split with what the run reads; `samples` is None for one pass."""
         length = self.args.data.seq_length
-        found, empty, small = [], [], []
+        found: list[int] = []
+        empty: list[str] = []
+        small: list[str] = []
         for prefix in blend.prefixes:
             begin, end = split_range(share, len(opened[prefix]))
             tokens = int(opened[prefix][begin:end].sum())
             found.append(tokens)
             if length and tokens < length + 1:
-                needs_sample = (
-                    tokens == 0 or samples is None
-                )  # a small split is read again and again, as in Megatron-LM
+                # a small split is read again and again, as in Megatron-LM
+                needs_sample = tokens == 0 or samples is None
                 (empty if needs_sample else small).append(
                     f"{prefix} ({tokens:,} tokens in {end - begin:,} of {len(opened[prefix]):,} sequences)"
                 )
@@ -187,8 +187,7 @@ class _Check:
         if small:
             self.lines.append(
                 f"    WARNING: less than one sample of --seq-length {length} (+ 1) tokens: {', '.join(small)}: the "
-                "same tokens are read again "
-                f"within a sample; {self._remedy(number)}"
+                f"same tokens are read again within a sample; {self._remedy(number)}"
             )
         if samples is not None and blend.weights is not None and len(blend.prefixes) > 1:
             for prefix, weight, tokens in zip(blend.prefixes, normalize(blend.weights), found):

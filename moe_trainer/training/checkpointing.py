@@ -38,6 +38,7 @@ def save_checkpoint(ctx: TrainContext, state: TrainState) -> None:
         UserError: on every rank, after too many consecutive I/O failures or for any other error.
     """
     output = ctx.args.output
+    assert output.save is not None
     content = make_checkpoint_state(ctx, state)
     if ctx.metrics is not None:
         # a run killed later resumes from this checkpoint, so everything logged until now must be on disk
@@ -60,8 +61,9 @@ def save_upcycled(ctx: TrainContext, state: TrainState) -> None:
         UserError: on every rank, if the folder cannot be written.
     """
     output = ctx.args.output
+    assert output.save is not None
     with ctx.timers("save-checkpoint"), as_user_error(f"--save {output.save}"):
-        ctx.optimizer.wait_params()
+        ctx.wait_params()
         save(output.save, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
     logger.info(
         "--moe-use-upcycling: the model made of %s is saved to %s",
@@ -79,6 +81,7 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
         UserError: on every rank, if the folder cannot be written.
     """
     output = ctx.args.output
+    assert output.ckpt_convert_save is not None and output.ckpt_convert_format is not None
     with as_user_error(f"--ckpt-convert-save {output.ckpt_convert_save}"):
         folder = Path(output.ckpt_convert_save) / output.ckpt_convert_format
         with_state = ctx.save_options.save_optim and not output.no_load_optim and state.iteration > 0
@@ -94,6 +97,7 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
 
 def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointState:
     """Return everything of a checkpoint except tensors."""
+    assert ctx.learning_rate is not None and ctx.weight_decay is not None
     return CheckpointState(
         iteration=state.iteration,
         args=ctx.args.as_dict() | _megatron_extra_args(ctx),

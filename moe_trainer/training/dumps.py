@@ -59,7 +59,8 @@ class StepDumps:
                     self._tracer.on_inputs(module, partial(self._tensors.record_input_grads, name))
 
     def _trace_routers(self) -> None:
-        hidden = TRACE in self._due and self._ctx.dumps.trace.hidden
+        trace = self._ctx.dumps.trace
+        hidden = TRACE in self._due and trace is not None and trace.hidden
         self._routers = [(layer.router, CpuRecordList()) for chunk in self._ctx.chunks for layer in chunk.moe_layers()]
         for router, records in self._routers:
             router.recorder = records
@@ -88,12 +89,9 @@ class StepDumps:
         if self._step:
             write_step(self._ctx, self._iteration, {router.name: records for router, records in self._routers})
         if "wgrads" in self._due:
-            ctx, scale = self._ctx, 1.0 / self._ctx.optimizer.loss_scale
-            ctx.grads.gather()
-            gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
-            self._write_full_tensors("wgrads", ((name, tensor.float() * scale) for name, tensor in gradients))
+            self._write_full_tensors("wgrads", gather_unscaled_grads(self._ctx))
         if TRACE in self._due:
-            self._trace()
+            self._write_trace()
         if self._counts:
             with self._ctx.dumps.warn_once_on_error("--save-tokens-per-expert-interval"):
                 self._ctx.dumps.write_counts(self._iteration, self._counts)
@@ -103,7 +101,7 @@ class StepDumps:
     def write_params(self) -> None:
         """Write the updated weights. Collective over the world."""
         if "params" in self._due:
-            self._ctx.optimizer.wait_params()
+            self._ctx.wait_params()
             self._write_full_tensors("params", export_named_weights(self._ctx.chunks, self._ctx.ps))
 
     def _write_full_tensors(self, what: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -117,19 +115,11 @@ class StepDumps:
         ctx, dumps, ps = self._ctx, self._ctx.dumps, self._ctx.ps
         if ps.edp.rank != 0:
             return
+        assert ctx.optimizer is not None
+        groups = ((name, getattr(ps, name)) for name in ("tp", "cp", "pp", "dp", "ep", "etp"))
         metadata = {
             "iteration": self._iteration,
-            **{
-                name: f"{group.rank} of {group.size}"
-                for name, group in (
-                    ("tp", ps.tp),
-                    ("cp", ps.cp),
-                    ("pp", ps.pp),
-                    ("dp", ps.dp),
-                    ("ep", ps.ep),
-                    ("etp", ps.etp),
-                )
-            },
+            **{name: f"{group.rank} of {group.size}" for name, group in groups},
         }
         scale = 1.0 / ctx.optimizer.loss_scale / (max(tokens, 1.0) if ctx.per_token else 1.0)
         for what, tensors, factor in (
@@ -145,25 +135,24 @@ class StepDumps:
                         metadata,
                     )
 
-    def _trace(self) -> None:
-        score = self._ctx.args.moe.moe_router_score_function
+    def _write_trace(self) -> None:
+        trace, score = self._ctx.dumps.trace, self._ctx.args.moe.moe_router_score_function
+        assert trace is not None
         with self._ctx.dumps.warn_once_on_error("--moe-routing-trace-path"):
-            self._ctx.dumps.trace.write(
-                self._iteration,
-                [
-                    TracedRouter(
-                        router.name,
-                        records,
-                        {
-                            "weight": router.weight,
-                            "expert_bias": router.expert_bias,
-                            "score_function": score,
-                            "topk": router.topk,
-                        },
-                    )
-                    for router, records in self._routers
-                ],
-            )
+            routers = [
+                TracedRouter(
+                    router.name,
+                    records,
+                    {
+                        "weight": router.weight,
+                        "expert_bias": router.expert_bias,
+                        "score_function": score,
+                        "topk": router.topk,
+                    },
+                )
+                for router, records in self._routers
+            ]
+            trace.write(self._iteration, routers)
 
 
 def named_modules(chunks: Iterable[Transformer]) -> Iterator[tuple[str, nn.Module]]:
@@ -175,6 +164,15 @@ def named_modules(chunks: Iterable[Transformer]) -> Iterator[tuple[str, nn.Modul
                 yield get_param_info(module.linear_fc1.weight).names[0].partition(".local_experts.")[0], module
             elif own is not None and not get_param_info(own).stacked:
                 yield get_param_info(own).names[0].rpartition(".")[0], module
+
+
+def gather_unscaled_grads(ctx: TrainContext) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full reduced gradients, fp32, divided by the loss scale; on rank 0 only. Collective over the world."""
+    assert ctx.grads is not None and ctx.optimizer is not None
+    ctx.grads.gather()
+    scale = 1.0 / ctx.optimizer.loss_scale
+    gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
+    return ((name, tensor.float() * scale) for name, tensor in gradients)
 
 
 def _keep_hidden(records: CpuRecordList, inputs: tuple, output: Any) -> None:
@@ -194,15 +192,13 @@ def write_step(ctx: TrainContext, iteration: int, records: Mapping[str, Sequence
     Raises:
         UserError: on every rank, if a file cannot be written.
     """
+    assert ctx.args.output.dump_step is not None
     directory = ctx.args.output.dump_step[1]
     with raise_on_all_ranks(ctx.ps.world, "--dump-step"):
         if records:
-            dump_routing(
-                directory,
-                iteration,
-                ctx.runtime.launch_env.rank,
-                {_label(name): record for name, record in records.items()},
-            )
+            by_label = {_label(name): record for name, record in records.items()}
+            dump_routing(directory, iteration, ctx.runtime.launch_env.rank, by_label)
+    assert ctx.grads is not None and ctx.optimizer is not None
     ctx.grads.gather()
     gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
     with raise_on_all_ranks(ctx.ps.world, "--dump-step"), drain_on_exit(gradients):

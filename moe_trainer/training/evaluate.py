@@ -34,13 +34,13 @@ class ByteLengths:
     reason: str = ""
 
 
-def byte_lengths(tokenizer: Tokenizer, rows: int) -> ByteLengths:
-    """Ask the tokenizer for the bytes of each token id, padded with zeros to the vocabulary size."""
+def byte_lengths(tokenizer: Tokenizer, vocab_size: int) -> ByteLengths:
+    """Return the bytes of each token id, padded with zeros to `vocab_size`."""
     try:
         lengths = np.asarray(tokenizer.byte_lengths(), dtype=np.int64)
     except ValueError as error:
         return ByteLengths(None, str(error))
-    return ByteLengths(np.pad(lengths, (0, max(0, rows - len(lengths)))))
+    return ByteLengths(np.pad(lengths, (0, max(0, vocab_size - len(lengths)))))
 
 
 class _ByteCount:
@@ -57,7 +57,11 @@ class _ByteCount:
 
 def can_validate(ctx: TrainContext) -> bool:
     """Return whether there is a validation set to evaluate."""
-    return bool(ctx.datasets.valid) and (ctx.args.training.eval_iters > 0 or ctx.args.training.full_validation)
+    return (
+        ctx.datasets is not None
+        and bool(ctx.datasets.valid)
+        and (ctx.args.training.eval_iters > 0 or ctx.args.training.full_validation)
+    )
 
 
 def validate(
@@ -65,6 +69,7 @@ def validate(
 ) -> list[EvaluationResult]:
     """Evaluate and report every validation set; during training, consume validation samples."""
     training = ctx.args.training
+    assert ctx.datasets is not None
     from_the_start = training.full_validation or ctx.args.is_eval_only
     consumed = 0 if from_the_start else state.consumed_valid_samples
     results = []
@@ -92,6 +97,7 @@ def evaluate(
     """
     training, ps = ctx.args.training, ctx.ps
     micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
+    assert micro is not None and batch_size is not None
     # a full pass ends with the last full microbatch of all ranks, not with the last full batch
     one_pass = len(dataset) // (micro * ps.dp.size)
     microbatches = one_pass if full_pass else training.eval_iters * (batch_size // (micro * ps.dp.size))
@@ -127,6 +133,7 @@ def evaluate(
 def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> None:
     """Evaluate validation and test sets and each prefix of a blend, and print a table (--skip-train). Collective."""
     training, iteration = ctx.args.training, state.iteration
+    assert ctx.datasets is not None
     bytes_of = byte_lengths(tokenizer, ctx.padded_vocab_size)
     results = []
     if can_validate(ctx):
@@ -137,18 +144,8 @@ def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokeniz
         )
     for name, dataset in ctx.datasets.domains:
         kind, _, prefix = name.partition("-")
-        results.append(
-            evaluate(
-                ctx,
-                state,
-                f"iteration {iteration} on {kind} set {prefix}",
-                name,
-                dataset,
-                0,
-                training.full_validation,
-                bytes_of,
-            )
-        )
+        where = f"iteration {iteration} on {kind} set {prefix}"
+        results.append(evaluate(ctx, state, where, name, dataset, 0, training.full_validation, bytes_of))
     if ctx.metrics is not None:
         output = ctx.args.output
         source = output.load or output.pretrained_checkpoint or output.init_from

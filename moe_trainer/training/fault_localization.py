@@ -1,7 +1,4 @@
-"""Locate the origin of a non-finite result.
-
-Module, expert and microbatch (debug/nonfinite.py), rank, device, samples.
-"""
+"""Locate the origin of a non-finite result: module, expert, microbatch (debug/nonfinite.py), rank, device, samples."""
 
 from __future__ import annotations
 
@@ -27,6 +24,7 @@ def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], l
     `rerun` repeats the iteration without graphs and returns its sums.
     """
     ps = ctx.ps
+    assert ctx.grads is not None
     chunks = [Chunk(number, chunk, partial(global_name, chunk)) for number, chunk in chunk_stages(ctx.chunks, ps)]
     tracer = NonFiniteTracer(chunks, lambda: ps.trace.microbatch, _map_rows_to_experts(ctx.chunks))
     with tracer.watching():
@@ -44,13 +42,8 @@ def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], l
             )
     local_fault = tracer.earliest()
     if local_fault is None and (names := nonfinite_gradients(ctx.grads.owned_views())):
-        local_fault = Fault(
-            AFTER_LAST,
-            1,
-            0,
-            0,
-            f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is",
-        )
+        text = f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is"
+        local_fault = Fault(AFTER_LAST, 1, 0, 0, text)
     gathered = collectives.all_gather_object((local_fault, _describe_owner(ctx, state, local_fault)), ps.world)
     faults = [(fault, owner) for fault, owner in gathered if fault is not None]
     if not faults:

@@ -311,9 +311,8 @@ def set_numerics_flags(args: Arguments) -> None:
     """
     if args.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # a kernel for every torch.empty; nothing here reads before it writes
-        )
+        # a kernel for every torch.empty; nothing here reads before it writes
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of the module
     if args.precision.disable_bf16_reduced_precision_matmul:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 

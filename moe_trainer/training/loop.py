@@ -42,6 +42,7 @@ def train(
         Why the run ends early, None if all iterations are done.
     """
     training = ctx.args.training
+    assert ctx.monitors is not None
     if training.manual_gc:
         gc.disable()
         gc.collect()
@@ -74,6 +75,7 @@ def train(
 
 def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     """Run one iteration, report it and advance `state`."""
+    assert ctx.monitors is not None
     begin = time.perf_counter()
     iteration = state.iteration + 1
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
@@ -142,6 +144,7 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
 
 def skip_iteration(ctx: TrainContext, state: TrainState, microbatches: int, samples: int) -> None:
     """Consume the samples of an iteration of --iterations-to-skip and advance `state`."""
+    assert ctx.train_batches is not None
     snapshot_iteration_start(ctx)
     for _ in range(microbatches):
         with as_user_error("data"):

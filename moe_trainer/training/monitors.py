@@ -70,7 +70,7 @@ class RankMonitors:
         energy = None if self._energy is None else self._energy.lap(self._iterations)
         self._iterations = 0
         times = None if self._stragglers is None else self._stragglers.report(iteration)
-        if times is None:
+        if self._stragglers is None or times is None:
             return MonitorReport(energy=energy)
         return MonitorReport(_as_record(times), energy, tuple(self._stragglers.lines(times)))
 

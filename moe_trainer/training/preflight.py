@@ -32,7 +32,7 @@ def check_output_paths(ctx: TrainContext, state: TrainState) -> None:
 def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
     """Warn if the newest checkpoint of the save folder is ahead of this run, whose saves move the tracker back."""
     save = ctx.args.output.save
-    if not ctx.should_save or ctx.args.output.load == save or ctx.runtime.launch_env.rank != 0:
+    if save is None or not ctx.should_save or ctx.args.output.load == save or ctx.runtime.launch_env.rank != 0:
         return
     newest = latest_iteration(save)
     if newest is not None and newest > state.iteration:
@@ -48,16 +48,16 @@ def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
 
 def warn_if_never_recorded(ctx: TrainContext, state: TrainState) -> None:
     """Warn if this run does not reach the iteration of --record-step."""
-    wanted, skipped = ctx.args.output.record_step, ctx.args.training.iterations_to_skip
-    if wanted is None or ctx.runtime.launch_env.rank != 0:
+    number, skipped = ctx.args.output.record_step, ctx.args.training.iterations_to_skip
+    if number is None or ctx.runtime.launch_env.rank != 0:
         return
     if ctx.args.training.skip_train:
-        logger.warning("--record-step %d: nothing will be recorded; --skip-train leaves the training out", wanted)
-    elif not state.iteration < wanted <= ctx.train_iters or wanted in skipped:
+        logger.warning("--record-step %d: nothing will be recorded; --skip-train leaves the training out", number)
+    elif not state.iteration < number <= ctx.train_iters or number in skipped:
         logger.warning(
             "--record-step %d: nothing will be recorded; this run goes from iteration %d to %d%s",
-            wanted,
+            number,
             state.iteration + 1,
             ctx.train_iters,
-            " and skips that one" if wanted in skipped else "",
+            " and skips that one" if number in skipped else "",
         )

@@ -109,7 +109,8 @@ def run_job(
     ctx = with_rewindable_batches(build_datasets_and_loaders(ctx, state, tokenizer))
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
-    ctx = replace(ctx, metrics=open_metrics(ctx, state), monitors=RankMonitors(args, runtime))
+    metrics, monitors = open_metrics(ctx, state), RankMonitors(args, runtime)
+    ctx = replace(ctx, metrics=metrics, monitors=monitors)
     if ctx.metrics is not None:
         ctx.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
@@ -120,15 +121,15 @@ def run_job(
             ctx.metrics.end(f"interrupted after iteration {state.iteration}", ctx.save_history.saved)
             ctx.metrics.flush()
         raise
-    if decision is not None:
+    if decision is not None and decision.reason is not None:
         print_datetime(runtime, decision.reason)
     if ctx.metrics is not None and not args.training.skip_train:
         ctx.metrics.end(describe_end(ctx, state, decision), ctx.save_history.saved)
     close_metrics(ctx)
     ctx.save_history.raise_if_unsaved()
-    if ctx.should_save and runtime.launch_env.rank == 0:
+    if args.output.save is not None and ctx.should_save and runtime.launch_env.rank == 0:
         release_lock(Path(args.output.save))
-    ctx.monitors.close()
+    monitors.close()
     close_groups(runtime.ps)
     # Megatron-LM's launchers expect 0 from a run that a signal ended; a user of --auto-resume wants it restarted.
     return ExitCode.RESTART if decision is not None and decision.interrupted and args.output.auto_resume else 0
@@ -172,6 +173,7 @@ def train_and_evaluate(
 def finalize_training(ctx: TrainContext, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
     training = ctx.args.training
+    assert ctx.datasets is not None
     unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
     if ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(ctx, state)
@@ -185,7 +187,7 @@ def describe_end(ctx: TrainContext, state: TrainState, decision: ExitDecision | 
     """Return one line for the summary: all iterations, or why not."""
     if decision is None:
         return f"all {ctx.train_iters} iterations are done"
-    return f"early, after iteration {state.iteration}: {decision.reason.rstrip('.')}"
+    return f"early, after iteration {state.iteration}: {(decision.reason or '').rstrip('.')}"
 
 
 def log_arguments(args: Arguments, runtime: Runtime) -> None:

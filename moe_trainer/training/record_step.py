@@ -29,12 +29,13 @@ from moe_trainer.data.loader import Batch, build_loader
 from moe_trainer.debug import step_record
 from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
+from moe_trainer.model.weights import export_named_weights
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.coordination import drain_on_exit
+from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
 from moe_trainer.training.context import TrainContext, TrainState, named_transformer_layers
+from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
 from moe_trainer.training.step import StepResult, train_step
@@ -49,9 +50,9 @@ COUNTS = (
     "scheduled_samples",
     "total_flops",
 )
-"""Of TrainState, what says how far the run was."""
+"""Fields of TrainState that describe the progress of the run."""
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
-"""The parallel sizes that make a mapping, by the names that groups have."""
+"""Groups whose sizes make a parallel mapping."""
 
 
 def recording_is_due(ctx: TrainContext, state: TrainState) -> bool:
@@ -62,6 +63,7 @@ def recording_is_due(ctx: TrainContext, state: TrainState) -> bool:
 def record_step(ctx: TrainContext, state: TrainState, num_microbatches: int) -> StepResult:
     """Run `train_step` and record it under --save. Collective."""
     number = state.iteration + 1
+    assert ctx.args.output.save is not None
     folder = Path(ctx.args.output.save, f"recorded_step_{number}")
     numbers = get_sample_numbers(ctx, state, num_microbatches) if ctx.ps.world.rank == 0 else []
     result, problem, size = record_iteration(ctx, state, num_microbatches, folder, numbers)
@@ -129,12 +131,14 @@ def record_iteration(
         if problem is None:
             logger.warning("iteration %d is recorded in %s", begun["iteration"] + 1, folder)
         raise failure
+    assert result is not None
     return result, problem, size
 
 
 def record_metadata(ctx: TrainContext, begun: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
     """Return the metadata of an iteration, the head of its record."""
     ps, args, device = ctx.ps, ctx.args, ctx.runtime.device
+    assert ctx.optimizer is not None
     quantized = args.precision.fp8 or args.precision.fp4
     return {
         "iteration": begun["iteration"] + 1,
@@ -167,6 +171,7 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
 def get_sample_numbers(ctx: TrainContext, state: TrainState, num_microbatches: int) -> list[int]:
     """Return the dataset indices of the iteration's samples in the order of the global batch."""
     training, dp = ctx.args.training, ctx.ps.dp
+    assert ctx.datasets is not None and ctx.datasets.train is not None and ctx.batch_format is not None
     by_rank = []
     for rank in range(dp.size):
         loader = build_loader(
@@ -186,7 +191,8 @@ class _RecordWriter:
     """Writer of the files of one record; `problem` is why it fails. Methods are collective."""
 
     def __init__(self, ctx: TrainContext, folder: Path):
-        self.ctx, self.folder, self.problem = ctx, folder, None
+        self.ctx, self.folder = ctx, folder
+        self.problem: str | None = None
         self.staging_dir = folder.with_name(f"{folder.name}.unfinished")
         self.files: list[str] = []
         self.scaling: dict[str, Tensor] = {}
@@ -198,7 +204,7 @@ class _RecordWriter:
         if ps.world.rank == 0:
             self._try(lambda: step_record.make_staging_dir(self.folder))
         collectives.barrier(ps.world)
-        ctx.optimizer.wait_params()
+        ctx.wait_params()
         if weights:
             self._write_full_tensors(step_record.WEIGHTS, export_named_weights(ctx.chunks, ps))
         self.scaling = {
@@ -213,10 +219,7 @@ class _RecordWriter:
         if self._has_gradients:
             return
         self._has_gradients = True
-        ctx.grads.gather()
-        scale = 1.0 / ctx.optimizer.loss_scale
-        named = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
-        self._write_full_tensors(step_record.GRADIENTS, ((name, grad.float() * scale) for name, grad in named))
+        self._write_full_tensors(step_record.GRADIENTS, gather_unscaled_grads(ctx))
 
     def finish(
         self, head: Mapping[str, Any], recorder: StepRecorder, beginning: RewindableIterator[Batch]
@@ -244,7 +247,7 @@ class _RecordWriter:
                     self.staging_dir, ps.world.rank, tensors, to_plain_types(beginning.random_state)
                 )
             )
-        problems = [text for text in collectives.all_gather_object(self.problem, ps.world) if text is not None]
+        problems = gather_errors(self.problem, ps.world)
         if not problems and ps.world.rank == 0:
             names = [
                 *self.files,
@@ -307,8 +310,8 @@ class StepRecorder:
                     )
             if chunk.decoder.final_layernorm is not None:
                 self._hook(chunk, chunk.decoder.final_layernorm, ["decoder.final_layernorm"])
-            for depth, layer in enumerate([] if chunk.mtp is None else chunk.mtp.layers):
-                self._hook(chunk, layer, ahead if repeated else [ahead[depth]])
+            for depth, mtp_layer in enumerate([] if chunk.mtp is None else chunk.mtp.layers):
+                self._hook(chunk, mtp_layer, ahead if repeated else [ahead[depth]])
             if layout.has_loss:
                 self._tracer.on_output(chunk, lambda _inputs, loss_BS: self.add("loss", loss_BS.t().unsqueeze(-1)))
 
@@ -367,10 +370,11 @@ class StepRecorder:
         return step_record.tensors_of_rank(samples, self._positions(), self.by_token, others)
 
 
-class _RouterRecordAdapter:
-    """List-like recorder of a router that records projections and choices, and forwards to an earlier recorder."""
+class _RouterRecordAdapter(list):
+    """Recorder of a router that records projections and choices, and forwards to an earlier recorder."""
 
     def __init__(self, recorder: StepRecorder, names: Sequence[str], router: TopKRouter):
+        super().__init__()
         self.recorder, self.names, self.router, self.further = recorder, names, router, router.recorder
 
     def append(self, route: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from moe_trainer.model.mtp import reset_mtp_metrics
 from moe_trainer.moe.balancing import reset_iteration
 from moe_trainer.moe.receive_buffer import get_receive_budgets
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.coordination import run_on_rank0
+from moe_trainer.parallel.coordination import gather_errors, run_on_rank0
 from moe_trainer.quantization.iteration import reset_amax
 from moe_trainer.resilience.rejection import (
     MAX_CONSECUTIVE_SKIPS,
@@ -109,6 +110,7 @@ def with_rewindable_batches(ctx: TrainContext) -> TrainContext:
 
 def make_rewindable_iterator(ctx: TrainContext) -> RewindableIterator[Batch]:
     """Wrap the training batches and the random generators so that they can return to the start of an iteration."""
+    assert ctx.train_batches is not None
     streams = get_streams(ctx.chunks)
     return RewindableIterator(ctx.train_batches, partial(capture, streams), partial(restore, streams=streams))
 
@@ -175,11 +177,11 @@ def validate_result(
     rules, mode = rejection_rules(ctx.args), ctx.args.training.rerun_mode
     logs = (state.iteration + 1) % ctx.args.output.log_interval == 0
     if not rules.any:
-        return ValidationOutcome(_compared(state, first, rerun(False)) if mode == "report_stats" and logs else first)
+        return ValidationOutcome(_add_rerun(state, first, rerun(False)) if mode == "report_stats" and logs else first)
     if math.isfinite(first.norm) and state.history.judge_norm(first.norm, rules) is None:
-        _settle(ctx, state)
+        _resolve_fault_report(ctx, state)
         if mode == "report_stats" and logs:
-            first = _compared(state, first, rerun(False))
+            first = _add_rerun(state, first, rerun(False))
         return _accepted(state, first, rules)
     return _RejectionHandler(ctx, state, rules, rerun).decide(first)
 
@@ -189,7 +191,7 @@ def _accepted(state: TrainState, evaluation: StepEvaluation, rules: RejectionRul
     return ValidationOutcome(evaluation)
 
 
-def _compared(state: TrainState, first: StepEvaluation, second: StepEvaluation) -> StepEvaluation:
+def _add_rerun(state: TrainState, first: StepEvaluation, second: StepEvaluation) -> StepEvaluation:
     """Add two evaluations to the statistics and return the second."""
     state.spread.add((first.loss, second.loss), (first.norm, second.norm))
     logger.info("--rerun-mode report_stats: %s", state.spread.text)
@@ -198,6 +200,7 @@ def _compared(state: TrainState, first: StepEvaluation, second: StepEvaluation) 
 
 def rewind(ctx: TrainContext) -> None:
     """Undo the effects of forward and backward, except the gradients, which the next evaluation overwrites."""
+    assert isinstance(ctx.train_batches, RewindableIterator)  # as whatever calls this for has requested
     reset_iteration_stats(ctx)
     ctx.train_batches.rewind()
 
@@ -219,7 +222,7 @@ def load_pending_fault_report(ctx: TrainContext, state: TrainState) -> None:
         state.suspicion = run_on_rank0(lambda: PendingFaultReport.read(folder), ctx.ps.world)
 
 
-def _settle(ctx: TrainContext, state: TrainState) -> None:
+def _resolve_fault_report(ctx: TrainContext, state: TrainState) -> None:
     """Resolve the fault report of an earlier run if it was about this iteration, which was accepted here."""
     noted, number = state.suspicion, state.iteration + 1
     if noted is None or number < noted.iteration:
@@ -227,14 +230,14 @@ def _settle(ctx: TrainContext, state: TrainState) -> None:
     state.suspicion = None
     if number == noted.iteration:
         text = (
-            f"iteration {number} is accepted here and was rejected twice on {_shown(noted.devices)} ({noted.because}; "
-            f"{noted.place}): "
-            "that machine produces incorrect results"
+            f"iteration {number} is accepted here and was rejected twice on {_join_devices(noted.devices)} "
+            f"({noted.because}; {noted.place}): that machine produces incorrect results"
         )
         if ctx.ps.world.rank == 0:
             logger.warning("%s", text)
         _track(ctx, number, "second_rerun_not_reproducible", text)
     if ctx.ps.world.rank == 0:
+        assert ctx.args.output.save is not None
         PendingFaultReport.clear(ctx.args.output.save)
 
 
@@ -249,23 +252,23 @@ class _RejectionHandler:
 
     def decide(self, first: StepEvaluation) -> ValidationOutcome:
         """Decide about a result that a rank rejects, or whose gradients overflow under a dynamic loss scale."""
-        first, reason = self._reason(first)
+        first, reason = self._find_reason(first)
         if reason is None:
             return ValidationOutcome(first)
         if self.ctx.args.training.rerun_mode != "validate_results":
             return self._apply_policy(first, reason, "")
         _track(self.ctx, self.number, "initial_run", reason.text)
         self._log_rank0(f"iteration {self.number}: {reason.text}; rerunning the iteration")
-        before = self._fingerprint(first)
-        second, repeated = self._reason(self.rerun(False))
+        before = self._copy_results(first)
+        second, repeated = self._find_reason(self.rerun(False))
         if repeated is None:
-            self._log_transient_fault(reason, self._differences(before, second))
-            _settle(self.ctx, self.state)
+            self._log_transient_fault(reason, self._describe_differences(before, second))
+            _resolve_fault_report(self.ctx, self.state)
             return _accepted(self.state, second, self.rules)
-        if not self._same(reason, repeated, first, second):
+        if not self._is_reproduced(reason, repeated, first, second):
             text = (
                 f"iteration {self.number}: {reason.text}; on rerun, {repeated.text}: not reproducible, "
-                f"so the cause is neither the model nor the data. {self._differences(before, second)}"
+                f"so the cause is neither the model nor the data. {self._describe_differences(before, second)}"
             )
             _track(self.ctx, self.number, "first_rerun_not_reproducible", text)
             raise ResultRejectedError(text, ExitCode.RESULT_NOT_VALID)
@@ -273,15 +276,15 @@ class _RejectionHandler:
         where = locate_nonfinite(self.ctx, self.state, lambda: self.rerun(True).sums) if reason.kind == "nan" else ""
         return self._apply_policy(second, reason, where)
 
-    def _reason(self, evaluation: StepEvaluation) -> tuple[StepEvaluation, RejectionReason | None]:
+    def _find_reason(self, evaluation: StepEvaluation) -> tuple[StepEvaluation, RejectionReason | None]:
         """Return the evaluation with its true norm, and the reason of the first rank that rejects it. Collective."""
+        assert self.ctx.optimizer is not None
         evaluation = replace(evaluation, norm=self.ctx.optimizer.grad_norm())
         history = self.state.history
         mine = history.judge_loss(evaluation.loss, self.rules) or history.judge_norm(evaluation.norm, self.rules)
-        told = collectives.all_gather_object(mine, self.ctx.ps.world)
-        return evaluation, next((reason for reason in told if reason is not None), None)
+        return evaluation, next(iter(gather_errors(mine, self.ctx.ps.world)), None)
 
-    def _same(
+    def _is_reproduced(
         self, reason: RejectionReason, repeated: RejectionReason, first: StepEvaluation, second: StepEvaluation
     ) -> bool:
         """Return whether all ranks got the same result twice. Collective."""
@@ -291,7 +294,7 @@ class _RejectionHandler:
         )
         return all(collectives.all_gather_object(alike, self.ctx.ps.world))
 
-    def _fingerprint(self, evaluation: StepEvaluation) -> list[tuple[str, Tensor]]:
+    def _copy_results(self, evaluation: StepEvaluation) -> list[tuple[str, Tensor]]:
         """Return copies of this rank's own results, in the order in which they were computed."""
         found = [
             (f"buffers of {global_name(chunk, path)}", buffer.clone())
@@ -301,12 +304,13 @@ class _RejectionHandler:
         found += [
             (f"the loss of microbatch {index}", pair[0].clone()) for index, pair in enumerate(evaluation.sums, start=1)
         ]
+        assert self.ctx.grads is not None
         squares = [view.float().square().sum() for _, view in self.ctx.grads.owned_views() if view.numel()]
         return [*found, ("gradients after their reduction", torch.stack(squares).sum() if squares else torch.zeros(()))]
 
-    def _differences(self, before: list[tuple[str, Tensor]], second: StepEvaluation) -> str:
+    def _describe_differences(self, before: list[tuple[str, Tensor]], second: StepEvaluation) -> str:
         """Describe which ranks got another result, and where it differs first. Collective."""
-        now = self._fingerprint(second)
+        now = self._copy_results(second)
         mine = next(
             (
                 name
@@ -315,15 +319,15 @@ class _RejectionHandler:
             ),
             None,
         )
-        told = collectives.all_gather_object(
-            None if mine is None else f"rank {self.ctx.ps.world.rank} ({device_name(self.ctx)}) first in {mine}",
-            self.ctx.ps.world,
+        world = self.ctx.ps.world
+        differing = gather_errors(
+            None if mine is None else f"rank {world.rank} ({device_name(self.ctx)}) first in {mine}", world
         )
-        differing = [text for text in told if text is not None]
         if not differing:
             return "No rank's own losses, buffers or gradients differ: the reduction of the loss differs"
-        ranks = "; ".join(differing)
-        return f"Results differ on {ranks} (gradients are reduced over ranks; losses and buffers are local)"
+        return (
+            f"Results differ on {'; '.join(differing)} (gradients are reduced over ranks; losses and buffers are local)"
+        )
 
     def _log_transient_fault(self, reason: RejectionReason, where: str) -> None:
         text = f"iteration {self.number}: {reason.text}; not reproduced on rerun: transient hardware fault. {where}"
@@ -349,7 +353,7 @@ class _RejectionHandler:
             )
         self._stop(text, reason, where)
 
-    def _stop(self, text: str, reason: RejectionReason, where: str) -> None:
+    def _stop(self, text: str, reason: RejectionReason, where: str) -> NoReturn:
         ctx, noted = self.ctx, self.state.suspicion
         last = "the last checkpoint is untouched"
         if ctx.args.training.rerun_mode != "validate_results":
@@ -365,15 +369,14 @@ class _RejectionHandler:
             _track(ctx, self.number, "second_rerun_reproducible", text)
             self._on_rank_0(PendingFaultReport.clear)
             raise ResultRejectedError(
-                f"{text} Other machines ({_shown(noted.devices)}) got the same: it is the model or the data",
+                f"{text} Other machines ({_join_devices(noted.devices)}) got the same: it is the model or the data",
                 ExitCode.RESULT_NOT_VALID,
             )
         suspicion = PendingFaultReport(self.number, reason.text, where, devices)
         self._on_rank_0(suspicion.write)
         raise ResultRejectedError(
             f"{text} To tell the model and the data from a machine that is wrong every time, resume on other machines "
-            "than "
-            f"{_shown(devices)} (exit code {ExitCode.RESUME_ELSEWHERE.value})",
+            f"than {_join_devices(devices)} (exit code {ExitCode.RESUME_ELSEWHERE.value})",
             ExitCode.RESUME_ELSEWHERE,
         )
 
@@ -382,11 +385,12 @@ class _RejectionHandler:
             logger.warning("%s", text)
 
     def _on_rank_0(self, act: Callable[[str], None]) -> None:
-        if self.ctx.ps.world.rank == 0:
+        folder = self.ctx.args.output.save
+        if self.ctx.ps.world.rank == 0 and folder is not None:
             try:
-                act(self.ctx.args.output.save)
+                act(folder)
             except OSError as error:
-                logger.warning("the note about iteration %d in %s: %s", self.number, self.ctx.args.output.save, error)
+                logger.warning("the note about iteration %d in %s: %s", self.number, folder, error)
 
 
 def _track(ctx: TrainContext, iteration: int, status: str, text: str) -> None:
@@ -398,6 +402,6 @@ def _track(ctx: TrainContext, iteration: int, status: str, text: str) -> None:
             logger.warning("--result-rejected-tracker-filename %s: %s", path, error)
 
 
-def _shown(devices: list[str]) -> str:
+def _join_devices(devices: list[str]) -> str:
     distinct = sorted(set(devices))
     return ", ".join(distinct[:8]) + (f" and {len(distinct) - 8} more" if len(distinct) > 8 else "")

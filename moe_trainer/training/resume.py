@@ -2,12 +2,13 @@
 
 With --auto-resume the same command line starts and continues a run. The checkpoint is resolved before anything is
 built, since the padded vocabulary follows it, and becomes the value of --load and its companion flags. Without a
-checkpoint under
---save the run starts as its flags describe, including --load BASE --finetune; with one, those flags are dropped.
+checkpoint under --save the run starts as its flags describe, including --load BASE --finetune; with one, those flags
+are dropped.
 """
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,8 +39,10 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
     output = args.output
     if not output.auto_resume:
         return args
+    assert output.save is not None
+    save = Path(output.save)
     with as_user_error(f"--auto-resume: --save {output.save}"):
-        newest = run_on_rank0(lambda: latest_valid(Path(output.save), output.verify_integrity), ps.world)
+        newest = run_on_rank0(lambda: latest_valid(save, output.verify_integrity), ps.world)
     if newest is None:
         logger.info("--auto-resume: no complete checkpoint in %s; the run starts as its other flags say", output.save)
         return args
@@ -70,9 +73,10 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
     output = ctx.args.output
     state = TrainState()
     if ctx.should_save:
+        assert output.save is not None
         with as_user_error("--save"):
-            options = replace(ctx.save_options, filesystem_id=check_writable(output.save, ctx.ps))
-        ctx = replace(ctx, save_options=options)
+            filesystem_id = check_writable(output.save, ctx.ps)
+        ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id))
     with as_user_error(f"--load {output.load}"):
         weights_only = output.pretrained_checkpoint is not None and (
             output.load is None or not holds_checkpoint(output.load, ctx.ps)
@@ -85,15 +89,14 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
         options = replace(options, load_optim=False, load_rng=False)
     upcycle = ctx.args.moe.moe_use_upcycling
     if upcycle:
+        assert output.save is not None
         with as_user_error(f"--save {output.save}"):
             if holds_checkpoint(output.save, ctx.ps):
                 raise UserError(
                     f"--moe-use-upcycling: --save {output.save} has a checkpoint already; to go on from it, --load it "
-                    "without this flag (or "
-                    "give --auto-resume too), else name another folder"
+                    "without this flag (or give --auto-resume too), else name another folder"
                 )
-        # dense parameters without a counterpart in the MoE model are an error unless the flags choose another
-        # strictness
+        # dense parameters without a counterpart in the MoE model are an error unless the flags choose a strictness
         strictness = "raise_unexpected" if options.strictness == "assume_ok_unexpected" else options.strictness
         finetune, options = True, replace(options, upcycle=True, exit_on_missing=True, strictness=strictness)
     with (
@@ -162,6 +165,7 @@ def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainC
                 "Megatron-LM"
             )
         return ctx, 0
+    assert ctx.learning_rate is not None and ctx.weight_decay is not None
     with as_user_error(f"--load {output.load}"):
         learning_rate, weight_decay = resume_schedules(
             ctx.learning_rate,
@@ -179,18 +183,17 @@ def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainC
 
 def _load(folder: str, ctx: TrainContext, options: LoadOptions) -> LoadedState | None:
     """Load; with --auto-resume skip a damaged checkpoint and use the one before it. Collective."""
-    own = ctx.args.output.auto_resume and folder == ctx.args.output.save and options.ckpt_step is not None
+    resumes_own_run = ctx.args.output.auto_resume and folder == ctx.args.output.save and options.ckpt_step is not None
     while True:
         try:
             return load(folder, ctx.chunks, ctx.optimizer, ctx.ps, options)
         except DamagedError as error:
-            if not own:
+            if not resumes_own_run:
                 raise
             if ctx.runtime.launch_env.rank == 0:
                 logger.warning("WARNING: the checkpoint of iteration %d is passed over: %s", options.ckpt_step, error)
-            newest = run_on_rank0(
-                lambda: latest_valid(Path(folder), options.verify_integrity, before=options.ckpt_step), ctx.ps.world
-            )
+            find = partial(latest_valid, Path(folder), options.verify_integrity, before=options.ckpt_step)
+            newest = run_on_rank0(find, ctx.ps.world)
             logger.info("--auto-resume: going on from iteration %d instead", newest)
             options = replace(options, ckpt_step=newest)
 

@@ -118,7 +118,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         if not args.is_eval_only:
             # --train-samples takes precedence: the derived --train-iters ignores a batch-size schedule
             samples = args.training.train_samples
-            train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters
+            train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters or 0
         schedule = build_schedule(args, runtime, chunks)
         if waiting := deadlocking_batch_sizes(args, ps.dp.size):
             raise ValueError("; ".join(waiting))
@@ -312,6 +312,7 @@ def make_batch_iterator(
 ) -> Iterator[Batch]:
     """Return this rank's batches of a dataset after `consumed` samples, counted over all ranks."""
     args, dp = ctx.args, ctx.ps.dp
+    assert ctx.batch_format is not None
     return iter(
         build_loader(
             dataset,

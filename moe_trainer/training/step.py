@@ -34,6 +34,7 @@ from moe_trainer.moe.receive_buffer import (
     record_budget_growth,
 )
 from moe_trainer.optim.finalize import finalize_grads
+from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
@@ -104,6 +105,7 @@ def train_step(
     args, ps = ctx.args, ctx.ps
     if args.optimizer.freeze_all_layers:
         return frozen_step(ctx, num_microbatches)
+    assert ctx.optimizer is not None and ctx.learning_rate is not None and ctx.weight_decay is not None
     dumps = StepDumps(ctx, state.iteration + 1)
     if observer is not None:
         observer.attach()
@@ -142,8 +144,7 @@ def train_step(
         return StepResult(losses, False, None, None, 0, {}, skipped=outcome.skipped)
     update_scales(ctx.chunks, ps)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
-    # a
-    # non-finite loss must not reach the weights.
+    # a non-finite loss must not reach the weights.
     update_biases(ctx.chunks, ps, frozen=args.model.dsa_indexer_warmup)
     num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
     loads = None
@@ -156,18 +157,16 @@ def train_step(
     if args.training.check_for_nan_in_loss_and_grad:
         check_losses_finite(state.iteration + 1, losses)
     peaks = reduce_max_logits(ctx.chunks, ps, ctx.runtime.device)
-    clip = args.model.qk_clip
+    samples, model, optimizer = state.scheduled_samples, args.model, args.optimizer
     with ctx.timers("optimizer"):
         update = ctx.optimizer.step(
-            lr=ctx.learning_rate.lr(state.scheduled_samples),
-            decoupled_lr=ctx.learning_rate.decoupled_lr(state.scheduled_samples),
-            scaled_lr=ctx.learning_rate.lr(
-                state.scheduled_samples, mup_lr_mult(args.optimizer.optimizer, args.optimizer.mup_width_mult)
-            ),
-            weight_decay=ctx.weight_decay.weight_decay(state.scheduled_samples),
+            lr=ctx.learning_rate.lr(samples),
+            decoupled_lr=ctx.learning_rate.decoupled_lr(samples),
+            scaled_lr=ctx.learning_rate.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
+            weight_decay=ctx.weight_decay.weight_decay(samples),
             norm=result.norm,
-            row_factors=qk_clip_factors(peaks, ps, args.model.qk_clip_threshold, args.model.qk_clip_alpha)
-            if clip
+            row_factors=qk_clip_factors(peaks, ps, model.qk_clip_threshold, model.qk_clip_alpha)
+            if model.qk_clip
             else {},
         )
     max_logit = global_max_logit(peaks, ps, ctx.runtime.device) if args.output.log_max_attention_logit else None
@@ -186,6 +185,7 @@ def train_step(
 
 def frozen_step(ctx: TrainContext, num_microbatches: int) -> StepResult:
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
+    assert ctx.train_batches is not None
     with ctx.timers("forward-backward"), torch.no_grad():
         sums = run_microbatches(
             ctx, ctx.train_batches, num_microbatches, ctx.args.training.micro_batch_size, forward_only=True
@@ -210,6 +210,7 @@ def forward_backward_reduce(
     otherwise a buffer may be too small.
     """
     args, ps = ctx.args, ctx.ps
+    assert ctx.optimizer is not None and ctx.grads is not None
     ctx.optimizer.zero_grad()
     start_iteration(ctx.chunks)
     reset_max_logits(ctx.chunks)
@@ -225,12 +226,12 @@ def forward_backward_reduce(
         ctx.grads.finish()
     finalize_grads(ctx.grads, ps, ctx.timers)
     sums = inject_error(ctx, state, sums, repeated)
-    (loss_sum, tokens, *mtp), (lost,), indexer = _read(
-        _shared(ctx, sums, get_mtp_sums(ctx.chunks)),
+    (loss_sum, tokens, *mtp), (num_overflowed,), indexer = _copy_to_host(
+        _reduce_sums(ctx, sums, get_mtp_sums(ctx.chunks)),
         _num_overflowed_layers(ctx),
         reduce_indexer_loss(ctx.chunks, ps, args.model, ctx.runtime.device),
     )
-    if lost:
+    if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
     if ctx.per_token:
         ctx.grads.scale(1.0 / max(tokens, 1.0))
@@ -248,18 +249,20 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
     Returns:
         As run_microbatches.
     """
-    size = ctx.args.training.micro_batch_size
+    size, source = ctx.args.training.micro_batch_size, ctx.train_batches
+    assert source is not None
     if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=record):
-        return run_microbatches(ctx, ctx.train_batches, num_microbatches, size, grad_scale)
-    ctx.optimizer.wait_params()
+        return run_microbatches(ctx, source, num_microbatches, size, grad_scale)
+    assert isinstance(ctx.grads, DataParallelGrads)  # fully sharded parameters exclude this graph
+    ctx.wait_params()
     with ctx.timers("batch-generator"), as_user_error("data"):
-        batches = [next(ctx.train_batches).to(ctx.runtime.device) for _ in range(num_microbatches)]
+        batches = [next(source).to(ctx.runtime.device) for _ in range(num_microbatches)]
     untimed = replace(ctx, timers=Timers(0, trace=ctx.ps.trace))  # a timer synchronizes with the device
     scale = torch.full((), grad_scale, dtype=torch.float32, device=ctx.runtime.device)
     return ctx.iteration_graph.run(
         num_microbatches,
         (scale, *batches),
-        lambda given: run_microbatches(untimed, iter(given[1:]), num_microbatches, size, given[0]),
+        lambda inputs: run_microbatches(untimed, iter(inputs[1:]), num_microbatches, size, inputs[0]),
         state=ctx.grads.missing,
         restore=ctx.grads.set_missing,
     )
@@ -284,10 +287,10 @@ def run_microbatches(
         with ctx.timers("batch-generator"), as_user_error("data"):
             return next(batches).to(ctx.runtime.device)
 
-    feed = MicrobatchCache(read, len(chunks))
+    get_batch = MicrobatchCache(read, len(chunks))
 
     def forward_step(index: int, microbatch: int, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        trace.microbatch, batch, chunk = microbatch + 1, feed(microbatch), chunks[index]
+        trace.microbatch, batch, chunk = microbatch + 1, get_batch(microbatch), chunks[index]
         output = chunk(
             batch.tokens_BS,
             batch.position_ids_BS,
@@ -299,7 +302,7 @@ def run_microbatches(
         )
         return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
 
-    work = ScheduleInputs(
+    inputs: ScheduleInputs[Tensor] = ScheduleInputs(
         forward_step,
         num_microbatches,
         specs=[chunk.input_spec(micro_batch_size, ctx.args.data.seq_length) for chunk in chunks],
@@ -309,7 +312,7 @@ def run_microbatches(
         forward_only=forward_only,
     )
     with cached_weight_casts(chunks):
-        results = ctx.schedule.run(work)
+        results = ctx.schedule.run(inputs)
     trace.microbatch = None
     return results
 
@@ -332,16 +335,16 @@ def reduce_loss(ctx: TrainContext, sums: list[Tensor]) -> tuple[float, float]:
 
     Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
     """
-    loss_sum, tokens = _shared(ctx, sums).tolist()
+    loss_sum, tokens = _reduce_sums(ctx, sums).tolist()
     return loss_sum, tokens
 
 
-def _read(*tensors: Tensor) -> list[list[float]]:
+def _copy_to_host(*tensors: Tensor) -> list[list[float]]:
     """Copy several device vectors of one dtype to the host with a single synchronization."""
     return [part.tolist() for part in torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors])]
 
 
-def _shared(ctx: TrainContext, sums: list[Tensor], further: Tensor | None = None) -> Tensor:
+def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Tensor | None = None) -> Tensor:
     """Return the two numbers of reduce_loss, fp64 on the device, followed by `further` ones reduced in the same way."""
     ps = ctx.ps
     total = (
@@ -369,22 +372,22 @@ def log_overflow(ctx: TrainContext, state: TrainState, grown: list[tuple[str, fl
     `grown` is the result of record_budget_growth.
     """
     mine = [(after, before, name, ctx.ps.world.rank) for name, before, after in grown]
-    told = collectives.all_gather_object(
-        (mine, max((budget.factor for budget in get_receive_budgets(ctx.chunks)), default=0.0)), ctx.ps.world
-    )
+    factor = max((budget.factor for budget in get_receive_budgets(ctx.chunks)), default=0.0)
+    gathered = collectives.all_gather_object((mine, factor), ctx.ps.world)
     if ctx.ps.world.rank == 0:
-        after, before, name, rank = max((each for mine, _ in told for each in mine), default=(0.0, 0.0, "no layer", 0))
+        after, before, name, rank = max(
+            (each for grown, _ in gathered for each in grown), default=(0.0, 0.0, "no layer", 0)
+        )
         logger.warning(
             "iteration %d: experts received more rows than their budgets have room for; nothing of it has taken "
-            "effect, and it was repeated with "
-            "larger ones: the factor of %s on rank %d grew from %g to %g. --moe-expert-rank-capacity-factor %g would "
-            "have been enough",
+            "effect, and it was repeated with larger ones: the factor of %s on rank %d grew from %g to %g. "
+            "--moe-expert-rank-capacity-factor %g would have been enough",
             state.iteration + 1,
             name,
             rank,
             before,
             after,
-            max(factor for _, factor in told),
+            max(factor for _, factor in gathered),
         )
 
 
@@ -394,6 +397,5 @@ def check_losses_finite(iteration: int, losses: dict[str, float]) -> None:
     if bad:
         raise FloatingPointError(
             f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last "
-            "checkpoint "
-            "is untouched. --no-check-for-nan-in-loss-and-grad disables this check"
+            "checkpoint is untouched. --no-check-for-nan-in-loss-and-grad disables this check"
         )
