@@ -109,7 +109,8 @@ def _opened(stream: Any, size: int) -> Iterator[zipfile.ZipFile]:
         )
         if program is not None:
             raise UnsafeArchiveError(
-                f"it is an archive of TorchScript, torch.package or torch.export (it holds {program}), which is a program; only "
+                f"it is an archive of TorchScript, torch.package or torch.export (it holds {program}), which is "
+                "a program; only "
                 "files of torch.save are read, and nothing in a file is run"
             )
         if any(

@@ -164,7 +164,8 @@ class FlatStateMetadata(VirtualMetadata):
         """Enter the states that are in the buckets of dp_reshardable."""
         if record.get("use_tp_pp_dp_mapping"):
             raise CheckpointError(
-                "its optimizer state is in buckets of ranks in another order (--use-tp-pp-dp-mapping), which is not known here"
+                "its optimizer state is in buckets of ranks in another order (--use-tp-pp-dp-mapping), which is "
+                "not known here"
             )
         buffers: dict[tuple[int, int, int], dict[str, dict[tuple[str, int], str]]] = defaultdict(
             lambda: defaultdict(dict)
@@ -178,7 +179,8 @@ class FlatStateMetadata(VirtualMetadata):
             for state, buckets in states.items():
                 if len({dtype for dtype, _ in buckets}) > 1:
                     raise CheckpointError(
-                        "its optimizer state has buckets of several types for one model chunk, whose order is not known here"
+                        "its optimizer state has buckets of several types for one model chunk, whose order is "
+                        "not known here"
                     )
                 keys = tuple(buckets[place] for place in sorted(buckets))
                 self._enter_buffer("fp32_param" if state == "param" else state, keys, entries)
@@ -195,7 +197,8 @@ class FlatStateMetadata(VirtualMetadata):
         )
         if needed != stored:
             raise CheckpointError(
-                f"{keys[0]} and the buckets after it hold {stored} elements, and the parameters in the order of the modules need {needed}"
+                f"{keys[0]} and the buckets after it hold {stored} elements, and the parameters in the order of "
+                f"the modules need {needed}"
             )
         dtype = tensor_entry(self._stored, keys[0]).properties.dtype
         place = self._stored.storage_data[MetadataIndex(keys[0], tensor_entry(self._stored, keys[0]).chunks[0].offsets)]
@@ -292,7 +295,8 @@ class _BufferLayout:
             flags[name] = bool(flags[name])
         if not isinstance(flags["pipeline_model_parallel_layout"], (str, type(None))):
             raise CheckpointError(
-                "its optimizer state is in buckets of stages whose --pipeline-model-parallel-layout the checkpoint does not record as text"
+                "its optimizer state is in buckets of stages whose --pipeline-model-parallel-layout the "
+                "checkpoint does not record as text"
             )
         parallel: Any = SimpleNamespace(pipeline_model_parallel_size=self._sizes.pp, **flags)
         self._chunks = chunk_layouts(model, parallel)

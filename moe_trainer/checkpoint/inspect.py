@@ -69,7 +69,8 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
     found = detect_format(folder)
     if found not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT):
         raise CheckpointError(
-            f"{folder} is in the format {found!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at"
+            f"{folder} is in the format {found!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) "
+            "can be looked at"
         )
     return folder
 
@@ -221,7 +222,10 @@ def _header(folder: Path, index: Metadata) -> Iterator[str]:
         yield "in the legacy format: pieces of single ranks, under the names that they have in torch_dist"
         if index.state_problem is not None:
             yield f"its optimizer state cannot be read: {index.state_problem}"
-    yield f"{len(tensors)} stored tensors, {weights:,} weights, {len({i.relative_path for i in index.storage_data.values()})} files, {_bytes(size)}"
+    yield (
+        f"{len(tensors)} stored tensors, {weights:,} weights, "
+        f"{len({i.relative_path for i in index.storage_data.values()})} files, {_bytes(size)}"
+    )
 
 
 def _order(name: str) -> list:

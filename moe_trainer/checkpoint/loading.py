@@ -231,7 +231,8 @@ class Loader:
             return
         if not self._options.finetune:
             raise CheckpointError(
-                f"the checkpoint {self._folder} has no indexers of sparse attention ({lost[0]}, ...): it is of a model without "
+                f"the checkpoint {self._folder} has no indexers of sparse attention ({lost[0]}, ...): it is of a "
+                "model without "
                 "--experimental-attention-variant dsa. --finetune takes its weights and initializes the indexers"
             )
         self._warn(
@@ -337,8 +338,10 @@ class Loader:
         if accepted and not self._padding_logged:
             self._padding_logged = True
             self._warn(
-                "the vocabulary is padded to %d rows in the checkpoint and to %d here (it depends on --tensor-model-parallel-size); "
-                "the softmax includes the padding, so losses differ a little at first. --make-vocab-size-divisible-by keeps it",
+                "the vocabulary is padded to %d rows in the checkpoint and to %d here (it depends on "
+                "--tensor-model-parallel-size); "
+                "the softmax includes the padding, so losses differ a little at first. "
+                "--make-vocab-size-divisible-by keeps it",
                 saved[0],
                 here[0],
             )

@@ -248,7 +248,8 @@ def _restore_random(
         raise
     except DECODE_ERRORS as error:
         raise CheckpointError(
-            f"{folder}: its random states are not those of a run ({type(error).__name__}: {str(error) or 'no reason given'}). "
+            f"{folder}: its random states are not those of a run ({type(error).__name__}: "
+            f"{str(error) or 'no reason given'}). "
             "--no-load-rng starts new ones"
         ) from error
     return states is not None

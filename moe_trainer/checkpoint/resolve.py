@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _OTHER_FORMATS = MappingProxyType(
     {
         "zarr": "in the zarr format, which Megatron-LM has removed; convert it with an older Megatron-LM",
-        "fsdp_dtensor": "written by Megatron-FSDP, which this version does not support; save it with --ckpt-format torch_dist",
+        "fsdp_dtensor": "written by Megatron-FSDP, which this version does not support; save it with --ckpt-format "
+        "torch_dist",
     }
 )
 
@@ -176,7 +177,8 @@ def latest_valid(directory: Path, hashes: bool = False, before: int | None = Non
             else "it holds no checkpoint"
         )
         raise DamagedError(
-            f"{directory}: {state}, and the tracker names {tracker}; repair one, or move them and the tracker elsewhere "
+            f"{directory}: {state}, and the tracker names {tracker}; repair one, or move them and the tracker "
+            "elsewhere "
             "to start from scratch"
         )
     return None

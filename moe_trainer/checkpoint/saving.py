@@ -445,7 +445,10 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
             holder = acquire_lock(Path(directory))
             found = filesystem_id(Path(directory))
             if (Path(directory) / TRACKER).is_dir():
-                problem = f"{Path(directory) / TRACKER} is a folder, and the file that names the newest checkpoint is needed; remove it"
+                problem = (
+                    f"{Path(directory) / TRACKER} is a folder, and the file that names the newest checkpoint is "
+                    "needed; remove it"
+                )
             problem = problem or holder and f"another run is saving there ({holder}); end it, or choose another folder"
         except OSError as error:
             problem = f"cannot write there: {error}"

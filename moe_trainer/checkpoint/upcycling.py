@@ -264,7 +264,8 @@ def _check(
     expert = next((name for name in tensors if ".experts." in name or ".router." in name), None)
     if expert is not None:
         raise CheckpointError(
-            f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): leave the flag out to "
+            f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): "
+            "leave the flag out to "
             "go on from it"
         )
     differing = [

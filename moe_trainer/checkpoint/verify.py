@@ -183,7 +183,10 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
             yield f"{prefix}* is missing: the whole layer"
             continue
         if is_moe[number] != any(_ANY_EXPERT in rest for rest in held):
-            yield f"{prefix}* is {'a dense' if is_moe[number] else 'an MoE'} layer and should be {'MoE' if is_moe[number] else 'dense'}"
+            yield (
+                f"{prefix}* is {'a dense' if is_moe[number] else 'an MoE'} layer and should be "
+                f"{'MoE' if is_moe[number] else 'dense'}"
+            )
             continue
         yield from (f"{prefix}{rest} is missing" for rest in sorted(common[is_moe[number]] - set(held)))
         for rest, experts in sorted(held.items()):

@@ -202,7 +202,8 @@ _ROWS = (
         50,
         225,
         148,
-        "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack, dense; one 400 Gb/s adapter a GPU; half a Grace link of 450 GB/s",
+        "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack, dense; one 400 Gb/s adapter a GPU; half a Grace link "
+        "of 450 GB/s",
         node=4,
     ),
     Hardware(
@@ -217,7 +218,8 @@ _ROWS = (
         100,
         225,
         148,
-        "NVIDIA GB300 NVL72 data sheet, a 72nd of the rack, dense; one 800 Gb/s adapter a GPU; half a Grace link of 450 GB/s",
+        "NVIDIA GB300 NVL72 data sheet, a 72nd of the rack, dense; one 800 Gb/s adapter a GPU; half a Grace link "
+        "of 450 GB/s",
         node=4,
     ),
     Hardware(
@@ -362,7 +364,8 @@ def _own_run(where: str, table: object) -> CalibrationRun:
         field.name for field in dataclasses.fields(CalibrationRun)
     }:
         raise HardwareError(
-            f"{where}: calibration: every run is a table with {', '.join(field.name for field in dataclasses.fields(CalibrationRun))}, "
+            f"{where}: calibration: every run is a table with "
+            f"{', '.join(field.name for field in dataclasses.fields(CalibrationRun))}, "
             "as `plan.py calibrate --from` writes them"
         )
     numbers = {name: _checked(where, name, "float", table[name]) for name in ("seconds", "predicted", "parameters")}

@@ -109,7 +109,8 @@ def read_runs(path: str | Path, hardware: Hardware) -> list[MeasuredRun]:
     if not found:
         longest = max(len(seconds) for _, seconds in starts)
         raise PlanError(
-            f"{where}: {longest} timed iterations; {WARM_UP + LEAST} are needed, of which the first {WARM_UP} are left out (--log-interval 1 times each)"
+            f"{where}: {longest} timed iterations; {WARM_UP + LEAST} are needed, of which the first {WARM_UP} "
+            "are left out (--log-interval 1 times each)"
         )
     return found
 
@@ -317,7 +318,8 @@ def calibration_table(hardware: Hardware, before: Hardware) -> list[str]:
             "" if run.left_out is None else f"{run.left_out:18.3f} s {100 * (run.left_out / run.seconds - 1):+6.1f} %"
         )
         lines.append(
-            f"{run.name[-40:]:40s} {run.seconds:8.3f} s {run.predicted:8.3f} s {100 * (run.predicted / run.seconds - 1):+6.1f} % {left_out}"
+            f"{run.name[-40:]:40s} {run.seconds:8.3f} s {run.predicted:8.3f} s "
+            f"{100 * (run.predicted / run.seconds - 1):+6.1f} % {left_out}"
         )
     changed = [
         f"{each.name} {getattr(before.constants, each.name):.3g} -> {getattr(hardware.constants, each.name):.3g}"

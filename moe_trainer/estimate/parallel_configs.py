@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.hardware import Hardware
 
 SEARCHED = frozenset(
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
-    "sequence_parallel pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_schedule "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split micro_batch_size recompute_granularity recompute_method "
-    "recompute_num_layers recompute_modules recompute_activations checkpoint_activations moe_layer_recompute moe_token_dispatcher_type moe_flex_dispatcher_backend "
-    "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run validate_only fake_process_group report".split()
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size "
+    "sequence_parallel pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank "
+    "microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "pipeline_schedule "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split micro_batch_size "
+    "recompute_granularity recompute_method "
+    "recompute_num_layers recompute_modules recompute_activations checkpoint_activations moe_layer_recompute "
+    "moe_token_dispatcher_type moe_flex_dispatcher_backend "
+    "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run "
+    "validate_only fake_process_group report".split()
 )
 """Flags that a mapping sets, or that have no meaning beside it: what the user gave of them is left out."""
 REPLACED = SEARCHED - frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))

@@ -135,7 +135,10 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
     batch = count * replicas * args.training.micro_batch_size
     flops = training_flops(args, batch, args.data.seq_length, rows)
     if args.has_frozen_weights:
-        forward = "the weights are not updated: memory is that of a forward pass; the time is still that of a training step, and a forward pass takes about a third"
+        forward = (
+            "the weights are not updated: memory is that of a forward pass; the time is still that of a training "
+            "step, and a forward pass takes about a third"
+        )
         note = "; ".join(filter(None, (note, forward)))
     return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time, flops, count, batch, rows, note)
 

@@ -32,13 +32,17 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     counts, time, hardware = plan.counts, plan.time, plan.hardware
     lines = [
         "--------------------------- plan ---------------------------",
-        f"{plan.world_size} x {hardware.name} ({hardware.memory_gib:g} GiB, {hardware.peak(plan.width) / 1e12:g} TFLOP/s {plan.width}, NVLink "
-        f"{hardware.nvlink_gb_s:g} GB/s among {hardware.domain}, network {hardware.network_gb_s:g} GB/s; {hardware.source})",
+        f"{plan.world_size} x {hardware.name} ({hardware.memory_gib:g} GiB, {hardware.peak(plan.width) / 1e12:g} "
+        f"TFLOP/s {plan.width}, NVLink "
+        f"{hardware.nvlink_gb_s:g} GB/s among {hardware.domain}, network {hardware.network_gb_s:g} GB/s; "
+        f"{hardware.source})",
         f"parameters: {counts.total:,} (+ {counts.mtp:,} multi-token prediction), {counts.active:,} active per token",
         f"an iteration: {plan.batch_size} sequences in {plan.num_microbatches} microbatches, {plan.flops:.4g} FLOPs",
         "",
-        f"memory of a rank by pipeline stage, GiB at the peak (of {hardware.memory_gib:g}, {RESERVED_BYTES / GIB:g} set aside for context, NCCL, allocator)",
-        "  stage   parameters  weights    grads  optimizer  activations  dispatch  working    total     free  microbatches held",
+        f"memory of a rank by pipeline stage, GiB at the peak (of {hardware.memory_gib:g}, "
+        f"{RESERVED_BYTES / GIB:g} set aside for context, NCCL, allocator)",
+        "  stage   parameters  weights    grads  optimizer  activations  dispatch  working    total     free  "
+        "microbatches held",
     ]
     lines += [_stage_line(plan, stage) for stage in plan.memory]
     peak = plan.peak
@@ -54,7 +58,8 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     if max(len(stage.peak_inflight_microbatches) for stage in plan.memory) > 1:
         lines.append("  microbatches held: at the peak, by each chunk (virtual stage) of the stage")
     lines.append(
-        "  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 bits alone (its latent attention keeps less)"
+        "  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 "
+        "bits alone (its latent attention keeps less)"
     )
     if peak.host:
         lines.append(f"  in host memory: {peak.host / GIB:.2f} GiB a rank")
@@ -72,7 +77,8 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
         if getattr(time, name) > 0
     ]
     lines += [
-        f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU {100 * plan.mfu:.1f} % of the {plan.width} peak, "
+        f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU "
+        f"{100 * plan.mfu:.1f} % of the {plan.width} peak, "
         f"{plan.tokens_per_day / 1e9:.1f} billion tokens a day",
         *_nearest_lines(plan),
         _basis_line(plan),
@@ -109,7 +115,10 @@ def _fit_line(plan: Plan) -> str:
     if plan.headroom is not None and plan.headroom > 100:
         text += "; uneven routing cannot fill it"
     elif plan.headroom is not None:
-        text += f"; uneven routing fills it when a rank gets {plan.headroom:.2f} times an even share of tokens in every layer"
+        text += (
+            f"; uneven routing fills it when a rank gets {plan.headroom:.2f} times an even share of tokens in every "
+            "layer"
+        )
     return text
 
 
@@ -118,7 +127,8 @@ def fix_lines(fixes: Sequence[Fix], title: str, none: str = "") -> list[str]:
     if not fixes:
         return [
             none
-            or "no few changes of recompute, mapping, optimizer and offloading make it fit, and not eight times the devices; "
+            or "no few changes of recompute, mapping, optimizer and offloading make it fit, and not eight times the "
+            "devices; "
             "`scripts/plan.py search` tries every mapping"
         ]
     return [f"{title}:", *(f"  {fix.text}" for fix in fixes)]
@@ -127,8 +137,14 @@ def fix_lines(fixes: Sequence[Fix], title: str, none: str = "") -> list[str]:
 def _basis_line(plan: Plan) -> str:
     runs = len(plan.hardware.calibration)
     if runs:
-        return f"times: predicted, with constants fitted to {runs} own run{'s' if runs > 1 else ''} ({plan.hardware.source}); even routing"
-    return "times: predicted, with constants fitted to published runs of Megatron-LM (`scripts/plan.py calibrate --from` fits yours); even routing"
+        return (
+            f"times: predicted, with constants fitted to {runs} own run{'s' if runs > 1 else ''} "
+            f"({plan.hardware.source}); even routing"
+        )
+    return (
+        "times: predicted, with constants fitted to published runs of Megatron-LM (`scripts/plan.py calibrate "
+        "--from` fits yours); even routing"
+    )
 
 
 COMPARABLE = 1.0
@@ -147,7 +163,8 @@ def _nearest_lines(plan: Plan) -> list[str]:
     ):
         return [f"no published run is comparable; the nearest is {run.name} ({run.source})"]
     return [
-        f"nearest published run: {run.name}, {run.tflops:.1f} TFLOP/s/GPU ({run.source}); predicted here {100 * (plan.tflops / run.tflops - 1):+.1f} %",
+        f"nearest published run: {run.name}, {run.tflops:.1f} TFLOP/s/GPU ({run.source}); predicted here "
+        f"{100 * (plan.tflops / run.tflops - 1):+.1f} %",
         f"  this run: {differs}",
     ]
 

@@ -88,8 +88,10 @@ class PublishedRun:
         )
         tensor += f" --context-parallel-size {self.cp}" if self.cp > 1 else ""
         return (
-            f"--preset {self.model} --mock-data --seq-length {self.seq} {tensor} --pipeline-model-parallel-size {self.pp} "
-            f"--expert-model-parallel-size {self.ep} --micro-batch-size {self.mbs} --global-batch-size {self.gbs} {self.flags}"
+            f"--preset {self.model} --mock-data --seq-length {self.seq} {tensor} --pipeline-model-parallel-size "
+            f"{self.pp} "
+            f"--expert-model-parallel-size {self.ep} --micro-batch-size {self.mbs} --global-batch-size "
+            f"{self.gbs} {self.flags}"
         ).split()
 
 
@@ -134,7 +136,8 @@ PUBLISHED_RUNS = (
         1,
         8192,
         1048,
-        f"{_layout('Et*4|(tttt|)*14tmL')} {HYBRIDEP} {MXFP8} --recompute-granularity selective --recompute-modules mlp {GRAPHS}",
+        f"{_layout('Et*4|(tttt|)*14tmL')} {HYBRIDEP} {MXFP8} --recompute-granularity selective "
+        f"--recompute-modules mlp {GRAPHS}",
         "P table 11",
     ),
     PublishedRun(
@@ -195,7 +198,8 @@ PUBLISHED_RUNS = (
         1,
         2048,
         320,
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 4 {DEEPEP} {OVERLAP} {GRAPHS} --recompute-granularity selective "
+        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 4 {DEEPEP} {OVERLAP} {GRAPHS} --recompute-granularity "
+        "selective "
         "--recompute-modules moe_act layernorm",
         "P table 11",
     ),
@@ -260,7 +264,8 @@ PUBLISHED_RUNS = (
         1,
         8192,
         750,
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} --recompute-granularity selective "
+        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} "
+        "--recompute-granularity selective "
         "--recompute-modules moe_act layernorm",
         "P table 11",
         is_fitted=False,

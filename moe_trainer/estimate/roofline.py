@@ -476,6 +476,8 @@ def notes(args: Arguments) -> Iterator[str]:
     if args.precision.transformer_impl == "transformer_engine":
         yield "TransformerEngine's layers: this program's own stand in for them, which launch more kernels"
     if args.model.experimental_attention_variant is not None:
-        yield "linear and sparse attention: their Triton kernels are timed by what they move; their FLOPs are not counted"
+        yield (
+            "linear and sparse attention: their Triton kernels are timed by what they move; their FLOPs are not counted"
+        )
     if optimizer.optimizer_cpu_offload or optimizer.chunked_optimizer_state_offload:
         yield "offloaded optimizer: executed without; its time is the planner's"

@@ -31,10 +31,12 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
     lines = [
         "------------------------- roofline -------------------------",
         f"{plan.world_size} x {plan.hardware.name}; executed: pipeline stage{'s' * (len(roofline.stages) > 1)} "
-        f"{' '.join(map(str, roofline.stages))} of {plan.args.parallel.pipeline_model_parallel_size}, of {plan.num_microbatches} microbatches {roofline.executed}",
+        f"{' '.join(map(str, roofline.stages))} of {plan.args.parallel.pipeline_model_parallel_size}, of "
+        f"{plan.num_microbatches} microbatches {roofline.executed}",
         *(f"  {note}" for note in roofline.notes),
         "",
-        f"step: {time.step:.3f} s, {tflops(plan, time.step):.1f} TFLOP/s/GPU; the plan says {plan.time.step:.3f} s +- {bar.percent}, {plan.tflops:.1f} TFLOP/s/GPU",
+        f"step: {time.step:.3f} s, {tflops(plan, time.step):.1f} TFLOP/s/GPU; the plan says {plan.time.step:.3f} "
+        f"s +- {bar.percent}, {plan.tflops:.1f} TFLOP/s/GPU",
         f"  {'':36s} {'here':>9s}   {'plan':>9s}",
         *(
             f"  {text:36s} {getattr(time, name):9.3f} s {getattr(plan.time, name):9.3f} s"
@@ -43,10 +45,12 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         ),
         *_published(plan, time),
         "",
-        f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} kernels, {busiest.host_waits:,.0f} host waits, "
+        f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} "
+        f"kernels, {busiest.host_waits:,.0f} host waits, "
         f"{busiest.total:.3f} s",
         *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS.items()),
-        f"  they would take {busiest.ahead:.3f} s if the host ran ahead within every pass, and {busiest.bound:.3f} s at the peaks of the data sheet without launches",
+        f"  they would take {busiest.ahead:.3f} s if the host ran ahead within every pass, and "
+        f"{busiest.bound:.3f} s at the peaks of the data sheet without launches",
         "",
         "why the two differ:",
         *(f"  {reason}" for reason in reasons(plan, roofline)),
@@ -75,7 +79,10 @@ def _limit(line: LineCost) -> str:
 
 def _line(place: str, line: LineCost, costs: RankCosts) -> str:
     seconds = line.seconds.total()
-    return f"  {seconds:9.3f} {100 * seconds / costs.total:6.1f}% {line.kernels.total():8,.0f}  {_limit(line):10s} {line.bytes / 1e9:9,.0f} {line.flops / 1e12:8,.0f}  {place}"
+    return (
+        f"  {seconds:9.3f} {100 * seconds / costs.total:6.1f}% {line.kernels.total():8,.0f}  {_limit(line):10s} "
+        f"{line.bytes / 1e9:9,.0f} {line.flops / 1e12:8,.0f}  {place}"
+    )
 
 
 def _published(plan: Plan, time: StepTime) -> list[str]:
@@ -98,11 +105,16 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
             break
         text = f"{texts[name]} {apart[name]:+.3f} s: "
         if name == "compute" and apart[name] < 0:
-            text += "the plan's rates are fitted to published runs, which reached less than the roofline's operators would here"
+            text += (
+                "the plan's rates are fitted to published runs, which reached less than the roofline's operators "
+                "would here"
+            )
         elif name == "compute":
             text += (
-                f"{costs.unfilled:.3f} s are launches, of kernels that are shorter than the {1e6 * constants.launch:.0f} us that the host takes for one "
-                f"(the plan counts the kernels of a fused layer and lets the host run ahead), {_seconds(costs, 'memory'):.3f} s are "
+                f"{costs.unfilled:.3f} s are launches, of kernels that are shorter than the "
+                f"{1e6 * constants.launch:.0f} us that the host takes for one "
+                "(the plan counts the kernels of a fused layer and lets the host run ahead), "
+                f"{_seconds(costs, 'memory'):.3f} s are "
                 "operators limited by memory (the plan counts what backward reads again, once)"
             )
         elif name == "bubble":
@@ -123,8 +135,10 @@ def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list
     lines = [
         "# Steps of the zoo's models from the operators that they launch",
         "",
-        f"`python scripts/roofline.py models --write`, commit {commit}. Executed on the emulated CUDA device; nothing here was measured on a GPU.",
-        "[What the columns mean and why the two differ](../../docs/planning.md#a-roofline-from-what-runs). TFLOP/s are those of one GPU.",
+        f"`python scripts/roofline.py models --write`, commit {commit}. Executed on the emulated CUDA device; "
+        "nothing here was measured on a GPU.",
+        "[What the columns mean and why the two differ](../../docs/planning.md#a-roofline-from-what-runs). "
+        "TFLOP/s are those of one GPU.",
         "",
         "| model | on | step | TFLOP/s | planned | published | kernels | launches | memory | GEMMs | at peaks |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -134,12 +148,14 @@ def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list
         known = f"{near.run.tflops:.0f}" if not near.differs else ""
         parts = " | ".join(f"{_seconds(costs, limit):.3f}" for limit in ("launch", "memory", "compute"))
         lines.append(
-            f"| {name} | {plan.world_size} {plan.hardware.name} {plan.width} | {found.time.step:.3f} | {tflops(plan, found.time.step):.0f} | {plan.tflops:.0f} | {known} "
+            f"| {name} | {plan.world_size} {plan.hardware.name} {plan.width} | {found.time.step:.3f} | "
+            f"{tflops(plan, found.time.step):.0f} | {plan.tflops:.0f} | {known} "
             f"| {costs.kernels:,.0f} | {parts} | {costs.bound:.3f} |"
         )
     lines += [
         "",
-        "Seconds of an iteration; kernels and what limits them are those of the busiest pipeline stage. Planned and published: TFLOP/s of the same flags.",
+        "Seconds of an iteration; kernels and what limits them are those of the busiest pipeline stage. Planned "
+        "and published: TFLOP/s of the same flags.",
         "",
     ]
     for name, plan, found in rows:

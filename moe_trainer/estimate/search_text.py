@@ -15,7 +15,8 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     """What a search prints."""
     refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
     head = (
-        f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, {outcome.planned} planned in full"
+        f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, "
+        f"{outcome.planned} planned in full"
         f"{refused}; {outcome.seconds:.0f} s"
     )
     lines = [
@@ -27,16 +28,19 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     if not outcome.found:
         return [*lines, *_nothing_lines(outcome, gpus)]
     lines += [
-        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products    dispatcher         recompute"
+        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products   "
+        " dispatcher         recompute"
     ]
     for number, each in enumerate(outcome.found, start=1):
         plan, mapping = each.plan, each.mapping
         room = "" if plan.headroom is None else f"{min(plan.headroom, 99.99):.2f}"
         dispatcher = (mapping.backend or "alltoall") + (" overlapped" if mapping.overlap else "")
         lines.append(
-            f"{number:3d} {plan.tokens_per_second:13,.0f} {plan.tflops:8.1f} {plan.time.step:10.3f} {each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} "
+            f"{number:3d} {plan.tokens_per_second:13,.0f} {plan.tflops:8.1f} {plan.time.step:10.3f} "
+            f"{each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} "
             f"{room:>9s}   {mapping.tp:2d} "
-            f"{mapping.cp:2d} {mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d}  {_products(plan):10s}  {dispatcher:18s} "
+            f"{mapping.cp:2d} {mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d} "
+            f" {_products(plan):10s}  {dispatcher:18s} "
             f"{' '.join(sorted(plan.args.training.recomputed_modules - {'mtp'})) or '-'}"
         )
         lines.append(f"      limited by: {each.bottleneck}{_uncertainties(each)}")
@@ -82,18 +86,21 @@ def _order_lines(outcome: SearchResult) -> list[str]:
     lines = []
     if tied:
         lines.append(
-            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands first: the smallest error, then the "
+            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands "
+            "first: the smallest error, then the "
             "simplest mapping, then the nearest published run"
         )
     if fastest.plan is not first and fastest.plan.time.step < 0.995 * first.time.step:
         lines.append(
-            f"the fastest of them by prediction is {outcome.found.index(fastest) + 1}, by {100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: "
+            f"the fastest of them by prediction is {outcome.found.index(fastest) + 1}, by "
+            f"{100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: "
             "worth a trial of some iterations"
         )
     if len(outcome.found) > 1 and not ties(first, outcome.found[1].plan):
         why = explain_speedup(first, outcome.found[1].plan)
         lines.append(
-            f"the first beats the second by {100 * (outcome.found[1].plan.time.step / first.time.step - 1):.1f} %: {', '.join(why)}"
+            f"the first beats the second by {100 * (outcome.found[1].plan.time.step / first.time.step - 1):.1f} "
+            f"%: {', '.join(why)}"
         )
     return lines
 
@@ -115,12 +122,16 @@ def _nothing_lines(outcome: SearchResult, gpus: int) -> list[str]:
         return ["no mapping is legal with these flags (the commonest reasons stand above)"]
     if outcome.closest is None:
         return [
-            f"none fits on {gpus} devices: no sizes divide heads, experts (--num-experts) and --global-batch-size (a number of devices "
+            f"none fits on {gpus} devices: no sizes divide heads, experts (--num-experts) and "
+            "--global-batch-size (a number of devices "
             "with small factors has more mappings)"
         ]
     plan, argv = outcome.closest
     if plan.margin >= 0:
-        need = f"fits, but leaves headroom for {plan.headroom:.2f} times an even share of tokens only (--headroom asks for more)"
+        need = (
+            f"fits, but leaves headroom for {plan.headroom:.2f} times an even share of tokens only (--headroom asks "
+            "for more)"
+        )
     else:
         need = f"needs {-plan.margin / GIB:.1f} GiB a device more than there is"
     lines = [f"none fits: the smallest mapping {need}", f"  {shlex.join(argv)}"]
@@ -149,9 +160,13 @@ def _against(name: str, plan: Plan, first: Plan) -> list[str]:
     )
     headroom = "" if plan.headroom is None else f", headroom {plan.headroom:.2f}"
     share = 100 * (plan.tokens_per_second / first.tokens_per_second - 1)
-    compared = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower'} than the first{', a tie' if ties(first, plan) else ''}"
+    compared = (
+        f"{abs(share):.1f} % {'faster' if share > 0 else 'slower'} than the "
+        f"first{', a tie' if ties(first, plan) else ''}"
+    )
     return [
-        f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- {error_bar(plan).percent}, {compared}; "
+        f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- "
+        f"{error_bar(plan).percent}, {compared}; "
         f"{plan.peak.total / GIB:.1f} GiB, {room}{headroom}",
         *(
             ["  the first has " + ", ".join(explain_speedup(first, plan)[:3])]

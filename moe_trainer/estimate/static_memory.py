@@ -127,5 +127,6 @@ def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int
             f" on pipeline stage {stages.index(most)} of {len(stages)}, where it is most (least: {least / _GIB:.2f})"
         )
     return [
-        f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state{where} ({parts}){host}; activations are counted by --dry-run"
+        f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state{where} "
+        f"({parts}){host}; activations are counted by --dry-run"
     ]

@@ -140,7 +140,8 @@ def exchange_slowdown(args: Arguments, hardware: Hardware) -> float:
         sms = min(EXCHANGE_SMS, hardware.num_sms // 2)
     if sms >= hardware.num_sms:
         raise ValueError(
-            f"--moe-flex-dispatcher-num-sms {sms}: {hardware.name} has {hardware.num_sms} multiprocessors, and computation needs some too"
+            f"--moe-flex-dispatcher-num-sms {sms}: {hardware.name} has {hardware.num_sms} multiprocessors, and "
+            "computation needs some too"
         )
     return sms / (hardware.num_sms - sms)
 

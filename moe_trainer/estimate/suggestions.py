@@ -47,11 +47,13 @@ LEAST_SHARD = 2048
 LEAST_CONTEXT = 8192
 """Positions of a sequence below which context parallelism is not offered."""
 RECOMPUTE = frozenset(
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations checkpoint_activations "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
+    "checkpoint_activations "
     "moe_layer_recompute".split()
 )
 LAYOUT = frozenset(
-    "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
+    "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
+    "decoder_first_pipeline_num_layers "
     "num_virtual_stages_per_pipeline_rank decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage".split()
 )
@@ -320,7 +322,8 @@ def _optimizer(args: Arguments) -> Iterator[Change]:
             "optimizer",
             (
                 *needs,
-                *"--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16".split(),
+                *"--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype "
+                "bf16".split(),
             ),
             note="moments and gradients are kept in bf16",
         )

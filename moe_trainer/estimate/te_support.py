@@ -24,7 +24,8 @@ def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
         return "it is asked for one recipe, and these have several (--te-precision-config-file)"
     if precision.fp8 and precision.fp8_recipe == "delayed":
         return (
-            "it renews delayed scales with every microbatch and keeps them to itself; here they are those of an iteration, the same "
+            "it renews delayed scales with every microbatch and keeps them to itself; here they are those of an "
+            "iteration, the same "
             "for every mapping and with recompute, and stand in checkpoints"
         )
     if precision.fp8 and not precision.fp8_wgrad:

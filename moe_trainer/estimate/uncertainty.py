@@ -267,7 +267,8 @@ def error_bar(plan: Plan) -> ErrorBar:
     billions = plan.counts.total + plan.counts.mtp
     parts.append(
         (
-            f"{billions / 1e9:.3g} billion parameters, {PUBLISHED_PARAMETERS[0] / 1e9:.0f} to {PUBLISHED_PARAMETERS[1] / 1e9:.0f} are published",
+            f"{billions / 1e9:.3g} billion parameters, {PUBLISHED_PARAMETERS[0] / 1e9:.0f} to "
+            f"{PUBLISHED_PARAMETERS[1] / 1e9:.0f} are published",
             PER_DOUBLING * _doublings(billions, *PUBLISHED_PARAMETERS),
         )
     )
@@ -311,7 +312,8 @@ def _own_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
     parameters = [run.parameters for run in runs]
     parts.append(
         (
-            f"{(plan.counts.total + plan.counts.mtp) / 1e9:.3g} billion parameters, runs had {min(parameters) / 1e9:.3g} to {max(parameters) / 1e9:.3g}",
+            f"{(plan.counts.total + plan.counts.mtp) / 1e9:.3g} billion parameters, runs had "
+            f"{min(parameters) / 1e9:.3g} to {max(parameters) / 1e9:.3g}",
             PER_DOUBLING * _doublings(plan.counts.total + plan.counts.mtp, min(parameters), max(parameters)),
         )
     )

@@ -87,7 +87,8 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
     for required, values in family.required_values.items():
         if config.get(required, values[0]) not in (*values, None):
             raise CheckpointError(
-                f"{source}: {required} is {config[required]!r}, and models of type {family.name} are read with {' or '.join(map(repr, values))} only"
+                f"{source}: {required} is {config[required]!r}, and models of type {family.name} are read with "
+                f"{' or '.join(map(repr, values))} only"
             )
     for key in family.keys:
         spellings = (key.name, ALIASES.get(key.name, key.name))
@@ -102,7 +103,8 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
             _check_kind(source, name, config.get(name), kind)
     if config.get("layer_types") is not None and len(config["layer_types"]) != flags["num_layers"]:
         raise CheckpointError(
-            f"{source}: layer_types names {len(config['layer_types'])} layers, and num_hidden_layers is {flags['num_layers']}"
+            f"{source}: layer_types names {len(config['layer_types'])} layers, and num_hidden_layers is "
+            f"{flags['num_layers']}"
         )
     for part in family.converters:
         try:
@@ -136,18 +138,21 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
     if family.name.startswith("deepseek_"):
         if flags["layernorm_epsilon"] != 1e-6:
             notes.append(
-                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with 1e-06, "
+                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention "
+                "with 1e-06, "
                 "here (as in Megatron-LM) all norms have the one"
             )
         best = flags.get("moe_router_group_topk")
         here, there = (flags["moe_router_topk"] // best if best else 0), (1 if family.name == "deepseek_v2" else 2)
         if best and here != there:
             notes.append(
-                f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in Megatron-LM), by {there} in transformers"
+                f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in "
+                f"Megatron-LM), by {there} in transformers"
             )
     if family.name == "deepseek_v32":
         notes.append(
-            "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, any in transformers"
+            "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, "
+            "any in transformers"
         )
     return notes
 
@@ -161,7 +166,8 @@ def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -
         raise CheckpointError(f"the model type {kind!r} cannot be written; there are {', '.join(FAMILIES)}")
     if flags.get("use_mup"):
         raise CheckpointError(
-            "the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, logits and scores"
+            "the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, "
+            "logits and scores"
         )
     refusals = []
     for family in FAMILIES.values() if kind is None else (FAMILIES[kind],):

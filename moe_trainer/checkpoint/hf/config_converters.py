@@ -167,7 +167,8 @@ def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
     )
     if not width or width % expert:
         raise CheckpointError(
-            f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the width of the others; "
+            f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the "
+            "width of the others; "
             f"a multiple of --moe-ffn-hidden-size {expert} is needed"
         )
     return {"n_shared_experts": width // expert}
@@ -233,7 +234,8 @@ def _read_indexer(config: Config) -> Flags:
     kinds, experts = config.get("layer_types"), config.get("mlp_layer_types")
     if kinds is not None and set(kinds) != {"indexed_attention"}:
         raise CheckpointError(
-            f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in every layer"
+            f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in "
+            "every layer"
         )
     dense = config.get("first_k_dense_replace") or 0
     if experts is not None and list(experts) != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):

@@ -105,7 +105,8 @@ def open_job(job: ConversionJob) -> None:
         if (job.folder / _PLAN).is_file():
             if json.loads((job.folder / _PLAN).read_text()) != head:
                 raise CheckpointError(
-                    f"{job.folder} belongs to another conversion, or its source has changed since; remove that folder to start again"
+                    f"{job.folder} belongs to another conversion, or its source has changed since; remove that "
+                    "folder to start again"
                 )
         else:
             write_text(job.folder / _PLAN, json.dumps(head))

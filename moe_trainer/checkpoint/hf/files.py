@@ -177,11 +177,13 @@ class SafetensorsFolder:
             raise DamagedError(f"{path} is damaged: {name} is described by {entry!r}") from error
         if end - begin != stored.num_bytes:
             raise DamagedError(
-                f"{path} is damaged: {name} has {end - begin} bytes, and {list(shape)} {entry['dtype']} needs {stored.num_bytes}"
+                f"{path} is damaged: {name} has {end - begin} bytes, and {list(shape)} {entry['dtype']} needs "
+                f"{stored.num_bytes}"
             )
         if stored.start + stored.num_bytes > size:
             raise DamagedError(
-                f"{path} is damaged: {name} ends at byte {stored.start + stored.num_bytes}, and the file has {size}: it is truncated"
+                f"{path} is damaged: {name} ends at byte {stored.start + stored.num_bytes}, and the file has "
+                f"{size}: it is truncated"
             )
         return stored
 
@@ -244,7 +246,8 @@ class SafetensorsFolder:
             raise CheckpointError(f"{name + BLOCKS} is stored in fp4, and its scales {name + BLOCK_SCALES} are missing")
         if scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:
             raise CheckpointError(
-                f"{name + BLOCK_SCALES} has the shape {list(scales.shape)}, and {list(blocks.shape[:3])} in uint8 is needed"
+                f"{name + BLOCK_SCALES} has the shape {list(scales.shape)}, and {list(blocks.shape[:3])} in "
+                "uint8 is needed"
             )
         experts = range(blocks.shape[0]) if index is None else (index,)
         values = [dequantize_mxfp4(read_values(blocks, each), read_values(scales, each)).t() for each in experts]
@@ -273,7 +276,8 @@ def dequantize(value: Tensor, scales: Tensor, block: int = 128) -> Tensor:
     needed = tuple(-(-size // block) for size in value.shape)
     if value.dim() != 2 or tuple(scales.shape) != needed:
         raise ValueError(
-            f"{list(scales.shape)} scales, and {list(needed)} are needed for a weight {list(value.shape)} in blocks of {block}"
+            f"{list(scales.shape)} scales, and {list(needed)} are needed for a weight {list(value.shape)} in "
+            f"blocks of {block}"
         )
     out = torch.empty(value.shape, dtype=torch.bfloat16)
     for row in range(needed[0]):  # one row of blocks at a time: fp32 values of all would be four times the source

@@ -86,7 +86,8 @@ class HFModel:
         ):  # bf16 has the range of fp32
             names = " and ".join(ref.name for ref in mapping.sources)
             raise CheckpointError(
-                f"{names}: numbers up to {whole.abs().max():.3g} are beyond the range of fp16; another --dtype is needed"
+                f"{names}: numbers up to {whole.abs().max():.3g} are beyond the range of fp16; another --dtype "
+                "is needed"
             )
         return value
 
@@ -143,7 +144,8 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
     family, flags, notes = read_flags(folder, source)
     if flags["num_layers"] > len(source.names):
         raise CheckpointError(
-            f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have {len(source.names)} tensors in all"
+            f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "
+            f"{len(source.names)} tensors in all"
         )
     found = tuple(tensor_mappings(family.name, flags, source.__contains__))
     repeated = {name: original for name, original in duplicated_tensors(family.name, flags).items() if name in source}
@@ -176,7 +178,8 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
     ]
     if wider:
         notes.append(
-            f"{wider[0]}{f' and {len(set(wider)) - 1} more' if len(set(wider)) > 1 else ''}: stored wider than the embedding, whose {dtype} all weights get"
+            f"{wider[0]}{f' and {len(set(wider)) - 1} more' if len(set(wider)) > 1 else ''}: stored wider than "
+            f"the embedding, whose {dtype} all weights get"
         )
     return HFModel(folder, family, flags, found, source, dtype, repeated, tuple(notes))
 

@@ -44,7 +44,8 @@ def read_rotary(config: Config) -> Flags:
     if kind == "yarn":
         if rope.get("attention_factor") is not None:
             raise CheckpointError(
-                "config.json: attention_factor of the rotary scaling has no flag; --mscale and --mscale-all-dim decide it"
+                "config.json: attention_factor of the rotary scaling has no flag; --mscale and --mscale-all-dim "
+                "decide it"
             )
         if not rope.get("factor"):
             raise CheckpointError("config.json: the rotary scaling yarn has no factor")

@@ -66,7 +66,8 @@ _GROUPED = (
         SAME,
     ),
     Rules(
-        "self_attention.linear_qkv.weight = self_attn.q_proj.weight Q H, self_attn.k_proj.weight K H, self_attn.v_proj.weight K H",
+        "self_attention.linear_qkv.weight = self_attn.q_proj.weight Q H, self_attn.k_proj.weight K H, "
+        "self_attn.v_proj.weight K H",
         GROUPS,
     ),
     Rules(
@@ -127,7 +128,8 @@ _EXPERTS = (
         HALVES,
     ),
     Rules(
-        "mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.{e}.down_proj.weight H E | mlp.experts.down_proj X H E",
+        "mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.{e}.down_proj.weight H E | "
+        "mlp.experts.down_proj X H E",
         SAME,
     ),
 )
@@ -182,7 +184,8 @@ _GATED_SHARED = (
 )
 _SHARED = (
     Rules(
-        "mlp.shared_experts.linear_fc1.weight = mlp.shared_experts.gate_proj.weight S H, mlp.shared_experts.up_proj.weight S H",
+        "mlp.shared_experts.linear_fc1.weight = mlp.shared_experts.gate_proj.weight S H, "
+        "mlp.shared_experts.up_proj.weight S H",
         HALVES,
     ),
     Rules("mlp.shared_experts.linear_fc2.weight = mlp.shared_experts.down_proj.weight H S", SAME),
@@ -198,7 +201,8 @@ _GATED = (
         SAME,
     ),
     Rules(
-        "self_attention.linear_qkv.weight = self_attn.q_proj.weight 2Q H, self_attn.k_proj.weight K H, self_attn.v_proj.weight K H",
+        "self_attention.linear_qkv.weight = self_attn.q_proj.weight 2Q H, self_attn.k_proj.weight K H, "
+        "self_attn.v_proj.weight K H",
         GATED_GROUPS,
     ),
 )

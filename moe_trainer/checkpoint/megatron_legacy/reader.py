@@ -203,7 +203,8 @@ class LegacyMetadata(VirtualMetadata):
             total += counts[number, pp]
         if total != int(self.record["num_layers"]):
             raise DamagedError(
-                f"{self._folder}: its files have {total} decoder layers together, and its args say {self.record['num_layers']}"
+                f"{self._folder}: its files have {total} decoder layers together, and its args say "
+                f"{self.record['num_layers']}"
             )
         return firsts
 
@@ -315,7 +316,8 @@ class LegacyMetadata(VirtualMetadata):
             buffers = buffers if isinstance(buffers, list) else [buffers]
             if len(buffers) != len(owned):
                 raise CheckpointError(
-                    f"{file.state_path}: it holds the states of {len(buffers)} optimizers, and {file.path.name} has {len(owned)}"
+                    f"{file.state_path}: it holds the states of {len(buffers)} optimizers, and {file.path.name} "
+                    f"has {len(owned)}"
                 )
             for number, (one, mine) in enumerate(zip(buffers, owned, strict=True)):
                 if (
@@ -346,7 +348,8 @@ class LegacyMetadata(VirtualMetadata):
                     yield "fp32_param", name, value, file.path
             if len(names) != len(group["params"]):
                 raise CheckpointError(
-                    f"{file.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and {len(names)} of "
+                    f"{file.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and "
+                    f"{len(names)} of "
                     "the model belong to it"
                 )
             for number, name in zip(group["params"], names, strict=True):
@@ -354,7 +357,8 @@ class LegacyMetadata(VirtualMetadata):
                     if state in STATES and isinstance(value, Tensor):
                         if value.shape != params[name].shape:
                             raise CheckpointError(
-                                f"{file.path}: the {state} of number {number} has shape {tuple(value.shape)}, and {name}, whose it should "
+                                f"{file.path}: the {state} of number {number} has shape {tuple(value.shape)}, "
+                                f"and {name}, whose it should "
                                 f"be, {tuple(params[name].shape)}"
                             )
                         yield state, name, value, file.path
@@ -365,7 +369,8 @@ class LegacyMetadata(VirtualMetadata):
         """The states of a distributed optimizer: flat buffers, one per model chunk."""
         if not buffers.get("buckets_coalesced"):
             raise CheckpointError(
-                f"{file.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and save it there once"
+                f"{file.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and "
+                "save it there once"
             )
         chunks = [chunk for chunk in chunks if chunk]
         numbers = sorted(number for number in buffers if isinstance(number, int))
@@ -385,7 +390,8 @@ class LegacyMetadata(VirtualMetadata):
             for state, whole in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
                 if whole.numel() != needed:
                     raise CheckpointError(
-                        f"{file.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the parameters in buckets as "
+                        f"{file.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the "
+                        "parameters in buckets as "
                         f"the flags of the checkpoint make them {needed}"
                     )
                 for name, first, numel in found:
