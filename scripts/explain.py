@@ -25,8 +25,7 @@ from arguments.layer_pattern import moe_layer_pattern
 from arguments.parse import resolve_command_line
 from arguments.report import get_world_size, table
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from moe_trainer.estimate.parameters import planned_vocab_size
-from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, planned_vocab_size
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups

@@ -1,18 +1,20 @@
-"""What a forward pass keeps for its backward: every tensor, by name, shape and bytes, from flags alone. Pure arithmetic.
+"""Tensors that forward saves for backward: every one by name, shape and bytes, from flags alone.
 
-`layer_activations` lists what one transformer layer keeps of one microbatch on one rank, `chunk_activations` what the layers of a chunk
-do, those of multi-token prediction included, with recompute and offload as the flags say. The parts of a layer: saved_attention.py and
-saved_mlp.py. tests/memory/test_bytes.py measures what is alive behind a real forward pass and holds it against these lists. Which parts
-are recomputed or sent to the host: arguments/training.py.
+`layer_activations` lists what one transformer layer saves of one microbatch on one rank, `chunk_activations` what the
+layers of a chunk do, including multi-token prediction, with recompute and offload as the flags say. The parts of a
+layer are in saved_attention.py and saved_mlp.py. tests/memory/test_bytes.py compares these lists with the memory that
+is alive after a real forward pass. arguments/training.py decides which parts are recomputed or offloaded.
 
-While indexers warm up (--dsa-indexer-warmup) all else is frozen, and what only the gradients of weights read is not kept.
+During the warm-up of indexers (--dsa-indexer-warmup) everything else is frozen, and inputs of weight gradients are not
+saved.
 
-What is counted: storages, each once, whoever keeps them (autograd's saved tensors, a node's own fields, the record of a recomputed
-region); with a view the whole storage behind it. What is not: weights, the batch, tables that a model holds anyway, and what lives
-only while an operator runs. Embedding and head are not layers; their logits are counted where the loss is (ops/cross_entropy.py).
+Counted: every storage once, whatever holds it (autograd's saved tensors, a node's own fields, the record of a
+recomputed region); for a view the full storage. Not counted: weights, the batch, tables of the model, and what lives
+only during an operator. Embedding and head are not layers; their logits are counted with the loss
+(ops/cross_entropy.py).
 
-The layers are this program's own. What TransformerEngine's keep instead (inputs as they were quantised, with their scales; their fused
-kernels' maps of rows) is not listed; estimate/memory.py takes inputs in 8 bits into account.
+The layers are this program's own. What Transformer Engine's layers save instead (quantized inputs with their scales;
+row maps of their fused kernels) is not listed; memory.py accounts for fp8 inputs.
 """
 
 from __future__ import annotations
@@ -38,19 +40,21 @@ if TYPE_CHECKING:
 _FOR_WEIGHTS = frozenset(
     {"mlp.linear_fc2.x", "shared_experts.linear_fc2.x", "core_attn.y", "pre_mlp.normed", "kv_latent"}
 )
-"""What only the gradients of weights read, where no region that runs again begins with it."""
+"""Inputs of weight gradients only, unless a recomputed region starts with them."""
 _READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
 
 
 def _layer(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Everything, in the order of forward."""
-    return _everything(layer) if not layer.model.dsa_indexer_warmup else _of_warmup(layer, list(_everything(layer)))
+    """Yield everything that a layer saves, in the order of forward."""
+    return (
+        _all_tensors(layer) if not layer.model.dsa_indexer_warmup else _warmup_tensors(layer, list(_all_tensors(layer)))
+    )
 
 
-def _of_warmup(layer: LayerSizes, entries: list[SavedTensor]) -> Iterator[SavedTensor]:
-    """Without what frozen weights would need, and in the first layer without attention's own, into which no gradient goes."""
+def _warmup_tensors(layer: LayerSizes, entries: list[SavedTensor]) -> Iterator[SavedTensor]:
+    """Yield what indexer warm-up saves: no inputs of frozen weights, and in the first layer nothing of attention."""
     read = set(_READ_BY_INDEXERS)
-    if "layernorm" in layer.parts:  # normed again for the indexer
+    if "layernorm" in layer.parts:  # recomputed for the indexer
         read |= {"input_layernorm.x", "input_layernorm.statistics", "q_layernorm.x", "q_layernorm.statistics"}
     if "core_attn" in layer.parts:
         read |= {"q", "k", "v"}
@@ -65,7 +69,7 @@ def _of_warmup(layer: LayerSizes, entries: list[SavedTensor]) -> Iterator[SavedT
         yield entry
 
 
-def _everything(layer: LayerSizes) -> Iterator[SavedTensor]:
+def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
     discards = "layernorm" in layer.parts
     yield from layer.norm("attn_norm", "input_layernorm", layer.rows, layer.hidden, layer.residual)
     if not discards:
@@ -77,7 +81,7 @@ def _everything(layer: LayerSizes) -> Iterator[SavedTensor]:
     yield from _dropout(layer, "self_attention")
     yield from layer.norm("mlp_norm", "pre_mlp_layernorm", layer.rows, layer.hidden, layer.residual)
     region = "moe" if layer.is_moe else "mlp"
-    # routed experts read this rank's rows, a copy; all of them are read by shared experts and by a region that runs again
+    # routed experts read a copy of this rank's tokens; shared experts and recomputed regions read all of them
     if not discards and (
         not layer.is_moe
         or layer.own == layer.rows
@@ -108,9 +112,10 @@ def layer_activations(
     received: int | None = None,
     packed: bool = False,
 ) -> tuple[SavedTensor, ...]:
-    """What one layer keeps of one microbatch, recompute of its parts taken into account; nothing on the host yet.
+    """Return what one layer saves of one microbatch, considering recompute but not offload.
 
-    number: of the layer, from 0. received: rows of this rank's experts. packed: attention within packed documents.
+    `number`: of the layer, from 0. `received`: tokens of this rank's experts. `packed`: attention within packed
+    documents.
     """
     return tuple(_layer(LayerSizes(args, number, is_moe=is_moe, device=device, received=received, packed=packed)))
 
@@ -118,30 +123,33 @@ def layer_activations(
 def chunk_activations(
     args: Arguments, layout: ChunkLayout, *, device: str = "cuda", received: int | None = None, packed: bool = False
 ) -> tuple[SavedTensor, ...]:
-    """What the layers of a chunk keep of one microbatch; names begin with "decoder.layers.<number>." or "mtp.layers.<depth>."."""
+    """Return what the layers of a chunk save of one microbatch.
+
+    Names begin with "decoder.layers.<number>." or "mtp.layers.<depth>.".
+    """
     training, model = args.training, args.model
     pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
-    sent = _Sent(training)
+    offload = _Offload(training)
     found: list[SavedTensor] = []
     for first, stop, recomputed in training.recompute_spans(len(layout.layers)):
         for index in range(first, stop):
             number = layout.layers[index]
             layer = LayerSizes(args, number, is_moe=pattern[number], device=device, received=received, packed=packed)
             if not recomputed:
-                entries = sent.of_layer(_layer(layer), whole=index < training.cpu_offloading_num_layers)
+                entries = offload.mark(_layer(layer), is_complete=index < training.cpu_offloading_num_layers)
             else:
-                entries = list(_of_a_region(layer, first=index == first))
+                entries = list(_recomputed_layer_tensors(layer, first=index == first))
             found += [replace(entry, name=f"decoder.layers.{number}.{entry.name}") for entry in entries]
     for depth in range(model.mtp_num_layers or 0) if layout.mtp else ():
         layer = LayerSizes(
             args, model.num_layers + depth, is_moe=mtp_is_moe(pattern), device=device, received=received, packed=packed
         )
-        found += [replace(entry, name=f"mtp.layers.{depth}.{entry.name}") for entry in _of_mtp(layer, sent)]
+        found += [replace(entry, name=f"mtp.layers.{depth}.{entry.name}") for entry in _mtp_tensors(layer, offload)]
     return tuple(found)
 
 
-def _of_mtp(layer: LayerSizes, sent: _Sent) -> Iterator[SavedTensor]:
-    """One depth of multi-token prediction: two norms, their joining, a layer, a norm."""
+def _mtp_tensors(layer: LayerSizes, offload: _Offload) -> Iterator[SavedTensor]:
+    """Yield one depth of multi-token prediction: two norms, their concatenation, a layer, a norm."""
     shape = (layer.rows, layer.hidden)
     yield SavedTensor("tokens", (layer.tokens,), INDEX)
     if "mtp" in layer.parts:
@@ -152,13 +160,13 @@ def _of_mtp(layer: LayerSizes, sent: _Sent) -> Iterator[SavedTensor]:
     yield from layer.norm("", "enorm", *shape, layer.residual)
     yield from layer.norm("", "hnorm", *shape, layer.size)
     yield SavedTensor("joined", (layer.rows, 2 * layer.hidden), layer.size)
-    for entry in sent.of_layer(_layer(layer), whole=False):
+    for entry in offload.mark(_layer(layer), is_complete=False):
         yield replace(entry, name=f"mtp_model_layer.{entry.name}")
     yield from layer.norm("", "final_layernorm", *shape, layer.residual)
 
 
-def _of_a_region(layer: LayerSizes, first: bool) -> Iterator[SavedTensor]:
-    """A layer that runs again: the region's input, and what must not be decided again."""
+def _recomputed_layer_tensors(layer: LayerSizes, first: bool) -> Iterator[SavedTensor]:
+    """Yield what a fully recomputed layer saves: the input of the region, and its routing."""
     if first:
         share = layer.tp if layer.args.training.distribute_saved_activations else 1
         yield SavedTensor("x", (layer.rows * layer.hidden // share,), layer.residual)
@@ -166,19 +174,23 @@ def _of_a_region(layer: LayerSizes, first: bool) -> Iterator[SavedTensor]:
         yield from recompute_cache(layer)
 
 
-class _Sent:
-    """Which tensors go to the host, as memory/offload.py decides it."""
+class _Offload:
+    """Selects the tensors that are offloaded, as memory/offload.py does."""
 
     def __init__(self, training: TrainingArgs):
         self.parts, self.fraction = training.offloaded_modules, training.activation_offload_fraction
         self.least = max(1, training.min_offloaded_tensor_size) if training.fine_grained_activation_offloading else 1
         self.groups: Counter[str] = Counter()
 
-    def of_layer(self, entries: Iterator[SavedTensor], whole: bool) -> list[SavedTensor]:
-        """The entries of the next layer. whole: --cpu-offloading-num-layers sends all that autograd saves of it."""
+    def mark(self, entries: Iterator[SavedTensor], is_complete: bool) -> list[SavedTensor]:
+        """Return the entries of the next layer. `is_complete`: --cpu-offloading-num-layers offloads all of it."""
         found, going = [], {}
         for entry in entries:
-            part = "layer" if whole and "layer" in self.parts and not entry.name.startswith("routes.") else entry.part
+            part = (
+                "layer"
+                if is_complete and "layer" in self.parts and not entry.name.startswith("routes.")
+                else entry.part
+            )
             if part in self.parts and part not in going:
                 number = self.groups[part]
                 self.groups[part] += 1

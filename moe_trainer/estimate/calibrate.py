@@ -1,8 +1,7 @@
-"""Fit the constants of layer_time.py to published runs, and tell honestly what that is worth: every run predicted by the others, and
-every family of models by the other families.
+"""Fit the constants of layer_time.py to published runs and cross-validate them, by run and by model family.
 
-The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the least mean absolute logarithm of
-that ratio (large errors of odd runs then do not pull the others), of all that are tried.
+The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the smallest mean
+absolute logarithm of that ratio, so that large errors of odd runs do not dominate.
 """
 
 from __future__ import annotations
@@ -25,14 +24,17 @@ PRODUCTS = MappingProxyType(
         "products_fp8": tuple(step / 100 for step in range(40, 67, 2)),
     }
 )
-"""Values that are tried: round the fractions of their peaks that large products of cuBLAS and of block-scaled kernels reach."""
+"""Values to try, around the fractions of their peaks that large GEMMs of cuBLAS and block-scaled kernels reach."""
 FILLS, ITERATIONS = (0.0, 256.0, 512.0, 768.0), (0.02, 0.05, 0.1, 0.2, 0.3)
-"""An iteration takes something beside its microbatches: the norm's and the loss's collectives, logging, the next batch."""
+"""Values to try.
+
+Besides its microbatches an iteration has the collectives of norm and loss, logging, and the next batch.
+"""
 
 
 @dataclass(frozen=True)
 class PredictionError:
-    """A run, what was predicted of it, and by which constants."""
+    """A run, its predicted TFLOP/s, and the constants of the prediction."""
 
     run: PublishedRun
     tflops: float
@@ -40,12 +42,10 @@ class PredictionError:
 
     @property
     def relative(self) -> float:
-        """Predicted / published - 1."""
         return self.tflops / self.run.tflops - 1
 
 
 def plan_published_run(run: PublishedRun, constants: Constants | None = None) -> Plan:
-    """The plan of a published run."""
     hardware = find_hardware(run.hardware)
     return make_plan(
         parse_args(run.argv(), run.gpus),
@@ -55,7 +55,7 @@ def plan_published_run(run: PublishedRun, constants: Constants | None = None) ->
 
 
 class Calibration:
-    """Published runs, planned once; times are found again for other constants."""
+    """Published runs, planned once, whose times can be computed with other constants."""
 
     def __init__(self, rows: Iterable[PublishedRun] = PUBLISHED_RUNS):
         self.plans = {run.name: plan_published_run(run) for run in rows}
@@ -63,9 +63,9 @@ class Calibration:
         self._found: dict[tuple[str, Constants], float] = {}
 
     def tflops(self, name: str, constants: Constants) -> float:
-        """Predicted for a run."""
+        """Return the predicted TFLOP/s of a run."""
         plan = self.plans[name]
-        # the iteration is added below; each format sees its own fraction, the head and the router of an 8-bit run the usual one
+        # the iteration is added below; each format has its own fraction, head and router of an fp8 run the default one
         field = "products_bf16" if plan.width == "bf16" else "products_fp8"
         timed = Constants(**{field: getattr(constants, field)}, fill=constants.fill, iteration=0.0)
         key = name, timed
@@ -79,11 +79,11 @@ class Calibration:
         return plan.flops / step / plan.world_size / 1e12
 
     def fit(self, names: Sequence[str]) -> Constants:
-        """The constants that tell these runs best."""
+        """Return the constants that predict these runs best."""
         found = []
         for fill, iteration in product(FILLS, ITERATIONS):
             constants, total = Constants(fill=fill, iteration=iteration), 0.0
-            for field, values in PRODUCTS.items():  # runs in one width know nothing of the other's fraction
+            for field, values in PRODUCTS.items():  # runs in one format do not depend on the fraction of the other
                 own = [name for name in names if field.endswith(self.rows[name].width)]
                 misfit, value = min(
                     (self._misfit(own, replace(constants, **{field: value})), value) for value in values
@@ -100,11 +100,11 @@ class Calibration:
         return tuple(name for name, run in self.rows.items() if run.is_fitted)
 
     def leave_one_out(self) -> list[PredictionError]:
-        """Every run by constants fitted to the others."""
+        """Predict every run with constants fitted to the others."""
         return self._without(lambda run: run.name)
 
     def leave_family_out(self) -> list[PredictionError]:
-        """Every run by constants fitted to the runs of other models."""
+        """Predict every run with constants fitted to the runs of other models."""
         return self._without(lambda run: run.model)
 
     def _without(self, label: Callable[[PublishedRun], str]) -> list[PredictionError]:
@@ -117,7 +117,7 @@ class Calibration:
         return found
 
     def predicted(self, constants: Constants) -> list[PredictionError]:
-        """The runs that nothing is fitted to."""
+        """Predict the runs that nothing is fitted to."""
         return [
             PredictionError(run, self.tflops(name, constants), constants)
             for name, run in self.rows.items()
@@ -126,7 +126,6 @@ class Calibration:
 
 
 def median_error(errors: Sequence[PredictionError]) -> float:
-    """Of the absolute errors."""
     sizes = sorted(abs(error.relative) for error in errors)
     middle = len(sizes) // 2
     return sizes[middle] if len(sizes) % 2 else (sizes[middle - 1] + sizes[middle]) / 2

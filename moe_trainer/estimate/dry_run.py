@@ -18,9 +18,10 @@ DEFAULT_HARDWARE = "h100"
 
 
 def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> Plan:
-    """Plan a command line. Its --world-size or the environment's WORLD_SIZE says for how many ranks, --hardware for which.
+    """Plan a command line for the ranks of --world-size or WORLD_SIZE and the devices of --hardware.
 
-    Raises: ValueError (ArgumentError, HardwareError, PlanError) for what its user can mend.
+    Raises:
+        ValueError: (ArgumentError, HardwareError, PlanError) for errors the user can correct.
     """
     world_size, violations = get_world_size(argv)
     if violations:
@@ -34,7 +35,7 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
 
 
 def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None:
-    """The memory of a plan of legal flags, as in the report of --dry-run; None where no plan can be made of them."""
+    """Return the memory of a plan of legal flags, as in the report of --dry-run, None if they cannot be planned."""
     try:
         return memory_json(make_plan(args, world_size, find_hardware(args.output.hardware or DEFAULT_HARDWARE)))
     except ValueError:
@@ -42,8 +43,11 @@ def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None
 
 
 def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> int:
-    """Print the plan and, with --report FILE, write it. Returns the exit code: 0; 3 where the plan does not fit the device (it says so,
-    and the report's `fits` is false); 2 where no plan can be made of the flags."""
+    """Print the plan and, with --report FILE, write it.
+
+    Returns:
+        The exit code: OK, DOES_NOT_FIT if the device is too small, USER_ERROR if the flags cannot be planned.
+    """
     if "--help" in argv or "-h" in argv:
         from arguments.help import run_help
 

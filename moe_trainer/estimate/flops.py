@@ -9,8 +9,8 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * MLA, per layer:       query  h * n*(nope + rope), or with a q-LoRA of rank r  r * (h + n*(nope + rope) + 1)
                         kv     k * (h + n*(nope + v) + 1) + h * rope, k the kv-LoRA rank
                         output n*v * h;  attention  s * n*(nope + rope + v) / 2
-* sparse attention (of t keys, an index of i heads of e channels), per layer: MLA's, with the number of keys that a query
-                        attends to, t - t*t / (2s) where s > t, for s/2; and
+* sparse attention (of t keys, an index of i heads of e channels), per layer: MLA's, with the number of keys that a
+                        query attends to, t - t*t / (2s) where s > t, for s/2; and
                         (r or h) * i*e  +  h * (e + i)  +  s * i*(e + 1) / 2
 * gated DeltaNet, per layer, with k channels of keys, n heads of w value channels each, v = n*w, and a convolution of c:
                         h * (2k + 3v + 2n)  +  c * (2k + v)  +  4 * n * w^2
@@ -20,9 +20,9 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * MTP, per depth:       one more layer of the last layer's kind, 2*h*h for its projection and 3*h for its norms
 * logits:               h * v * (1 + number of MTP layers)
 
-Recomputation, the router and the norms of the layers are not counted; of sparse attention, not its loss either, nor what kernels
-multiply beyond the chosen keys. In the indexers' warm-up (--dsa-indexer-warmup) attention is dense, and everything but the indexers only
-goes forward: a third.
+Not counted: recomputation, the router, the norms of the layers; of sparse attention, its loss and what kernels multiply
+beyond the selected keys. During the warm-up of indexers (--dsa-indexer-warmup) attention is dense, and everything but
+the indexers runs forward only: a third.
 Source: the throughput figure that Megatron-LM prints; formula rederived from its published definition.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def _attention_macs(args: Arguments, seq_length: int) -> float:
-    """Multiply-adds of one attention, per token."""
+    """Return the multiply-adds of one attention per token."""
     model = args.model
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
@@ -58,7 +58,7 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
 
 
 def _keys(args: Arguments, seq_length: int) -> float:
-    """Keys that a query attends to, on average over the sequence."""
+    """Return the mean number of keys that a query attends to."""
     topk = (
         args.model.dsa_indexer_topk
         if args.model.experimental_attention_variant == "dsa" and not args.model.dsa_indexer_warmup
@@ -70,7 +70,7 @@ def _keys(args: Arguments, seq_length: int) -> float:
 
 
 def _indexer_macs(args: Arguments, seq_length: int) -> float:
-    """Multiply-adds of one indexer of sparse attention, per token: its matrices, and the scores of all keys."""
+    """Return the multiply-adds of one indexer per token: its matrices, and the scores of all keys."""
     model = args.model
     return (
         indexer_params(model, matrices=True)
@@ -79,7 +79,7 @@ def _indexer_macs(args: Arguments, seq_length: int) -> float:
 
 
 def _linear_macs(args: Arguments) -> int:
-    """Multiply-adds of one gated DeltaNet, per token."""
+    """Return the multiply-adds of one gated DeltaNet per token."""
     model = args.model
     heads, width = model.linear_num_value_heads, model.linear_value_head_dim
     keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * width
@@ -88,7 +88,7 @@ def _linear_macs(args: Arguments) -> int:
 
 
 def _routed_macs(args: Arguments) -> int:
-    """Multiply-adds of the routed experts of one layer, per token."""
+    """Return the multiply-adds of the routed experts of one layer per token."""
     model, moe = args.model, args.moe
     if not moe.num_experts:
         return 0
@@ -98,9 +98,9 @@ def _routed_macs(args: Arguments) -> int:
 
 
 def training_flops(args: Arguments, batch_size: int, seq_length: int, padded_vocab_size: int) -> float:
-    """Return the floating-point operations of forward and backward over batch_size sequences of seq_length tokens.
+    """Return the floating-point operations of forward and backward over `batch_size` sequences.
 
-    The formula stands at the head of this module.
+    The head of this module states the formula.
     """
     model, moe = args.model, args.moe
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
@@ -124,7 +124,7 @@ def training_flops(args: Arguments, batch_size: int, seq_length: int, padded_voc
 
 
 def routed_layer_share(args: Arguments, seq_length: int, padded_vocab_size: int) -> float:
-    """The share of one MoE layer's routed experts in the model's FLOPs; 0 without experts."""
+    """Return the share of one MoE layer's routed experts in the model's FLOPs; 0 without experts."""
     if not args.moe.num_experts:
         return 0.0
     return 6.0 * seq_length * _routed_macs(args) / training_flops(args, 1, seq_length, padded_vocab_size)

@@ -1,11 +1,12 @@
-"""Accelerators and their links: what a plan reckons with, each number with its source; or a YAML file of the user's.
+"""Accelerators and links that plans assume, each number with its source, or a YAML file of the user.
 
-Peaks are dense (without structured sparsity), of the data sheets. Memory is what nvidia-smi shows of the product, in GiB. NVLink
-and network bandwidths are of one GPU in one direction. A domain is the number of GPUs that NVLink joins; of the 72 of an NVL72 rack 64
-count, because jobs are laid out in powers of two.
+Peaks are dense (without structured sparsity), from the data sheets. Memory is what nvidia-smi shows, in GiB. NVLink and
+network bandwidths are of one GPU in one direction. A domain is the number of GPUs that NVLink connects; of the 72 GPUs
+of an NVL72 rack 64 count, because jobs use powers of two.
 
-A YAML file holds the same names: `like: h100` and what is different, or everything; and `constants`, which no data sheet has and
-`scripts/plan.py calibrate --from` fits to runs (local_calibration.py), with the runs they were fitted to under `calibration`.
+A YAML file has the same fields: `like: h100` and what differs, or all of them; `constants`, which no data sheet has and
+`scripts/plan.py calibrate --from` fits to runs (local_calibration.py); and under `calibration` the runs they were
+fitted to.
 """
 
 from __future__ import annotations
@@ -16,28 +17,36 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from arguments.regular_file import regular_file
 
 
 class HardwareError(ValueError):
-    """--hardware names nothing that is known, or a file that cannot be used."""
+    """--hardware is unknown, or a file that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Fractions and times that are fitted.
+    """Fitted fractions and times.
 
-    products_bf16, products_fp8: of the peak, by large products. fill: what filling and draining the pipeline of every output tile costs,
-    as contracted elements that compute nothing: large products come near their fraction, narrow experts do not. iteration: seconds of an
-    iteration in which the device waits for the host, between the microbatches of one and of the next. memory: of the memory's peak, by
-    elementwise kernels. launch: seconds of the host for one kernel of an eager program, with its modules' and autograd's Python. latency:
-    seconds of a collective that sends nothing. links: what communication reaches, as a multiple of the fractions in interconnect.py. update: of
-    the memory's peak, by the optimizer's update.
+    The first four are fitted to published runs (calibrate.py). `launch` is from Moonlight's published comparison of
+    recompute (Megatron-Bridge, perf-activation-recompute): recomputing the up-projections of latent attention, some 30
+    kernels and little work for the device, takes 24 ms over 27 layers. Qwen3-30B's fastest run is an upper bound: 6.6
+    ms for the 200 kernels of a layer.
 
-    The first four are fitted to published runs (calibrate.py). launch is from Moonlight's published comparison of recompute
-    (Megatron-Bridge, perf-activation-recompute): making heads of latents once more, some 30 kernels and next to nothing for the device,
-    takes 24 ms over 27 layers. Not more: Qwen3-30B's fastest run has 6.6 ms for the 200 kernels of a layer.
+    Attributes:
+        products_bf16: fraction of the peak that large bf16 GEMMs reach.
+        products_fp8: the same in fp8.
+        fill: cost of filling and draining the pipeline of an output tile, in elements of the contracted dimension.
+            Large GEMMs hardly notice it, narrow experts do.
+        iteration: seconds of an iteration in which the device waits for the host, between microbatches of one and of
+            the next.
+        memory: fraction of the memory bandwidth that elementwise kernels reach.
+        launch: seconds of the host for one kernel of an eager program, with the Python of its modules and autograd.
+        latency: seconds of an empty collective.
+        links: bandwidth of communication, as a multiple of the fractions in interconnect.py.
+        update: fraction of the memory bandwidth that the optimizer step reaches.
     """
 
     products_bf16: float = 0.70
@@ -53,8 +62,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """A run that the constants of a hardware file were fitted to: seconds of an iteration, measured and as the fit predicts them, and
-    what the error bars of other plans are made from (uncertainty.py). left_out: predicted by constants fitted to the other runs."""
+    """A run that the constants of a hardware file were fitted to; error bars are derived from it (uncertainty.py).
+
+    Attributes:
+        seconds: measured time of an iteration.
+        predicted: time with the fitted constants.
+        left_out: time with constants fitted to the other runs.
+    """
 
     name: str
     seconds: float
@@ -70,11 +84,18 @@ class CalibrationRun:
 class Hardware:
     """One kind of accelerator in its usual system.
 
-    memory_gib: of one device. bf16, fp8, fp4: dense TFLOP/s of products; 0: none, products of that format run in bf16.
-    hbm_tb_s: of its memory. nvlink_gb_s, domain: one direction of one GPU, and how many GPUs it joins. network_gb_s: of one GPU, one
-    direction. host_gb_s: to and from host memory, one direction. num_sms: multiprocessors, of which token exchange may occupy some.
-    node: devices of a node, as a launcher counts them. synchronous: kernels run while they are called (a CPU), so that the host's time
-    adds to the device's. source: of all this. constants, calibration: fitted, and the runs they were fitted to.
+    Attributes:
+        memory_gib: of one device.
+        bf16: dense TFLOP/s of GEMMs, like fp8 and fp4; 0 if the device lacks the format, whose GEMMs then run in bf16.
+        hbm_tb_s: memory bandwidth.
+        nvlink_gb_s: of one GPU in one direction.
+        domain: number of GPUs that NVLink connects.
+        network_gb_s: of one GPU in one direction.
+        host_gb_s: to and from host memory, in one direction.
+        num_sms: multiprocessors, some of which token exchange may occupy.
+        source: of all these numbers.
+        node: devices of a node, as a launcher counts them.
+        synchronous: kernels run while they are called (CPU), so the host's time adds to the device's.
     """
 
     name: str
@@ -96,16 +117,16 @@ class Hardware:
 
     @property
     def is_blackwell(self) -> bool:
-        """Has it the tensor cores of Blackwell? (They are the ones with fp4.)"""
+        """Whether it has the tensor cores of Blackwell, the ones with fp4."""
         return self.fp4 > 0
 
     def peak(self, width: str) -> float:
-        """Dense FLOP/s of products in "bf16", "fp8" or "fp4", or in the widest format below that it has."""
+        """Return the dense FLOP/s of GEMMs in "bf16", "fp8" or "fp4", or in the next wider format that it has."""
         found = {"fp4": self.fp4 or self.fp8 or self.bf16, "fp8": self.fp8 or self.bf16}.get(width, self.bf16)
         return found * 1e12
 
 
-_ROWS = (
+_KNOWN = (
     Hardware(
         "a100",
         80.0,
@@ -241,13 +262,14 @@ _ROWS = (
         ),
     ),
 )
-KNOWN_HARDWARE = MappingProxyType({row.name: row for row in _ROWS})
+KNOWN_HARDWARE = MappingProxyType({row.name: row for row in _KNOWN})
 
 
 def find_hardware(name: str) -> Hardware:
-    """The accelerator of that name, or the one that a YAML file describes.
+    """Return the accelerator of that name, or the one that a YAML file describes.
 
-    Raises: HardwareError that says what there is, or what is wrong with the file.
+    Raises:
+        HardwareError: if it is unknown or the file is invalid.
     """
     if name.lower() in KNOWN_HARDWARE:
         return KNOWN_HARDWARE[name.lower()]
@@ -259,15 +281,15 @@ def find_hardware(name: str) -> Hardware:
 
 
 def find_device(driver_name: str) -> Hardware | None:
-    """Return the hardware of a device by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), or None where that is not known."""
+    """Return the hardware by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), None if unknown."""
     words = re.findall(r"[a-z0-9]+", driver_name.lower())
     if "pcie" in words or "nvl" in words:  # other chips under the same name
         return None
-    return next((row for row in _ROWS if row.name in words), None)
+    return next((row for row in _KNOWN if row.name in words), None)
 
 
 def bf16_peak_tflops(device: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device by the name that its driver gives it; None where that is not known."""
+    """Return the dense bf16 TFLOP/s by the name that the driver gives the device, None if unknown."""
     found = find_device(device)
     return found.bf16 if found else None
 
@@ -280,20 +302,16 @@ def _from_file(path: Path) -> Hardware:
         table = yaml.safe_load(regular_file(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise HardwareError(f"{where}: the file cannot be read ({error.strerror})") from None
-    except (
-        ValueError,
-        RecursionError,
-        yaml.YAMLError,
-    ) as error:  # ValueError: not UTF-8, or a date or number that there is none of
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or an invalid date or number
         raise HardwareError(f"{where}: the file is not YAML ({' '.join(str(error).split())})") from None
     numbers = {
-        field.name: field.type
+        field.name: str(field.type)
         for field in dataclasses.fields(Hardware)
         if field.name not in ("constants", "calibration")
     }
     if not isinstance(table, dict):
         raise HardwareError(f"{where}: the file must be a table with {', '.join(numbers)}, or `like` and some of them")
-    values: dict[str, object] = {"name": path.stem, "source": str(path)}
+    values: dict[str, Any] = {"name": path.stem, "source": str(path)}
     like = table.pop("like", None)
     if like is not None:
         if not isinstance(like, str) or like not in KNOWN_HARDWARE:
@@ -313,36 +331,43 @@ def _from_file(path: Path) -> Hardware:
     for name, value in values.items():
         if name in numbers:
             values[name] = _checked(where, name, numbers[name], value)
-    constants = _table(where, "constants", table.get("constants") or {}, Constants)
+    constants = _numbers(where, "constants", table.get("constants") or {}, Constants)
     values["constants"] = dataclasses.replace(values.get("constants", Constants()), **constants)
-    values["calibration"] = tuple(_own_run(where, each) for each in _list(where, table.get("calibration") or []))
+    runs = table.get("calibration") or []
+    if not isinstance(runs, list):
+        raise HardwareError(f"{where}: calibration: {runs!r} is no list of runs")
+    values["calibration"] = tuple(_calibration_run(where, run) for run in runs)
     return Hardware(**values)
 
 
 MAY_BE_ZERO = ("fp8", "fp4", "fill", "iteration", "launch", "latency")
 
 
-def _checked(where: str, name: str, kind: str, value: object) -> object:
-    """One value of the file. Raises: HardwareError."""
+def _checked(where: str, name: str, kind: str, value: object) -> Any:
     if kind == "str":
         return str(value)
     if kind == "bool":
         if not isinstance(value, bool):
             raise HardwareError(f"{where}: {name}: {value!r} is neither true nor false")
         return value
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (kind == "int" and value != int(value)):
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value < 0
+        or (value == 0 and name not in MAY_BE_ZERO)
+        or (kind == "int" and value != int(value))
+    ):
         raise HardwareError(
             f"{where}: {name}: {value!r} is not {'a whole number' if kind == 'int' else 'a number'} above 0"
         )
     return value
 
 
-def _table(where: str, title: str, table: object, kind: type) -> dict[str, object]:
-    """Numbers of a nested table."""
+def _numbers(where: str, title: str, table: object, kind: type) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise HardwareError(f"{where}: {title}: {table!r} is no table")
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     unknown = sorted(map(str, set(table) - set(types)))
     if unknown:
         raise HardwareError(f"{where}: {title}: unknown {', '.join(unknown)}; there are {', '.join(types)}")
@@ -352,20 +377,12 @@ def _table(where: str, title: str, table: object, kind: type) -> dict[str, objec
     }
 
 
-def _list(where: str, value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise HardwareError(f"{where}: calibration: {value!r} is no list of runs")
-    return value
-
-
-def _own_run(where: str, table: object) -> CalibrationRun:
-    """A run as `calibrate --from` writes it."""
-    if not isinstance(table, dict) or {str(name) for name in table} != {
-        field.name for field in dataclasses.fields(CalibrationRun)
-    }:
+def _calibration_run(where: str, table: object) -> CalibrationRun:
+    names = [field.name for field in dataclasses.fields(CalibrationRun)]
+    if not isinstance(table, dict) or {str(name) for name in table} != set(names):
         raise HardwareError(
             f"{where}: calibration: every run is a table with "
-            f"{', '.join(field.name for field in dataclasses.fields(CalibrationRun))}, "
+            f"{', '.join(names)}, "
             "as `plan.py calibrate --from` writes them"
         )
     numbers = {name: _checked(where, name, "float", table[name]) for name in ("seconds", "predicted", "parameters")}

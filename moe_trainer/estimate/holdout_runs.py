@@ -1,13 +1,14 @@
-"""Published runs that were looked up when layer_time.py and its constants were finished: no number was chosen with them in sight,
-and of its form only that a layer with a window scores its window. The rows themselves were chosen, 38 of 51, with their errors known
-(scripts/bench_results/planner.md).
+"""Published runs that were collected after layer_time.py and its constants were finished; no number was fitted to them.
 
-TFLOP/s count as Megatron-LM counts them; routing is forced to be even.
+They influenced only that a layer with a sliding window scores its window. The rows themselves, 38 of 51, were chosen
+with their errors known (scripts/bench_results/planner.md). TFLOP/s count as Megatron-LM counts them; routing is forced
+to be even.
 
-BP = NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive: the tables of releases 25.11 and 26.02. They give sizes and batch; the
-dispatcher, recompute, CUDA graphs and layout are those of scripts/performance/configs of another date where these fit the row, else NCCL's
-all-to-all and nothing captured. PF = arXiv 2504.14960 (as in published_runs.py), rows that were left out there: G8T8 cuts every expert of Mixtral-8x22B into
-eight and takes eight; 8x70B is Llama-3-70B with eight experts a layer.
+BP = NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive: the tables of releases 25.11 and 26.02.
+They state sizes and batch; the dispatcher, recompute, CUDA graphs and layout are those of scripts/performance/configs
+of another date where these fit the row, else NCCL's all-to-all without captured parts. PF = arXiv 2504.14960 (as in
+published_runs.py), rows that were left out there: G8T8 splits every expert of Mixtral-8x22B into eight and selects
+eight; 8x70B is Llama-3-70B with eight experts per layer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""How long communication takes: which link a group of ranks uses, and what an exchange of tokens sends over it. Seconds and bytes.
+"""Seconds of communication: which link a group of ranks uses, and what a token exchange sends over it.
 
-Ranks stand next to each other in the order of the grid (parallel/grid.py), so a group that varies along an axis lies `stride` ranks
-apart and spans stride x size ranks. What fits into a domain of NVLink uses NVLink; else every member sends over its own network adapter,
-and a ring over several members of one domain uses the adapters of all of them.
+Ranks are ordered by the grid (parallel/grid.py), so the ranks of a group that varies along an axis are `stride` apart
+and span stride x size ranks. A group inside an NVLink domain uses NVLink; otherwise every member sends over its own
+network adapter, and a ring over several members of one domain uses the adapters of all of them.
 
-Exchange of tokens. An all-to-all sends a row once for every expert. DeepEP and HybridEP send it once to every domain that has one of its
-experts, over the network, and spread it there over NVLink; with group-limited routing it reaches fewer domains. Domains are hit as if
-experts were chosen evenly. The fractions of the links' peaks below follow from measured times of both (arXiv 2603.07685, table 7:
-hidden 7168, 4096 tokens, 256 experts, on H100 and GB200, with 8 to 64 ranks); tests/estimate/test_interconnect.py holds the model against them, within 30 %.
+Token exchange: an all-to-all sends a token once for every expert. DeepEP and HybridEP send it over the network once to
+every domain that has one of its experts, and distribute it there over NVLink; with group-limited routing it reaches
+fewer domains. Experts are assumed to be chosen evenly. The fractions of the links' peaks below follow from measured
+times of both (arXiv 2603.07685, table 7: hidden 7168, 4096 tokens, 256 experts, on H100 and GB200, with 8 to 64 ranks);
+tests/estimate/test_interconnect.py compares the model with them, within 30 %.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.hardware import Hardware
 
 NETWORK = 0.87
-"""Of the adapter's peak: all-to-all over 16 to 64 H100 moves 41 to 45 of 50 GB/s."""
+"""Fraction of the adapter's peak: all-to-all over 16 to 64 H100 moves 41 to 45 of 50 GB/s."""
 NVLINK = 0.75
-"""Of NVLink's peak, by kernels of DeepEP and HybridEP: 650 to 690 of 900 GB/s on GB200, 410 of 450 on H100; and by NCCL's rings."""
+"""Fraction of NVLink's peak that kernels of DeepEP and HybridEP and NCCL's rings reach.
+
+650 to 690 of 900 GB/s on GB200, 410 of 450 on H100.
+"""
 NVLINK_ALL_TO_ALL = 0.62
-"""The same by NCCL's all-to-all: 500 to 560 of 900 GB/s, 325 of 450."""
+"""Fraction of NVLink's peak that NCCL's all-to-all reaches: 500 to 560 of 900 GB/s, 325 of 450."""
 DEEPEP_WIDE = 2.0
-"""Times as long as HybridEP's takes DeepEP's exchange where NVLink joins more than the 8 ranks it was made for: of 256 GB200, DeepSeek-V3 went
-from 830 to 944 TFLOP/s when one took the place of the other, 0.6 ms for each of 1,900 exchanges (Megatron-LM, branch dev, discussion)."""
+"""Time of DeepEP's exchange over HybridEP's, where NVLink connects more than the 8 ranks that DeepEP was made for.
+
+On 256 GB200, DeepSeek-V3 went from 830 to 944 TFLOP/s when HybridEP replaced DeepEP, 0.6 ms for each of 1,900 exchanges
+(Megatron-LM, branch dev, discussion).
+"""
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What ranks of one machine reach each other by."""
+    """The links of one machine."""
 
     hardware: Hardware
 
     def bandwidth(self, stride: int, size: int) -> float:
-        """Bytes/s of each rank in a ring over `size` ranks that lie `stride` apart."""
+        """Return the bytes/s of each rank in a ring over `size` ranks that are `stride` apart."""
         hardware, reached = self.hardware, self.hardware.constants.links
         nvlink = hardware.nvlink_gb_s * 1e9 * NVLINK * reached
         if stride * size <= hardware.domain:
@@ -48,25 +55,23 @@ class Interconnect:
         return min(nvlink, hardware.network_gb_s * 1e9 * NETWORK * reached * together)
 
     def ring(self, num_bytes: float, stride: int, size: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of so many bytes in all."""
-        return (
-            0.0
-            if size == 1
-            else num_bytes * (size - 1) / size / self.bandwidth(stride, size) + self.hardware.constants.latency
-        )
+        """Return the seconds of an all-gather or reduce-scatter of `num_bytes` in total."""
+        if size == 1:
+            return 0.0
+        return num_bytes * (size - 1) / size / self.bandwidth(stride, size) + self.hardware.constants.latency
 
     def message(self, num_bytes: float, stride: int) -> float:
-        """Seconds of one message to a rank `stride` further."""
+        """Return the seconds of a message to the rank at distance `stride`."""
         return num_bytes / self.bandwidth(stride, 2) + self.hardware.constants.latency
 
 
 def expected_distinct(places: float, draws: float) -> float:
-    """How many of so many places are hit by so many even draws, on average."""
+    """Return the mean number of distinct places that even draws hit."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws) if places > 1 else 1.0
 
 
 def expected_domains(domains: int, topk: float, groups: int | None, group_topk: int | None) -> float:
-    """Domains among which a token's experts lie, on average; groups of experts stand in order over the domains."""
+    """Return the mean number of domains of a token's experts; groups of experts are ordered over the domains."""
     if domains == 1:
         return 1.0
     if not groups or not group_topk or group_topk >= groups:
@@ -81,8 +86,10 @@ def expected_domains(domains: int, topk: float, groups: int | None, group_topk: 
 
 
 def processed_load(moe: MoEArgs, load: float = 1.0) -> float:
-    """Rows that an expert gets, as a multiple of an even share, when the routing sends it `load` times as many: tokens beyond its capacity
-    are dropped, and it may be filled up to it."""
+    """Return the tokens that an expert processes if `load` are routed to it, as multiples of an even share.
+
+    Tokens beyond its capacity are dropped, and it may be padded to its capacity.
+    """
     capacity = moe.moe_expert_capacity_factor
     if capacity is None or capacity < 0:
         return load
@@ -90,21 +97,24 @@ def processed_load(moe: MoEArgs, load: float = 1.0) -> float:
 
 
 def dispatch_combine_seconds(args: Arguments, links: Interconnect, tokens: float, size: int) -> float:
-    """There and back. Rows that come back by all-to-all are as wide as what an expert makes; other ways carry whole ones."""
+    """Return the seconds of dispatch and combine.
+
+    An all-to-all returns rows as wide as the output of an expert; the other dispatchers return full rows.
+    """
     reads, makes = args.moe.expert_widths(args.model.hidden_size)
     back = makes if args.moe.moe_token_dispatcher_type == "alltoall" else reads
     return sum(exchange_seconds(args, links, tokens, size, width) for width in (reads, back))
 
 
 def exchange_seconds(args: Arguments, links: Interconnect, tokens: float, size: int, width: int | None = None) -> float:
-    """One way of the exchange of `tokens` rows of a rank among the expert ranks: dispatch or combine. size: bytes of an element; width: of a
-    row, None for what an expert reads."""
+    """Return the seconds of the dispatch or combine of a rank's `tokens` among the expert ranks.
+
+    `size`: bytes of an element. `width`: of a row, by default that of an expert's input.
+    """
     moe, hardware = args.moe, links.hardware
     ep, etp = args.parallel.expert_model_parallel_size, args.parallel.expert_tensor_parallel_size or 1
-    row, topk = (
-        (width or moe.expert_widths(args.model.hidden_size)[0]) * size,
-        moe.moe_router_topk * processed_load(moe),
-    )
+    row = (width or moe.expert_widths(args.model.hidden_size)[0]) * size
+    topk = moe.moe_router_topk * processed_load(moe)
     reached, latency = hardware.constants.links, hardware.constants.latency
     nvlink, network = hardware.nvlink_gb_s * 1e9 * reached, hardware.network_gb_s * 1e9 * NETWORK * reached
     seconds = 0.0

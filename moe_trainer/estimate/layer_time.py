@@ -1,10 +1,10 @@
-"""Estimate the seconds of one layer, one microbatch and one rank: compute, memory traffic, kernel launches and communication.
+"""Estimate the seconds of one layer, one microbatch and one rank: compute, memory traffic, launches, communication.
 
-- GEMM: 2 m n k FLOPs at a fraction of the device's peak, or the time to read and write the matrices if that is longer. The second
-  is what makes many small experts slow. Quantization reads and writes the operands once more.
-- Core attention: fractions of the peak that grow with the sequence length, measured on cuDNN kernels.
-- Everything else is bound by memory bandwidth: saved tensors, gradients of their size, permuted tokens.
-- A layer takes at least as long as the host needs to launch its kernels.
+* GEMM: 2 m n k FLOPs at a fraction of the device's peak, or the time to read and write the matrices if that is longer.
+  The second is what makes many small experts slow. Quantization reads and writes the operands once more.
+* Core attention: fractions of the peak that grow with the sequence length, measured on cuDNN kernels.
+* Everything else is bound by memory bandwidth: saved tensors, gradients of their size, permuted tokens.
+* A layer takes at least as long as the host needs to launch its kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.hardware import Hardware
 
 # Memory passes: how often an element of [heads, queries, keys] is read or written in fp32. Counted in the torch code of
-# ops/sparse_attention.py, ops/block_attention.py and ops/absorbed_mla.py. The Triton kernels write no scores and have not been measured,
-# so these numbers are an upper bound for them.
+# ops/sparse_attention.py, ops/block_attention.py and ops/absorbed_mla.py. The Triton kernels write no scores and have
+# not been measured, so these numbers are an upper bound for them.
 INDEXER_SCORE_PASSES = 4
 INDEXER_LOSS_PASSES = (7, 8)
 """For the heads of the indexer, and for the heads of attention."""
@@ -33,16 +33,22 @@ MASKED_ATTENTION_PASSES = (7, 14)
 GATHERED_ATTENTION_PASSES = (8, 13)
 """Forward and backward of attention to gathered keys, on [heads, queries, selected keys]."""
 LATENT_PASSES = (3, 7, 7)
-"""How often a latent is read or written for every query that selected it: forward, backward in the activation dtype, and backward in fp32,
-where its gradient is accumulated. Counted in ops/absorbed_mla.py."""
+"""Memory passes over a latent for every query that selected it.
+
+Forward, backward in the activation dtype, and backward in fp32, where its gradient is accumulated. Counted in
+ops/absorbed_mla.py.
+"""
 ATTENTION_RATES = ((False, (0.679, 885), (0.574, 1421)), (True, (0.75, 1703), (0.556, 1161)))
-"""(is Blackwell, forward, backward) of core attention; each pass has the fraction of the bf16 peak that long sequences approach, and the length
-that reaches half of it. Fitted to cuDNN's TFLOP/s for 4K and 16K tokens, forward and backward: Hopper 553, 638 and 422, 523; Blackwell
-1324, 1698 and 1083, 1298 (arXiv 2603.07685, section 6)."""
+"""(is Blackwell, forward, backward) of core attention.
+
+Each pass has the fraction of the bf16 peak that long sequences approach, and the length that reaches half of it. Fitted
+to cuDNN's TFLOP/s for 4K and 16K tokens, forward and backward: Hopper 553, 638 and 422, 523; Blackwell 1324, 1698 and
+1083, 1298 (arXiv 2603.07685, section 6).
+"""
 ATTENTION_TILE_KEYS = 128
 """Keys that an attention kernel processes at a time: a window costs full tiles."""
 ATTENTION_BACKWARD_RATIO = 2.5
-"""FLOPs of core attention in backward per FLOP in forward: five GEMMs instead of two, since the scores are recomputed."""
+"""FLOPs of core attention in backward per FLOP in forward: five GEMMs instead of two, with recomputed scores."""
 KERNELS_BY_PART = (
     ("attention", 22),
     ("latent attention", 38),
@@ -50,11 +56,14 @@ KERNELS_BY_PART = (
     ("experts", 45),
     ("shared experts", 8),
 )
-"""Kernels launched in forward, by part, with the usual fusions; backward launches twice as many. Estimates, without a published source."""
+"""Kernels launched in forward, by part, with the usual fusions; backward launches twice as many.
+
+Estimates, without a published source.
+"""
 ROUTER_KERNELS = 12
 """Kernels of `experts` that belong to the router, which a graph may capture. An estimate."""
 MLA_QUERY_CHANNELS = 192
-"""Channels of a query head of latent attention (DeepSeek-V3: 128 + 64), assumed for the all-to-all of context parallelism."""
+"""Channels of a query head of latent attention (DeepSeek-V3: 128 + 64), for context parallelism's all-to-all."""
 GRAPH_PARTS = (("attn", "attention"), ("attn", "latent attention"), ("mlp", "feed-forward"), ("moe", "experts"))
 """Parts that a captured module of --cuda-graph-modules covers."""
 FP32_BYTES = 4.0
@@ -97,17 +106,15 @@ class PassTime:
 
 
 def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
-    """Return the share of causal (query, key) pairs that a layer scores; a window counts full tiles. Layers are counted from 1."""
-    left = model.window_size[0] if uses_window(model, layer_number) else -1
+    """Return the share of causal (query, key) pairs that a layer (from 1) scores; a window counts full tiles."""
+    left = model.window_size[0] if model.window_size is not None and uses_window(model, layer_number) else -1
     return min(1.0, 2.0 * (left + ATTENTION_TILE_KEYS) / length) if left >= 0 else 1.0
 
 
 def gemm_seconds(hardware: Hardware, m: float, n: float, k: float, width: str = "bf16", size: int = 2) -> float:
     """Return the seconds of a [m, k] x [k, n] GEMM on the tensor cores.
 
-    Args:
-        width: operand format, "bf16", "fp8" or "fp4".
-        size: bytes of an element where the format is bf16 or wider.
+    `width`: operand format, "bf16", "fp8" or "fp4". `size`: bytes of an element where the format is bf16 or wider.
     """
     narrow = width != "bf16" and hardware.fp8 > 0
     fraction = hardware.constants.products_fp8 if narrow else hardware.constants.products_bf16
@@ -130,24 +137,21 @@ def attention_rates(hardware: Hardware, length: float) -> tuple[float, float]:
 class LayerTime:
     """Times of the layers of one command line.
 
-    Layers with a sliding window or linear attention enter as the mean over the decoder's layers. Sparse attention computes dense scores where
-    unselected keys are masked, and reads the latents of selected keys where they are gathered (arguments/sparse_attention.py).
+    Layers with a sliding window or linear attention enter as the mean over the decoder's layers. Sparse attention
+    computes dense scores where unselected keys are masked, and reads the latents of selected keys where they are
+    gathered (arguments/sparse_attention.py).
 
-    The constants that no data sheet has are fields of `Constants` (hardware.py), fitted to published runs of Megatron-LM by
-    `scripts/plan.py calibrate`; the others are module constants with a source. None was measured on this program.
+    The constants that no data sheet has are fields of `Constants` (hardware.py), fitted to published runs of
+    Megatron-LM by `scripts/plan.py calibrate`; the others are module constants with a source. None was measured on this
+    program.
 
     Args:
         sizes: bytes of saved tensors, for the memory traffic.
     """
 
     def __init__(self, args: Arguments, interconnect: Interconnect, sizes: ChunkBytes):
-        self.args, self.interconnect, self.hardware, self.sizes, self.constants = (
-            args,
-            interconnect,
-            interconnect.hardware,
-            sizes,
-            interconnect.hardware.constants,
-        )
+        self.args, self.interconnect, self.sizes = args, interconnect, sizes
+        self.hardware, self.constants = interconnect.hardware, interconnect.hardware.constants
         model, parallel, precision = args.model, args.parallel, args.precision
         self.model, self.moe = model, args.moe
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -174,8 +178,7 @@ class LayerTime:
     def gemm(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
         """Return the seconds of `count` GEMMs [m, k] x [k, n].
 
-        Args:
-            plain: computed in bf16 regardless of the flags.
+        `plain`: computed in bf16 regardless of the flags.
         """
         narrow = self.gemm_format != "bf16" and not plain and self.hardware.fp8 > 0
         traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
@@ -188,15 +191,13 @@ class LayerTime:
         return seconds
 
     def _gathered_attention(self) -> tuple[float, float]:
-        """Return forward and backward of attention to gathered keys: one narrow GEMM pair per query, at the rate of all GEMMs."""
+        """Return forward and backward of attention to gathered keys: one narrow GEMM pair per query."""
         model, heads = self.model, self.model.num_attention_heads // self.tp
         kv_rank, width = model.kv_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim
         selected = self.tokens * model.dsa_indexer_topk
         peak = self.hardware.peak("bf16") * self.constants.products_bf16 / (TF32_SLOWDOWN if self.size == 4 else 1)
-        fwd, bwd = (
-            2.0 * selected * heads * (width + kv_rank) / peak,
-            2.0 * selected * heads * 3 * (width + kv_rank) / peak,
-        )
+        fwd = 2.0 * selected * heads * (width + kv_rank) / peak
+        bwd = 2.0 * selected * heads * 3 * (width + kv_rank) / peak
         fwd += (
             selected
             * (FP32_BYTES * heads * GATHERED_ATTENTION_PASSES[0] + width * self.size * LATENT_PASSES[0])
@@ -248,11 +249,8 @@ class LayerTime:
         model = self.model
         if not self.has_indexer:
             return 0.0, 0.0
-        index, width, heads = (
-            model.dsa_indexer_n_heads,
-            model.dsa_indexer_head_dim,
-            model.num_attention_heads // self.tp,
-        )
+        index, width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+        heads = model.num_attention_heads // self.tp
         matrices = self.gemm(self.tokens, index * width, model.q_lora_rank or model.hidden_size, plain=True)
         matrices += self.gemm(self.tokens, index + width, model.hidden_size, plain=True)
         operations, elements = 2.0 * self.pairs * index * width, self.pairs * index * INDEXER_SCORE_PASSES
@@ -313,17 +311,18 @@ class LayerTime:
         return self._mlp(width) if width else 0.0
 
     def _routed_experts(self) -> float:
-        moe, hidden, experts = self.moe, self.model.hidden_size, self.moe.num_experts // self.ep
+        moe, hidden, num_experts = self.moe, self.model.hidden_size, self.moe.num_experts or 0
+        local = num_experts // self.ep
         reads, makes = moe.expert_widths(hidden)
         width = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
-        each = self.sizes.received / experts
-        seconds = self.gemm(each, self.fc1_factor * width, reads, experts) + self.gemm(each, makes, width, experts)
+        each = self.sizes.received / local
+        seconds = self.gemm(each, self.fc1_factor * width, reads, local) + self.gemm(each, makes, width, local)
         if moe.moe_latent_size:
             seconds += self.gemm(self.routed_tokens, reads, hidden) + self.gemm(self.routed_tokens, hidden, reads)
-        return seconds + self.gemm(self.routed_tokens, moe.num_experts, hidden, plain=True)
+        return seconds + self.gemm(self.routed_tokens, num_experts, hidden, plain=True)
 
     def _permute(self) -> float:
-        """Return the seconds of permuting tokens to the order of the experts and back, before and after the exchange."""
+        """Return the seconds of permuting tokens by expert and back, before and after the exchange."""
         rows = self.sizes.sent + (self.sizes.received if self.ep * self.etp > 1 else 0)
         return 2.0 * rows * sum(self.moe.expert_widths(self.model.hidden_size)) * self.size / self.memory_bandwidth
 
@@ -345,7 +344,7 @@ class LayerTime:
         return count * self.constants.launch
 
     def _tensor_parallel(self, is_moe: bool) -> float:
-        """Return the seconds of forward's tensor-parallel collectives: all-gather and reduce-scatter for attention and for the MLP."""
+        """Return the seconds of forward's tensor-parallel all-gathers and reduce-scatters of attention and MLP."""
         if self.tp == 1:
             return 0.0
         hidden, model = self.model.hidden_size, self.model
@@ -354,9 +353,8 @@ class LayerTime:
         shared = bool(self.moe.moe_shared_expert_intermediate_size)
         widths = [into, hidden] + ([hidden, hidden] if not is_moe or shared else [])
         keys = self.tokens * model.dsa_indexer_topk if self.gathers_keys else int(self.pairs)
-        target = (
-            2 * self.interconnect.ring(keys * 4, 1, self.tp) if self.trains_indexer else 0.0
-        )  # the target sums the heads of all ranks
+        # the indexer's target sums the heads of all ranks
+        target = 2 * self.interconnect.ring(keys * 4, 1, self.tp) if self.trains_indexer else 0.0
         return target + sum(self.interconnect.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
 
     def _context_parallel(self) -> tuple[float, float]:
@@ -385,11 +383,8 @@ class LayerTime:
             dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size) if is_moe else 0.0
         )
         mlp = self._routed_experts() + self._shared_experts() if is_moe else self._mlp(self.model.ffn_hidden_size)
-        attention, (core, core_back), (matrices, indexer) = (
-            self._attention_gemms(),
-            self._core_attention(),
-            self._indexer(),
-        )
+        attention = self._attention_gemms()
+        (core, core_back), (matrices, indexer) = self._core_attention(), self._indexer()
         saved = self._saved_tensors_io(is_moe)
         permute = self._permute() if is_moe else 0.0
         tp_comm, (cp_comm, overlapped) = self._tensor_parallel(is_moe), self._context_parallel()
@@ -455,9 +450,8 @@ class LayerTime:
             seconds += self._shared_experts() if "shared_experts" in self.recomputed else 0.0
             if "moe" in self.recomputed:
                 return PassTime(seconds + mlp + permute + saved, exchange)
-            if (
-                "moe_act" in self.recomputed and self.sizes.quantized_experts
-            ):  # reads fc1's output again and writes the activation
+            if "moe_act" in self.recomputed and self.sizes.quantized_experts:
+                # reads fc1's output again and writes the activation
                 width = (self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
                 seconds += (self.fc1_factor + 1) * self.sizes.received * width * self.size / self.memory_bandwidth
         elif "mlp" in self.recomputed:
@@ -472,5 +466,5 @@ class LayerTime:
         return depths * (gemm + 2 * logits), depths * (2 * gemm + 2 * logits)
 
     def mtp_projection(self) -> float:
-        """Return the forward seconds of the GEMM that projects hidden state and embedding of one multi-token prediction depth."""
+        """Return the forward seconds of the GEMM that combines hidden state and embedding of one MTP depth."""
         return self.gemm(self.tokens, self.model.hidden_size // self.tp, 2 * self.model.hidden_size)

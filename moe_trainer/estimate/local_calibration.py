@@ -1,12 +1,12 @@
 """Fit the constants of the time model to the user's own runs: `plan.py calibrate --from metrics.jsonl ...`.
 
-A metrics file of this program says what ran (the `run` of its first record) and how long every iteration took. A run's time is the median of
-its iterations after the first ones, which warm up. The constants (`Constants`) of the hardware that is named are moved, in logarithms, to
-where predicted and measured times agree best: least squares with a prior at their present values, since a few runs cannot tell all
-constants apart. What no run says anything about stays where it is.
+A metrics file of this program records what ran (the `run` of its first record) and how long every iteration took. A
+run's time is the median of its iterations after the warm-up. The constants (`Constants`) of the named hardware are
+fitted, in logarithms, by least squares with a prior at their present values, since a few runs cannot determine all of
+them. Constants that no run depends on stay.
 
-The result is a hardware file for --hardware. It holds the runs, each with the time that a fit to the other runs predicts, from which
-uncertainty.py makes the error bars of plans for this hardware.
+The result is a hardware file for --hardware. It holds the runs, each with the time that a fit to the other runs
+predicts, from which uncertainty.py makes the error bars of plans for this hardware.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 from arguments.container import from_values
 from arguments.regular_file import regular_file
@@ -27,7 +28,7 @@ from moe_trainer.estimate.step_time import plan_step
 from moe_trainer.estimate.uncertainty import features, sizes_of
 
 WARM_UP, LEAST = 3, 5
-"""Iterations of a start that are left out, and that are needed after these."""
+"""Iterations after a start that are ignored, and iterations that are required after them."""
 PRIOR = MappingProxyType(
     {
         "products_bf16": 0.7,
@@ -40,22 +41,22 @@ PRIOR = MappingProxyType(
         "update": 0.7,
     }
 )
-"""Standard deviations of the constants' logarithms round their present values: how far they may be off before anything is measured."""
+"""Standard deviations of the constants' logarithms before any measurement."""
 NOISE = 0.03
 """Standard deviation of a measured time's logarithm."""
 MAX_BYTES = 1 << 30
 SHORTEST_MS, LONGEST_MS = 1e-3, 1e9
-"""No iteration takes less or more."""
+"""Plausible limits of the time of an iteration."""
 MAX_RANKS = MAX_VOCABULARY = 1 << 30
 MAX_LISTED = MappingProxyType(
     {"num_layers": 1 << 12, "mtp_num_layers": 1 << 12, "pipeline_model_parallel_size": 1 << 12}
 )
-"""Sizes by which a plan makes lists; no run that was measured has more."""
+"""Maximum sizes of lists that a plan makes; no measured run has more."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A start of a run: seconds of an iteration, of how many iterations (after warm-up), and what ran."""
+    """A start of a run: seconds of an iteration, number of iterations after warm-up, and what ran."""
 
     name: str
     seconds: float
@@ -68,10 +69,13 @@ class MeasuredRun:
 def read_device_name(path: str | Path) -> str:
     """Return the name of the hardware that a metrics file was written on.
 
-    Raises: PlanError where it names none that is known.
+    Raises:
+        PlanError: if it is unknown.
     """
     where = f"--from {path}"
-    run = next((record["run"] for record in _records(path) if isinstance(record.get("run"), dict)), {})
+    run: Mapping[str, Any] = next(
+        (record["run"] for record in _records(path) if isinstance(record.get("run"), dict)), {}
+    )
     device = str(run.get("device", ""))
     found = find_device(device)
     if found is None:
@@ -82,27 +86,24 @@ def read_device_name(path: str | Path) -> str:
 
 
 def read_runs(path: str | Path, hardware: Hardware) -> list[MeasuredRun]:
-    """Read every start that a metrics file has.
+    """Read every start of a run in a metrics file.
 
-    Raises: PlanError for a file that cannot be read, is no metrics file, does not say what ran, or has too few iterations.
+    Raises:
+        PlanError: if the file cannot be read, is no metrics file, does not record what ran, or has too few iterations.
     """
     where = f"--from {path}"
-    starts: list[tuple[Mapping[str, object], list[float]]] = []
+    starts: list[tuple[Mapping[str, Any], list[float]]] = []
     for record in _records(path):
         if isinstance(record.get("run"), dict):
             starts.append((record["run"], []))
-        elapsed = record.get("elapsed_ms")
-        usual = (
-            not record.get("skipped_iterations")
-            and type(elapsed) in (int, float)
-            and SHORTEST_MS < elapsed < LONGEST_MS
-        )
-        if starts and "validation" not in record and usual:
+        elapsed: Any = record.get("elapsed_ms")
+        is_timed = type(elapsed) in (int, float) and SHORTEST_MS < elapsed < LONGEST_MS
+        if starts and "validation" not in record and is_timed and not record.get("skipped_iterations"):
             starts[-1][1].append(elapsed / 1e3)
     if not starts:
         raise PlanError(f"{where}: no record says what ran (`run`, which files of older versions of this program lack)")
     found = [
-        _measured(f"{path}" + (f" ({number})" if len(starts) > 1 else ""), run, seconds, hardware, where)
+        _measured_run(f"{path}" + (f" ({number})" if len(starts) > 1 else ""), run, seconds, hardware, where)
         for number, (run, seconds) in enumerate(starts, start=1)
         if len(seconds) >= WARM_UP + LEAST
     ]
@@ -115,8 +116,12 @@ def read_runs(path: str | Path, hardware: Hardware) -> list[MeasuredRun]:
     return found
 
 
-def _records(path: str | Path) -> Iterator[Mapping[str, object]]:
-    """Read a metrics file line by line, up to a last line that was not finished. Raises: PlanError."""
+def _records(path: str | Path) -> Iterator[Mapping[str, Any]]:
+    """Read a metrics file line by line, up to an unfinished last line.
+
+    Raises:
+        PlanError: if it is not a metrics file.
+    """
     where = f"--from {path}"
     try:
         if regular_file(path).stat().st_size > MAX_BYTES:
@@ -130,7 +135,7 @@ def _records(path: str | Path) -> Iterator[Mapping[str, object]]:
         raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-def _record(where: str, number: int, line: str) -> Mapping[str, object]:
+def _record(where: str, number: int, line: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -140,10 +145,9 @@ def _record(where: str, number: int, line: str) -> Mapping[str, object]:
     return record
 
 
-def _measured(
-    name: str, run: Mapping[str, object], seconds: Sequence[float], hardware: Hardware, where: str
+def _measured_run(
+    name: str, run: Mapping[str, Any], seconds: Sequence[float], hardware: Hardware, where: str
 ) -> MeasuredRun:
-    """What one start says. Its time is the median of its iterations."""
     world_size, rows, settings = run.get("world_size"), run.get("padded_vocab_size"), run.get("settings")
     if (
         type(world_size) is not int
@@ -173,13 +177,13 @@ def _measured(
 
 
 def predicted_seconds(run: MeasuredRun, hardware: Hardware) -> float:
-    """The time of a run's iteration with other constants."""
+    """Return the time of a run's iteration with the constants of `hardware`."""
     plan = run.plan
     return plan_step(plan.args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware).step
 
 
 def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int = 12) -> Constants:
-    """The most likely constants: Gauss-Newton steps in logarithms, halved where they do not help."""
+    """Return the most likely constants: Gauss-Newton steps in logarithms, halved while they do not help."""
     names = [name for name, _ in PRIOR.items() if getattr(hardware.constants, name) > 0]
     start = [math.log(getattr(hardware.constants, name)) for name in names]
     now = list(start)
@@ -214,7 +218,7 @@ def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int =
             -sum(a * b for a, b in zip(slopes[row], errors)) - (now[row] - start[row]) / PRIOR[names[row]] ** 2
             for row in range(len(names))
         ]
-        move, share = _solved(matrix, right), 1.0
+        move, share = _solve(matrix, right), 1.0
         while share > 0.01:
             trial = [value + share * part for value, part in zip(now, move)]
             tried = misfits(trial)
@@ -227,7 +231,7 @@ def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int =
     return constants(now)
 
 
-def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
     """Solve a positive definite system by elimination."""
     rows = [[*row, value] for row, value in zip(matrix, right)]
     for index, pivot in enumerate(rows):
@@ -245,9 +249,10 @@ def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[f
 
 
 def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware, name: str) -> Hardware:
-    """The hardware with constants fitted to these runs, and the runs with what a fit to the others says of them.
+    """Return the hardware with constants fitted to these runs, and the runs with their leave-one-out predictions.
 
-    Raises: PlanError for runs of different devices.
+    Raises:
+        PlanError: if the runs are of different devices.
     """
     kinds = {(run.device, run.threads) for run in runs}
     if len(kinds) > 1:
@@ -278,7 +283,7 @@ def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware, name: str) -> Har
 
 
 def hardware_yaml(hardware: Hardware, like: str) -> str:
-    """The text of a file for --hardware."""
+    """Return the text of a file for --hardware."""
     import yaml
 
     base = KNOWN_HARDWARE.get(like)
@@ -308,7 +313,7 @@ def hardware_yaml(hardware: Hardware, like: str) -> str:
 
 
 def calibration_table(hardware: Hardware, before: Hardware) -> list[str]:
-    """Runs and constants as lines for a terminal."""
+    """Return runs and constants as lines for a terminal."""
     runs = hardware.calibration
     lines = [
         f"{'run':40s}   measured     fitted   error   " + ("fitted to the others   error" if len(runs) > 1 else "")

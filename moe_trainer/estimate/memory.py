@@ -1,31 +1,32 @@
-"""Memory of every pipeline rank, from flags alone: states, activations in flight, buffers, and what is left of the device.
+"""Memory of every pipeline rank, from flags alone: states, activations in flight, buffers, and the margin.
 
-Weights, gradients and optimizer state: parameters of the rank (rank_parameters.py) times bytes (estimate/state_bytes.py). Activations: what every
-chunk keeps of one microbatch (estimate/activations.py, with the loss's own tensors), times how many microbatches the chunk has in flight.
-That number is not chosen: the rank's order of work (pipeline/orders.py) is walked, forward adds, backward takes away, and the moment with
-most bytes counts. Where weight gradients are computed apart, W takes away.
+Weights, gradients and optimizer state: parameters of the rank (parameters.py) times bytes (state_bytes.py).
+Activations: what every chunk saves of one microbatch (activations.py, with the tensors of the loss), times the
+microbatches that the chunk has in flight. These follow from the rank's schedule (pipeline/orders.py): forward adds,
+backward (W if weight gradients are computed separately) frees, and the moment with most bytes counts.
 
-Buffers live only while something runs, and the largest counts: tokens that are sent and received with the experts' gradients; gradients of
-a layer's experts before they are added to the main gradients; what
-recompute brings back, a layer at a time; what indexers of sparse attention learn from; with full sharding the gathered layer and the one that is gathered ahead. Gradients at the
-borders of CUDA graphs stay in their places for every microbatch in flight.
+Temporary buffers, of which the largest counts: tokens sent and received with the gradients of the experts; gradients of
+a layer's experts before they are added to the main gradients; what recompute restores, a layer at a time; what indexers
+of sparse attention train on; with full sharding the gathered layer and the prefetched one. Gradients at the borders of
+CUDA graphs are resident for every microbatch in flight.
 
-In 8 bits, TransformerEngine's layers (the default --transformer-impl) keep the inputs of their products as they were quantised, its
-experts that of their second product too; this program's own layers keep the first whole, as estimate/activations.py lists them, and compute the
-second again. Which of them compute is told by flags (estimate/te_support.py) and takes for granted that the package is there. What the
-library's layers keep otherwise is taken for what ours keep; its attention keeps less where values are narrower than keys (ours pads them and its
-output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of latent attention err to the safe side.
+In fp8, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
+experts that of their second GEMM too; this program's own layers save the first unquantized, as activations.py lists
+them, and recompute the second. Flags determine which of them compute (te_support.py), assuming that the package is
+installed. Otherwise both are taken to save the same; Transformer Engine's attention saves less where values are
+narrower than keys (ours pads them and its output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of
+latent attention err on the safe side.
 
-Rows of experts are an even share (forced balancing, as the published runs). `headroom` says how far from even the routing may be: the load
-of the rank with most rows, as a multiple of an even share, in all layers at once, at which the device is full.
+Experts receive an even share of tokens (forced balancing, as in the published runs). `headroom` is the load of the
+fullest rank, as a multiple of an even share in all layers at once, at which the device is full.
 
-Not counted: what the allocator loses between blocks, NCCL's buffers, the CUDA context; RESERVE stands for them. Units: bytes.
+Not counted: fragmentation of the allocator, NCCL's buffers, the CUDA context; RESERVED_BYTES covers them. Units: bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -36,7 +37,7 @@ from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
 from moe_trainer.estimate.interconnect import processed_load
-from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor
 from moe_trainer.estimate.state_bytes import StateBytes
 from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states
@@ -50,14 +51,20 @@ if TYPE_CHECKING:
 
 GIB = 2.0**30
 QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
-"""Inputs of quantised products. TransformerEngine's layers keep them as they were quantised, with a scale for 32 elements at most (in 4 bits for 16)."""
+"""Inputs of quantized GEMMs.
+
+Transformer Engine's layers save them quantized, with a scale for at most 32 elements (in fp4 for 16).
+"""
 QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
 SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
-"""Of an element that TransformerEngine casts; its other recipes have a scale for thousands of elements."""
+"""Of an element that Transformer Engine casts; its other recipes have a scale for thousands of elements."""
 BLOCK, QUERY_BLOCK = 1 << 27, 512
-"""Elements of [heads, block, keys] at most, and queries of a block, on a GPU (ops/sparse_attention.py)."""
+"""Maximum elements of [heads, block, keys], and queries of a block, on a GPU (ops/sparse_attention.py)."""
 RESERVED_BYTES = 3 * GIB
-"""Bytes of a device that tensors cannot have. An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces."""
+"""Bytes of a device that tensors cannot use.
+
+An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces.
+"""
 _MODULES = (
     ("logits", ("head.",)),
     ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")),
@@ -72,11 +79,18 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What ranks of one pipeline stage hold at their peak, in bytes.
+    """Peak memory of the ranks of one pipeline stage, in bytes.
 
-    held: parameters. weights: with their casts to fewer bits, where these are kept from one microbatch to the next. optimizer: main parameters and moments on the device. activations: by module; in_flight: microbatches of each
-    chunk at that moment. dispatch: buffers of the token exchange; working: of what else runs only for a while. host: in host memory.
-    headroom: see the module's head; None without experts, or where no load would fill the device.
+    Attributes:
+        held: parameters.
+        weights: with their quantized casts, if these are kept between microbatches.
+        optimizer: main parameters and moments on the device.
+        activations: by module.
+        peak_inflight_microbatches: of each chunk at that moment.
+        dispatch: buffers of the token exchange.
+        working: other temporary buffers.
+        host: in host memory.
+        headroom: see the head of this module; None without experts, or if no load would fill the device.
     """
 
     stage: int
@@ -93,18 +107,20 @@ class StageMemory:
 
     @property
     def kept(self) -> float:
-        """All activations."""
         return sum(self.activations.values())
 
     @property
     def total(self) -> float:
-        """Everything on the device."""
+        """Bytes on the device."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.dispatch + self.working
 
 
 def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence[int], sizes: ChunkBytes) -> float:
-    """What parts of layers that are captured as graphs keep in their places beside what any pass keeps: the gradients of their inputs and
-    outputs, for every microbatch of `counts` that a chunk has in flight (memory/cuda_graph.py)."""
+    """Return what captured layer parts keep in addition to saved tensors (memory/cuda_graph.py).
+
+    These are the gradients of their inputs and outputs, for each of the `counts` microbatches that a chunk has in
+    flight.
+    """
     parts = args.training.captured_modules
     by_kind = {
         kind: len(parts & {"layer", "attn", *(("moe", "moe_router") if kind else ("mlp",))}) for kind in (False, True)
@@ -115,21 +131,21 @@ def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence
     return 2.0 * units * sizes.rows * args.model.hidden_size * sizes.size
 
 
-def _bare(name: str) -> str:
-    """A name without "decoder.layers.3." or "mtp.layers.0."."""
+def _local_name(name: str) -> str:
+    """Return a name without "decoder.layers.3." or "mtp.layers.0."."""
     return (name.split(".", 3)[-1] if ".layers." in name else name).removeprefix("mtp_model_layer.")
 
 
 def module_name(name: str) -> str:
-    """The part of a model that a kept tensor belongs to."""
-    bare = _bare(name)
+    """Return the part of a model that a saved tensor belongs to."""
+    bare = _local_name(name)
     if bare in ("q", "k", "v", "out"):
         return "attention"
     return next((module for module, marks in _MODULES if any(mark in bare for mark in marks)), "other")
 
 
 class ChunkBytes:
-    """Bytes that chunks keep of one microbatch; layers of one kind are counted once. vocab_rows: of the padded vocabulary."""
+    """Bytes that chunks save of one microbatch; layers of one kind are counted once."""
 
     def __init__(self, args: Arguments, vocab_rows: int, load: float = 1.0):
         self.args, self.vocab_rows = args, vocab_rows
@@ -144,26 +160,27 @@ class ChunkBytes:
         )
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.quantized_linears, self.quantized_experts = te_quantizes(args)
-        self._found: dict[object, Counter[tuple[str, bool]]] = {}
+        self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
         self._layers: dict[tuple[bool, bool], float] = {}
 
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
-        """Bytes by (module, are they on the host) of one chunk and microbatch."""
+        """Return the bytes of one chunk and microbatch by (module, whether on the host)."""
         kinds: object = tuple(self.pattern[number] for number in layout.layers)
         if len(self.args.parallel.cp_comm_type) > 1 or self.args.model.linear_attention_freq is not None:
             kinds = layout.layers  # kinds of attention that differ by number
         key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
-        if key not in self._found:
-            self._found[key] = found = Counter()
+        if key not in self._chunks:
+            sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
             for entry in [
-                *self._with_library(chunk_activations(self.args, layout, received=self.received)),
-                *self._ends(layout),
+                *self._add_te_tensors(chunk_activations(self.args, layout, received=self.received)),
+                *self._final_tensors(layout),
             ]:
-                found[module_name(entry.name), entry.on_host] += self._kept(entry)
-        return self._found[key]
+                sizes[module_name(entry.name), entry.on_host] += self._saved_bytes(entry)
+            self._chunks[key] = sizes
+        return self._chunks[key]
 
-    def _with_library(self, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
-        """And what the library's experts keep beside: the input of their second product, which ours compute again."""
+    def _add_te_tensors(self, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
+        """Add what Transformer Engine's experts save too: the input of their second GEMM, which ours recompute."""
         keeps = self.quantized_experts and "moe_act" not in self.args.training.recomputed_modules
         gate = 2 if self.args.model.swiglu or self.args.model.quick_geglu else 1
         for entry in entries:
@@ -179,16 +196,16 @@ class ChunkBytes:
                     shape=(entry.shape[0], entry.shape[1] // gate),
                 )
 
-    def _kept(self, entry: SavedTensor) -> float:
-        leaf = _bare(entry.name)
+    def _saved_bytes(self, entry: SavedTensor) -> float:
+        leaf = _local_name(entry.name)
         by_library = self.quantized_experts if leaf.startswith("experts.") else self.quantized_linears
         quantized = by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
         return entry.num_bytes * (
             QUANTIZED_BYTES["fp4" if self.args.precision.fp4 else "fp8"] / self.size if quantized else 1
         )
 
-    def _ends(self, layout: ChunkLayout) -> list[SavedTensor]:
-        """The final norm, and head with loss: of the model, and of every depth of multi-token prediction."""
+    def _final_tensors(self, layout: ChunkLayout) -> list[SavedTensor]:
+        """Return the tensors of the final norm, and of head and loss for the model and each MTP depth."""
         hidden, found = self.args.model.hidden_size, []
         if layout.has_final_norm:
             found += [
@@ -207,11 +224,11 @@ class ChunkBytes:
         return found
 
     def layer(self, is_moe: bool) -> float:
-        """Device bytes of one layer."""
+        """Return the device bytes of one layer."""
         return self._layer(is_moe, self.args)
 
     def bare_layer(self, is_moe: bool) -> float:
-        """The same if nothing were recomputed."""
+        """Return the device bytes of one layer without recompute."""
         training = replace(
             self.args.training, recompute_granularity=None, recompute_modules=None, recompute_method=None
         )
@@ -220,14 +237,17 @@ class ChunkBytes:
     def _layer(self, is_moe: bool, args: Arguments) -> float:
         key = is_moe, args is self.args
         if key not in self._layers:
-            entries = self._with_library(layer_activations(args, is_moe=is_moe, received=self.received))
-            self._layers[key] = sum(map(self._kept, (entry for entry in entries if not entry.on_host)))
+            entries = self._add_te_tensors(layer_activations(args, is_moe=is_moe, received=self.received))
+            self._layers[key] = sum(map(self._saved_bytes, (entry for entry in entries if not entry.on_host)))
         return self._layers[key]
 
 
 def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:
-    """What TransformerEngine's layers keep of their weights between microbatches: each as it was cast, by rows for the forward product and
-    by columns for the input's gradient (layers/te_experts.py: WeightCastCache). With one scale for a whole weight Blackwell needs the first only."""
+    """Return what Transformer Engine's layers keep of their weights between microbatches.
+
+    Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (layers/te_experts.py:
+    WeightCastCache). With a single scale per weight, Blackwell needs the first only.
+    """
     linears, experts = te_quantizes(args)
     if args.parallel.has_sharded_params or args.training.captured_modules or not (linears or experts):
         return 0.0
@@ -239,7 +259,7 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
 
 
 def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:
-    """The orders of work that these flags' schedule has, by pipeline rank."""
+    """Return the orders of actions of the schedule, by pipeline rank."""
     parallel = args.parallel
     num_chunks = len(chunk_layouts(args.model, parallel)[0])
     kind = parallel.pipeline_schedule or ("1f1b" if num_chunks == 1 else "interleaved")
@@ -255,7 +275,7 @@ def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:
 
 
 def steady_state_microbatches(args: Arguments, num_microbatches: int) -> int:
-    """A number of microbatches with the same peak: the steady state repeats itself with every group."""
+    """Return a smaller number of microbatches with the same peak: the steady state repeats with every group."""
     parallel = args.parallel
     group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
     enough = 4 * max(group, parallel.pipeline_model_parallel_size)
@@ -267,10 +287,13 @@ def steady_state_microbatches(args: Arguments, num_microbatches: int) -> int:
 
 
 def peak_inflight_microbatches(order: Order, sizes: Sequence[float], frees: str = BACKWARD) -> tuple[int, ...]:
-    """Microbatches of each chunk at the moment with most bytes. sizes: of a microbatch, by chunk; frees: the action that takes away."""
+    """Return the microbatches of each chunk at the moment with most bytes.
+
+    `sizes`: bytes of a microbatch, by chunk. `frees`: kind of the action that frees them.
+    """
     count, best, most = [0] * len(sizes), (0,) * len(sizes), -1.0
     for step in order:
-        # of a pair the backward lets a layer go for every layer that the forward makes
+        # in a pair the backward frees a layer for every layer that the forward runs
         for action in reversed(step_actions(step)):
             if action.kind == FORWARD:
                 count[action.chunk] += 1
@@ -289,23 +312,26 @@ def plan_memory(
     num_microbatches: int,
     hardware: Hardware | None = None,
 ) -> tuple[StageMemory, ...]:
-    """Every pipeline stage, first to last. hardware: to say what headroom there is.
+    """Return the memory of every pipeline stage, first to last.
 
-    Raises: ValueError where the state of the optimizer is not known.
+    `hardware`: needed for `headroom`.
+
+    Raises:
+        ValueError: if the optimizer's state is unknown.
     """
     layouts = chunk_layouts(args.model, args.parallel)
     even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, load=2.0)
     params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
-    ways = stage_orders(args, steady_state_microbatches(args, num_microbatches))
+    orders = stage_orders(args, steady_state_microbatches(args, num_microbatches))
     found = []
     for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
         state = replace(state, weights=state.weights + cast_bytes(args, chunks, plain, hardware))
-        now = _stage(args, stage, chunks, params, state, even, ways[stage])
+        now = _stage(args, stage, chunks, params, state, even, orders[stage])
         if args.moe.num_experts and hardware is not None:
             limit = processed_load(args.moe, math.inf)  # where tokens are dropped, no load is larger
             more = processed_load(args.moe, 2.0) - processed_load(args.moe)
             slope = (
-                (_stage(args, stage, chunks, params, state, crowded, ways[stage]).total - now.total) / more
+                (_stage(args, stage, chunks, params, state, crowded, orders[stage]).total - now.total) / more
                 if more
                 else 0.0
             )
@@ -326,20 +352,20 @@ def _stage(
     order: Order,
 ) -> StageMemory:
     held = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
-    kept = [sizes.of(chunk) for chunk in chunks]
-    on_device = [sum(count for (_, on_host), count in each.items() if not on_host) for each in kept]
+    saved = [sizes.of(chunk) for chunk in chunks]
+    on_device = [sum(count for (_, on_host), count in each.items() if not on_host) for each in saved]
     apart = args.parallel.pipeline_schedule == "zero-bubble"
     counts = peak_inflight_microbatches(order, on_device, WEIGHT if apart else BACKWARD)
-    modules: Counter[str] = Counter()
+    modules: defaultdict[str, float] = defaultdict(int)
     host = state.host
-    for number, each in zip(counts, kept):
+    for number, each in zip(counts, saved):
         for (module, on_host), count in each.items():
             if on_host:
                 host += number * count
             else:
                 modules[module] += number * count
     dispatch, working = _buffers(args, chunks, params, sizes)
-    if args.has_frozen_weights:  # forward only: a layer's tensors are let go behind it
+    if args.has_frozen_weights:  # forward only: a layer's tensors are freed after it
         kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
         return StageMemory(
             stage,
@@ -370,7 +396,7 @@ def _stage(
 def _buffers(
     args: Arguments, chunks: Sequence[ChunkLayout], params: LayerParams, sizes: ChunkBytes
 ) -> tuple[float, float]:
-    """Bytes that live for a while: (of the token exchange, of everything else)."""
+    """Return the bytes of temporary buffers: (of the token exchange, of everything else)."""
     moe, training, hidden = args.moe, args.training, args.model.hidden_size
     kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
     kinds |= {mtp_is_moe(sizes.pattern)} if any(chunk.mtp for chunk in chunks) else set()
@@ -379,9 +405,9 @@ def _buffers(
         sent, received, (reads, makes) = sizes.sent, sizes.received, moe.expert_widths(hidden)
         back = makes
         if moe.moe_token_dispatcher_type == "allgather":
-            back = reads  # as whole rows, of which ranks make parts
+            back = reads  # full rows, which the ranks reduce
             sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
-        # on the way there and back; of the experts' output and of its gradient
+        # dispatch and combine; the experts' output and its gradient
         dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp
         dispatch += received * 3 * width * sizes.size  # gradients of what the activation reads and makes
@@ -391,12 +417,11 @@ def _buffers(
         if training.recompute_method == "uniform" and training.recompute_granularity == "full"
         else 1
     )
-    # of a pair one layer is made before one is let go
+    # in a pair one layer runs before another is freed
     working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
     if True in kinds and moe.moe_grouped_gemm and not sizes.quantized_experts:
-        working += (
-            params.layers[True].expert * sizes.size
-        )  # gradients of a layer's experts, before they are added to the main gradients
+        # gradients of a layer's experts, before they are added to the main gradients
+        working += params.layers[True].expert * sizes.size
     if training.recompute_granularity is not None:
         selective = training.recompute_granularity == "selective"
         working += max(
@@ -412,9 +437,12 @@ def _buffers(
 
 
 def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:
-    """What sparse attention opens while indexers choose and learn (ops/sparse_attention.py): fp32 copies of queries, of the keys of the whole
-    sequence and of the index' queries, with the gradient of these; and four tensors of [heads, block, keys]. Gathered, latents of the whole
-    sequence take the place of the copies, and their gradient in fp32 is there in backward, which learns nothing."""
+    """Return the temporary tensors of indexers that select keys and train (ops/sparse_attention.py).
+
+    fp32 copies of the queries, of the keys of the full sequence and of the index queries, with the gradient of these;
+    and four tensors of [heads, block, keys]. With gathered keys, latents of the full sequence replace the copies, and
+    their fp32 gradient exists in backward, which trains nothing.
+    """
     model = args.model
     if model.experimental_attention_variant != "dsa":
         return 0.0

@@ -1,11 +1,11 @@
-"""Mappings that a search goes through: what each sets, as flags and as a changed command line; and a layout of the pipeline for each.
+"""Parallel mappings that a search tries: their flags, their arguments and a pipeline layout for each.
 
-A mapping sets tensor, context, pipeline, expert and expert-tensor parallelism, virtual stages, the micro-batch, what is recomputed, the
-dispatcher and whether its exchange is overlapped. Whatever else the user gave stays. `shapes` leaves out what cannot divide; the rules of arguments/
-have the last word on every mapping that is shown.
+A mapping sets tensor, context, pipeline, expert and expert-tensor parallelism, virtual stages, the micro-batch, what is
+recomputed, the dispatcher, and whether its exchange is overlapped. All other flags stay. `parallel_shapes` leaves out
+what does not divide; the rules of arguments/ have the last word on every mapping that is shown.
 
-Left out on purpose: context parallelism that leaves a rank fewer than 2048 positions, more than 32 pipeline stages, micro-batches above 8,
-tensor parallelism beyond NVLink: each is dominated, or no machine of today is made for it.
+Left out on purpose, because each is dominated or not practical: context parallelism with fewer than 2048 positions per
+rank, more than 32 pipeline stages, micro-batches above 8, tensor parallelism beyond NVLink.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from arguments.flag_status import OLD_SPELLINGS
 from arguments.layer_pattern import moe_layer_pattern
@@ -26,21 +26,18 @@ if TYPE_CHECKING:
 
 SEARCHED = frozenset(
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "expert_tensor_parallel_size "
-    "sequence_parallel pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
-    "num_virtual_stages_per_pipeline_rank "
-    "microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "pipeline_schedule "
+    "expert_tensor_parallel_size sequence_parallel pipeline_model_parallel_layout "
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_schedule "
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split micro_batch_size "
-    "recompute_granularity recompute_method "
-    "recompute_num_layers recompute_modules recompute_activations checkpoint_activations moe_layer_recompute "
-    "moe_token_dispatcher_type moe_flex_dispatcher_backend "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
+    "checkpoint_activations moe_layer_recompute moe_token_dispatcher_type moe_flex_dispatcher_backend "
     "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run "
     "validate_only fake_process_group report".split()
 )
-"""Flags that a mapping sets, or that have no meaning beside it: what the user gave of them is left out."""
+"""Flags that a mapping sets, or that make no sense with a search; they are removed from the command line."""
 REPLACED = SEARCHED - frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))
-"""Those of them that a search chooses values of."""
+"""Flags whose values a search chooses."""
 FORMATS = MappingProxyType(
     {
         "bf16": ("--bf16",),
@@ -50,7 +47,7 @@ FORMATS = MappingProxyType(
         "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
     }
 )
-"""Formats of products that a search may be asked to compare, as flags."""
+"""GEMM formats that a search can compare, as flags."""
 FORMAT_FLAGS = frozenset(("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe"))
 FULL_RECOMPUTE = ("full",)
 MAX_PIPELINE_STAGES, MAX_TENSOR_PARALLEL, MIN_POSITIONS_PER_RANK = 32, 16, 2048
@@ -58,7 +55,13 @@ MAX_PIPELINE_STAGES, MAX_TENSOR_PARALLEL, MIN_POSITIONS_PER_RANK = 32, 16, 2048
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One way to run. vpp: chunks of a pipeline rank; recompute: modules, or ("full",); backend: of flex, "" for alltoall."""
+    """One parallel mapping.
+
+    Attributes:
+        vpp: chunks of a pipeline rank.
+        recompute: modules, or ("full",).
+        backend: of the flex dispatcher, "" for alltoall.
+    """
 
     tp: int
     cp: int
@@ -73,7 +76,7 @@ class ParallelConfig:
 
     @property
     def num_features(self) -> int:
-        """How many kinds of parallelism, recompute and dispatch it adds to plain data parallelism."""
+        """Number of kinds of parallelism, recompute and dispatch that it adds to plain data parallelism."""
         sizes = (self.tp, self.cp, self.pp, self.vpp, self.ep)
         return (
             sum(size > 1 for size in sizes)
@@ -82,8 +85,12 @@ class ParallelConfig:
         )
 
     def flags(self, layout: str | None, base: Arguments | None = None) -> list[str]:
-        """As a command line says it. layout: of the pipeline, if it has stages; base: the line without these flags, whose preset may set
-        what must be set back."""
+        """Return the command-line flags.
+
+        Args:
+            layout: of the pipeline, if it has stages.
+            base: arguments without these flags, whose preset may set values that must be reset.
+        """
         preset = base.parallel if base is not None else None
         words: list[object] = []
         for flag, size, default in (
@@ -119,7 +126,7 @@ class ParallelConfig:
         return [str(word) for word in words]
 
     def applied(self, args: Arguments, layout: str | None) -> Arguments:
-        """The command line with this mapping, unjudged: what its rules would derive is set here."""
+        """Return the arguments with this mapping, without validation; what the rules would derive is set here."""
         parallel = replace(
             args.parallel,
             tensor_model_parallel_size=self.tp,
@@ -146,18 +153,18 @@ class ParallelConfig:
         moe = replace(
             args.moe,
             moe_token_dispatcher_type="flex" if self.backend else "alltoall",
-            moe_flex_dispatcher_backend=self.backend or "deepep",
+            moe_flex_dispatcher_backend=cast(Any, self.backend or "deepep"),
         )
         return replace(args, parallel=parallel, training=training, moe=moe)
 
 
 def drop_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
-    """The command line without the flags of these destinations and their values."""
+    """Return the command line without the flags of these destinations and their values."""
     return [word for word, within in _marked(argv, dests) if not within]
 
 
 def select_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
-    """The flags of these destinations and their values."""
+    """Return the flags of these destinations and their values."""
     return [word for word, within in _marked(argv, dests) if within]
 
 
@@ -171,7 +178,7 @@ def _marked(argv: Sequence[str], dests: frozenset[str]) -> Iterator[tuple[str, b
 
 
 def _dests(name: str) -> tuple[str, ...]:
-    """What a flag, or an old spelling of one, sets."""
+    """Return the destinations that a flag, or an old spelling of one, sets."""
     name = name.removesuffix(":")
     if name in FIELDS:
         return (FIELDS[name].dest,)
@@ -180,7 +187,7 @@ def _dests(name: str) -> tuple[str, ...]:
 
 
 def gemm_formats(hardware: Hardware) -> tuple[str, ...]:
-    """Formats that a device has products in: 32-element blocks since Blackwell, larger ones before it."""
+    """Return the formats that a device has GEMMs in: 32-element blocks since Blackwell, larger ones before it."""
     eight = (
         () if not hardware.fp8 else ("tensorwise", "mxfp8") if hardware.is_blackwell else ("tensorwise", "blockwise")
     )
@@ -188,12 +195,12 @@ def gemm_formats(hardware: Hardware) -> tuple[str, ...]:
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """Of a number, ascending, up to a limit."""
+    """Return the divisors of a number up to a limit, ascending."""
     return [each for each in range(1, min(number, most) + 1) if number % each == 0]
 
 
 def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
-    """What may be recomputed, from nothing to everything."""
+    """Return what may be recomputed, from nothing to everything."""
     latent = ("mla_up_proj",) if args.model.multi_latent_attention else ()
     pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
     dense = ("mlp",) if not all(pattern) else ()
@@ -207,28 +214,28 @@ def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
 
 
 def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -> list[tuple[str, bool]]:
-    """(backend of flex, overlap?) of the dispatchers that a machine has."""
+    """Return (backend of flex, whether it overlaps) of the dispatchers that a machine has."""
     if ep * etp == 1:
         return [("", False)]
     half = args.precision.bf16 or args.precision.fp16
-    over = (
+    overlaps = (
         [False, True]
         if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap
         else [False]
     )
     if etp > 1 or ep == 1:
-        return [("", overlap) for overlap in over]
-    # An all-to-all over NCCL is not known to hide much: with it 133 were left of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
-    # One call of HybridEP sends and receives, so nothing of it can be overlapped here.
+        return [("", overlap) for overlap in overlaps]
+    # An all-to-all over NCCL hides little: it reached 133 of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
+    # One call of HybridEP sends and receives, so it cannot be overlapped here.
     return [
         ("", False),
-        *(("deepep", overlap) for overlap in over),
+        *(("deepep", overlap) for overlap in overlaps),
         *([("hybridep", False)] if hardware.is_blackwell else []),
     ]
 
 
 def parallel_shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[ParallelConfig]:
-    """All sizes that divide, without recompute and dispatcher."""
+    """Yield all sizes that divide, without recompute and dispatcher."""
     model, experts = args.model, args.moe.num_experts or 1
     seq, batch = args.data.seq_length, args.training.global_batch_size
     layers = model.num_layers
@@ -263,8 +270,10 @@ def _virtual(layers: int, pp: int, microbatches: int) -> list[int]:
 
 
 def layer_counts(layers: int, stages: int, extra: float) -> list[int]:
-    """Layers of every stage: as even as can be, with less on the last one, whose loss and multi-token prediction take as long as `extra`
-    layers; the first ones take what is missing."""
+    """Return the layers of every stage, as even as possible.
+
+    The last stage has fewer, because its loss and multi-token prediction take as long as `extra` layers.
+    """
     if stages == 1:
         return [layers]
     per = math.ceil((layers + extra) / stages)
@@ -274,7 +283,7 @@ def layer_counts(layers: int, stages: int, extra: float) -> list[int]:
 
 
 def layout_text(counts: Sequence[int], depths: int) -> str | None:
-    """A layout string of these layers by stage; None for a single stage."""
+    """Return the layout string of these layers by stage, None for a single stage."""
     if len(counts) == 1:
         return None
     stages = ["t" * count for count in counts]

@@ -1,7 +1,7 @@
-"""Exact parameter counts and model FLOPs, from flags alone.
+"""Exact parameter counts of a model and of each rank, from flags alone.
 
-Nothing here builds a model: the same sums serve --validate-only on a laptop, the throughput line of a run and the
-tests that hold the built model against them. Definitions:
+Nothing here builds a model: the same sums serve --validate-only on a laptop, the throughput line of a run, plans of
+memory, and the tests that compare them with built models. Definitions:
 
 * `total` counts every trained parameter of the model without multi-token prediction; `mtp` is what the MTP layers add
   (they share embedding and head with the model). Buffers (the expert bias of the router) are not parameters.
@@ -14,6 +14,10 @@ tests that hold the built model against them. Definitions:
 Biases follow Megatron-Core: --add-bias-linear (the default) puts one on every linear layer including experts and
 router, but shared experts and the projections inside MLA, except its output projection, never have any;
 --add-qkv-bias adds it to the fused qkv projection alone.
+
+Tensor parallelism shards tables by rows, attention and MLP by heads and columns. Every rank holds full norms, routers,
+latents, indexers, learned positions and biases added after a reduction. Experts are sharded by etp and distributed
+over ep.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_f
 if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.model import ModelArgs
+    from arguments.stage_layout import ChunkLayout
 
 
 _BY_NAME = (
@@ -43,13 +48,13 @@ _BY_NAME = (
     ("llama3", 128256),
     ("llama-2", 32000),
 )
-"""(part of a tokenizer's name, rows of the embedding in the configurations published with it)."""
+"""(part of a tokenizer's name, vocabulary size of the configurations published with it)."""
 _BY_TYPE = (("Llama2Tokenizer", 32000), ("GPT2BPETokenizer", 50257))
 
 
 @dataclass(frozen=True)
 class ParamCounts:
-    """Parameters of a model, in numbers of elements; see the module's head for the definitions."""
+    """Parameters of a model; the head of this module defines the counts."""
 
     total: int
     mtp: int
@@ -65,104 +70,181 @@ class ParamCounts:
     num_moe_layers: int
 
 
-def _norm(args: Arguments, size: int) -> int:
-    """Parameters of one norm: a weight, and with LayerNorm a bias."""
-    return 2 * size if args.model.normalization == "LayerNorm" else size
-
-
-def _mla(args: Arguments) -> int:
-    """Parameters of one multi-head latent attention."""
-    model = args.model
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
-    if model.q_lora_rank is None:
-        query = hidden * heads * query_dim
-    else:
-        query = hidden * model.q_lora_rank + model.q_lora_rank * heads * query_dim
-        query += _norm(args, model.q_lora_rank) if model.qk_layernorm else 0
-    key_value = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
-    key_value += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
-    key_value += _norm(args, model.kv_lora_rank) if model.qk_layernorm else 0
-    output = heads * model.v_head_dim * hidden + (hidden if model.add_bias_linear else 0)
-    return query + key_value + output
-
-
-def _gqa(args: Arguments) -> int:
-    """Parameters of one multi-head, multi-query or grouped-query attention."""
-    model = args.model
-    hidden, channels = model.hidden_size, model.kv_channels
-    query_rows = model.num_attention_heads * channels
-    qkv_rows = query_rows * (1 + model.attention_output_gate) + 2 * model.query_groups * channels
-    count = hidden * qkv_rows + query_rows * hidden
-    if model.add_qkv_bias or model.add_bias_linear:
-        count += qkv_rows
-    if model.add_bias_linear:
-        count += hidden
-    if model.qk_layernorm:
-        count += 2 * _norm(args, channels)
-    return count
-
-
 def gated_delta_net_params(model: ModelArgs, matrices: bool = False) -> int:
-    """Parameters of one gated DeltaNet, its norm aside; or of its two matrices."""
+    """Return the parameters of one gated DeltaNet without its norm, or of its two matrices only."""
     keys = model.linear_num_key_heads * model.linear_key_head_dim
     values = model.linear_num_value_heads * model.linear_value_head_dim
     projections = model.hidden_size * (2 * keys + 3 * values + 2 * model.linear_num_value_heads)
-    return (
-        projections
-        if matrices
-        else projections + (2 * keys + values) * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
-    )
+    if matrices:
+        return projections
+    return projections + (2 * keys + values) * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
 
 
 def indexer_params(model: ModelArgs, matrices: bool = False) -> int:
-    """Parameters of a layer's indexer, if it has sparse attention: queries of latents, one key, its LayerNorm, a weight per head; or of the
-    three matrices."""
+    """Return the parameters of a layer's indexer, or of its three matrices only; 0 without sparse attention.
+
+    The matrices make queries from latents, one key and a weight per head; the key has a LayerNorm.
+    """
     if model.experimental_attention_variant != "dsa":
         return 0
     heads, width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
-    products = (model.q_lora_rank or model.hidden_size) * heads * width + model.hidden_size * (width + heads)
-    return products if matrices else products + 2 * width
+    count = (model.q_lora_rank or model.hidden_size) * heads * width + model.hidden_size * (width + heads)
+    return count if matrices else count + 2 * width
 
 
-def _sinks(args: Arguments) -> int:
-    """Parameters of the attention sinks of one layer."""
-    return args.model.num_attention_heads if args.model.softmax_type == "learnable" else 0
+@dataclass(frozen=True)
+class ParamsPerRank:
+    """Parameters on one rank: those replicated over dp x cp ranks, and those of routed experts, replicated over edp."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+    def __add__(self, other: ParamsPerRank) -> ParamsPerRank:
+        return ParamsPerRank(self.dense + other.dense, self.expert + other.expert)
 
 
-def _ffn(args: Arguments, ffn_size: int, bias: bool) -> int:
-    """Parameters of one feed-forward network: two matrices, or three when the activation is gated."""
-    up_rows = 2 * ffn_size if args.model.swiglu or args.model.quick_geglu else ffn_size
-    count = args.model.hidden_size * (up_rows + ffn_size)
-    return count + (up_rows + args.model.hidden_size if bias else 0)
+class LayerParams:
+    """Parameters of the parts of a model on one rank, or with `is_sharded=False` of the full model.
 
+    Attributes:
+        vocab_rows: padded vocabulary size of the model.
+        layers: parameters of a dense layer (False) and of an MoE layer (True).
+    """
 
-def _expert(args: Arguments) -> int:
-    """Parameters of one routed expert: of whole tokens, of latents, or with an output of a slice."""
-    reads, makes = args.moe.expert_widths(args.model.hidden_size)
-    ffn_size = args.moe.moe_ffn_hidden_size or args.model.ffn_hidden_size
-    up_rows = 2 * ffn_size if args.model.swiglu or args.model.quick_geglu else ffn_size
-    return reads * up_rows + ffn_size * makes + (up_rows + makes if args.model.add_bias_linear else 0)
+    def __init__(self, args: Arguments, vocab_rows: int, is_sharded: bool = True):
+        parallel = args.parallel
+        self.args, self.vocab_rows = args, vocab_rows
+        self.model, self.moe = args.model, args.moe
+        self.tp = parallel.tensor_model_parallel_size if is_sharded else 1
+        self.etp = parallel.expert_tensor_parallel_size or self.tp if is_sharded else 1
+        self.ep = parallel.expert_model_parallel_size if is_sharded else 1
+        self.num_experts = self.moe.num_experts or 0
+        self.pattern = moe_layer_pattern(self.model.num_layers, self.moe.num_experts, self.moe.moe_layer_freq)
+        self._bias = self.model.add_bias_linear
+        self.layers = {False: self._layer(False)} | ({True: self._layer(True)} if self.num_experts else {})
 
+    def norm(self, width: int) -> int:
+        """Return the parameters of a norm: a weight, and with LayerNorm a bias."""
+        return 2 * width if self.model.normalization == "LayerNorm" else width
 
-def _moe_fixed(args: Arguments) -> int:
-    """Parameters of one MoE feed-forward that every token uses: router, shared experts and the projections of latents."""
-    model, moe = args.model, args.moe
-    count = moe.num_experts * (model.hidden_size + (1 if model.add_bias_linear else 0))
-    if moe.moe_shared_expert_intermediate_size:
-        count += _ffn(args, moe.moe_shared_expert_intermediate_size, bias=False)
-        count += model.hidden_size if moe.moe_shared_expert_gate else 0
-    if moe.moe_latent_size:
-        count += 2 * model.hidden_size * moe.moe_latent_size
-        count += model.hidden_size + moe.moe_latent_size if model.add_bias_linear else 0
-    return count
+    def attention(self) -> int:
+        """Return the parameters of one softmax attention, without the norm before it."""
+        model = self.model
+        hidden, heads = model.hidden_size, model.num_attention_heads
+        rest = (hidden if self._bias else 0) + (heads // self.tp if model.softmax_type == "learnable" else 0)
+        rest += indexer_params(model)
+        if not model.multi_latent_attention:
+            queries = heads * model.kv_channels
+            rows = queries * (1 + model.attention_output_gate) + 2 * model.query_groups * model.kv_channels
+            count = hidden * (rows + queries) // self.tp + rest
+            count += rows // self.tp if self._bias or model.add_qkv_bias else 0
+            return count + (2 * self.norm(model.kv_channels) if model.qk_layernorm else 0)
+        key = model.qk_head_dim + model.qk_pos_emb_head_dim
+        latent_norm = self.norm if model.qk_layernorm else lambda width: 0
+        if model.q_lora_rank is None:
+            count = hidden * heads * key // self.tp
+        else:
+            count = (
+                hidden * model.q_lora_rank + model.q_lora_rank * heads * key // self.tp + latent_norm(model.q_lora_rank)
+            )
+        count += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + latent_norm(model.kv_lora_rank)
+        count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp
+        return count + heads * model.v_head_dim * hidden // self.tp + rest
+
+    def more(self, number: int) -> ParamsPerRank:
+        """Return what a layer (from 0) with linear attention has more than `layers` state; may be negative."""
+        model = self.model
+        if not is_linear(model, number):
+            return ParamsPerRank(0, 0)
+        return ParamsPerRank(
+            gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim) - self.attention(), 0
+        )
+
+    def _mlp(self, width: int, tp: int, bias: bool) -> int:
+        up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width // tp
+        return self.model.hidden_size * (up + width // tp) + (up + self.model.hidden_size if bias else 0)
+
+    def expert(self) -> int:
+        """Return the parameters of this rank's shard of one routed expert."""
+        reads, makes = self.moe.expert_widths(self.model.hidden_size)
+        width = (self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+        up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width
+        return reads * up + width * makes + (up + makes if self._bias else 0)
+
+    def projections(self) -> int:
+        """Return the parameters of the projections of tokens to the experts' latents and back."""
+        latent = self.moe.moe_latent_size or 0
+        return 2 * latent * self.model.hidden_size + (latent + self.model.hidden_size if latent and self._bias else 0)
+
+    def shared(self) -> int:
+        """Return the parameters of a layer's shared experts and their gate."""
+        width = self.moe.moe_shared_expert_intermediate_size
+        if not width:
+            return 0
+        return self._mlp(width, self.tp, bias=False) + (
+            self.model.hidden_size if self.moe.moe_shared_expert_gate else 0
+        )
+
+    def _layer(self, is_moe: bool) -> ParamsPerRank:
+        model = self.model
+        dense = self.attention() + 2 * self.norm(model.hidden_size)
+        if not is_moe:
+            return ParamsPerRank(dense + self._mlp(model.ffn_hidden_size, self.tp, self._bias), 0)
+        router = self.num_experts * (model.hidden_size + (1 if self._bias else 0))
+        dense += router + self.shared() + self.projections()
+        return ParamsPerRank(dense, self.num_experts // self.ep * self.expert())
+
+    def table(self) -> int:
+        """Return the parameters of this rank's rows of the embedding or of the head."""
+        return self.vocab_rows // self.tp * self.model.hidden_size
+
+    def positions(self) -> int:
+        """Return the parameters of learned positions, which belong to the first embedding only."""
+        learned = self.model.position_embedding_type == "learned_absolute" and self.model.add_position_embedding
+        return self.model.max_position_embeddings * self.model.hidden_size if learned else 0
+
+    def tables(self, layout: ChunkLayout) -> int:
+        """Return the parameters of the embeddings and the head of one chunk."""
+        tied = not self.model.untie_embeddings_and_output_weights
+        count = 0
+        if layout.has_word_embeddings or (layout.has_loss and tied):
+            count += self.table() + (self.positions() if layout.has_embedding else 0)
+        return count + (self.table() if layout.has_loss and not tied else 0)
+
+    def mtp(self) -> ParamsPerRank:
+        """Return the parameters of all multi-token prediction layers."""
+        model = self.model
+        depths = model.mtp_num_layers or 0
+        if model.mtp_use_repeated_layer:
+            depths = min(depths, 1)
+        one = (
+            self.layers[mtp_is_moe(self.pattern)]
+            + self.more(model.num_layers)
+            + ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
+        )
+        return ParamsPerRank(depths * one.dense, depths * one.expert)
+
+    def chunk(self, layout: ChunkLayout) -> ParamsPerRank:
+        """Return the parameters of one pipeline chunk."""
+        count = ParamsPerRank(self.tables(layout), 0)
+        for number in layout.layers:
+            count += self.layers[self.pattern[number]] + self.more(number)
+        if layout.mtp:
+            count += self.mtp()
+        if layout.has_final_norm:
+            count += ParamsPerRank(self.norm(self.model.hidden_size), 0)
+        return count
 
 
 def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> ParamCounts:
-    """Count the parameters of the model that these flags describe.
+    """Count the parameters of the model, with the padded vocabulary size of the flags by default.
 
-    Without padded_vocab_size it is derived from --padded-vocab-size or --vocab-size.
-    Raises: ValueError when neither says how large the vocabulary is, or --moe-layer-freq does not fit --num-layers.
+    Raises:
+        ValueError: if the vocabulary size is unknown, or --moe-layer-freq does not fit --num-layers.
     """
     model, moe = args.model, args.moe
     vocab = padded_vocab_size or padded_vocab_size_from_flags(args)
@@ -170,61 +252,37 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
         raise ValueError(
             "the number of parameters needs a vocabulary: give --vocab-size, --padded-vocab-size or a tokenizer"
         )
-    hidden = model.hidden_size
-    pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
-    num_moe, num_dense = sum(pattern), len(pattern) - sum(pattern)
-
-    attention = (
-        (_mla(args) if model.multi_latent_attention else _gqa(args))
-        + _sinks(args)
-        + indexer_params(model)
-        + 2 * _norm(args, hidden)
-    )
-    dense_ffn = _ffn(args, model.ffn_hidden_size, model.add_bias_linear)
-    expert = fixed = experts = topk = 0
-    if moe.num_experts:
-        expert = _expert(args)
-        fixed, experts, topk = _moe_fixed(args), moe.num_experts, moe.moe_router_topk
-    moe_ffn = fixed + experts * expert
-
-    embedding = vocab * hidden
+    params = LayerParams(args, vocab, is_sharded=False)
+    hidden, pattern = model.hidden_size, params.pattern
+    num_moe = sum(pattern)
+    norms = 2 * params.norm(hidden)
+    expert = params.expert() if params.num_experts else 0
+    layers = ParamsPerRank(0, 0)
+    for number, is_moe in enumerate(pattern):
+        layers += params.layers[bool(is_moe)] + params.more(number)
+    embedding = params.table()
     positions = model.max_position_embeddings * hidden if model.position_embedding_type == "learned_absolute" else 0
-    head = vocab * hidden if model.untie_embeddings_and_output_weights else 0
-    linear = gated_delta_net_params(model) + _norm(args, model.linear_value_head_dim) + 2 * _norm(args, hidden)
-    num_linear = sum(is_linear(model, number) for number in range(model.num_layers))
-    layers = (
-        num_linear * linear + (model.num_layers - num_linear) * attention + num_dense * dense_ffn + num_moe * moe_ffn
-    )
-    total = embedding + positions + layers + _norm(args, hidden) + head
-    active = total - num_moe * (experts - topk) * expert
-
-    depths = model.mtp_num_layers or 0
-    if model.mtp_use_repeated_layer:
-        depths = min(depths, 1)
-    mtp_layer = (
-        (linear if is_linear(model, model.num_layers) else attention)
-        + (moe_ffn if mtp_is_moe(pattern) else dense_ffn)
-        + 2 * hidden * hidden
-        + 3 * _norm(args, hidden)
-    )
+    head = embedding if model.untie_embeddings_and_output_weights else 0
+    total = embedding + positions + layers.total + params.norm(hidden) + head
+    active = total - num_moe * (params.num_experts - moe.moe_router_topk) * expert
     return ParamCounts(
         total=total,
-        mtp=depths * mtp_layer,
+        mtp=params.mtp().total,
         active=active,
         active_no_embedding=active - positions - (embedding if model.untie_embeddings_and_output_weights else 0),
         embedding=embedding + positions,
         head=head,
-        attention_per_layer=attention - 2 * _norm(args, hidden),
-        dense_ffn_per_layer=dense_ffn,
-        moe_ffn_per_layer=moe_ffn,
+        attention_per_layer=params.attention(),
+        dense_ffn_per_layer=params.layers[False].total - params.attention() - norms,
+        moe_ffn_per_layer=params.layers[True].total - params.attention() - norms if params.num_experts else 0,
         per_expert=expert,
-        num_dense_layers=num_dense,
+        num_dense_layers=len(pattern) - num_moe,
         num_moe_layers=num_moe,
     )
 
 
 def params_report(args: Arguments, padded_vocab_size: int | None = None) -> dict[str, int | None]:
-    """Return the four counts that --validate-only reports; all None when the flags do not tell the vocabulary."""
+    """Return the four counts that --validate-only reports; all None if the vocabulary size is unknown."""
     keys = ("total", "mtp", "active", "active_no_embedding")
     if padded_vocab_size is None and padded_vocab_size_from_flags(args) is None:
         return dict.fromkeys(keys)
@@ -233,7 +291,7 @@ def params_report(args: Arguments, padded_vocab_size: int | None = None) -> dict
 
 
 def planned_vocab_size(args: Arguments) -> tuple[int | None, str]:
-    """Rows of the padded vocabulary, and a note where they follow from a tokenizer's name; None where nothing says it."""
+    """Return the padded vocabulary size or None, and a note if it was derived from a tokenizer's name."""
     rows = padded_vocab_size_from_flags(args)
     if rows is not None:
         return rows, ""
@@ -244,5 +302,5 @@ def planned_vocab_size(args: Arguments) -> tuple[int | None, str]:
     if size is None:
         return None, ""
     rows = get_padded_vocab_size(args, size)
-    said = args.data.tokenizer_model or args.data.tokenizer_type
-    return rows, f"vocabulary: {rows:,} rows, taken from the tokenizer's name ({said}); --vocab-size says it exactly"
+    source = args.data.tokenizer_model or args.data.tokenizer_type
+    return rows, f"vocabulary: {rows:,} rows, taken from the tokenizer's name ({source}); --vocab-size says it exactly"

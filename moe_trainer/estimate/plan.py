@@ -1,4 +1,4 @@
-"""A plan: what a command line will cost on given accelerators, all of it from flags. estimate/plan_text.py prints it."""
+"""A plan: memory and time of a command line on given accelerators, from flags alone; plan_text.py prints it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DAY = 86400.0
 
 
 class PlanError(ValueError):
-    """Flags that are legal but say too little for a plan."""
+    """Legal flags that do not determine a plan."""
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """The published run that is most like this one. differs: in what; apart: how many steps it is away (see `nearest`)."""
+    """The most similar published run, what differs, and its distance (see `closest_reference_run`)."""
 
     run: PublishedRun
     differs: tuple[str, ...]
@@ -37,8 +37,14 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will need and how fast it will be. memory: by pipeline stage; flops: of an iteration, as Megatron-LM counts them.
-    vocab_rows: of the padded vocabulary; note: what was taken for granted."""
+    """Resources and speed of a run.
+
+    Attributes:
+        memory: by pipeline stage.
+        flops: of an iteration, as Megatron-LM counts them.
+        vocab_rows: padded vocabulary size.
+        note: assumptions.
+    """
 
     args: Arguments
     world_size: int
@@ -54,27 +60,27 @@ class Plan:
 
     @property
     def peak(self) -> StageMemory:
-        """The stage that needs most."""
+        """The stage with most bytes."""
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
     def margin(self) -> float:
-        """Bytes that the fullest device has left; negative: it does not fit."""
+        """Bytes that the fullest device has left; negative if it does not fit."""
         return self.hardware.memory_gib * GIB - RESERVED_BYTES - self.peak.total
 
     @property
     def headroom(self) -> float | None:
-        """The least of all stages (memory.py)."""
+        """The smallest headroom of all stages (memory.py)."""
         return min((stage.headroom for stage in self.memory if stage.headroom is not None), default=None)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.batch_size * self.args.data.seq_length / self.time.step / self.world_size
 
     @property
     def tokens_per_day(self) -> float:
-        """Of the whole run."""
+        """Tokens per day of all GPUs."""
         return self.tokens_per_second * self.world_size * DAY
 
     @property
@@ -84,19 +90,21 @@ class Plan:
 
     @property
     def width(self) -> str:
-        """Format of the products: "bf16" (or wider), "fp8" or "fp4"."""
+        """Format of the GEMMs: "bf16" (or wider), "fp8" or "fp4"."""
         return "fp4" if self.args.precision.fp4 else "fp8" if self.args.precision.fp8 else "bf16"
 
     @property
     def mfu(self) -> float:
-        """TFLOP/s as a fraction of the device's peak in the format of the products."""
+        """TFLOP/s as a fraction of the device's peak in the format of the GEMMs."""
         return self.tflops * 1e12 / self.hardware.peak(self.width)
 
 
 def validated_args(argv: list[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
-    """The flags, if a run on so many ranks would start with them.
+    """Return the arguments, if a run on `world_size` ranks would start with them.
 
-    Raises: ArgumentError with everything that is wrong; PlanError for batch sizes with which virtual stages would wait for ever.
+    Raises:
+        ArgumentError: with everything that is wrong.
+        PlanError: for batch sizes with which virtual stages would deadlock.
     """
     args = parse_args(argv, world_size, checkpoint)
     if args.unbuildable:
@@ -112,10 +120,11 @@ def validated_args(argv: list[str], world_size: int, checkpoint: Mapping[str, ob
 
 
 def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
-    """Plan legal flags for so many ranks.
+    """Plan legal flags for `world_size` ranks.
 
-    Raises: PlanError when the flags do not say how large the vocabulary, the sequences or the batches are; ValueError for an optimizer
-    whose state is not known.
+    Raises:
+        PlanError: if the size of the vocabulary, the sequences or the batches is unknown.
+        ValueError: if the optimizer's state is unknown.
     """
     rows, note = planned_vocab_size(args)
     if rows is None:
@@ -144,12 +153,13 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
 
 
 def closest_reference_run(plan: Plan) -> ReferenceRun:
-    """The published run that is fewest steps away: doublings of sizes, another model, machine or format."""
-    return min((_compared(plan, run) for run in PUBLISHED_RUNS), key=lambda found: found.distance)
+    """Return the most similar published run: fewest doublings of sizes, same model, machine and format."""
+    return min((_compare(plan, run) for run in PUBLISHED_RUNS), key=lambda found: found.distance)
 
 
-def _compared(plan: Plan, run: PublishedRun) -> ReferenceRun:
-    args, differs, distance = plan.args, [], 0.0
+def _compare(plan: Plan, run: PublishedRun) -> ReferenceRun:
+    args, distance = plan.args, 0.0
+    differs: list[str] = []
     billions = (plan.counts.total + plan.counts.mtp) / 1e9
     away = abs(math.log2(billions / BILLION_PARAMS[run.model]))
     if away > 0.02:

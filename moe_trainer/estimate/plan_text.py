@@ -28,7 +28,7 @@ PARTS = (
 
 
 def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
-    """The table that --dry-run prints. fixes: with which a plan that does not fit does."""
+    """Return the table that --dry-run prints; `fixes` make a plan fit that does not."""
     counts, time, hardware = plan.counts, plan.time, plan.hardware
     lines = [
         "--------------------------- plan ---------------------------",
@@ -123,7 +123,7 @@ def _fit_line(plan: Plan) -> str:
 
 
 def fix_lines(fixes: Sequence[Fix], title: str, none: str = "") -> list[str]:
-    """What makes a plan fit, one change a line. none: what to say where nothing does."""
+    """Return the fixes, one per line; `none` if there are none."""
     if not fixes:
         return [
             none
@@ -148,7 +148,7 @@ def _basis_line(plan: Plan) -> str:
 
 
 COMPARABLE = 1.0
-"""Logarithm to 2 of the ratio of sizes up to which two models are compared at all."""
+"""Largest ratio of sizes, as logarithm to base 2, of two models that are compared at all."""
 
 
 def _nearest_lines(plan: Plan) -> list[str]:
@@ -170,7 +170,10 @@ def _nearest_lines(plan: Plan) -> list[str]:
 
 
 def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
-    """What --report FILE holds. Memory is of the fullest stage, in units of 2^30 bytes; `memory.stages` has all of them."""
+    """Return the content of --report FILE.
+
+    Memory is of the fullest stage, in units of 2^30 bytes; `memory.stages` has all stages.
+    """
     time, found, bar = plan.time, closest_reference_run(plan), error_bar(plan)
     return {
         "valid": True,
@@ -210,7 +213,7 @@ def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
 
 
 def memory_json(plan: Plan) -> dict[str, object]:
-    """The part of it about memory."""
+    """Return the part of the report about memory."""
     return {
         **_memory_json(plan.peak),
         "gb": 2**30,

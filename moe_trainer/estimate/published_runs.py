@@ -1,11 +1,13 @@
-"""Published runs: how many GPUs made how many TFLOP/s with which mapping. Facts with sources; none of them is a run of this program.
+"""Published runs: TFLOP/s per GPU by model, device and mapping, with sources. None of them is a run of this program.
 
 All ran with forced even routing and on mock data, those of PF with a capacity of one even share, the others without
-dropped tokens. `fits`: the constants of layer_time.py were fitted to these rows; the others are there to be predicted. TFLOP/s count as Megatron-LM counts them.
+dropped tokens. The constants of layer_time.py were fitted to the runs with `fits`; the others serve as predictions.
+TFLOP/s count as Megatron-LM counts them.
 
-Sources: P = arXiv 2603.07685v2 (tables 11, 17 and 20, the layout strings, 4.1.2); BR = NVIDIA-NeMo/Megatron-Bridge, skills nemo-mbridge-perf-*;
-DEV = NVIDIA/Megatron-LM, branch dev, discussion of DeepSeek-V3 on GB200; PF = arXiv 2504.14960 (MFU of 989.5 TFLOP/s; it does not state
-micro-batches and virtual stages: 1 is taken for the first, the 7 of the same models in Megatron-MoE-ModelZoo for the others).
+Sources: P = arXiv 2603.07685v2 (tables 11, 17 and 20, the layout strings, 4.1.2); BR = NVIDIA-NeMo/Megatron-Bridge,
+skills nemo-mbridge-perf-*; DEV = NVIDIA/Megatron-LM, branch dev, discussion of DeepSeek-V3 on GB200; PF = arXiv
+2504.14960 (MFU of 989.5 TFLOP/s; it does not state micro-batches and virtual stages: 1 is assumed for the first, the 7
+of the same models in Megatron-MoE-ModelZoo for the others).
 """
 
 from __future__ import annotations
@@ -41,7 +43,13 @@ SPLIT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipelin
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One run. width: of the products, "bf16" or "fp8"; flags: what else its command line says; peak_gib: memory, where known."""
+    """One run.
+
+    Attributes:
+        width: format of the GEMMs, "bf16" or "fp8".
+        flags: the rest of its command line.
+        peak_gib: memory, if known.
+    """
 
     name: str
     model: str
@@ -63,24 +71,23 @@ class PublishedRun:
 
     @property
     def etp(self) -> int:
-        """Ranks over which its experts are cut."""
+        """Expert tensor parallel size."""
         return self.tp if UNFOLDED in self.flags else 1
 
     @property
     def family(self) -> str:
-        """The model, where a preset stands for several."""
+        """The model, where one preset represents several."""
         other = self.name.split()[0]
         return other if other in ("G8T8", "8x70B") else self.model
 
     @property
     def dispatcher(self) -> str:
-        """How its tokens are exchanged."""
         return next(
             (name for name, flags in (("hybridep", HYBRIDEP), ("deepep", DEEPEP)) if flags in self.flags), "alltoall"
         )
 
     def argv(self) -> list[str]:
-        """Its command line, as far as it matters here."""
+        """Return its command line, as far as it matters here."""
         tensor = (
             f"--tensor-model-parallel-size {self.tp} --sequence-parallel --expert-tensor-parallel-size 1"
             if self.tp > 1
@@ -105,8 +112,11 @@ SERIES = (
     ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, True, ((64, 39.9), (128, 39.7), (256, 38.1), (512, 36.6), (1024, 33.4))),
     ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, False, ((64, 36.2), (128, 36.0), (256, 34.8), (512, 32.5), (1024, 29.8))),
 )
-"""Strong scaling of PF, 1024 sequences an iteration: name, preset, PP, EP, are experts folded (else cut like attention), (GPUs, MFU in %).
-The ends of the folded series are fitted: nothing else tells what an iteration takes beside its microbatches."""
+"""Strong scaling of PF with 1024 sequences per iteration.
+
+Name, preset, PP, EP, whether experts are folded (else sharded like attention), (GPUs, MFU in %). The ends of the folded
+series are fitted: nothing else determines the time of an iteration besides its microbatches.
+"""
 
 PUBLISHED_RUNS = (
     PublishedRun(
@@ -234,8 +244,8 @@ PUBLISHED_RUNS = (
         HYBRIDEP,
         "BR perf-expert-parallel-overlap",
     ),
-    # to be predicted
-    # Of this run the host is what was measured: recompute that costs the device next to nothing makes it up to 11 % slower
+    # predictions
+    # This run measured the host: recompute that costs the device almost nothing makes it up to 11 % slower
     PublishedRun(
         "Moonlight-16B 8xH100 BF16",
         "moonlight_16b",

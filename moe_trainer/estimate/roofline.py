@@ -1,22 +1,24 @@
-"""The time of a step from the operators that it launches, each at the limit of the device that it meets.
+"""Step time from the operators that a step launches, each at the limit of the device that it meets.
 
-scripts/roofline.py executes a step of one rank of every kind of pipeline stage on the emulated device, at the real sizes and without
-computing (tests/emulated_cuda/record_step.py); here the recorded operators become seconds. An operator takes the longest of
+scripts/roofline.py executes a step of one rank of every kind of pipeline stage on the emulated device, at the real
+sizes and without computing (tests/emulated_cuda/record_step.py); this module turns the recorded operators into seconds.
+An operator takes the longest of
 
-    compute   its FLOPs, where it multiplies matrices or attends, at the rates of the planner (layer_time.py)
-    memory    the bytes that it reads and writes, at the fraction of the memory's bandwidth that the planner takes
-    launch    what the host takes to launch it; nothing inside a CUDA graph
+    compute   the FLOPs of a GEMM or of attention, at the rates of the plan (layer_time.py)
+    memory    the bytes that it reads and writes, at the fraction of the memory bandwidth that the plan assumes
+    launch    the host's time to launch it; nothing inside a CUDA graph
 
-and a wait of the host one latency. Collectives of tensor, context and expert parallelism last as the planner says (interconnect.py), less what runs between
-their start and their end. Pipeline, gradients and parameters are the planner's too: it is given these passes in place of its own.
+and a wait of the host one latency. Collectives of tensor, context and expert parallelism last as in the plan
+(interconnect.py), minus what runs between their start and their end. Pipeline, gradients and parameters are the plan's
+too: it gets these passes instead of its own.
 
-The executed step differs from a run of the flags where the emulated device or one rank alone cannot follow: see `notes`.
+Where the emulated device or a single rank cannot follow the flags, the executed step differs from a run: see `notes`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 OPERATOR, WAIT, START, FINISH = range(4)
 EXECUTED_MICROBATCHES = 3
-"""Microbatches that are executed: the first, the last, and one that stands for all between."""
+"""Microbatches that are executed: the first, the last, and one for all between."""
 CAUSES = MappingProxyType(
     {
         "tp": "tensor",
@@ -49,9 +51,9 @@ CAUSES = MappingProxyType(
         "tp_ep": "exchange",
     }
 )
-"""Groups whose collectives are part of a pass, and what their time is called (StepTime)."""
+"""Field of PassTime for the groups whose collectives are part of a pass."""
 OVERWRITES = ("zero_", "fill_", "copy", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "triton")
-"""Operators that write without reading what was there. So do those with out=."""
+"""Operators that write without reading the previous content, as those with out= do."""
 GEMMS = (
     "mm",
     "addmm",
@@ -69,12 +71,18 @@ TRITON_GEMMS = ("triton::rows_kernel", "triton::weight_kernel")
 SINGLE = ("Float", "float32", "Double", "float64")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
-"""Operators that read of their first tensor, or write in place, the rows that indices name."""
+"""Operators that read from their first tensor, or write in place, the rows that indices name."""
 FORMATS = (("Float8", "fp8"), ("float8", "fp8"), ("Float4", "fp4"), ("float4", "fp4"))
 
 
 class Collective(NamedTuple):
-    """What a recording says of one. size: ranks of the group; stride: distance of two; number: among those of the recording."""
+    """A recorded collective.
+
+    Attributes:
+        size: ranks of the group.
+        stride: distance of two of its ranks.
+        number: index in the recording.
+    """
 
     operation: str
     group: str
@@ -84,18 +92,17 @@ class Collective(NamedTuple):
     number: int
 
     def as_text(self) -> str:
-        """The form in which a recording has it."""
+        """Return the form in which a recording stores it."""
         return "|".join(map(str, self))
 
     @classmethod
     def of_text(cls, text: str) -> Collective:
-        """The reverse of as_text."""
         operation, group, *numbers = text.split("|")
         return cls(operation, group, *map(int, numbers))
 
 
 class Tensor(NamedTuple):
-    """role: r read, w written, o made. bytes: distinct ones."""
+    """A tensor of an operator. `role`: r read, w written, o output; `bytes` without repeated elements."""
 
     role: str
     dtype: str
@@ -105,7 +112,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """What one operator does: bytes read and written, FLOPs, and the product that it is: (m, n, k, how many), or None."""
+    """One operator: bytes read and written, FLOPs, and its GEMM (m, n, k, count) or None."""
 
     name: str
     bytes: int
@@ -117,20 +124,20 @@ class Operator:
     backward: bool = False
 
     def compute(self, hardware: Hardware) -> float:
-        """Seconds of its products, at the rates that the planner takes."""
+        """Return the seconds of its GEMMs, at the rates of the plan."""
         if self.gemm is not None:
             m, n, k, count = self.gemm
             return count * gemm_seconds(hardware, m, n, k, self.width, self.size)
         return self.flops / attention_rates(hardware, self.queries)[self.backward] if self.queries else 0.0
 
     def bound(self, hardware: Hardware) -> float:
-        """Seconds at the peaks of the data sheet, without a launch."""
+        """Return the seconds at the peaks of the data sheet, without launch."""
         peak = hardware.peak(self.width) / (2 if self.size == 4 else 1)
         return max(self.flops / peak, self.bytes / (hardware.hbm_tb_s * 1e12))
 
 
 def read_operator(text: str) -> Operator:
-    """Of an operator as the emulated device describes it."""
+    """Parse an operator as the emulated device describes it."""
     word, *described = text.split("|")
     tensors = []
     for each in described:
@@ -142,17 +149,13 @@ def read_operator(text: str) -> Operator:
     matrices = [x for x in tensors if (triton or x.role == "r") and len(x.shape) >= 2]
     moved = _bytes(base, "out" in overload or "grad_input" in overload, tensors)
     shapes = [x.shape for x in matrices[:3]]
-    if base in TRITON_GEMMS and tuple(map(len, shapes)) in (
-        (2, 3, 2),
-        (2, 2, 3),
-    ):  # rows, weights of experts, rows; the last: their gradient
+    # tokens, expert weights, tokens; or tokens, tokens, gradients of expert weights
+    if base in TRITON_GEMMS and tuple(map(len, shapes)) in ((2, 3, 2), (2, 2, 3)):
         (rows, one), other = shapes[0], shapes[2]
         experts = max(shapes, key=len)[0]
-        gemm = (
-            (rows / experts, other[1], one, experts)
-            if len(other) == 2
-            else (one, shapes[1][1], rows / experts, experts)
-        )
+        gemm: tuple[float, float, float, int] = (rows / experts, other[1], one, experts)
+        if len(other) != 2:
+            gemm = one, shapes[1][1], rows / experts, experts
         m, n, k, count = gemm
         return Operator(name, moved, round(2 * m * n * k * count), gemm, size=4 if matrices[0].dtype in SINGLE else 2)
     if base in GEMMS:
@@ -187,7 +190,7 @@ def read_operator(text: str) -> Operator:
 def _gemm(
     left: tuple[int, ...], right: tuple[int, ...], made: tuple[int, ...], packed: int
 ) -> tuple[float, float, float, int]:
-    """(m, n, k, how many) of a product; of rows that are split over experts an even share."""
+    """Return (m, n, k, count) of a GEMM; rows distributed over experts count as an even share."""
     k = left[-1] * packed
     if len(left) == 2 and len(right) == 2:
         if len(made) == 3:  # rows of experts are contracted
@@ -218,23 +221,41 @@ def _bytes(base: str, out: bool, tensors: Sequence[Tensor]) -> int:
     return sum(x.bytes for x in (*reads, *made)) + (1 if once else 2) * sum(x.bytes for x in writes)
 
 
+class Totals(dict[str, float]):
+    """Sums by key; a missing key is 0."""
+
+    def __missing__(self, key: str) -> float:
+        return 0
+
+    def total(self) -> float:
+        """Return the sum of all values."""
+        return sum(self.values())
+
+
 @dataclass
 class LineCost:
-    """What a source line costs an iteration. seconds, kernels: by what limits them."""
+    """Cost of a source line in an iteration; seconds and kernels by what limits them."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
-    kernels: Counter[str] = field(default_factory=Counter)
+    seconds: Totals = field(default_factory=Totals)
+    kernels: Totals = field(default_factory=Totals)
     bytes: float = 0.0
     flops: float = 0.0
 
 
 @dataclass
 class RankCosts:
-    """What a recorded rank spends. passes: by (direction, chunk), of a microbatch on average; the rest is of an iteration.
+    """Costs of a recorded rank: `passes` of an average microbatch, the rest of an iteration.
 
-    outside: seconds of operators outside the passes (norms, update); waits: of the host there, and of collectives; host_waits: how many, everywhere.
-    bound: seconds at the peaks of the data sheet. ahead: seconds if the host ran ahead of the device within each pass, and only the longer
-    of the two counted. unfilled: of what operators take because they are shorter than their launch. lines: by source line. layers: seconds by layer.
+    Attributes:
+        passes: by (direction, chunk).
+        outside: seconds of operators outside the passes (norms, update).
+        waits: seconds in which the host waits there, and of collectives.
+        bound: seconds at the peaks of the data sheet.
+        ahead: seconds if the host ran ahead of the device within each pass, so that only the longer of the two counts.
+        unfilled: seconds that operators lose because they are shorter than their launch.
+        host_waits: number of waits of the host, inside the passes too.
+        lines: by source line.
+        layers: seconds by layer.
     """
 
     passes: dict[tuple[str, int], PassTime] = field(default_factory=dict)
@@ -245,43 +266,45 @@ class RankCosts:
     unfilled: float = 0.0
     host_waits: float = 0.0
     lines: dict[str, LineCost] = field(default_factory=dict)
-    layers: Counter[str] = field(default_factory=Counter)
+    layers: Totals = field(default_factory=Totals)
 
     @property
     def total(self) -> float:
-        """Seconds of all operators."""
         return sum(line.seconds.total() for line in self.lines.values())
 
     @property
     def kernels(self) -> float:
-        """That an iteration launches."""
+        """Kernels that an iteration launches."""
         return sum(line.kernels.total() for line in self.lines.values())
 
 
 class RecordingCosts:
-    """Turns the events of a rank into costs. count: microbatches of an iteration; executed: of the recording."""
+    """Converts the events of a rank to costs.
+
+    Args:
+        count: microbatches of an iteration.
+        executed: microbatches of the recording.
+    """
 
     def __init__(self, args: Arguments, hardware: Hardware, vocab_rows: int, count: int, executed: int):
         self.args, self.hardware, self.count, self.executed = args, hardware, count, executed
-        self.links, self.sizes, self.constants = (
-            Interconnect(hardware),
-            ChunkBytes(args, vocab_rows),
-            hardware.constants,
-        )
+        self.links, self.sizes = Interconnect(hardware), ChunkBytes(args, vocab_rows)
+        self.constants = hardware.constants
         self.graphs = args.training.captured_modules
         self.operators: dict[str, Operator] = {}
 
     def weight(self, microbatch: int) -> float:
-        """How many microbatches of an iteration an executed one stands for."""
+        """Return how many microbatches of an iteration an executed one represents."""
         if microbatch in (0, 1, self.executed):
             return 1.0
         return (self.count - 2) / (self.executed - 2)
 
     def costs(self, recording: Mapping[str, list]) -> RankCosts:
-        """Of one rank."""
-        texts, found, clock, started = recording["texts"], RankCosts(), 0.0, {}
-        device: Counter[tuple[str, int]] = Counter()
-        host: Counter[tuple[str, int]] = Counter()
+        """Return the costs of one rank."""
+        texts, found, clock = recording["texts"], RankCosts(), 0.0
+        started: dict[str, float] = {}
+        device: defaultdict[tuple[str, int], float] = defaultdict(float)
+        host: defaultdict[tuple[str, int], float] = defaultdict(float)
         for kind, text, line, layer, microbatch, action, part in recording["events"]:
             weight, place = self.weight(microbatch), texts[action]
             seconds = 0.0
@@ -325,8 +348,8 @@ class RecordingCosts:
         place: str,
         part: str,
         weight: float,
-        device: Counter,
-        host: Counter,
+        device: defaultdict[tuple[str, int], float],
+        host: defaultdict[tuple[str, int], float],
         key: tuple[str, int],
     ) -> float:
         operator = self.operators.get(text) or self.operators.setdefault(text, read_operator(text))
@@ -337,9 +360,8 @@ class RecordingCosts:
             "launch": launch,
         }
         if operator.name in ("copy to the host", "copy to the device"):
-            times["memory"] = (
-                0.0 if operator.bytes > 1 << 20 else launch
-            )  # offloaded tensors travel beside the computation
+            # copies of offloaded tensors overlap the computation
+            times["memory"] = 0.0 if operator.bytes > 1 << 20 else launch
         limit = max(times, key=times.__getitem__)
         line = found.lines.setdefault(place, LineCost())
         line.seconds[limit] += weight * times[limit]
@@ -354,7 +376,7 @@ class RecordingCosts:
         return times[limit]
 
     def collective(self, collective: Collective) -> float:
-        """Seconds of a collective of a pass. The exchange of tokens is that of the dispatcher that the flags name."""
+        """Return the seconds of a collective of a pass; the token exchange is that of the flags' dispatcher."""
         operation, group, size, stride, count, _ = collective
         if operation == "all_to_all" and group in ("ep", "tp_ep"):
             tokens = self.sizes.tokens // self.sizes.tp
@@ -372,7 +394,10 @@ class RecordingCosts:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step; costs of the busiest stage, and of all that were executed; what was executed otherwise than the flags say; microbatches executed."""
+    """A step: costs of the busiest stage and of all executed ones, and how the execution differs from the flags.
+
+    `executed` is the number of executed microbatches.
+    """
 
     time: StepTime
     busiest: RankCosts
@@ -383,7 +408,7 @@ class Roofline:
 
 
 def stage_kinds(args: Arguments) -> list[tuple]:
-    """By pipeline rank what its chunks hold; ranks that hold the same launch the same."""
+    """Return what the chunks of each pipeline rank hold; ranks that hold the same launch the same."""
     pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
 
     def kind(chunk: ChunkLayout) -> tuple:
@@ -405,13 +430,13 @@ def stage_kinds(args: Arguments) -> list[tuple]:
 
 
 def stages_to_execute(args: Arguments) -> list[int]:
-    """One pipeline rank of every kind."""
+    """Return one pipeline rank of every kind."""
     kinds = stage_kinds(args)
     return sorted(kinds.index(kind) for kind in set(kinds))
 
 
 def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
-    """The first rank of a pipeline stage."""
+    """Return the first rank of a pipeline stage."""
     axes = {
         name: size for name, size in parallel_sizes(args).items() if name in ("tp", "cp", "pp", "ep", "etp", "order")
     }
@@ -419,7 +444,7 @@ def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
 
 
 def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> Roofline:
-    """The step of a plan from the recordings of its stages (see stages_to_execute), of ENOUGH microbatches or all."""
+    """Return the step of a plan from the recordings of its stages (see `stages_to_execute`)."""
     args, hardware, executed = plan.args, plan.hardware, min(EXECUTED_MICROBATCHES, plan.num_microbatches)
     recorded = RecordingCosts(args, hardware, plan.vocab_rows, plan.num_microbatches, executed)
     costs = {stage: recorded.costs(recording) for stage, recording in recordings.items()}
@@ -427,7 +452,7 @@ def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> R
     of_stage = [costs[kinds.index(kind)] for kind in kinds]
     passes = [
         [
-            tuple(cost.passes.get((direction, chunk), PassTime()) for direction in ("forward", "backward"))
+            (cost.passes.get(("forward", chunk), PassTime()), cost.passes.get(("backward", chunk), PassTime()))
             for chunk in range(len(kinds[stage]))
         ]
         for stage, cost in enumerate(of_stage)
@@ -452,7 +477,7 @@ def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> R
 
 
 def notes(args: Arguments) -> Iterator[str]:
-    """Where the executed step is another than that of the flags."""
+    """Yield how the executed step differs from that of the flags."""
     moe, parallel, training, optimizer = args.moe, args.parallel, args.training, args.optimizer
     if moe.num_experts:
         yield "tokens: an even routing, as in the plan"

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 LINES = 10
 LIMITS = MappingProxyType({"compute": "GEMMs", "memory": "memory", "launch": "launches"})
 CLOSE = 0.05
-"""Of the plan's step: parts of the two that differ by less are not explained."""
+"""Fraction of the plan's step below which differences of two parts are not explained."""
 
 
 def tflops(plan: Plan, step: float) -> float:
-    """TFLOP/s of one GPU if an iteration takes so long."""
+    """Return the TFLOP/s of one GPU if an iteration takes `step` seconds."""
     return plan.flops / step / plan.world_size / 1e12
 
 
 def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
-    """What scripts/roofline.py prints."""
+    """Return what scripts/roofline.py prints."""
     time, busiest, bar = roofline.time, roofline.busiest, error_bar(plan)
     lines = [
         "------------------------- roofline -------------------------",
@@ -64,7 +64,6 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
 
 
 def most_expensive(costs: RankCosts, count: int = LINES) -> list[tuple[str, LineCost]]:
-    """Source lines by their seconds."""
     return sorted(costs.lines.items(), key=lambda item: -item[1].seconds.total())[:count]
 
 
@@ -73,7 +72,7 @@ def _seconds(costs: RankCosts, limit: str) -> float:
 
 
 def _limit(line: LineCost) -> str:
-    """What most of a line's time is limited by."""
+    """Return what limits most of a line's time."""
     return LIMITS[max(line.seconds, key=line.seconds.__getitem__)]
 
 
@@ -96,7 +95,7 @@ def _published(plan: Plan, time: StepTime) -> list[str]:
 
 
 def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
-    """What the step and the plan of it differ in, largest first."""
+    """Yield the differences of the step from its plan, largest first."""
     time, costs, constants = roofline.time, roofline.busiest, plan.hardware.constants
     apart = {name: getattr(time, name) - getattr(plan.time, name) for name, _ in PARTS}
     texts = dict(PARTS)
@@ -131,7 +130,7 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
 
 
 def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list[str]:
-    """The models of the zoo as a Markdown page. commit: of the program that was executed."""
+    """Return the models of the zoo as a Markdown page; `commit` of the executed program."""
     lines = [
         "# Steps of the zoo's models from the operators that they launch",
         "",
@@ -172,7 +171,7 @@ def table_lines(rows: Sequence[tuple[str, Plan, Roofline]], commit: str) -> list
 
 
 def roofline_json(plan: Plan, roofline: Roofline) -> dict[str, object]:
-    """What --report FILE holds."""
+    """Return the content of --report FILE."""
     time = roofline.time
     return {
         "world_size": plan.world_size,

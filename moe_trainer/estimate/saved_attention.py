@@ -1,9 +1,9 @@
-"""What attention keeps for backward, kind by kind (activations.py says what is counted).
+"""Tensors that each kind of attention saves for backward (activations.py defines what is counted).
 
-Attention keeps what its kernel keeps (ops/attention.py, layers/ring_attention.py): on a CPU, without mask and up to
-BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, keys, values, output and log-sum-exp. Where sparse attention gathers
-its keys (arse_attention.py), latents stand for keys and values. Attention dropout on a
-CPU and explicit masks are not counted.
+Attention saves what its kernel saves (ops/attention.py, layers/ring_attention.py): on a CPU, without mask and up to
+BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, keys, values, output and log-sum-exp. Where
+sparse attention gathers its keys, latents replace keys and values. Attention dropout on a CPU and explicit masks are
+not counted.
 
 Shapes: N heads, G key-value heads, D and E widths of key and value; the others as in saved_tensor.py.
 """
@@ -21,13 +21,10 @@ SEGMENT = 1024  # positions of a segment, as in ops/gated_delta_rule.py
 
 
 def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Multi-head or grouped-query attention (layers/attention.py)."""
+    """Yield the tensors of multi-head or grouped-query attention (layers/attention.py)."""
     model = layer.model
-    heads, groups, width = (
-        model.num_attention_heads // layer.tp,
-        max(1, model.query_groups // layer.tp),
-        model.kv_channels,
-    )
+    heads, groups = model.num_attention_heads // layer.tp, max(1, model.query_groups // layer.tp)
+    width = model.kv_channels
     if model.qk_layernorm or model.qk_l2_norm:
         for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
             rms = replace(model, normalization="RMSNorm") if model.qk_l2_norm else model
@@ -42,7 +39,10 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 
 def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """A gated DeltaNet (layers/gated_delta_net.py). In its core each of the cp ranks has some of the heads of the whole sequence."""
+    """Yield the tensors of a gated DeltaNet (layers/gated_delta_net.py).
+
+    In its core each cp rank has some of the heads of the full sequence.
+    """
     model, tokens, part = layer.model, layer.tokens, "core_attn"
     heads, width = model.linear_num_value_heads // layer.tp, model.linear_value_head_dim
     key_channels = model.linear_num_key_heads // layer.tp * model.linear_key_head_dim
@@ -60,7 +60,7 @@ def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 
 def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Latent attention, with the indexer of a sparse one (layers/mla.py)."""
+    """Yield the tensors of latent attention (layers/mla.py), with its indexer if it is sparse."""
     model = layer.model
     heads = model.num_attention_heads // layer.tp
     key = model.qk_head_dim + model.qk_pos_emb_head_dim
@@ -71,7 +71,7 @@ def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("q_latent", (layer.rows, model.q_lora_rank), layer.size, "qkv_linear")
     elif "mla_up_proj" in layer.parts:
         yield SavedTensor("q_before_rope", (layer.tokens, heads, key), layer.size, "qkv_linear")
-    gathered, discarded = use_gathered_keys(layer.args), "mla_up_proj" in layer.parts and _heads_cut(layer) == 1
+    gathered, discarded = use_gathered_keys(layer.args), "mla_up_proj" in layer.parts and _num_head_shards(layer) == 1
     reads = not gathered or "mla_up_proj" in layer.parts  # latents that are gathered are copies of these
     if reads or model.qk_layernorm:
         yield SavedTensor("kv_down", (layer.rows, down), layer.size, "qkv_linear")
@@ -81,15 +81,15 @@ def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
         if reads:
             yield SavedTensor("kv_latent", (layer.rows, model.kv_lora_rank), layer.size, "qkv_linear")
     if model.experimental_attention_variant == "dsa":
-        yield from _choice(layer)
+        yield from _selection(layer)
     if gathered:
-        yield from _gathering(layer, heads, key, discarded)
+        yield from _gathered(layer, heads, key, discarded)
     else:
         yield from _core(layer, heads, heads, key, model.v_head_dim, discarded)
 
 
-def _gathering(layer: LayerSizes, heads: int, key: int, discarded: bool) -> Iterator[SavedTensor]:
-    """Attention to listed keys (layers/absorbed_mla.py). discarded: queries and latents are not kept."""
+def _gathered(layer: LayerSizes, heads: int, key: int, discarded: bool) -> Iterator[SavedTensor]:
+    """Yield the tensors of attention to gathered keys (layers/absorbed_mla.py), `discarded`: no queries and latents."""
     part, tokens, model = "core_attn", layer.tokens, layer.model
     if not discarded:
         yield SavedTensor("q", (tokens, heads, key), layer.size, part)
@@ -99,8 +99,8 @@ def _gathering(layer: LayerSizes, heads: int, key: int, discarded: bool) -> Iter
     yield SavedTensor("core_attn.y", (tokens, heads * model.v_head_dim), layer.size, "attn_proj")
 
 
-def _choice(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """What sparse attention keeps beside attention's own: the chosen keys, and what its indexer learns from (layers/sparse_attention.py)."""
+def _selection(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """Yield what sparse attention saves in addition (layers/sparse_attention.py): selected keys and indexer inputs."""
     model, tokens, part = layer.model, layer.tokens, "core_attn"
     if part in layer.parts:
         return
@@ -125,51 +125,50 @@ def _choice(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 
 def _is_sparse(layer: LayerSizes) -> bool:
-    """Are there more keys than are chosen?"""
+    """Return whether there are more keys than are selected."""
     return is_sparse(layer.model, layer.length * layer.cp)
 
 
 def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, discarded: bool) -> Iterator[SavedTensor]:
-    """Core attention and the input of the projection behind it. discarded: queries, keys and values are not kept."""
-    part, tokens = "core_attn", layer.tokens
+    """Yield the tensors of core attention and the input of the output projection.
+
+    `discarded`: queries, keys and values are not saved.
+    """
+    part, tokens, shards = "core_attn", layer.tokens, _num_head_shards(layer)
     q = SavedTensor("q", (tokens, heads, key), layer.size, part)
-    k, v = (
-        SavedTensor("k", (tokens, groups, key), layer.size, part),
-        SavedTensor("v", (tokens, groups, value), layer.size, part),
-    )
+    k = SavedTensor("k", (tokens, groups, key), layer.size, part)
+    v = SavedTensor("v", (tokens, groups, value), layer.size, part)
     y = SavedTensor("core_attn.y", (tokens, heads * value), layer.size, "attn_proj")
     if "core_attn" in layer.parts:
         yield from () if discarded else (q, k, v)
-    elif _blocks(layer):
+    elif _is_blockwise(layer):
         yield from () if discarded else (q, k, v)
         yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, part)
-    elif layer.cpu and layer.length * _heads_cut(layer) <= BLOCKED_MAX_LENGTH:
+    elif layer.cpu and layer.length * shards <= BLOCKED_MAX_LENGTH:
         yield from () if discarded else (q, k, v)
-        yield SavedTensor(
-            "probs",
-            (layer.batch, heads // _heads_cut(layer), _visible(layer.length * _heads_cut(layer))),
-            layer.size,
-            part,
-        )
+        shape = (layer.batch, heads // shards, _num_visible(layer.length * shards))
+        yield SavedTensor("probs", shape, layer.size, part)
     else:
         yield from _flash(layer, q, k, v, heads, discarded)
     yield y
 
 
-def _heads_cut(layer: LayerSizes) -> int:
-    """Ranks that have exchanged heads for positions. What is kept is what they have received."""
+def _num_head_shards(layer: LayerSizes) -> int:
+    """Return how many ranks have exchanged heads for positions; the received heads are saved."""
     parallel = layer.args.parallel
     kind = parallel.cp_comm_type[min(layer.number, len(parallel.cp_comm_type) - 1)]
     return {"a2a": layer.cp, "a2a+p2p": (parallel.hierarchical_context_parallel_sizes or (1,))[0]}.get(kind, 1)
 
 
-def _blocks(layer: LayerSizes) -> bool:
-    """Does attention go block by block (layers/ring_attention.py)?"""
-    return layer.packed or layer.cp > _heads_cut(layer) or layer.model.softmax_type != "vanilla" or _is_sparse(layer)
+def _is_blockwise(layer: LayerSizes) -> bool:
+    """Return whether attention runs block by block (layers/ring_attention.py)."""
+    return (
+        layer.packed or layer.cp > _num_head_shards(layer) or layer.model.softmax_type != "vanilla" or _is_sparse(layer)
+    )
 
 
-def _visible(length: int) -> int:
-    """Probabilities of a head that are kept: every block of queries with the keys up to its end."""
+def _num_visible(length: int) -> int:
+    """Return the saved probabilities of a head: every block of queries with the keys up to its end."""
     ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
     return sum((end - start) * end for start, end in zip(range(0, length, QUERY_BLOCK), ends))
 
@@ -179,10 +178,10 @@ def _flash(
 ) -> Iterator[SavedTensor]:
     key, value = q.shape[2], v.shape[2]
     padded = value < key
-    if layer.cpu and k.shape[1] != heads:  # the kernel wants as many keys as queries
+    if layer.cpu and k.shape[1] != heads:  # the kernel requires as many keys as queries
         k, v = (replace(x, shape=(layer.tokens, heads, x.shape[2])) for x in (k, v))
     if not discarded:
         yield from (q, k, replace(v, shape=(*v.shape[:2], max(key, value))))
     yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, "core_attn")
-    if padded or layer.batch > 1 or layer.cp > 1:  # else the projection reads it where it lies
+    if padded or layer.batch > 1 or layer.cp > 1:  # else the projection reads it in place
         yield SavedTensor("out", (layer.tokens, heads, max(key, value)), layer.size, "core_attn")

@@ -1,7 +1,7 @@
-"""What a feed-forward part keeps for backward: dense, or router, routes and experts (activations.py says what is counted).
+"""Tensors that a dense MLP or an MoE layer saves for backward (activations.py defines what is counted).
 
-Rows that experts receive depend on the routing: without `received` the balanced number is taken. Surplus rows of half-precision experts
-on a CPU are not counted (ops/expert_mlp.py).
+The number of tokens that experts receive depends on the routing: without `received` a balanced one is assumed. Surplus
+rows of half-precision experts on a CPU are not counted (ops/expert_mlp.py).
 """
 
 from __future__ import annotations
@@ -13,56 +13,61 @@ from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTens
 
 
 def expert_buffer_tokens(even: int, factor: float) -> int:
-    """Rows of the experts' buffers with --moe-expert-rank-capacity-factor; even: rows when every rank receives as many as it sends."""
+    """Return the tokens of the experts' buffers with --moe-expert-rank-capacity-factor.
+
+    `even` is their number if every rank receives as many as it sends.
+    """
     return math.ceil(round(even * factor, 6))  # 100 * 1.1 is a little more than 110
 
 
 def mlp(layer: LayerSizes, name: str, ffn: int, part: str = "") -> Iterator[SavedTensor]:
-    """What a feed-forward keeps besides its input: what the activation reads, what fc2 reads."""
-    yield SavedTensor(f"{name}.linear_fc1.y", (layer.tokens, _gate(layer) * ffn), layer.size, part)
+    """Yield what an MLP saves besides its input: the inputs of the activation and of fc2."""
+    yield SavedTensor(f"{name}.linear_fc1.y", (layer.tokens, _fc1_factor(layer) * ffn), layer.size, part)
     if layer.model.squared_relu:
         yield SavedTensor(f"{name}.relu", (layer.tokens, ffn), layer.size, part)
     yield SavedTensor(f"{name}.linear_fc2.x", (layer.tokens, ffn), layer.size, part)
 
 
-def _gate(layer: LayerSizes) -> int:
+def _fc1_factor(layer: LayerSizes) -> int:
     return 2 if layer.model.swiglu or layer.model.quick_geglu else 1
 
 
 def experts(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """A layer of experts (moe/layer.py): router, routes, routed and shared experts."""
+    """Yield the tensors of an MoE layer (moe/layer.py): router, routes, routed and shared experts."""
     moe = layer.moe
     if layer.own != layer.rows:
         yield SavedTensor("own_rows", (layer.own, layer.hidden), layer.size)
     yield from _router(layer)
     yield from _routes(layer)
-    kept = _expert_rows(layer)
+    kept = _num_expert_tokens(layer)
     yield SavedTensor("experts.x", (kept, moe.expert_widths(layer.hidden)[0]), layer.size, "expert_fc1")
-    yield SavedTensor("experts.probs", (kept,), _router_size(layer), "moe_act")
+    yield SavedTensor("experts.probs", (kept,), _logit_size(layer), "moe_act")
     ffn = (moe.moe_ffn_hidden_size or layer.model.ffn_hidden_size) // layer.etp
-    yield SavedTensor("experts.linear_fc1.y", (kept, _gate(layer) * ffn), layer.size, "moe_act")
-    if _sorts_arrivals(layer):
+    yield SavedTensor("experts.linear_fc1.y", (kept, _fc1_factor(layer) * ffn), layer.size, "moe_act")
+    if _sorts_received(layer):
         yield SavedTensor("experts.order", (2, layer.received), INDEX)
     if moe.moe_latent_size:
         yield SavedTensor("fc2_latent_proj.x", (layer.own, moe.moe_latent_size), layer.size)
     shared = moe.moe_shared_expert_intermediate_size
-    if shared:
-        if "shared_experts" not in layer.parts:
-            yield from mlp(layer, "shared_experts", shared // layer.tp)
-            if moe.moe_shared_expert_gate:
-                yield SavedTensor("shared_experts.y", (layer.rows, layer.hidden), layer.size)
-                yield SavedTensor("shared_experts.gate", (layer.rows,), layer.size)
+    if shared and "shared_experts" not in layer.parts:
+        yield from mlp(layer, "shared_experts", shared // layer.tp)
+        if moe.moe_shared_expert_gate:
+            yield SavedTensor("shared_experts.y", (layer.rows, layer.hidden), layer.size)
+            yield SavedTensor("shared_experts.gate", (layer.rows,), layer.size)
 
 
-def _sorts_arrivals(layer: LayerSizes) -> bool:
-    """Are received rows brought into the order of the experts? One expert's are in order."""
+def _sorts_received(layer: LayerSizes) -> bool:
+    """Return whether received tokens are sorted by expert; those of a single expert need not be."""
     exchanged = layer.moe.moe_token_dispatcher_type != "allgather" and layer.etp * layer.ep > 1
-    return exchanged and layer.moe.num_experts > layer.ep
+    return exchanged and layer.num_experts > layer.ep
 
 
-def _expert_rows(layer: LayerSizes) -> int:
-    """Rows of what experts keep: what was received, the budget for it (moe/receive_buffer.py), or a layer's part of the
-    pool of pages (memory/paged_stash.py), which is smaller where layers leave each other pages."""
+def _num_expert_tokens(layer: LayerSizes) -> int:
+    """Return the tokens of the tensors that experts save.
+
+    What was received, the budget for it (moe/receive_buffer.py), or a layer's part of the pool of pages
+    (memory/paged_stash.py), which is smaller if layers leave each other pages.
+    """
     moe, even = layer.moe, layer.sent * layer.etp
     if moe.moe_expert_rank_capacity_factor is None:
         return layer.received
@@ -72,16 +77,16 @@ def _expert_rows(layer: LayerSizes) -> int:
     return max(-(-layer.received // page), math.ceil(moe.moe_paged_stash_buffer_size_factor_cuda * even / page)) * page
 
 
-def _router_size(layer: LayerSizes) -> int:
-    """Bytes of a logit."""
-    return {"fp32": 4, "fp64": 8}.get(layer.moe.moe_router_dtype, layer.size)
+def _logit_size(layer: LayerSizes) -> int:
+    """Return the bytes of a logit."""
+    return {"fp32": 4, "fp64": 8}.get(layer.moe.moe_router_dtype or "", layer.size)
 
 
 def _router(layer: LayerSizes) -> Iterator[SavedTensor]:
-    moe, own, size = layer.moe, layer.own, _router_size(layer)
+    moe, own, size = layer.moe, layer.own, _logit_size(layer)
     wide = max(size, WIDE)
-    yield from _losses(layer, wide)
-    experts, topk = moe.num_experts, moe.moe_router_topk
+    yield from _loss_gradients(layer, wide)
+    experts, topk = layer.num_experts, moe.moe_router_topk
     if "sinkhorn" in moe.moe_router_load_balancing_type:
         yield SavedTensor("router.scores", (own, experts), wide)
         yield SavedTensor("router.map", (own, experts), 1)
@@ -102,19 +107,19 @@ def _router(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("router.kept", (own, experts), 1)
 
 
-def _losses(layer: LayerSizes, wide: int) -> Iterator[SavedTensor]:
-    """The gradient of the auxiliary losses, found in forward."""
+def _loss_gradients(layer: LayerSizes, wide: int) -> Iterator[SavedTensor]:
+    """Yield the gradient of the auxiliary losses, which forward computes."""
     moe = layer.moe
     coefficients = moe.moe_aux_loss_coeff if isinstance(moe.moe_aux_loss_coeff, list) else [moe.moe_aux_loss_coeff]
     kinds = moe.moe_router_load_balancing_type
     kinds = kinds if isinstance(kinds, list) else [kinds]
     asked = any(coeff for kind, coeff in zip(kinds, coefficients) if kind.endswith("aux_loss"))
     if asked or moe.moe_z_loss_coeff is not None:
-        yield SavedTensor("router.loss_gradient", (layer.own, moe.num_experts), wide)
+        yield SavedTensor("router.loss_gradient", (layer.own, layer.num_experts), wide)
 
 
 def _routes(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Where rows come from and go to (ops/permute.py): of this rank's tokens, or of all that were gathered for its experts."""
+    """Yield the permutation indices (ops/permute.py) of this rank's tokens, or of all gathered ones."""
     gathered = layer.moe.moe_token_dispatcher_type == "allgather" and layer.etp * layer.ep > 1
     rows, tokens = (layer.received, layer.own * layer.etp * layer.ep) if gathered else (layer.sent, layer.own)
     yield SavedTensor("routes.rows", (4, rows), INDEX)
@@ -122,16 +127,16 @@ def _routes(layer: LayerSizes) -> Iterator[SavedTensor]:
     if layer.moe.finermoe is not None:
         yield SavedTensor("routes.slice_rows", (rows,), INDEX)
         yield SavedTensor("routes.slice_offsets", (tokens * layer.moe.finermoe.slices + 1,), INDEX)
-    yield SavedTensor("routes.counts", (layer.moe.num_experts // (layer.ep if gathered else 1),), INDEX)
+    yield SavedTensor("routes.counts", (layer.num_experts // (layer.ep if gathered else 1),), INDEX)
 
 
 def recompute_cache(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """What a recomputed MoE layer remembers beside its input: the choice, the losses' gradient, and the nodes' own routes."""
+    """Yield what a recomputed MoE layer saves besides its input: routing and the gradient of the losses."""
     moe = layer.moe
-    yield from _losses(layer, max(_router_size(layer), WIDE))
+    yield from _loss_gradients(layer, max(_logit_size(layer), WIDE))
     yield SavedTensor("router.indices", (layer.own, moe.moe_router_topk), INDEX)
     if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
-        yield SavedTensor("router.kept", (layer.own, moe.num_experts), 1)
+        yield SavedTensor("router.kept", (layer.own, layer.num_experts), 1)
     yield from _routes(layer)
-    if _sorts_arrivals(layer):
+    if _sorts_received(layer):
         yield SavedTensor("experts.order", (2, layer.received), INDEX)

@@ -1,7 +1,7 @@
-"""A tensor that forward keeps for backward, and the sizes of a layer that lists of them are made of (activations.py).
+"""Tensors that forward saves for backward, and the layer sizes from which they are listed (activations.py).
 
-Shapes: T tokens of this rank's part of the sequence, `rows` those of them that it holds between blocks (T / tp with sequence
-parallelism), `own` those that it routes, R rows of its experts.
+Shapes: T tokens of this rank's part of the sequence, `rows` those of them that it holds between blocks (T / tp with
+sequence parallelism), `own` those that it routes, R tokens that its experts receive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INDEX = 8  # bytes of an int64
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor between forward and backward. part: the part of its layer that saves it, by the names of --offload-modules."""
+    """A tensor between forward and backward. `part` of the layer saves it, by the names of --offload-modules."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,12 +30,18 @@ class SavedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its storage."""
         return math.prod(self.shape) * self.itemsize
 
 
 class LayerSizes:
-    """What one layer is like. number: from 0; device: "cpu" or "cuda"; received: rows of this rank's experts; packed: documents."""
+    """Sizes and settings of one layer.
+
+    Args:
+        number: from 0.
+        device: "cpu" or "cuda".
+        received: tokens of this rank's experts; None for balanced routing.
+        packed: whether sequences are packed documents.
+    """
 
     def __init__(self, args: Arguments, number: int, *, is_moe: bool, device: str, received: int | None, packed: bool):
         model, parallel, training = args.model, args.parallel, args.training
@@ -52,11 +58,12 @@ class LayerSizes:
         self.rows = self.own if parallel.sequence_parallel else self.tokens
         etp = parallel.expert_tensor_parallel_size or self.tp
         self.etp, self.ep = etp, parallel.expert_model_parallel_size
+        self.num_experts = args.moe.num_experts or 0
         self.sent = self.own * args.moe.moe_router_topk
         self.received = self.sent * etp if received is None else received
 
     def norm(self, part: str, name: str, rows: int, width: int, itemsize: int) -> Iterator[SavedTensor]:
-        """A norm keeps its input and a number or two per row."""
+        """Yield the tensors of a norm: its input and one or two numbers per token."""
         yield SavedTensor(f"{name}.x", (rows, width), itemsize, part)
         numbers = 2 if self.model.normalization == "LayerNorm" else 1
         yield SavedTensor(f"{name}.statistics", (rows, numbers), WIDE, part)

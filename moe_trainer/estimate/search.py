@@ -1,12 +1,15 @@
-"""The best mapping of a model on so many devices: all legal ones (parallel_configs.py) estimated, the best of them planned, validated and ranked.
+"""Search the best parallel mapping of a model on a number of devices.
 
-First pass, for every mapping: layer times and bytes come from the same models as a plan's (layer_time.py, memory.py), found once for all mappings
-that share them; bubble and microbatches in flight by the closed formulas of their schedules. What clearly does not fit is dropped.
-Second pass, from the fastest down: the real command line through the real rules, a full plan with its simulated schedule; what is refused or
-does not fit is dropped. Of one shape only the fastest choice of recompute and dispatcher that fits is shown.
+First pass, for all legal mappings (parallel_configs.py): layer times and bytes come from the models that plans use
+(layer_time.py, memory.py), computed once for all mappings that share them; bubble and microbatches in flight come from
+the closed formulas of their schedules. What clearly does not fit is dropped.
 
-Differences that the time model cannot tell are ties, and of these the best supported mapping stands first (`ranked`, uncertainty.py).
-Every result names what binds it; `reasons` says why the first is faster than the second, cause by cause.
+Second pass, from the fastest down: the real command line goes through the real rules and gets a full plan with a
+simulated schedule; what is rejected or does not fit is dropped. Of one shape only the fastest choice of recompute and
+dispatcher that fits is kept.
+
+Times that the model cannot tell apart are ties, which the best supported mapping wins (`ranked`, uncertainty.py). Every
+result names its bottleneck; `explain_speedup` compares two plans cause by cause.
 """
 
 from __future__ import annotations
@@ -42,10 +45,9 @@ from moe_trainer.estimate.parallel_configs import (
     recompute_sets,
     select_flags,
 )
-from moe_trainer.estimate.parameters import planned_vocab_size
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, planned_vocab_size
 from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan, validated_args
 from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS, PublishedRun
-from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.state_bytes import rank_state_bytes
 from moe_trainer.estimate.step_time import OVERLAPPED_EXCHANGE_SHARE, exchange_slowdown
 from moe_trainer.estimate.suggestions import Fix, cheapest_fixes
@@ -56,25 +58,27 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.hardware import Hardware
 
 ALWAYS_TIED = 0.02
-"""Difference of two predicted times, in logarithms, below which no comparison tells them apart."""
+"""Difference of two predicted times, in logarithms, below which they always tie."""
 EQUAL_BARS = 0.005
 """Error bars that differ by less support their times equally well."""
 DEFAULT_HEADROOM = 1.2
-"""Load of a rank, as a multiple of an even share, that must fit unless the caller says otherwise: routing is never even, and what the
-allocator loses is counted nowhere."""
+"""Default load of a rank, as a multiple of an even share, that must fit.
+
+Routing is never even, and what the allocator loses is not counted.
+"""
 MEMORY_SLACK = 1.03
-"""An estimate of memory may be so much above a device before it is dropped."""
+"""Factor by which an estimate may exceed the memory of a device before it is dropped."""
 MAX_TRIES_PER_SHAPE = 6
 """Choices of recompute and dispatcher that are planned for one shape, until one fits."""
 MIN_PLANNED = 60
-"""Full plans at least, if there are as many; the estimate's order is not quite the plan's."""
+"""Minimum number of full plans; the order of the estimates is not quite that of the plans."""
 MAX_PLANNED, MAX_REJECTED = 400, 600
-"""Full plans that are made, and refusals that are met, before a search gives up."""
+"""Full plans and rejected mappings after which a search stops."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mapping at a glance: seconds of an iteration, bytes of the fullest rank."""
+    """Quick estimate of a mapping: seconds of an iteration, bytes of the fullest rank."""
 
     mapping: ParallelConfig
     layout: str | None
@@ -84,7 +88,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RankedConfig:
-    """A mapping that is legal and fits. argv: the flags to add; binds: what keeps it from being faster; bar: how far its time may be off."""
+    """A mapping that is legal and fits.
+
+    Attributes:
+        argv: flags to add to the command line.
+        bottleneck: what keeps it from being faster.
+        bar: error bar of its time.
+    """
 
     mapping: ParallelConfig
     argv: tuple[str, ...]
@@ -95,12 +105,20 @@ class RankedConfig:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found, best first, and how many mappings it saw: legal by division, small enough, planned, refused by rules.
+    """What a search found, best first.
 
-    refusals: the commonest reasons of the rules, with how often each was met. replaced: what the line says that the search chooses itself.
-    own: the plan of the mapping that the user's line names, if it names a legal one; published: a run of this model on as many of these
-    devices in this width with which a figure was published, and the plan of its mapping. fixes: changes of flags that are not searched
-    with which something fits, where nothing does; devices: the smallest number (doubled) on which weights and states do.
+    Attributes:
+        seen: number of mappings that divide.
+        small: how many of them are small enough.
+        planned: how many got a full plan.
+        refused: how many the rules rejected.
+        own: plan of the mapping of the user's command line, if it has a legal one.
+        published: published run of this model, number of devices and format, and the plan of its mapping.
+        refusals: most common reasons of the rules, with their counts.
+        replaced: flags of the command line that the search chooses itself.
+        closest: plan that needs least memory and its flags, if nothing fits.
+        fixes: changes of flags that are not searched with which something fits, if nothing does.
+        devices: smallest number of devices (doubled) on which weights and optimizer state fit.
     """
 
     base: tuple[str, ...]
@@ -123,17 +141,18 @@ Progress = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """Report progress to nobody."""
+    """Ignore progress reports."""
 
 
 def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
-    """Split off what a search chooses itself.
+    """Remove the flags that a search chooses itself.
 
     Returns:
-        The rest of the line, and what it means with the plainest mapping: a micro-batch of 1 and, of a model with experts, the alltoall
-        dispatcher, because other flags ask for values of these.
+        The remaining command line, and its arguments with the plainest mapping: a micro-batch of 1 and, for a model
+            with experts, the alltoall dispatcher, because other flags require values of these.
 
-    Raises: ArgumentError for flags that no mapping makes legal.
+    Raises:
+        ArgumentError: if no mapping makes the flags legal.
     """
     base = drop_flags(argv)
     settings, _ = resolve_command_line([*base, "--micro-batch-size", "1"], None)
@@ -142,7 +161,7 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
         return base, parse_args([*base, *plain], None)
     except ArgumentError as refused:
         try:
-            given = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
+            mapped = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
         except ArgumentError:
             raise refused from None
     unmapped = {
@@ -150,11 +169,15 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
         for field in fields(ParallelArgs)
         if field.name in SEARCHED and field.default is not MISSING
     }
-    again = {
-        name: None
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-    }
-    return base, replace(given, parallel=replace(given.parallel, **unmapped), training=replace(given.training, **again))
+    parallel = replace(mapped.parallel, **unmapped)
+    training = replace(
+        mapped.training,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        recompute_modules=None,
+    )
+    return base, replace(mapped, parallel=parallel, training=training)
 
 
 def search(
@@ -165,11 +188,13 @@ def search(
     headroom: float = DEFAULT_HEADROOM,
     progress: Progress = silent,
 ) -> SearchResult:
-    """Find the best mappings of a command line: what it says is the base, and what a mapping sets takes the place of what it says of that.
+    """Find the best mappings for a command line, whose own mapping flags are replaced.
 
-    headroom: load of a rank, as a multiple of an even share, that must still fit. progress: called now and then with how far the search is.
+    `headroom`: load of a rank, as a multiple of an even share, that must fit. `progress`: called from time to time with
+    a line of progress.
 
-    Raises: ValueError (ArgumentError, PlanError) for flags that no mapping makes legal.
+    Raises:
+        ValueError: (ArgumentError, PlanError) if no mapping makes the flags legal.
     """
     begin = time.monotonic()
     base, args = base_arguments(argv)
@@ -189,7 +214,10 @@ def search(
             least = estimate
         if estimate.memory <= MEMORY_SLACK * (hardware.memory_gib * GIB - RESERVED_BYTES):
             estimates.append(estimate)
-    found, planned, refused, tries, reasons_refused = [], 0, 0, Counter(), Counter()
+    found: list[RankedConfig] = []
+    planned = refused = 0
+    tries: Counter[tuple[ParallelConfig, bool]] = Counter()
+    reasons: Counter[str] = Counter()
     for estimate in estimator.planning_order(estimates):
         uncertain = estimator.added_error(estimate.mapping) > 0
         shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), uncertain
@@ -210,17 +238,17 @@ def search(
             plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
         except ArgumentError as error:
             refused += 1
-            reasons_refused.update({violation.message for violation in error.violations})
+            reasons.update({violation.message for violation in error.violations})
             continue
         except ValueError as error:
             refused += 1
-            reasons_refused[str(error)] += 1
+            reasons[str(error)] += 1
             continue
         if plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom):
             found.append(RankedConfig(estimate.mapping, tuple(line), plan, find_bottleneck(plan), error_bar(plan)))
             tries[shape] = MAX_TRIES_PER_SHAPE
-    own = _own(argv, base, gpus, hardware)
-    known = _published(found[0].plan, base) if found else None
+    own = _plan_own(argv, base, gpus, hardware)
+    known = _plan_published(found[0].plan, base) if found else None
     outcome = SearchResult(
         tuple(base),
         tuple(ranked(found, best)),
@@ -231,22 +259,24 @@ def search(
         time.monotonic() - begin,
         own,
         known,
-        tuple(reasons_refused.most_common(3)),
+        tuple(reasons.most_common(3)),
         tuple(select_flags(argv, REPLACED)),
     )
-    return outcome if found else _nothing_fits(outcome, estimator, least, headroom)
+    return outcome if found else _explain_no_fit(outcome, estimator, least, headroom)
 
 
 def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
-    """Order candidates: the fastest first, but of those that tie with the fastest that is left, the best supported.
+    """Order candidates: the fastest first, but of those that tie with the fastest remaining one the best supported.
 
-    Two tie when their times differ by less than the comparison of both can tell (`comparison_bar`). Better supported is a smaller error
-    bar; of equal bars the simplest mapping comes first, then that whose nearest published run is less far away.
+    Two candidates tie if their times differ by less than their comparison can tell (`comparison_bar`). The smaller
+    error bar is better supported; of equal bars the simplest mapping comes first, then the one closest to a published
+    run.
     """
-    left, order = sorted(found, key=lambda each: each.plan.time.step), []
+    left = sorted(found, key=lambda each: each.plan.time.step)
+    order: list[RankedConfig] = []
     while left and len(order) < best:
         tied = [each for each in left if ties(left[0].plan, each.plan)]
-        # what another one, as well supported, clearly beats is no candidate, though it ties with the uncertain fastest
+        # drop what an equally well supported one clearly beats, even if it ties with the uncertain fastest
         tied = [
             each
             for each in tied
@@ -257,7 +287,6 @@ def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
                 for other in (*tied, *order)
             )
         ]
-        # bars that differ by less than a percent support equally
         first = min(
             tied or left[:1],
             key=lambda each: (
@@ -273,18 +302,22 @@ def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
 
 
 def ties(first: Plan, second: Plan) -> bool:
-    """True if the predicted times of two plans differ by less than their comparison can tell."""
+    """Return whether the predicted times of two plans differ by less than their comparison can tell."""
     difference = abs(math.log(second.time.step / first.time.step))
     return difference < ALWAYS_TIED or difference < comparison_bar(first, second)
 
 
-def _nothing_fits(outcome: SearchResult, estimator: Estimator, least: Estimate | None, headroom: float) -> SearchResult:
-    """Add what would fit: changes of flags that are not searched on the smallest mapping, and a number of devices."""
+def _explain_no_fit(
+    outcome: SearchResult, estimator: Estimator, least: Estimate | None, headroom: float
+) -> SearchResult:
+    """Add what would fit: changes of other flags on the smallest mapping, and a number of devices."""
     hardware, gpus = estimator.hardware, estimator.gpus
-    closest, fixes = None, ()
+    closest: tuple[Plan, tuple[str, ...]] | None = None
+    fixes: tuple[Fix, ...] = ()
     if least is None:
-        least = min(estimator.mappings(small=False), key=lambda mapping: estimator.state_bytes(mapping), default=None)
-        least = least and estimator.estimate(replace(least, recompute=FULL_RECOMPUTE))
+        smallest = min(estimator.mappings(small=False), key=estimator.state_bytes, default=None)
+        if smallest is not None:
+            least = estimator.estimate(replace(smallest, recompute=FULL_RECOMPUTE))
     if least is not None:
         line = least.mapping.flags(least.layout, estimator.args)
         try:
@@ -294,17 +327,17 @@ def _nothing_fits(outcome: SearchResult, estimator: Estimator, least: Estimate |
         if plan is not None:
             closest = plan, tuple(line)
             fixes = tuple(cheapest_fixes([*outcome.base, *line], plan, headroom=headroom, searched=False))
-    return replace(outcome, closest=closest, fixes=fixes, devices=_devices_that_hold(estimator))
+    return replace(outcome, closest=closest, fixes=fixes, devices=_smallest_num_devices(estimator))
 
 
-def _devices_that_hold(estimator: Estimator) -> int | None:
-    """The smallest number of devices, doubled from those given, whose memory some mapping's weights and states fit."""
-    room = estimator.hardware.memory_gib * GIB - RESERVED_BYTES
+def _smallest_num_devices(estimator: Estimator) -> int | None:
+    """Return the smallest number of devices, doubled from the current one, that holds weights and optimizer state."""
+    available = estimator.hardware.memory_gib * GIB - RESERVED_BYTES
     for doubling in range(1, 6):
         gpus = estimator.gpus << doubling
         larger = Estimator(estimator.args, gpus, estimator.hardware, estimator.rows, estimator.load)
         if any(
-            larger.estimate(replace(shape, recompute=FULL_RECOMPUTE)).memory <= room
+            larger.estimate(replace(shape, recompute=FULL_RECOMPUTE)).memory <= available
             for shape in larger.mappings(small=True, shapes_only=True)
         ):
             return gpus
@@ -320,9 +353,10 @@ def search_formats(
     headroom: float = DEFAULT_HEADROOM,
     progress: Progress = silent,
 ) -> SearchResult:
-    """The same over several formats of the products (FORMATS), whatever the command line says of them.
+    """Search over several GEMM formats (FORMATS) instead of the one that the command line names.
 
-    Raises: ValueError as `search`, and for a format that the device has no products in.
+    Raises:
+        ValueError: as `search`, and for a format that the device lacks.
     """
     missing = [name for name in formats if name not in gemm_formats(hardware)]
     if missing:
@@ -330,34 +364,31 @@ def search_formats(
             f"{hardware.name} has no products in {', '.join(missing)}; it has {', '.join(gemm_formats(hardware))}"
         )
     base = drop_flags(argv, FORMAT_FLAGS)
-    outcomes = [
-        (
-            FORMATS[name],
-            search(
-                [*base, *FORMATS[name]],
-                gpus,
-                hardware,
-                best,
-                headroom,
-                lambda text, name=name: progress(f"{name}: {text}"),
-            ),
-        )
-        for name in formats
-    ]
+
+    def search_format(name: str) -> SearchResult:
+        line = [*base, *FORMATS[name]]
+        return search(line, gpus, hardware, best, headroom, lambda text: progress(f"{name}: {text}"))
+
+    outcomes = [search_format(name) for name in formats]
     found = ranked(
-        [replace(each, argv=(*words, *each.argv)) for words, outcome in outcomes for each in outcome.found], best
+        [
+            replace(each, argv=(*FORMATS[name], *each.argv))
+            for name, outcome in zip(formats, outcomes)
+            for each in outcome.found
+        ],
+        best,
     )
-    each = [outcome for _, outcome in outcomes]
     known = max(
-        (outcome.published for outcome in each if outcome.published),
+        (outcome.published for outcome in outcomes if outcome.published),
         key=lambda published: published[0].tflops,
         default=None,
     )
     seen, small, planned, refused, seconds = (
-        sum(getattr(outcome, name) for outcome in each) for name in ("seen", "small", "planned", "refused", "seconds")
+        sum(getattr(outcome, name) for outcome in outcomes)
+        for name in ("seen", "small", "planned", "refused", "seconds")
     )
-    refusals = Counter({reason: count for outcome in each for reason, count in outcome.refusals}).most_common(3)
-    last = each[-1]
+    refusals = Counter({reason: count for outcome in outcomes for reason, count in outcome.refusals}).most_common(3)
+    last = outcomes[-1]
     return SearchResult(
         tuple(drop_flags(base)),
         tuple(found),
@@ -366,7 +397,7 @@ def search_formats(
         planned,
         refused,
         seconds,
-        _own(argv, drop_flags(base), gpus, hardware),
+        _plan_own(argv, drop_flags(base), gpus, hardware),
         known,
         tuple(refusals),
         tuple(select_flags(base, REPLACED)),
@@ -376,8 +407,8 @@ def search_formats(
     )
 
 
-def _published(plan: Plan, base: Sequence[str]) -> tuple[PublishedRun, Plan] | None:
-    """The published run that differs in nothing but what is searched, if there is one."""
+def _plan_published(plan: Plan, base: Sequence[str]) -> tuple[PublishedRun, Plan] | None:
+    """Return the published run that differs only in what is searched, and its plan."""
     billions = (plan.counts.total + plan.counts.mtp) / 1e9
     for run in PUBLISHED_RUNS:
         same = (run.hardware, run.gpus, run.width, run.seq) == (
@@ -396,7 +427,7 @@ def _published(plan: Plan, base: Sequence[str]) -> tuple[PublishedRun, Plan] | N
     return None
 
 
-def _own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware) -> Plan | None:
+def _plan_own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware) -> Plan | None:
     if list(argv) == list(base):
         return None
     try:
@@ -407,14 +438,14 @@ def _own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware
 
 @dataclass(frozen=True)
 class _Choice:
-    """A mapping that is not planned yet, for `mapping_terms`."""
+    """A mapping that is not planned yet, for `config_error`."""
 
     args: Arguments
     hardware: Hardware
 
 
 class Estimator:
-    """Quick estimates of one command line's mappings. vocab_rows: of the padded vocabulary; load: at which memory is estimated."""
+    """Quick estimates of the mappings of one command line, with memory estimated at `load`."""
 
     def __init__(self, args: Arguments, gpus: int, hardware: Hardware, vocab_rows: int, load: float = 1.0):
         self.args, self.gpus, self.hardware, self.rows, self.load = args, gpus, hardware, vocab_rows, load
@@ -423,17 +454,21 @@ class Estimator:
         self.kinds = Counter(self.pattern)
         self.experts_before = (0, *accumulate(map(int, self.pattern)))
         self.depths = args.model.mtp_num_layers or 0
-        self._sizes: dict[tuple, tuple[ChunkBytes, dict[bool, float]]] = {}
+        self._bytes_by_key: dict[tuple, tuple[ChunkBytes, dict[bool, float]]] = {}
         self._times: dict[tuple, tuple[dict[bool, tuple[PassTime, PassTime]], tuple[float, float], float]] = {}
         self._states: dict[tuple, tuple[float, float, float]] = {}
         self._added_errors: dict[tuple, float] = {}
 
     def mappings(self, small: bool = True, shapes_only: bool = False) -> Iterator[ParallelConfig]:
-        """Every mapping. small: only those whose weights and optimizer state a device can hold; shapes_only: without choices of recompute
-        and overlap, with the first dispatcher."""
-        room = self.hardware.memory_gib * GIB - RESERVED_BYTES
+        """Yield every mapping.
+
+        Args:
+            small: only those whose weights and optimizer state fit on a device.
+            shapes_only: without choices of recompute and overlap, with the first dispatcher.
+        """
+        available = self.hardware.memory_gib * GIB - RESERVED_BYTES
         for shape in parallel_shapes(self.args, self.gpus, self.hardware):
-            if small and self.state_bytes(shape) > room:
+            if small and self.state_bytes(shape) > available:
                 continue
             if shapes_only or not small:
                 yield shape
@@ -446,7 +481,7 @@ class Estimator:
                         yield replace(shape, recompute=recompute, backend=backend, overlap=overlap)
 
     def added_error(self, mapping: ParallelConfig) -> float:
-        """What the choices of a mapping add to the error bar of the model on this hardware."""
+        """Return what the choices of a mapping add to the error bar of the model on this hardware."""
         key = (
             mapping.cp,
             mapping.pp,
@@ -460,7 +495,7 @@ class Estimator:
         return self._added_errors[key]
 
     def planning_order(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
-        """By turns the fastest that are left, and the fastest of those whose choices add nothing to the error bar."""
+        """Alternate between the fastest estimates and the fastest of those that add nothing to the error bar."""
         fast = sorted(estimates, key=lambda each: each.seconds)
         sure = iter([each for each in fast if not self.added_error(each.mapping)])
         seen: set[ParallelConfig] = set()
@@ -471,16 +506,15 @@ class Estimator:
                     yield one
 
     def state_bytes(self, mapping: ParallelConfig) -> float:
-        """Bytes of weights, gradients and optimizer state of a middle rank."""
+        """Return the bytes of weights, gradients and optimizer state of a middle rank."""
         return self._state(mapping, mapping.vpp)[0]
 
     def estimate(self, mapping: ParallelConfig) -> Estimate:
-        """Seconds and bytes of a mapping at a glance."""
         kinds, head, extra = self._layer_times(mapping)
         counts = layer_counts(len(self.pattern), mapping.pp * mapping.vpp, extra)
         replicas = self.gpus // (mapping.tp * mapping.cp * mapping.pp)
         count = self.args.training.global_batch_size // (mapping.mbs * replicas)
-        busy, first = self._busy(mapping, counts, kinds, head)
+        busy, first = self._busy_seconds(mapping, counts, kinds, head)
         chunk = sum(busy) / mapping.pp / mapping.vpp
         bubble = (mapping.pp - 1) * chunk + (0.0 if not mapping.overlap else first - busy[0])
         _, dense, expert = self._state(mapping, mapping.vpp)
@@ -504,14 +538,14 @@ class Estimator:
             self._times[key] = kinds, (forward, backward), extra / (usual[0].total + usual[1].total)
         return self._times[key]
 
-    def _busy(
+    def _busy_seconds(
         self,
         mapping: ParallelConfig,
         counts: Sequence[int],
         kinds: dict[bool, tuple[PassTime, PassTime]],
         head: tuple[float, float],
     ) -> tuple[list[float], float]:
-        """Seconds of a microbatch by pipeline rank, and of the first rank without overlap."""
+        """Return the seconds of a microbatch by pipeline rank, and of the first rank without overlap."""
         taken = exchange_slowdown(self.args, self.hardware)
 
         def seconds(passes: tuple[PassTime, PassTime]) -> float:
@@ -536,7 +570,7 @@ class Estimator:
 
     def _bytes(self, mapping: ParallelConfig) -> tuple[ChunkBytes, dict[bool, float]]:
         key = (mapping.tp, mapping.cp, mapping.etp, mapping.ep, mapping.mbs, mapping.recompute)
-        if key not in self._sizes:
+        if key not in self._bytes_by_key:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
             sizes, crowded = ChunkBytes(args, self.rows), ChunkBytes(args, self.rows, self.load)
             layers = {
@@ -545,11 +579,11 @@ class Estimator:
                 else float(sizes.rows * args.model.hidden_size * sizes.size)
                 for kind in set(self.pattern)
             }
-            self._sizes[key] = sizes, layers
-        return self._sizes[key]
+            self._bytes_by_key[key] = sizes, layers
+        return self._bytes_by_key[key]
 
     def _state(self, mapping: ParallelConfig, vpp: int) -> tuple[float, float, float]:
-        """(bytes of states of a middle rank, its dense parameters, its experts')."""
+        """Return (bytes of state of a middle rank, its dense parameters, its expert parameters)."""
         key = (mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp)
         if key not in self._states:
             layout = layout_text(layer_counts(len(self.pattern), mapping.pp, 1.0), self.depths)
@@ -576,7 +610,7 @@ class Estimator:
         return self._state(mapping, mapping.vpp)[0] + number * per_chunk + logits
 
     def _update(self, mapping: ParallelConfig, dense: float, expert: float) -> float:
-        """Gradients, parameters and optimizer: what is not hidden, roughly."""
+        """Return roughly the seconds of gradient reduction, parameter gathering and update that are not overlapped."""
         parallel, found = self.args.parallel, self.hardware.constants.iteration
         if not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
             replicas = self.gpus // (mapping.tp * mapping.pp)
@@ -588,7 +622,7 @@ class Estimator:
 
 
 def find_bottleneck(plan: Plan) -> str:
-    """What keeps a plan from being faster: the memory that other choices would need, or its largest loss."""
+    """Return what keeps a plan from being faster: the memory that other choices would need, or its largest loss."""
     time_ = plan.time
     losses = {
         "expert exchange": time_.exchange,
@@ -605,17 +639,17 @@ def find_bottleneck(plan: Plan) -> str:
         if plan.margin < 0.1 * plan.hardware.memory_gib * GIB
         else ""
     )
-    again = "recompute" if plan.args.training.recompute_granularity else ""
+    recompute = "recompute" if plan.args.training.recompute_granularity else ""
     parts = [
         part
-        for part in (text, again, f"{name} {100 * most / time_.step:.1f} %" if most > 0.02 * time_.step else "")
+        for part in (text, recompute, f"{name} {100 * most / time_.step:.1f} %" if most > 0.02 * time_.step else "")
         if part
     ]
     return ", ".join(parts) or "computation"
 
 
 def explain_speedup(first: Plan, second: Plan) -> list[str]:
-    """Why the first is faster, cause by cause, the largest first."""
+    """Return why the first plan is faster, cause by cause, the largest first."""
     names = (
         ("compute", "computation"),
         ("exchange", "expert exchange"),

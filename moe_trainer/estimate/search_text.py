@@ -1,4 +1,4 @@
-"""What a search found, in lines: the ranking, why the first is first, other mappings against it, and the command line to run."""
+"""The result of a search as text: the ranking and its reasons, comparisons, and the command line to run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from moe_trainer.estimate.uncertainty import error_bar
 
 
 def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
-    """What a search prints."""
     refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
     head = (
         f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, "
@@ -26,7 +25,7 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     if outcome.replaced:
         lines.append(f"the search replaces: {shlex.join(outcome.replaced)}")
     if not outcome.found:
-        return [*lines, *_nothing_lines(outcome, gpus)]
+        return [*lines, *_no_fit_lines(outcome, gpus)]
     lines += [
         "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products   "
         " dispatcher         recompute"
@@ -40,7 +39,7 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
             f"{each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} "
             f"{room:>9s}   {mapping.tp:2d} "
             f"{mapping.cp:2d} {mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d} "
-            f" {_products(plan):10s}  {dispatcher:18s} "
+            f" {_gemm_recipe(plan):10s}  {dispatcher:18s} "
             f"{' '.join(sorted(plan.args.training.recomputed_modules - {'mtp'})) or '-'}"
         )
         lines.append(f"      limited by: {each.bottleneck}{_uncertainties(each)}")
@@ -49,17 +48,17 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     )
     lines += _order_lines(outcome)
     if outcome.own is not None:
-        lines += _against("your own mapping", outcome.own, outcome.found[0].plan)
+        lines += _compare("your own mapping", outcome.own, outcome.found[0].plan)
     if outcome.published is not None:
         row, plan = outcome.published
-        lines += _against(
+        lines += _compare(
             f"the published mapping ({row.name}, measured at {row.tflops:.0f} TFLOP/s)", plan, outcome.found[0].plan
         )
     return [*lines, "to run it (on every node):", "  " + launch_line(outcome, gpus)]
 
 
 def launch_line(outcome: SearchResult, gpus: int) -> str:
-    """The first mapping as a line to paste, with the launcher."""
+    """Return the best mapping as a command line with the launcher."""
     per_node = min(gpus, outcome.found[0].plan.hardware.node)
     nodes = -(-gpus // per_node)
     several = (
@@ -73,13 +72,13 @@ def launch_line(outcome: SearchResult, gpus: int) -> str:
 
 
 def _uncertainties(found: RankedConfig) -> str:
-    """What makes the error bar wide."""
+    """Return what makes the error bar wide."""
     large = [name for name, value in found.bar.reasons if value >= 0.05]
     return f"; uncertain because of {', '.join(large)}" if large else ""
 
 
 def _order_lines(outcome: SearchResult) -> list[str]:
-    """Why the first stands first."""
+    """Return why the first is first."""
     first = outcome.found[0].plan
     fastest = min(outcome.found, key=lambda each: each.plan.time.step)
     tied = [number for number, each in enumerate(outcome.found, start=1) if number > 1 and ties(first, each.plan)]
@@ -106,7 +105,7 @@ def _order_lines(outcome: SearchResult) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """1, 2, 3, 5 as "1 to 3, 5"."""
+    """Return 1, 2, 3, 5 as "1 to 3, 5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -116,8 +115,8 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
-def _nothing_lines(outcome: SearchResult, gpus: int) -> list[str]:
-    """Why nothing was found, and what would be."""
+def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:
+    """Return why nothing was found, and what would help."""
     if outcome.planned and outcome.refused == outcome.planned:
         return ["no mapping is legal with these flags (the commonest reasons stand above)"]
     if outcome.closest is None:
@@ -145,14 +144,14 @@ def _nothing_lines(outcome: SearchResult, gpus: int) -> list[str]:
     return lines
 
 
-def _products(plan: Plan) -> str:
-    """The recipe of a plan's products."""
+def _gemm_recipe(plan: Plan) -> str:
+    """Return the recipe of a plan's GEMMs."""
     precision = plan.args.precision
     return precision.fp4_recipe if precision.fp4 else precision.fp8_recipe if precision.fp8 else plan.width
 
 
-def _against(name: str, plan: Plan, first: Plan) -> list[str]:
-    """Another mapping against the first."""
+def _compare(name: str, plan: Plan, first: Plan) -> list[str]:
+    """Return the comparison of another mapping with the first."""
     room = (
         f"fits with {plan.margin / GIB:.1f} GiB left"
         if plan.margin >= 0

@@ -1,11 +1,13 @@
 """Bytes of weights, gradients, main parameters and moments, from flags alone.
 
-What every parameter costs on a rank that holds it, and what is divided among data-parallel ranks: the main parameters and moments of the
-distributed optimizer, everything under full sharding. Dense parameters are divided over dp x cp, experts over their own data-parallel
-ranks; in both cases within one instance of the optimizer. Weights that are kept in 8 bits (--fp8-param-gather) are counted apart: they
-have whole main parameters of their own, since no bf16 copy holds a half of them. So are, with --optimizer muon, tables of
-embeddings and head, which its other rule updates; its vectors are taken for matrices. Not counted are what fills buffers up to their alignment, one fp32 scale for every tensor in a
-format with scales, and what a step opens in passing (optim/optimizer_shard.py, optim/host_offload.py).
+What every parameter costs on a rank that holds it, and what is sharded over data-parallel ranks: the main parameters
+and moments of the distributed optimizer, or everything under full sharding. Dense parameters are sharded over dp x cp,
+experts over their own data-parallel ranks, in both cases within one instance of the optimizer.
+
+Counted separately are weights stored in fp8 (--fp8-param-gather), whose main parameters are complete because no bf16
+copy holds half of them, and with --optimizer muon the tables of embeddings and head, which its second rule updates;
+vectors are counted as matrices. Not counted are the padding of buffers, one fp32 scale per tensor in a format with
+scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_offload.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 FP8_BLOCK_ELEMENTS = 128 * 128
 FP8_BLOCK_SCALE_BYTES = 12
-"""A block's scale, its inverse, and the largest magnitude that both follow from."""
+"""Scale of a block, its inverse, and the largest magnitude that both are computed from."""
 _BYTES = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
 """Moments of a parameter by --optimizer."""
@@ -29,10 +31,7 @@ MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one parameter on a rank that holds it, on average over its elements.
-
-    host: how many of them are in host memory; on a CPU, too.
-    """
+    """Bytes of one parameter on a rank, averaged over its elements; `host` of them are in host memory."""
 
     weights: float
     gradients: float
@@ -42,12 +41,10 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.weights + self.gradients + self.main_params + self.moments
 
     @property
     def device(self) -> float:
-        """Those in the memory of the device."""
         return self.total - self.host
 
 
@@ -58,49 +55,46 @@ def state_bytes(
     stored: bool = False,
     table: bool = False,
 ) -> StateBytes:
-    """What a dense parameter, or one of an expert, costs on a rank. stored: one that is kept in 8 bits. table: one of embeddings or head.
+    """Return the bytes of a dense or expert parameter on a rank.
 
-    Raises: ValueError for an optimizer whose state is not known.
+    `stored`: the weight is stored in fp8. `table`: the parameter belongs to the embeddings or the head.
+
+    Raises:
+        ValueError: if the optimizer's state is unknown.
     """
-    found = _trained(args, world_size, kind, stored, table)
-    return StateBytes(found.weights, 0.0, 0.0, 0.0, 0.0) if args.has_frozen_weights else found
+    state = _trained_state_bytes(args, world_size, kind, stored, table)
+    return StateBytes(state.weights, 0.0, 0.0, 0.0, 0.0) if args.has_frozen_weights else state
 
 
-def _trained(args: Arguments, world_size: int, kind: str, stored: bool, table: bool) -> StateBytes:
-    """As state_bytes, of a parameter that is updated."""
+def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bool, table: bool) -> StateBytes:
     optimizer, precision, parallel = args.optimizer, args.precision, args.parallel
     if not has_known_state(args):
         raise ValueError(f"the state of --optimizer {optimizer.optimizer} is not known")
-    aware, half, ranks = (
-        optimizer.use_precision_aware_optimizer,
-        precision.bf16 or precision.fp16,
-        _data_ranks(args, world_size, kind),
-    )
+    aware, half = optimizer.use_precision_aware_optimizer, precision.bf16 or precision.fp16
+    ranks = _data_ranks(args, world_size, kind)
+    # a search estimates before the rules have set the number of instances
+    instance_ranks = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))
     count = MOMENTS[optimizer.muon_scalar_optimizer if optimizer.optimizer == "muon" and table else optimizer.optimizer]
     formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     moments = float(sum(_BYTES[name] for name in formats[:count]))
     width = 2.0 if half else 4.0
     if parallel.has_sharded_params and _data_ranks(args, world_size, "dense") > 1:
-        instance = max(
-            1, ranks // (parallel.num_distributed_optimizer_instances or 1)
-        )  # (a search asks before rules do)
-        # fp32 shards are weights and main parameters in one
+        # fp32 shards are weights and main parameters at once
         return StateBytes(
-            4 / instance + (width if parallel.has_gathered_params else 0.0),
-            4 / instance,
+            4 / instance_ranks + (width if parallel.has_gathered_params else 0.0),
+            4 / instance_ranks,
             0.0,
-            moments / instance,
-            _share_on_host(args) * moments / instance,
+            moments / instance_ranks,
+            _share_on_host(args) * moments / instance_ranks,
         )
-    shards = 1
-    if parallel.use_distributed_optimizer and parallel.fsdp_strategy != "no_shard":
-        shards = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))
+    is_sharded = parallel.use_distributed_optimizer and parallel.fsdp_strategy != "no_shard"
+    shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
         width, main_device = fp8_param_bytes(args), float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
         main_host = main_device
     elif half:
-        # beside bf16 weights, fp32 main parameters need only what these lack; on a host that updates them there are no weights
+        # fp32 main parameters need only the bits that bf16 weights lack, except on a host that updates them
         main_host = float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
         shared = aware and precision.bf16 and optimizer.main_params_dtype == "fp32"
         main_device = 2.0 if shared else main_host
@@ -118,18 +112,19 @@ def _trained(args: Arguments, world_size: int, kind: str, stored: bool, table: b
 def rank_state_bytes(
     args: Arguments, world_size: int, dense: int, expert: int, stored: tuple[int, int] = (0, 0), tables: int = 0
 ) -> StateBytes:
-    """All bytes of a rank that holds so many dense parameters and parameters of experts.
+    """Return all bytes of a rank with these numbers of dense and expert parameters.
 
-    stored: how many of each are kept in 8 bits. tables: how many of the dense ones are rows of embeddings and head.
+    `stored`: how many of each are stored in fp8. `tables`: how many of the dense ones belong to the embeddings and the
+    head.
     """
-    counts = (
+    counts: tuple[tuple[Literal["dense", "expert"], bool, bool, int], ...] = (
         ("dense", False, False, dense - stored[0] - tables),
         ("expert", False, False, expert - stored[1]),
         ("dense", True, False, stored[0]),
         ("expert", True, False, stored[1]),
         ("dense", False, True, tables),
     )
-    parts = [(count, state_bytes(args, world_size, kind, apart, table)) for kind, apart, table, count in counts]
+    parts = [(count, state_bytes(args, world_size, kind, is_fp8, table)) for kind, is_fp8, table, count in counts]
     return StateBytes(
         *(
             sum(count * getattr(each, name) for count, each in parts)
@@ -139,18 +134,18 @@ def rank_state_bytes(
 
 
 def has_known_state(args: Arguments) -> bool:
-    """Can all this be told? Not of an optimizer whose state is not known."""
+    """Return whether the size of the optimizer's state is known."""
     return args.optimizer.optimizer in MOMENTS
 
 
 def fp8_param_bytes(args: Arguments) -> float:
-    """Return the bytes of a weight stored in fp8, with its share of the block's scales; a scale per tensor is not counted."""
+    """Return the bytes of a weight stored in fp8, with its share of the block's scales but no scale per tensor."""
     has_blocks = args.precision.fp8_recipe == "blockwise"
     return 1.0 + (FP8_BLOCK_SCALE_BYTES / FP8_BLOCK_ELEMENTS if has_blocks else 0.0)
 
 
 def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:
-    """Ranks that hold the same parameter."""
+    """Return how many ranks hold the same parameter."""
     sizes = parallel_sizes(args)
     model = sizes["etp"] * sizes["ep"] * sizes["pp"] if kind == "expert" else sizes["tp"] * sizes["pp"]
     return max(1, world_size // model)
@@ -164,7 +159,10 @@ def _share_on_host(args: Arguments) -> float:
 
 
 def _gradient_bytes(args: Arguments) -> float:
-    """Of the buffer; with --ddp-param-name-patterns-for-fp32-local-accumulation all also of what is added up beside it."""
+    """Return the bytes of a gradient in the buffer.
+
+    With --ddp-param-name-patterns-for-fp32-local-accumulation all, the separate accumulation counts too.
+    """
     precision, half = args.precision, args.precision.bf16 or args.precision.fp16
     sharded = args.parallel.use_megatron_fsdp and args.parallel.megatron_fsdp_main_grads_dtype == "bf16"
     narrow = (

@@ -1,4 +1,4 @@
-"""What --validate-only says about memory: weights, gradients and optimizer state of the rank that holds most, for every mapping."""
+"""The memory line of --validate-only: weights, gradients and optimizer state of the fullest rank, for every mapping."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
-from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params
-from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params
 from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
@@ -21,16 +20,16 @@ _GIB = 2.0**30
 
 
 def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[StateBytes]:
-    """Bytes of a rank of every pipeline stage, first to last; all ranks of a stage hold as much."""
+    """Return the bytes of a rank of every pipeline stage, first to last; all ranks of a stage hold the same."""
     params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
-    found = []
+    states = []
     for chunks in chunk_layouts(args.model, args.parallel):
         held = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
         stored = fp8_params_on_rank(plain, chunks) if args.has_fp8_params else ParamsPerRank(0, 0)
         if args.model.dsa_indexer_warmup:
-            found.append(_warming_up(args, world_size, held, chunks))
+            states.append(_indexer_warmup_state(args, world_size, held, chunks))
             continue
-        found.append(
+        states.append(
             rank_state_bytes(
                 args,
                 world_size,
@@ -40,11 +39,13 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
                 sum(params.tables(chunk) for chunk in chunks),
             )
         )
-    return found
+    return states
 
 
-def _warming_up(args: Arguments, world_size: int, held: ParamsPerRank, chunks: Sequence[ChunkLayout]) -> StateBytes:
-    """Indexers are trained; of all else there are weights only."""
+def _indexer_warmup_state(
+    args: Arguments, world_size: int, held: ParamsPerRank, chunks: Sequence[ChunkLayout]
+) -> StateBytes:
+    """Return the state of --dsa-indexer-warmup: indexers are trained, everything else has weights only."""
     depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
     trained = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
     state = rank_state_bytes(args, world_size, trained, 0)
@@ -55,7 +56,7 @@ def _warming_up(args: Arguments, world_size: int, held: ParamsPerRank, chunks: S
 
 
 def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
-    """The same model with matrices only."""
+    """Return the parameters of the same model without biases and without the norms of queries and keys."""
     return LayerParams(
         replace(args, model=replace(args.model, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)),
         vocab_rows,
@@ -63,7 +64,7 @@ def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
 
 
 def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
-    """Weights that a rank keeps in 8 bits (estimate/fp8_params.py: of the whole model), if the flags ask for it at all."""
+    """Return the weights that a rank stores in fp8 with --fp8-param-gather."""
     model, precision = plain.model, plain.args.precision
     first, last = (
         (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
@@ -74,22 +75,22 @@ def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> Par
     for chunk in chunks:
         for number in chunk.layers:
             if first <= number < model.num_layers - last:
-                held += _matrices(plain, plain.pattern[number], number)
+                held += _quantized_matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
-            depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers
-            one = _matrices(plain, mtp_is_moe(plain.pattern), model.num_layers) + ParamsPerRank(
+            depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
+            one = _quantized_matrices(plain, mtp_is_moe(plain.pattern), model.num_layers) + ParamsPerRank(
                 2 * model.hidden_size**2 // plain.tp, 0
             )
             held += ParamsPerRank(depths * one.dense, depths * one.expert)
     return held
 
 
-def _matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
-    """The quantised matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
+def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
+    """Return the quantized matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
     hidden, moe = plain.model.hidden_size, plain.moe
     rest = 2 * plain.norm(hidden) + indexer_params(plain.model)
     if is_moe:
-        rest += moe.num_experts * hidden + (
+        rest += plain.num_experts * hidden + (
             hidden if moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate else 0
         )
     if is_linear(plain.model, number):
@@ -98,9 +99,9 @@ def _matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
 
 
 def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
-    """The line; nothing where the flags do not tell the vocabulary, or the optimizer's state is not known.
+    """Return the line, or nothing if the vocabulary size or the optimizer's state is unknown.
 
-    world_size None: of one replica of the model and its experts.
+    Without `world_size`, one replica of the model and its experts is assumed.
     """
     rows = padded_vocab_size or padded_vocab_size_from_flags(args)
     if rows is None or not has_known_state(args):

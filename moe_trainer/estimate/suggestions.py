@@ -1,9 +1,9 @@
-"""Which change of a command line that does not fit makes it fit, cheapest first.
+"""Find changes of flags that make a command line fit, cheapest first.
 
-Single changes are planned through the real rules: more recompute, other sizes of the mapping, a smaller micro-batch, fewer virtual stages,
-a smaller optimizer, offloading. Where no single change fits, or only a slow one, pairs of different kinds are planned too, those first
-that promise to save enough. Where no pair fits either, changes are added one by one, each time the one that saves most for its cost; and
-at last the number of devices is raised.
+Single changes are planned through the real rules: more recompute, other sizes of the mapping, a smaller micro-batch,
+fewer virtual stages, a smaller optimizer, offloading. If no single change fits, or only a slow one, pairs of different
+kinds are planned too, the most promising first. If no pair fits either, changes are added one by one, each time the one
+that saves most for its cost; and at last the number of devices is raised.
 """
 
 from __future__ import annotations
@@ -32,36 +32,45 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.hardware import Hardware
 
 SLOW = 0.05
-"""A single change that costs more than this is compared with pairs."""
+"""Cost of a single change above which pairs are tried too."""
 MOST_PAIRS, ENOUGH_PAIRS, LONGEST_CHAIN = 120, 6, 6
-"""Pairs that are planned, pairs that fit after which no more are planned, and changes that are added one by one."""
+"""Maximum of planned pairs, number of fitting pairs after which planning stops, and maximum of changes in a chain."""
 LIKELY, POSSIBLE = 1.1, 1.3
-"""Memory that a pair should need by the savings of its single changes, as a multiple of what there is: up to the first, pairs are planned
-fastest first; up to the second after these, smallest first; above, not at all."""
+"""Memory that a pair is expected to need, as a multiple of what there is.
+
+Up to the first, pairs are planned fastest first; then up to the second, smallest first; above, not at all.
+"""
 LEAST_COST = 0.05
-"""Added to what a change costs when savings are weighed against it, so that a free change that saves little does not win."""
+"""Added to the cost of a change when savings are weighed against it, so that small free savings do not win."""
 AS_FAST = 0.0005
-"""A difference in pace that is shown as none."""
+"""Differences of speed that are shown as none."""
 LEAST_SHARD = 2048
-"""Positions of a sequence that context parallelism leaves a rank at least."""
+"""Minimum positions of a sequence per rank with context parallelism."""
 LEAST_CONTEXT = 8192
-"""Positions of a sequence below which context parallelism is not offered."""
+"""Sequence length from which context parallelism is offered."""
 RECOMPUTE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
-    "checkpoint_activations "
-    "moe_layer_recompute".split()
+    "checkpoint_activations moe_layer_recompute".split()
 )
 LAYOUT = frozenset(
     "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
-    "decoder_first_pipeline_num_layers "
-    "num_virtual_stages_per_pipeline_rank decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
-    "account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage".split()
+    "decoder_first_pipeline_num_layers num_virtual_stages_per_pipeline_rank decoder_last_pipeline_num_layers "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    "microbatch_group_size_per_vp_stage".split()
 )
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change. kind: of two changes of a kind only one is made; dests: what it replaces; words: with what; note: what else it does."""
+    """One change of a command line.
+
+    Attributes:
+        kind: only one change of a kind is made.
+        words: flags to add.
+        dests: flags to remove.
+        note: what else it changes.
+        devices: factor of the number of devices.
+    """
 
     kind: str
     words: tuple[str, ...]
@@ -72,7 +81,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Fix:
-    """Changes with which a plan fits. slower: its time per token and device against the line's, as a fraction more."""
+    """Changes that make a plan fit. `slower`: relative increase of the time per token and device."""
 
     changes: tuple[Change, ...]
     plan: Plan
@@ -80,12 +89,11 @@ class Fix:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The flags to give."""
         return tuple(word for change in self.changes for word in change.words)
 
     @property
     def outcome(self) -> str:
-        """The memory that is then left, the change of pace, and what else the flags change, in one clause."""
+        """The memory that is left, the change of speed, and what else the flags change, in one clause."""
         pace = f"{100 * abs(self.slower):.1f} % {'slower' if self.slower > 0 else 'faster'}"
         if abs(self.slower) < AS_FAST:
             pace = "as fast"
@@ -94,31 +102,33 @@ class Fix:
 
     @property
     def text(self) -> str:
-        """The flags to give, and their outcome."""
         return f"{' '.join(self.words)}: {self.outcome}"
 
 
 def cheapest_fixes(
     argv: Sequence[str], plan: Plan, headroom: float = 1.0, searched: bool = True, most: int = 3
 ) -> list[Fix]:
-    """Find what makes a line fit that does not.
+    """Find changes that make a command line fit.
 
     Args:
-        argv: the line; plan: its plan. headroom: load of a rank, as a multiple of an even share, that must fit too.
-        searched: change what a search for mappings chooses, too. most: how many to return.
+        argv: the command line.
+        plan: its plan.
+        headroom: load of a rank, as a multiple of an even share, that must fit too.
+        searched: also change what a search for mappings chooses.
+        most: maximum number of results.
 
     Returns:
-        The fastest fixes; singles before pairs that are not faster. Empty: nothing of this fits.
+        The fastest fixes; single changes before pairs that are not faster.
     """
     found: list[Fix] = []
     legal: list[tuple[Change, Plan]] = []
     for change in changes(plan.args, plan.hardware, plan.world_size, searched):
-        other = _planned(argv, (change,), plan)
+        other = _plan_changes(argv, (change,), plan)
         if other is None:
             continue
         legal.append((change, other))
         if _fits(other, headroom):
-            found.append(Fix((change,), other, _slower(other, plan)))
+            found.append(Fix((change,), other, _slowdown(other, plan)))
     if not found or min(fix.slower for fix in found) > SLOW:
         found += _pairs(argv, plan, legal, headroom)
     if not found and legal:
@@ -134,15 +144,15 @@ def cheapest_fixes(
             )
             for times in (2, 4, 8)
         ]
-        larger = [(change, other) for change in more if (other := _planned(argv, (change,), plan)) is not None]
-        found = [Fix((change,), other, _slower(other, plan)) for change, other in larger if _fits(other, headroom)]
+        larger = [(change, other) for change in more if (other := _plan_changes(argv, (change,), plan)) is not None]
+        found = [Fix((change,), other, _slowdown(other, plan)) for change, other in larger if _fits(other, headroom)]
         if not found:
             found = _pairs(argv, plan, [*legal, *larger], headroom)
     return _undominated(found)[:most]
 
 
 def _undominated(found: Sequence[Fix]) -> list[Fix]:
-    """Fastest first, of each set of kinds the fastest only, and nothing that contains a fix and is slower."""
+    """Sort by speed; keep the fastest of each set of kinds and nothing that contains a fix and is slower."""
     kept: list[Fix] = []
     for fix in sorted(found, key=lambda fix: (round(fix.slower, 3), len(fix.changes), -fix.plan.margin)):
         kinds = {change.kind for change in fix.changes}
@@ -155,12 +165,12 @@ def _fits(plan: Plan, headroom: float) -> bool:
     return plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom)
 
 
-def _slower(plan: Plan, before: Plan) -> float:
+def _slowdown(plan: Plan, before: Plan) -> float:
     return before.tokens_per_second / plan.tokens_per_second - 1
 
 
-def _planned(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> Plan | None:
-    """The plan with these changes; None where the rules refuse them."""
+def _plan_changes(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> Plan | None:
+    """Return the plan with these changes, None if the rules reject them."""
     dests = frozenset().union(*(change.dests for change in chosen))
     line = [*drop_flags(argv, dests), *(word for change in chosen for word in change.words)]
     gpus = plan.world_size
@@ -173,22 +183,22 @@ def _planned(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> Plan 
 
 
 def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:
-    """Pairs of changes of different kinds, those first that should save enough at least cost."""
+    """Return fitting pairs of changes of different kinds, the most promising first."""
     room = plan.peak.total + plan.margin
     able = []
     for (first, one), (second, two) in itertools.combinations(legal, 2):
         if first.kind == second.kind:
             continue
         needs = plan.peak.total * (one.peak.total / plan.peak.total) * (two.peak.total / plan.peak.total)
-        slower = (1 + _slower(one, plan)) * (1 + _slower(two, plan))
+        slower = (1 + _slowdown(one, plan)) * (1 + _slowdown(two, plan))
         if needs <= POSSIBLE * room:
             likely = needs <= LIKELY * room
             able.append((not likely, slower if likely else needs, first, second))
     found: list[Fix] = []
     for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MOST_PAIRS]:
-        other = _planned(argv, (first, second), plan)
+        other = _plan_changes(argv, (first, second), plan)
         if other is not None and _fits(other, headroom):
-            found.append(Fix((first, second), other, _slower(other, plan)))
+            found.append(Fix((first, second), other, _slowdown(other, plan)))
             if len(found) >= ENOUGH_PAIRS:
                 break
     return found
@@ -204,18 +214,18 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
             (change, other)
             for change in offered
             if change.kind not in kinds
-            and (other := _planned(argv, (*chosen, change), plan)) is not None
+            and (other := _plan_changes(argv, (*chosen, change), plan)) is not None
             and other.peak.total < now.peak.total
         ]
         fitting = [
-            Fix((*chosen, change), other, _slower(other, plan)) for change, other in plans if _fits(other, headroom)
+            Fix((*chosen, change), other, _slowdown(other, plan)) for change, other in plans if _fits(other, headroom)
         ]
         if fitting or not plans:
             return fitting
         best, now = max(
             plans,
             key=lambda each: (
-                math.log(now.peak.total / each[1].peak.total) / (LEAST_COST + max(0.0, _slower(each[1], now)))
+                math.log(now.peak.total / each[1].peak.total) / (LEAST_COST + max(0.0, _slowdown(each[1], now)))
             ),
         )
         chosen = (*chosen, best)
@@ -223,7 +233,7 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
 
 
 def changes(args: Arguments, hardware: Hardware, gpus: int, searched: bool = True) -> Iterator[Change]:
-    """All single changes of a command line that may save memory."""
+    """Yield all single changes of a command line that may save memory."""
     if searched:
         yield from () if args.has_frozen_weights else _recompute(args)
         yield from _mapping(args, hardware, gpus)
@@ -254,11 +264,8 @@ def _recompute(args: Arguments) -> Iterator[Change]:
 
 def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]:
     parallel, training = args.parallel, args.training
-    tp, pp, ep = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.expert_model_parallel_size,
-    )
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
     cp, mbs = parallel.context_parallel_size, training.micro_batch_size
     for size in sorted({mbs // 2, 1} - {0, mbs}, reverse=True):
         yield Change("micro-batch", ("--micro-batch-size", str(size)), frozenset(("micro_batch_size",)))

@@ -1,7 +1,7 @@
-"""Which products TransformerEngine's layers can be asked for, as far as flags tell: for the kit, which chooses, and for plans of memory.
+"""Which GEMMs Transformer Engine can compute, as far as flags tell, for the layer factory and memory plans.
 
-Where it is not asked, this program's own layers compute, and keep the inputs of their products as they are. What the package, the
-device and the widths allow is judged where they are known (layers/te.py, layers/te_layers.py).
+Otherwise this program's own layers compute them and save the inputs unquantized. What the package, the device and the
+widths allow is checked where they are known (layers/te.py, layers/te_layers.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
-    """What keeps it from quantised products; None if nothing does, or if none are asked for. stores: weights are kept in 8 bits."""
+    """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested.
+
+    `stores`: weights are stored in fp8.
+    """
     if not precision.fp8 and not precision.fp4:
         return None
     if stores:
@@ -25,8 +28,7 @@ def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
     if precision.fp8 and precision.fp8_recipe == "delayed":
         return (
             "it renews delayed scales with every microbatch and keeps them to itself; here they are those of an "
-            "iteration, the same "
-            "for every mapping and with recompute, and stand in checkpoints"
+            "iteration, the same for every mapping and with recompute, and stand in checkpoints"
         )
     if precision.fp8 and not precision.fp8_wgrad:
         return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
@@ -34,7 +36,7 @@ def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
 
 
 def experts_problem(moe: MoEArgs, ep: int) -> str | None:
-    """What keeps it from the experts over so many ranks; None if nothing does."""
+    """Return why it cannot compute the experts with this expert parallelism, None if it can."""
     if moe.moe_clone_hot_experts and ep > 1:
         return "it has a fixed number of experts, and clones of others come and go (--moe-clone-hot-experts)"
     if moe.moe_paged_stash:
@@ -43,7 +45,7 @@ def experts_problem(moe: MoEArgs, ep: int) -> str | None:
 
 
 def te_quantizes(args: Arguments) -> tuple[bool, bool]:
-    """Does it compute quantised products of (linears, experts), where it can be used at all?"""
+    """Return whether it computes quantized GEMMs of (linears, experts), if it can be used at all."""
     precision, moe = args.precision, args.moe
     fits = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
     fits = fits and recipe_problem(precision, args.has_fp8_params) is None

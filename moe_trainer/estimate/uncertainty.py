@@ -1,14 +1,16 @@
-"""How far a predicted time may be off: an error bar that grows with the distance from what the time model was calibrated on.
+"""Error bars of predicted times, which grow with the distance from what the time model was calibrated on.
 
-The bar of a plan is a sum: a base, and a term for every feature of the plan (`FEATURES`) that made published runs hard to predict. Base
-and terms are fitted to the absolute errors |log(predicted / measured)| of all published runs (published_runs.py, holdout_runs.py) by quantile
-regression, so that LEVEL of the runs lie inside. `held_out` refits without a model's runs and counts how many of these lie inside.
-What no published run has (`UNTESTED_FEATURES`) costs UNTESTED each, and a size beyond the published ones PER_DOUBLING for every doubling.
-These two numbers are estimates: no data says them.
+The bar of a plan is a sum: a base, and a term for every feature of the plan (`FEATURES`) that made published runs hard
+to predict. Base and terms are fitted to the absolute errors |log(predicted / measured)| of all published runs
+(published_runs.py, holdout_runs.py) by quantile regression, so that LEVEL of the runs lie inside. `cross_validate`
+refits without a model's runs and counts how many of these lie inside. Features that no published run has
+(`UNTESTED_FEATURES`) cost UNTESTED each, and every doubling of a size beyond the published ones PER_DOUBLING. These two
+numbers are estimates without data.
 
-With a hardware file that `plan.py calibrate --from` wrote, its runs take the place of the published ones.
+With a hardware file that `plan.py calibrate --from` wrote, its runs replace the published ones.
 
-Two plans of one command line share most of their error: only features that one of them has alone make them differ (`comparison_bar`).
+Two plans of one command line share most of their error: they differ only by features that one of them has alone
+(`comparison_bar`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from arguments.layer_pattern import uses_window
 from moe_trainer.estimate.interconnect import Interconnect
@@ -31,40 +33,51 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.published_runs import PublishedRun
 
 LEVEL = 0.85
-"""Quantile that is fitted. Of models that were left out of the fit 83 % of the runs then lie inside their bars, at 0.8 82 %, at 0.9 91 %."""
+"""Fitted quantile.
+
+Of models that were left out of the fit, 83 % of the runs then lie inside their bars; at 0.8 82 %, at 0.9 91 %.
+"""
 UNTESTED, PER_DOUBLING = 0.15, 0.05
 PUBLISHED_PARAMETERS = (16e9, 683e9)
 PUBLISHED_GPUS = (8, 1024)
 FITTED_HARDWARE, PUBLISHED_HARDWARE = ("h100", "gb200", "gb300"), ("h100", "gb200", "gb300", "b200", "b300")
 ONE_RUN = 0.15
-"""Base where a hardware file holds a single run: the fit meets it, and says nothing of others."""
+"""Base of a hardware file with a single run, which the fit meets exactly."""
 
 
 def host_share(plan: Plan) -> float:
-    """Part of the forward of an MoE layer (else of a layer) in which the host launches kernels; 1: the device waits for the host."""
+    """Return the share of an MoE layer's forward (else a layer's) in which the host launches kernels.
+
+    At 1 the device waits for the host.
+    """
     args = plan.args
     times = LayerTime(args, Interconnect(plan.hardware), ChunkBytes(args, plan.vocab_rows))
     is_moe = any(times.sizes.pattern)
     return times.host_seconds(is_moe) / times.passes(is_moe)[0].compute
 
 
-def _alltoall(plan: Plan) -> bool:
+def _uses_alltoall(plan: Plan) -> bool:
     moe, parallel = plan.args.moe, plan.args.parallel
     return moe.moe_token_dispatcher_type == "alltoall" and parallel.expert_model_parallel_size > 1
 
 
 class Choice(Protocol):
-    """What a feature is found in: a plan, or as much of one as is known before it is made."""
+    """What a feature depends on: a plan, or what is known before it is made."""
 
-    args: Arguments
-    hardware: Hardware
+    @property
+    def args(self) -> Arguments: ...
+
+    @property
+    def hardware(self) -> Hardware: ...
 
 
-Holds = Mapping[str, Callable[["Plan"], bool]]
+Features = Mapping[str, Callable[["Plan"], bool]]
 
-FEATURES: Holds = MappingProxyType(
+FEATURES: Features = MappingProxyType(
     {
-        "NCCL's all-to-all among more than 64 experts": lambda plan: _alltoall(plan) and plan.args.moe.num_experts > 64,
+        "NCCL's all-to-all among more than 64 experts": lambda plan: (
+            _uses_alltoall(plan) and (plan.args.moe.num_experts or 0) > 64
+        ),
         "the device waits for the host (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
         "attention with a window": lambda plan: any(
             uses_window(plan.args.model, number + 1) for number in range(plan.args.model.num_layers)
@@ -88,7 +101,7 @@ FEATURES: Holds = MappingProxyType(
 )
 """Features of published runs that were hard to predict."""
 
-UNTESTED_FEATURES: Holds = MappingProxyType(
+UNTESTED_FEATURES: Features = MappingProxyType(
     {
         "context parallelism below 16K tokens": lambda plan: (
             plan.args.parallel.context_parallel_size > 1 and plan.args.data.seq_length < 16384
@@ -126,7 +139,7 @@ OF_MAPPINGS = (
     "full recompute",
     "more than 16 pipeline stages",
 )
-"""Features that a search chooses, which are found in flags and hardware alone."""
+"""Features that a search chooses; they depend on flags and hardware only."""
 
 
 def _backend(plan: Plan) -> str:
@@ -136,8 +149,6 @@ def _backend(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class ErrorTerms:
-    """A fitted base and its terms by feature."""
-
     base: float
     terms: Mapping[str, float]
 
@@ -153,14 +164,13 @@ class Residual:
 
 @dataclass(frozen=True)
 class ErrorBar:
-    """relative: of the time, to both sides; reasons: what makes it larger than the base, the largest first."""
+    """`relative` error of the time in both directions, and what makes it larger than the base, the largest first."""
 
     relative: float
     reasons: tuple[tuple[str, float], ...]
 
     @property
     def percent(self) -> str:
-        """The error to both sides as text, as in "12 %"."""
         return f"{100 * self.relative:.0f} %"
 
 
@@ -180,24 +190,27 @@ FITTED = ErrorTerms(
         }
     ),
 )
-"""Fitted to the published runs; `scripts/plan.py calibrate` fits it again and a test compares."""
+"""Fitted to the published runs; `scripts/plan.py calibrate` repeats the fit and a test compares."""
 COMPARISON = 0.05
-"""Base of a comparison: LEVEL of the pairs of published runs of one model, machine, format and set of features are ordered this well."""
+"""Base of a comparison.
+
+LEVEL of the pairs of published runs of one model, machine, format and set of features are ordered this well.
+"""
 
 
 def features(plan: Plan) -> frozenset[str]:
-    """Every feature that a plan has, published or not."""
+    """Return every feature that a plan has, published or not."""
     return frozenset(name for table in (FEATURES, UNTESTED_FEATURES) for name, holds in table.items() if holds(plan))
 
 
 def quantile(values: Sequence[float], level: float = LEVEL) -> float:
-    """The smallest value that `level` of so many values and one more would not exceed: of few values the largest."""
+    """Return the smallest value that `level` of these values and one more do not exceed, or the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered), math.ceil(level * (len(ordered) + 1))) - 1]
 
 
 def fit(residuals: Sequence[Residual], sweeps: int = 100) -> ErrorTerms:
-    """Fit base and terms so that LEVEL of the errors lie below their sums (coordinate descent; terms are not negative)."""
+    """Fit base and terms so that LEVEL of the errors are below their sums (coordinate descent, non-negative terms)."""
     names = [name for name in FEATURES if any(name in each.features for each in residuals)]
     terms = dict.fromkeys(names, 0.0)
     plain = [each.error for each in residuals if not each.features]
@@ -225,14 +238,14 @@ def published_residuals(
     tflops: Callable[[PublishedRun], float],
     plan_published_run: Callable[[PublishedRun], Plan],
 ) -> list[Residual]:
-    """Errors of published runs. Their groups are the models, for `held_out`."""
+    """Return the errors of published runs; the models are the groups for `cross_validate`."""
     return [
         Residual(row.family, abs(math.log(tflops(row) / row.tflops)), features(plan_published_run(row))) for row in rows
     ]
 
 
 def total_error(terms: ErrorTerms, found: Iterable[str]) -> float:
-    """The bar of a run with these features; what the terms do not know is untested."""
+    """Return the bar of a run with these features; features without a term are untested."""
     return terms.base + sum(_term(terms, name) for name in found)
 
 
@@ -241,13 +254,14 @@ def _term(terms: ErrorTerms, name: str) -> float:
 
 
 def config_error(choice: Choice) -> float:
-    """What the features that a mapping chooses (OF_MAPPINGS) add to the bar of a plan, by the published runs."""
+    """Return what the features that a mapping chooses (OF_MAPPINGS) add to the bar of a plan."""
     tables = {**FEATURES, **UNTESTED_FEATURES}
-    return sum(_term(FITTED, name) for name in OF_MAPPINGS if tables[name](choice))
+    plan = cast("Plan", choice)  # these features read args and hardware only
+    return sum(_term(FITTED, name) for name in OF_MAPPINGS if tables[name](plan))
 
 
 def cross_validate(residuals: Sequence[Residual]) -> list[tuple[Residual, float]]:
-    """Every run with the bar that runs of other groups alone give it."""
+    """Return every run with the bar that a fit to the runs of other groups gives it."""
     found = []
     for group in dict.fromkeys(each.group for each in residuals):
         terms = fit([each for each in residuals if each.group != group])
@@ -260,9 +274,9 @@ def _doublings(value: float, least: float, most: float) -> float:
 
 
 def error_bar(plan: Plan) -> ErrorBar:
-    """How far the time of a plan may be off, and why."""
+    """Return how far the time of a plan may be off, and why."""
     if plan.hardware.calibration:
-        return _own_bar(plan, plan.hardware.calibration)
+        return _calibrated_bar(plan, plan.hardware.calibration)
     parts = [(name, _term(FITTED, name)) for name in features(plan)]
     billions = plan.counts.total + plan.counts.mtp
     parts.append(
@@ -278,16 +292,16 @@ def error_bar(plan: Plan) -> ErrorBar:
             PER_DOUBLING * _doublings(plan.world_size, *PUBLISHED_GPUS),
         )
     )
-    return _summed(FITTED.base, parts)
+    return _sum_terms(FITTED.base, parts)
 
 
-def _summed(base: float, parts: Iterable[tuple[str, float]]) -> ErrorBar:
+def _sum_terms(base: float, parts: Iterable[tuple[str, float]]) -> ErrorBar:
     kept = sorted(((name, value) for name, value in parts if value > 0.005), key=lambda part: (-part[1], part[0]))
     return ErrorBar(base + sum(value for _, value in kept), tuple(kept))
 
 
 def sizes_of(plan: Plan) -> dict[str, int]:
-    """The sizes of a mapping that change how it communicates."""
+    """Return the sizes of a mapping that change how it communicates."""
     parallel = plan.args.parallel
     return {
         "TP": parallel.tensor_model_parallel_size,
@@ -297,8 +311,8 @@ def sizes_of(plan: Plan) -> dict[str, int]:
     }
 
 
-def _own_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
-    """The bar by the user's own runs: their own errors when each is left out, and what none of them has."""
+def _calibrated_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
+    """Return the bar from the user's own runs: their errors when left out, and what none of them has."""
     errors = [abs(math.log(run.left_out / run.seconds)) for run in runs if run.left_out]
     base = max(0.02, quantile(errors)) if errors else ONE_RUN
     known = frozenset(name for run in runs for name in run.features)
@@ -324,11 +338,11 @@ def _own_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
             PER_DOUBLING * _doublings(plan.world_size, min(ranks), max(ranks)),
         )
     )
-    return _summed(base, parts)
+    return _sum_terms(base, parts)
 
 
 def comparison_bar(first: Plan, second: Plan) -> float:
-    """How far the ratio of two predicted times of one model may be off: what both plans share cancels."""
+    """Return how far the ratio of two predicted times of one model may be off; common errors cancel."""
     base = COMPARISON + (COMPARISON if first.width != second.width else 0.0)
     mine, theirs = dict(error_bar(first).reasons), dict(error_bar(second).reasons)
     return base + sum(mine.get(name, 0.0) + theirs.get(name, 0.0) for name in mine.keys() ^ theirs.keys())

@@ -7,7 +7,7 @@ from training.layouts import create_groups, make_argv, make_run
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
-from moe_trainer.estimate.rank_parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.static_memory import stage_states
 from moe_trainer.parallel.params import get_param_info, unique_params
 

@@ -10,7 +10,7 @@ import pretrain_moe
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
-from moe_trainer.estimate.rank_parameters import ParamsPerRank
+from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states, state_report
 from moe_trainer.parallel.params import get_param_info, is_fp8_param, unique_params
 
