@@ -221,7 +221,7 @@ def _bytes(base: str, out: bool, tensors: Sequence[Tensor]) -> int:
     return sum(x.bytes for x in (*reads, *made)) + (1 if once else 2) * sum(x.bytes for x in writes)
 
 
-class Totals(dict[str, float]):
+class CostSums(dict[str, float]):
     """Sums by key; a missing key is 0."""
 
     def __missing__(self, key: str) -> float:
@@ -236,8 +236,8 @@ class Totals(dict[str, float]):
 class LineCost:
     """Cost of a source line in an iteration; seconds and kernels by what limits them."""
 
-    seconds: Totals = field(default_factory=Totals)
-    kernels: Totals = field(default_factory=Totals)
+    seconds: CostSums = field(default_factory=CostSums)
+    kernels: CostSums = field(default_factory=CostSums)
     bytes: float = 0.0
     flops: float = 0.0
 
@@ -266,7 +266,7 @@ class RankCosts:
     unfilled: float = 0.0
     host_waits: float = 0.0
     lines: dict[str, LineCost] = field(default_factory=dict)
-    layers: Totals = field(default_factory=Totals)
+    layers: CostSums = field(default_factory=CostSums)
 
     @property
     def total(self) -> float:
