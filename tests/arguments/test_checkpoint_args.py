@@ -75,7 +75,7 @@ def test_nothing_happens_without_the_flag():
     assert args.model.num_layers == 2
 
 
-def test_what_the_checkpoint_knows_need_not_be_typed():
+def test_flags_in_the_checkpoint_need_not_be_given():
     line = "--load a --use-checkpoint-args --seq-length 32 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data"
     recorded = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
     recorded |= {"tokenizer_type": "NullTokenizer", "vocab_size": 100}

@@ -28,7 +28,7 @@ def test_long_spellings_are_the_same():
     assert parse_args(changed(long, FREE), 8).moe == parse_args(changed(FINE, FREE), 8).moe
 
 
-def test_expansion_alone_has_no_effect_and_says_so():
+def test_expansion_alone_has_no_effect_and_is_noted():
     settings, violations = findings(changed("--R-O 3"), 8)
     assert not violations
     assert settings.num_experts == 8

@@ -26,18 +26,18 @@ def test_what_is_captured_is_accepted(added):
 
 
 @pytest.mark.parametrize(("added", "reason"), OUTSIDE)
-def test_what_is_asked_for_and_not_captured_is_said_once(added, reason):
+def test_modules_that_are_not_captured_are_logged_once(added, reason):
     settings, violations = resolve_command_line(changed(added), 8)
     messages = [line for line in settings.notes if "moe_preprocess is not captured" in line]
     assert len(messages) == 1 and reason in messages[0] and not violations
 
 
 @pytest.mark.parametrize("added", [PREPROCESS, f"{PREPROCESS} --expert-model-parallel-size 2", ROUTER])
-def test_nothing_is_said_where_everything_is_captured(added):
+def test_nothing_is_logged_where_everything_is_captured(added):
     assert not [line for line in resolve_command_line(changed(added), 8)[0].notes if "not captured" in line]
 
 
-def test_the_whole_iteration_of_dropless_experts_has_one_reason():
+def test_the_full_iteration_of_dropless_experts_has_one_reason():
     flags = (
         "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --overlap-grad-reduce "
         "--pipeline-model-parallel-size 2 "
@@ -54,6 +54,6 @@ def test_all_obstacles_are_reported_at_once():
     assert len([violation for violation in found if "--cuda-graph-impl" in violation.flags]) == 3
 
 
-def test_modules_without_graphs_say_that_they_do_nothing():
+def test_modules_without_graphs_report_no_effect():
     settings, _ = resolve_command_line(changed("--cuda-graph-modules attn"), 8)
     assert any("--cuda-graph-modules" in flag for flag, _ in settings.no_effect)

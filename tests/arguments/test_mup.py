@@ -54,7 +54,7 @@ def test_multipliers_without_the_switch_change_nothing():
         ("--multi-latent-attention", "latent attention"),
     ],
 )
-def test_what_is_not_scaled_is_said(more, note_text):
+def test_what_is_not_scaled_is_noted(more, note_text):
     width = parse().model.hidden_size
     settings, _ = resolve_command_line([*base_line(), *MUP, str(width // 4), *more.split()], 8)
     assert any(note_text in note for note in settings.notes), settings.notes

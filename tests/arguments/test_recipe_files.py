@@ -289,7 +289,7 @@ def test_names_without_dashes_that_are_no_flags_are_named(recipe):
 
 
 @pytest.mark.parametrize("table", ["MODEL_ARGS", "ARGS"])
-def test_a_recipe_that_says_too_little_is_refused_without_a_traceback(recipe, table, capsys):
+def test_an_incomplete_recipe_is_rejected_without_a_traceback(recipe, table, capsys):
     argv = ["--preset", recipe(f"{table}:\n  num_layers: 4\n"), "--validate-only", "--world-size", "8"]
     assert run_validate_only(argv, lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2
     assert "--hidden-size is missing" in capsys.readouterr().err

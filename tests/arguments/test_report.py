@@ -73,7 +73,7 @@ def test_world_size_of_the_environment(tmp_path, monkeypatch):
     assert code == 0 and report["world_size"] == 2
 
 
-def test_without_a_world_size_its_rules_are_left_out_and_it_says_so(tmp_path, capsys):
+def test_without_a_world_size_its_rules_are_skipped_with_a_note(tmp_path, capsys):
     code, report = run(tmp_path, "--global-batch-size", "7")
     assert code == 0 and report["world_size"] is None
     assert any("number of ranks" in line for line in report["notes"])

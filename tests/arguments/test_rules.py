@@ -93,7 +93,7 @@ def test_unknown_ranks_leave_their_rules_out():
     assert findings(line, 8)[1]
 
 
-def test_messages_are_short_and_whole():
+def test_messages_are_short_and_complete():
     for added, removed, _ in BROKEN:
         for violation in findings(changed(added, removed), 8)[1]:
             if violation.kind == "rule":

@@ -96,7 +96,7 @@ def test_package_versions():
     assert [v.flags[0] for v in old] == ["--moe-router-fusion"] and "2.7" in old[0].message
 
 
-def test_segments_of_memory_that_grow_are_asked_for_before_torch_is_there(monkeypatch):
+def test_expandable_segments_are_set_before_torch_is_imported(monkeypatch):
     def wanted(flags, env=""):
         return allocator_environment(resolve_command_line(changed(flags), 8)[0], environment(env))
 

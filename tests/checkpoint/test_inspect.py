@@ -110,7 +110,7 @@ def problems(call, folder):
     return out
 
 
-def test_a_whole_checkpoint_is_whole(tmp_path, call, shared):
+def test_a_valid_checkpoint_is_reported_as_valid(tmp_path, call, shared):
     write(tmp_path, verify_integrity=True)
     assert "is whole" in call("verify", tmp_path)[1]
     code, out, _ = call("verify", shared / "golden/ckpt/a2_torch_dist")

@@ -44,7 +44,7 @@ def test_every_value_of_a_golden_checkpoint(shared):
     assert torch.equal(torch.get_rng_state(), legacy["rng_state"][0]["torch_rng_state"])
 
 
-def test_rows_that_no_flag_asks_for_are_no_difference(shared, caplog):
+def test_rows_that_no_flag_selects_are_no_difference(shared, caplog):
     """Megatron-LM records its padded vocabulary; that the command line leaves it open is not worth a warning."""
     assert read_saved_args(shared / "golden/ckpt/a2_torch_dist")["padded_vocab_size"] == 512
     model = FakeModel(seed=1)
@@ -103,7 +103,7 @@ def test_the_args_of_a_golden_checkpoint(shared):
     assert latest_iteration(shared / "golden/ckpt/a2_torch_dist") == 5
 
 
-def test_a_golden_checkpoint_is_whole(shared):
+def test_a_golden_checkpoint_is_valid(shared):
     folder = shared / "golden/ckpt/a2_torch_dist/iter_0000005"
     assert check(folder) == []
     assert len(read_index(folder).storage_data) > 100

@@ -85,7 +85,7 @@ def test_data_per_split(prefixes, tmp_path):
     assert build((10, 4, 2), train_data_path=[a], valid_data_path=[b]).test is None
 
 
-def test_a_prefix_that_stands_twice_is_taken_twice_and_said(prefixes, tmp_path, caplog):
+def test_a_repeated_prefix_is_used_twice_and_noted(prefixes, tmp_path, caplog):
     a, b = prefixes[:2]
     build(data_path=["2", a, "1", b], split="1")
     assert caplog.text == ""

@@ -131,7 +131,7 @@ def test_a_weight_that_is_not_finite_comes_first_by_its_name_in_a_stack():
     assert first_nonfinite_weight(Chunk(0, model.blocks[0], str)) is None
 
 
-def test_rows_tell_the_part_and_those_behind_all_parts_mean_nothing():
+def test_rows_encode_the_part_and_rows_after_all_parts_mean_nothing():
     def search(bad_row):
         module = Scale("experts")
         module.forward_plant = torch.zeros(6, 4)

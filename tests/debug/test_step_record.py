@@ -88,7 +88,7 @@ def test_an_older_record_of_the_same_name_is_replaced_and_nothing_else_is_left(t
     assert found.generators(0)["torch"].equal(torch.get_rng_state())
 
 
-def test_a_record_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch):
+def test_a_record_has_its_name_only_when_it_is_complete(tmp_path, monkeypatch):
     staging = step_record.make_staging_dir(tmp_path / "r")
     step_record.write_rank(staging, 0, shards(torch.randn(4, 16, 1), 1, 1, 1)[0], {})
     monkeypatch.setattr(os, "fsync", lambda _file: (_ for _ in ()).throw(OSError(28, "No space left on device")))

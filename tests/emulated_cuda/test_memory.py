@@ -84,7 +84,7 @@ def states_with(argv: list[str], once: bool) -> int:
     return found[1]
 
 
-def test_the_plan_counts_weights_that_are_kept_in_8_bits():
+def test_the_plan_counts_weights_stored_in_fp8():
     argv = [
         *make_argv("plain"),
         *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(),

@@ -96,7 +96,7 @@ GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --
         "--replication",
     ],
 )
-def test_what_the_trainer_rejects_has_no_plan_and_says_so(capsys, flags):
+def test_what_the_trainer_rejects_has_no_plan_but_a_reason(capsys, flags):
     """The planner runs the trainer's rules."""
     argv = [*LINE, *flags.split()]
     _, violations = resolve_command_line(argv, 64)

@@ -113,7 +113,7 @@ def test_formats_are_compared():
         search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
 
 
-def test_of_equal_error_bars_the_simplest_mapping_stands_first():
+def test_of_equal_error_bars_the_simplest_mapping_comes_first():
     flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "256"]
     simple = ParallelConfig(2, 1, 1, 1, 8, 1, 2, (), "deepep", True)
     found = []
@@ -182,7 +182,7 @@ def test_no_shape_is_refused():
     "layers, stages, extra",
     [(61, 16, 2.4), (61, 32, 2.4), (94, 48, 1.0), (32, 1, 0.5), (4, 4, 0.0), (61, 62, 3.0), (5, 4, 9.0)],
 )
-def test_layouts_are_whole(layers, stages, extra):
+def test_layouts_are_complete(layers, stages, extra):
     counts = layer_counts(layers, stages, extra)
     assert (
         sum(counts) == layers
@@ -365,7 +365,7 @@ def test_ties_go_to_the_best_supported(mixtral):
     assert [each.plan.time.step for each in ranked([plain, timed(half, 0.6)], 2)] == pytest.approx([0.6, 1.0])
 
 
-def test_what_is_refused_is_said():
+def test_rejections_are_reported():
     """No mapping is legal: the rule is named, and not that nothing fits."""
     outcome = search([*MIXTRAL, "--num-distributed-optimizer-instances", "7"], 32, find_hardware("h100"), best=1)
     text = "\n".join(search_lines(outcome, 32, "h100"))

@@ -62,7 +62,7 @@ def _head(rank, n, sequence_parallel):
 
 
 @pytest.mark.parametrize("n, sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
-def test_equals_the_whole_logits(short_chunks, n, sequence_parallel):
+def test_equals_the_full_logits(short_chunks, n, sequence_parallel):
     x, weight, labels, mask = _data()
     x, weight = x.requires_grad_(), weight.requires_grad_()
     expected = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()

@@ -68,7 +68,7 @@ def test_context_parallel_ranks_equal_one_process(n):
             )
 
 
-def test_a_document_does_not_know_what_stands_before_it():
+def test_a_document_does_not_depend_on_what_precedes_it():
     layer, x = _fill(make()), rows(1)
     packed, alone = layer(x, None, AttentionMask.of(None, IDS)), layer(x[5:, :1], None, None)
     torch.testing.assert_close(packed[5:, :1], alone, rtol=0, atol=1e-12)

@@ -173,7 +173,7 @@ def test_unbuilt_positions_are_refused_by_name():
         make_rotary(replace(MODEL, position_embedding_type="mrope"))
 
 
-def test_scalings_that_latent_attention_does_not_read_are_said(caplog):
+def test_scalings_that_latent_attention_does_not_read_are_noted(caplog):
     latent = replace(MODEL, position_embedding_type="rope", multi_latent_attention=True, rope_type="rope")
     plain = make_rotary(latent)
     assert not caplog.records

@@ -156,7 +156,7 @@ def _largest(rank, n):
     return global_max_logit(here, ps, cpu), global_max_logit(here if rank == 0 else {}, ps, cpu)
 
 
-def test_every_rank_knows_the_largest_logit_of_all():
+def test_every_rank_has_the_largest_logit_of_all():
     """Other ranks have other heads, and some have none."""
     assert run_ranks(_largest, 2) == [(-2.0, -3.0)] * 2
 

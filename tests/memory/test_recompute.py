@@ -123,7 +123,7 @@ def test_a_part_of_what_is_discarded_comes_back_from_its_place():
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_full_recompute_takes_uniform_spans_and_whole_mtp_layers():
+def test_full_recompute_takes_uniform_spans_and_full_mtp_layers():
     (chunk,) = build(parsed(GROUPED, LATENT, f"{FULL} uniform --recompute-num-layers 2"))
     assert chunk.spans == ((0, 2, True), (2, 3, True)) and chunk.activations.recomputed == {"full", "mtp"}
     (chunk,) = build(parsed(GROUPED, LATENT, f"{FULL} block --recompute-num-layers 2"))

@@ -44,7 +44,7 @@ def test_all_on_one_expert_is_the_worst():
     assert found["straggler_cost"] == pytest.approx(1.5)
 
 
-def test_a_stage_of_dense_layers_has_nothing_to_say():
+def test_a_stage_of_dense_layers_reports_nothing():
     found = routing_health(table([0, 0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
     assert found["layers"] == [] and found["straggler_cost"] == 0.0 and found["tokens_per_expert"] == []
 

@@ -40,7 +40,7 @@ RECOMPUTE = (
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", [Activation("silu", gated=True), Activation("gelu")])
-def test_what_stands_behind_the_rows_changes_nothing(activation, biases):
+def test_values_after_the_rows_change_nothing(activation, biases):
     generator, counts, rows = torch.Generator().manual_seed(1), [3, 0, 4], 12
     width = 16 if activation.gated else 8
     w1, w2 = torch.randn(3, width, 4, generator=generator), torch.randn(3, 4, 8, generator=generator)
@@ -262,7 +262,7 @@ def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
 @pytest.mark.parametrize(
     ("ranks", "flags", "asked"), [(2, FUSED, 0), (2, "", 3), (4, "--pipeline-model-parallel-size 2", 3)]
 )
-def test_ranks_ask_for_lost_rows_where_there_can_be_any(ranks, flags, asked):
+def test_ranks_check_for_lost_rows_where_there_can_be_any(ranks, flags, asked):
     """All ranks alike: the first of two stages has no MoE layer."""
     assert [
         result["asked"] for result in run_ranks(train, ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")

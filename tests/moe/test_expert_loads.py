@@ -93,7 +93,7 @@ def _stage(rank, n):
     return collect_expert_loads([Chunk(*layers)], ps, 8, 2)
 
 
-def test_a_stage_without_experts_knows_the_loads_of_the_others():
+def test_a_stage_without_experts_receives_the_loads_of_the_others():
     first, second = run_ranks(_stage, 2)
     assert torch.equal(first, second)
     assert first[0].sum() == 0 and first[1, :8].sum() == S * 2 * 2 and first[1, 11] == 1.0

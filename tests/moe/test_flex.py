@@ -345,7 +345,7 @@ def _fused(rank, n, recorded):
     assert [bound[names[name]] for name, bound in calls if name in names] == [True] * 4
 
 
-def test_fused_permutation_is_asked_for_in_all_four_calls(recorded):
+def test_fused_permutation_is_requested_in_all_four_calls(recorded):
     run_ranks(_fused, 2, recorded)
 
 
@@ -363,7 +363,7 @@ def without_deep_ep(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
-def test_cpu_ranks_take_the_all_to_all_and_say_so_once(without_deep_ep, caplog, backend):
+def test_cpu_ranks_use_the_all_to_all_and_log_it_once(without_deep_ep, caplog, backend):
     with caplog.at_level(logging.INFO):
         moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
         assert type(build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED))) is AllToAllDispatcher
@@ -448,7 +448,7 @@ def _train_with(rank, n, recorded, version, argv):
     ],
 )
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_whole_models_train_like_one_process(recorded, version, how):
+def test_full_models_train_like_one_process(recorded, version, how):
     """Several layers share the buffer, whose size is that of the microbatch; gradients accumulate over microbatches.
 
     A layer that is recomputed dispatches twice what was routed once.

@@ -75,7 +75,7 @@ def short_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_chunks_equal_the_whole(short_chunks, monkeypatch, dtype, tolerance):
+def test_chunks_equal_the_full_computation(short_chunks, monkeypatch, dtype, tolerance):
     x, weight, labels = torch.randn(39, 2, 8).to(dtype), torch.randn(24, 8).to(dtype), torch.randint(24, (39, 2))
     mask = (torch.rand(39, 2) < 0.7).to(torch.promote_types(dtype, torch.float32))
     chunked, unchunked = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))

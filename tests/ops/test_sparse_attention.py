@@ -113,7 +113,7 @@ def test_half_precision_is_computed_with_as_fp32():
     )
 
 
-def test_queries_in_two_runs_are_those_of_the_whole():
+def test_queries_in_two_runs_equal_one_run():
     """As a context-parallel rank has them: its own queries, all keys, and its share of the loss."""
     x = {name: each.detach() for name, each in tensors().items()}
     unsplit, indexer_loss_grads = select_topk_keys(

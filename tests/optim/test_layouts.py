@@ -116,7 +116,7 @@ def test_every_element_is_counted_once_in_the_world(layout):
         assert sum(run_ranks(_counted, n, degrees, vpp, ZERO1, 2)) == total
 
 
-def test_grad_norm_with_ep_tp_and_etp_unlike_tp_is_that_of_the_whole_model():
+def test_grad_norm_with_ep_tp_and_another_etp_equals_the_full_model():
     """M#5916 by its symptom. What one process finds does not depend on the layout but for the number of data ranks."""
     for degrees in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 1, "etp": 2, "ep": 2}, {"tp": 4, "etp": 2}):
         equal_one_process(4, degrees, 1, (PLAIN, ZERO1))

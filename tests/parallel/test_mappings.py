@@ -56,7 +56,7 @@ def _work(rank, n, dtype):
 
 
 @pytest.mark.parametrize(("n", "dtype"), [(2, torch.float64), (4, torch.float32), (2, torch.bfloat16)])
-def test_mappings_equal_whole_tensors(n, dtype):
+def test_mappings_equal_full_tensors(n, dtype):
     first, shares, weights = _inputs(n, dtype)
     reports = run_ranks(_work, n, dtype)
     for name, (before, partial, after, own) in MAPPINGS.items():

@@ -28,7 +28,7 @@ def test_order_and_global_random_state_do_not_matter():
 @pytest.mark.parametrize("init", ["normal", "xavier_uniform"])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(96, 1040), (70, 40)])  # several row blocks, and one
-def test_shards_are_cuts_of_the_whole(shape, dim, init):
+def test_shards_are_slices_of_the_full_tensor(shape, dim, init):
     full = _param(shape, init=init)
     for rank in range(2):
         cut = list(shape)

@@ -15,7 +15,7 @@ from moe_trainer.parallel.trace import CommunicationError, Trace, communicate, i
 TIMEOUT = 2.0
 
 
-def test_a_call_is_open_until_it_is_done_and_knows_its_place():
+def test_a_call_is_open_until_it_is_done_and_records_its_place():
     trace = Trace()
     trace.phase, trace.layer, trace.microbatch, trace.iteration = "forward-backward", "layer 3", 2, 17
     seen = []

@@ -29,7 +29,7 @@ def stored(values, recipe, cuts, scale=None):
 @pytest.mark.parametrize("portion", [1 << 18, 900, 64])
 @pytest.mark.parametrize("shape", [(300, 130), (3, 140, 260), (3, 128, 130), (7, 16, 24)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_parts_give_the_bytes_of_the_whole(name, shape, portion, monkeypatch):
+def test_parts_give_the_bytes_of_the_full_tensor(name, shape, portion, monkeypatch):
     monkeypatch.setattr("moe_trainer.quantization.fp8_weight.PORTION_CPU", portion)
     recipe = make_recipe(name)
     generator = torch.Generator().manual_seed(1)

@@ -200,7 +200,7 @@ def test_without_fp8_the_file_has_no_effect_and_is_not_read():
     assert build_chunks(args, ParallelState.single(), 64)
 
 
-def test_weights_that_are_kept_in_8_bits_have_one_format(tmp_path):
+def test_weights_stored_in_fp8_have_one_format(tmp_path):
     flags = f"{FP8} --bf16 --fp8-param-gather --use-distributed-optimizer"
     with pytest.raises(ValueError, match="does not go with --fp8-param-gather"):
         build_chunk(write(tmp_path, []), flags)

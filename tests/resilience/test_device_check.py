@@ -59,7 +59,7 @@ def broken_collective(rank, n):
     return check_devices(ps, torch.device("cpu"))
 
 
-def test_every_rank_learns_whose_collective_is_broken():
+def test_every_rank_reports_the_rank_of_a_broken_collective():
     first, second = run_ranks(broken_collective, 2)
     assert first == second and len(first) == 2
     assert (

@@ -29,7 +29,7 @@ def learned(rules, losses, norm=1.0):
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_what_is_not_finite_is_rejected_where_that_is_asked_for(value):
+def test_non_finite_results_are_rejected_where_that_is_enabled(value):
     history = LossHistory()
     assert history.judge_loss(value, ALL).kind == history.judge_norm(value, ALL).kind == "nan"
     assert history.judge_loss(value, MEDIAN) is None and history.judge_norm(value, MEDIAN) is None

@@ -201,7 +201,7 @@ def test_the_last_words_of_a_rank_that_failed_are_shown(tmp_path):
     assert done.returncode == 3 and "the disk is full" in done.stdout
 
 
-def test_the_jobs_log_has_what_its_first_and_last_rank_say(tmp_path):
+def test_the_jobs_log_has_the_output_of_its_first_and_last_rank(tmp_path):
     """In the job's own output: their lines without the list of arguments, srun's errors but those on a rank that has saved, what comes next."""
     job = Job(tmp_path)
     logs = tmp_path / "out" / "logs" / "7-0"

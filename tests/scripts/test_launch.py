@@ -115,7 +115,7 @@ def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
         ((), {"DATA_PATH": "0.7 a 0.3 b"}, False),
     ],
 )
-def test_mock_data_where_nothing_names_data_and_it_is_said(tmp_path, words, wanted, mock):
+def test_mock_data_is_used_and_noted_where_no_data_is_named(tmp_path, words, wanted, mock):
     done = dry("sbatch_train.sh", tmp_path, *words, MODEL="mixtral_tiny", HARDWARE="h200", VALIDATE="0", **wanted)
     flags = flags_in(done.stdout)
     assert ("--mock-data" in flags) == ("trains on mock data" in done.stdout) == mock
@@ -284,7 +284,7 @@ def test_a_bare_model_has_the_zoos_mapping(tmp_path, model):
     assert f"note: the model zoo's defaults for {model}: TP=" in done.stdout
 
 
-def test_the_zoos_defaults_stand_below_everything_else(tmp_path):
+def test_the_zoos_defaults_have_the_lowest_precedence(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("NNODES=2 PP=2\n")
     flags = flags_in(
@@ -483,7 +483,7 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
             assert done.returncode == 0 and "--max-position-embeddings 512" in done.stdout, done.stderr
 
 
-def test_lists_may_stand_on_several_lines_and_the_recipe_in_another_folder(tmp_path):
+def test_lists_on_several_lines_and_a_recipe_in_another_folder(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/own.yaml").write_text(ZOO_FILE)
     done = dry(

@@ -119,7 +119,7 @@ def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, repla
     assert code in (0, 1) and "dp 2 ep 2 on 4 ranks" in out
 
 
-def test_another_dtype_says_which_tolerances_count_and_what_rounding_does(one_rank, replay):
+def test_another_dtype_reports_its_tolerances_and_rounding(one_rank, replay):
     code, out, err = replay(one_rank, "--bf16")
     assert "(bf16, the lower precision of fp32 and bf16)" in out and "recorded with fp32, replayed with bf16" in out, (
         out + err
@@ -129,7 +129,7 @@ def test_another_dtype_says_which_tolerances_count_and_what_rounding_does(one_ra
         assert "with the recorded flags, run again on this machine: 0\n" in out
 
 
-def test_with_bf16_recorded_fp32_is_asked_for_by_a_word(tmp_path, replay):
+def test_with_bf16_recorded_fp32_needs_a_flag(tmp_path, replay):
     folder = recorded(tmp_path, "--bf16")
     assert replay(folder)[1].count("bit for bit") == 1
     code, out, err = replay(folder, "--fp32")
@@ -412,6 +412,6 @@ def test_record_step_needs_a_place(tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--train-iters 1", "--iterations-to-skip 2", "--skip-train"])
-def test_an_iteration_that_does_not_come_is_said_before_the_run(tmp_path, flags):
+def test_an_iteration_that_is_never_reached_is_reported_before_the_run(tmp_path, flags):
     finished = run([*MODEL, *flags.split()], tmp_path)
     assert finished.returncode == 0 and "--record-step 2: nothing will be recorded" in finished.stderr, finished.stderr

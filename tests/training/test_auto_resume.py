@@ -66,7 +66,7 @@ def test_minutes_that_are_over_ask_for_another_start(tmp_path, full):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_what_a_batch_system_sends_saves_and_asks_for_another_start(tmp_path, name):
+def test_signals_of_a_batch_system_save_and_request_a_restart(tmp_path, name):
     process = start(
         [*LINE, "--train-iters", "100000", "--lr-decay-iters", "100", "--save-interval", "100000"],
         tmp_path,

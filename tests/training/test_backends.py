@@ -102,7 +102,7 @@ def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["triton", "deep_ep"])
-def test_a_broken_library_stops_the_run_that_asked_for_it_with_the_reason(library, tmp_path, monkeypatch):
+def test_a_broken_library_that_was_selected_ends_the_run_with_the_reason(library, tmp_path, monkeypatch):
     (tmp_path / f"{library}.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:

@@ -178,7 +178,7 @@ def test_narrow_experts_move_between_layouts(tmp_path, kind):
     assert_alike(alone, expected)
 
 
-def test_the_whole_program_resumes_under_another_mapping(tmp_path):
+def test_a_run_resumes_under_another_mapping(tmp_path):
     """From the command line: data position, schedules and counters come along when stages and tensor ranks become experts' ranks."""
     argv = [
         *TINY,

@@ -37,7 +37,7 @@ def held(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_a_signal_during_the_imports_saves_and_asks_for_another_start(tmp_path, name):
+def test_a_signal_during_the_imports_saves_and_requests_a_restart(tmp_path, name):
     (tmp_path / "sitecustomize.py").write_text(WAITING)
     process = start([*LINE, "--auto-resume"], tmp_path, environment(PYTHONPATH=str(tmp_path)))
     wait_until(lambda: (tmp_path / "importing").exists() or process.poll() is not None)

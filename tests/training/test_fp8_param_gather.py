@@ -79,7 +79,7 @@ def _stored(run):
         ("--use-distributed-optimizer --fp8-recipe mxfp8", False),
     ],
 )
-def test_flags_tell_whether_weights_are_kept_in_8_bits(flags, keeps):
+def test_flags_determine_whether_weights_are_stored_in_fp8(flags, keeps):
     """On one rank, where nothing is sharded whatever the flags say: many ranks and one compute with the same weights."""
     argv = argv_with("--bf16", RECIPES["blockwise"], GATHER, flags)
     args = parse_args(argv, 1)

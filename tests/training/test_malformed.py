@@ -56,7 +56,7 @@ def test_the_lines_are_sound_without_their_mistake():
     assert not resolve_command_line(list(BASE), 1)[1]
 
 
-def test_every_number_flag_refuses_negative_numbers_or_says_what_they_mean():
+def test_number_flags_reject_negative_numbers_or_document_them():
     for option in OPTIONS.values():
         if option.type_name not in ("int", "float") or option.choices or option.takes == 0:
             continue

@@ -56,7 +56,7 @@ def look(rank, n, folder):
         holds_checkpoint(str(mine), ps)
 
 
-def test_rank_0_says_whether_there_is_a_checkpoint(tmp_path):
+def test_rank_0_decides_whether_there_is_a_checkpoint(tmp_path):
     (tmp_path / "0/iter_0000005").mkdir(parents=True)
     (tmp_path / "0/latest_checkpointed_iteration.txt").write_text("5")
     (tmp_path / "0/iter_0000005/metadata.json").write_text("{}")

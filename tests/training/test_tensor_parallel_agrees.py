@@ -89,7 +89,7 @@ def test_masks_agree_where_tensors_are_replicated_and_differ_where_they_are_cut(
 @pytest.mark.parametrize(
     "flags", [(), ("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")], ids=["dp", "cp", "pp"]
 )
-def test_no_two_ranks_draw_the_same_masks_for_what_is_cut(flags):
+def test_ranks_draw_different_masks_for_shards(flags):
     """With data, context or pipeline ranks in addition: each tensor rank has its own stream."""
     argv = [*_argv("gpt2", *_mapping(2, True), *flags), "--hidden-dropout", "0.5"]
     draws = run_ranks(_draws, 4, argv)

@@ -379,7 +379,7 @@ def test_a_prediction_layer_follows_the_last_layer():
     assert made(f"{network}linear_fc1.weight", moe_layer_freq=[1, 0]) == {f"{network}linear_fc1.weight"}
 
 
-def test_a_shared_expert_has_a_gate_only_when_asked():
+def test_a_shared_expert_has_a_gate_only_when_enabled():
     network = "decoder.layers.0.mlp."
     alone = made(f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12)
     assert f"{network}shared_experts.linear_fc1.weight" in alone and f"{network}shared_experts.gate_weight" not in alone

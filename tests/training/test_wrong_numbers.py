@@ -233,7 +233,7 @@ def test_different_wrong_results_are_a_machine_s(tmp_path):
     assert ended.code == 17 and "the cause is neither the model nor the data" in ended.message
 
 
-def test_disabled_repeats_nothing_and_says_so_little(tmp_path):
+def test_disabled_repeats_nothing_and_reports_no_location(tmp_path):
     message, code = rejected(tmp_path, Plant("embedding", 3), 1, "--rerun-mode", "disabled")
     assert (
         code == 1

@@ -103,7 +103,7 @@ def test_an_index_that_leads_elsewhere_is_refused(source):
             SafetensorsFolder(source)
 
 
-def test_a_tensor_in_two_files_or_in_another_than_the_index_says_is_named(source):
+def test_a_tensor_in_two_files_or_in_the_wrong_one_is_named(source):
     save_file({NAME: torch.zeros(2), "other": torch.zeros(2)}, source / "more.safetensors")
     with pytest.raises(DamagedError, match=f"^{NAME} is in"):
         SafetensorsFolder(source)
@@ -198,7 +198,7 @@ def test_every_fourth_layer_has_full_attention_where_a_config_names_none():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_no_flag_stands_for_must_have_the_value_that_is_read(name):
+def test_settings_without_a_flag_must_have_the_supported_value(name):
     config = make(name).config.to_dict()
     for key, (usual, *_) in FAMILIES[config["model_type"]].required_values.items():
         with pytest.raises(CheckpointError, match=rf"{key} is '?other than {usual}"):
@@ -352,7 +352,7 @@ def test_a_full_disk_is_reported_as_such(size):
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_a_conversion_that_was_ended_before_its_last_word_says_it(source, monkeypatch, caplog):
+def test_an_interrupted_conversion_is_reported(source, monkeypatch, caplog):
     """The folder has its name, and the tracker is not written: the same command writes it."""
     target, tracker = source.with_name("ours"), source.with_name("ours") / "latest_checkpointed_iteration.txt"
 
@@ -408,7 +408,7 @@ def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
     assert finish_job(job) and (tmp_path / "out" / "1.bin").read_bytes() == b"whole"
 
 
-def test_runs_that_share_a_target_by_accident_leave_one_whole(tmp_path):
+def test_runs_that_share_a_target_by_accident_leave_one_intact(tmp_path):
     """The slower one finds its file, then its folder, gone, and is content."""
     fast = make_job(tmp_path / "out", lambda path, items: path.write_bytes(b"x"))
 

@@ -181,7 +181,7 @@ def test_depths_of_prediction_count_on_from_the_layers_and_follow_the_last():
     assert f"{layer}mlp.linear_fc2.weight" in dense and f"{layer}mlp.router.weight" not in dense
 
 
-def test_prediction_that_only_the_config_knows_is_left_out(tmp_path):
+def test_prediction_layers_only_in_the_config_are_left_out(tmp_path):
     make("deepseek_v3").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -200,7 +200,7 @@ def test_a_copy_that_differs_is_refused(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
-def test_weights_in_eight_bits_become_what_they_stand_for(name, tmp_path):
+def test_fp8_weights_are_dequantized(name, tmp_path):
     tensors = hub_like_deepseek(tmp_path / "hf", eight_bits=True, name=name)
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
@@ -266,7 +266,7 @@ def four_bits_one_by_one(blocks, scales):
     return values.flatten(2).transpose(1, 2).to(torch.bfloat16)
 
 
-def test_experts_in_four_bits_become_what_they_stand_for(tmp_path):
+def test_fp4_experts_are_dequantized(tmp_path):
     config, stored, meant = in_four_bits(tmp_path / "plain")
     write_folder(tmp_path / "hf", stored, config | {"quantization_config": {"quant_method": "mxfp4"}})
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
@@ -341,7 +341,7 @@ def break_folder(folder, what):
 
 
 @pytest.mark.parametrize("what", ["missing expert", "extra tensor", "wrong shape", "not finite", "cut off", "no table"])
-def test_a_source_that_is_not_whole_is_refused_by_name(what, tmp_path, capfd):
+def test_an_incomplete_source_is_rejected_by_name(what, tmp_path, capfd):
     make("qwen3_moe", mlp_only_layers=[]).save_pretrained(tmp_path / "hf")
     name = break_folder(tmp_path / "hf", what)
     for workers in ("1", "2"):
@@ -727,7 +727,7 @@ def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
 
 
-def test_a_family_that_cannot_express_a_model_says_why(tmp_path, capfd):
+def test_a_family_that_cannot_express_a_model_reports_why(tmp_path, capfd):
     make("mixtral").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--model-type", "llama") == 2

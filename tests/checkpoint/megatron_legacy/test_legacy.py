@@ -81,7 +81,7 @@ def test_every_mapping_reads_the_golden_checkpoint(shared, sizes):
     assert run_ranks(_same_as_its_twin, 4, shared, sizes) == [True] * 4
 
 
-def test_what_is_asked_of_a_folder_before_it_is_loaded(shared):
+def test_checks_of_a_folder_before_it_is_loaded(shared):
     folder = shared / "golden/ckpt/a2_torch"
     assert read_saved_args(folder)["num_experts"] == 8
     assert latest_iteration(folder) == 5 and saved_padded_vocab_size(folder) == 512
@@ -197,7 +197,7 @@ def test_what_a_layout_writes_another_reads(tmp_path, layout):
     assert_same((None, model, optimizer), (None, expected, theirs))
 
 
-def test_groups_with_a_rate_of_their_own_stand_before_those_without_decay(tmp_path):
+def test_groups_with_their_own_rate_come_before_those_without_decay(tmp_path):
     """As Megatron-LM main sorts them; its loader takes the parameters of a group for those of its own group in the same place."""
     saved(tmp_path, lr=1e-3, min_lr=0.0, decoupled_lr=1e-4)
     groups = open_file(tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"]
@@ -255,7 +255,7 @@ def test_every_rank_gets_its_own_random_state_back(tmp_path):
 # ---- what cannot be compared with a recorded file: hand-made numbers
 
 
-def test_parameters_of_transformer_engines_modules_stand_in_their_order():
+def test_parameters_of_transformer_engines_modules_keep_their_order():
     """Norms before the weight they are fused with; of grouped experts all first weights, by number; of single ones expert by expert."""
     engine = {
         "transformer_impl": "transformer_engine",
@@ -306,7 +306,7 @@ def test_parameters_of_transformer_engines_modules_stand_in_their_order():
     assert sorted(single, key=lambda name: module_order_key(name, name)) == [single[0], single[2], single[1], single[3]]
 
 
-def test_experts_are_cut_as_all_else_is_where_no_flag_says_otherwise():
+def test_experts_are_sharded_like_other_layers_by_default():
     assert LayoutSizes.from_record({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}).etp == 4
     assert LayoutSizes.from_record({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}).etp == 1
 

@@ -52,7 +52,7 @@ def test_loss_and_gradient_from_logits(tokens, columns):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_pieces_of_a_cut_vocabulary_merge_into_the_whole():
+def test_vocabulary_shards_merge_into_the_full_tensor():
     logits, labels = case(6, 50, torch.float64)
     kept = logits.clone()
     pieces = [
