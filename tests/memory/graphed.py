@@ -1,14 +1,14 @@
 """Trainings on a device with and without CUDA graphs, shared by the tests of graphs."""
 
 import torch
-from training.layouts import MODEL, make_argv
+from training.layouts import MODEL, make_argv, shallow
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification import training_trace
 
 EXPERTS = ("--num-experts", "--moe-router-topk", "--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-grouped-gemm")
-STEPS = 4  # the first one without graphs, one that captures, two that replay only
+STEPS = 3  # one without graphs, one that captures, one that only replays
 
 
 def local(modules: str = "") -> list[str]:
@@ -46,7 +46,9 @@ def dense() -> list[str]:
 
 
 def line(kind: str, flags: str = "") -> list[str]:
-    return [*(dense() if kind == "dense" else make_argv(kind)), *flags.split()]
+    """Return the flags of a model of two layers, or of four where a rank has two stages of a pipeline."""
+    argv = dense() if kind == "dense" else make_argv(kind)
+    return [*(argv if "--num-virtual" in flags else shallow(argv)), *flags.split()]
 
 
 def train(argv: list[str], prepare=None):

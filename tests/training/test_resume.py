@@ -84,24 +84,22 @@ NEW_INTERPRETER = ("async",)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_ten_and_ten_equal_twenty(tmp_path, name):
+def test_six_and_six_equal_twelve(tmp_path, name):
     extra, world_size = VARIANTS[name]
-    argv = [*TINY, *MOCK, "--train-iters", "20", *extra]
+    argv = [*TINY, *MOCK, "--train-iters", "12", *extra]
     full, parts = tmp_path / "whole", tmp_path / "parts"
     new_interpreter = name in NEW_INTERPRETER
     finished = run([*argv, *outputs(full)], tmp_path, world_size, new_interpreter=new_interpreter)
     assert finished.returncode == 0, finished.stderr
-    first = run(
-        [*argv, *outputs(parts), "--exit-interval", "10"], tmp_path, world_size, new_interpreter=new_interpreter
-    )
+    first = run([*argv, *outputs(parts), "--exit-interval", "6"], tmp_path, world_size, new_interpreter=new_interpreter)
     assert first.returncode == 0, first.stderr
-    assert "[exiting program at iteration 10] datetime:" in first.stdout
-    # without a checkpoint the second run would simply train all twenty iterations, to the same end
+    assert "[exiting program at iteration 6] datetime:" in first.stdout
+    # without a checkpoint the second run would simply train all twelve iterations, to the same end
     second = run(
         [*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path, world_size, new_interpreter=new_interpreter
     )
     assert second.returncode == 0, second.stderr
-    assert " iteration       10/" not in second.stdout and " iteration       11/" in second.stdout
+    assert " iteration        6/" not in second.stdout and " iteration        7/" in second.stdout
     assert_same_end(full, parts)
 
 
