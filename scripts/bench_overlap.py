@@ -180,7 +180,6 @@ def measure(case: str, mbit: int, rounds: int) -> dict[str, tuple[float, float]]
 
 
 def rows(case: str, rate: int, found: dict[str, tuple[float, float]]) -> list[str]:
-    """The lines of one case."""
     compute = min(free for free, _ in found.values())
     first = next(iter(found.values()))[1]
     return [

@@ -51,7 +51,6 @@ MODEL = (
 
 
 def make_arguments(heads: int, length: int, form: str, loss: bool) -> Arguments:
-    """Of one layer."""
     words = MODEL.format(heads=heads, length=length, topk=TOPK, form=form).split()
     return parse_args(words + ("--dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss".split() if loss else []), 1)
 

@@ -55,8 +55,6 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Line:
-    """Line of the report."""
-
     section: str
     name: str
     verdict: str

@@ -60,7 +60,6 @@ def rank_variables(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 
 def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:
-    """Start one rank."""
     return subprocess.Popen(
         [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *argv],
         cwd=cwd,

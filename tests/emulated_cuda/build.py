@@ -17,7 +17,7 @@ SOURCE = HERE / "device.cpp"
 
 
 class CannotBuildError(Exception):
-    """What is missing."""
+    """The device cannot be compiled; the message names what is missing."""
 
 
 def library() -> Path:

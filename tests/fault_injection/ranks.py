@@ -325,7 +325,6 @@ ACTIONS: dict[str, Callable[[object], object]] = {
 
 
 def install(injections: tuple[Injection, ...]) -> None:
-    """Install the injections in this process."""
     from moe_trainer.training import loop
 
     train_iteration, current = loop.train_iteration, [0]

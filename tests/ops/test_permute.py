@@ -55,8 +55,6 @@ def test_half_precision_sums_in_fp32():
 
 
 class _Sorted(TorchDispatchMode):
-    """What is sorted."""
-
     def __init__(self):
         super().__init__()
         self.dtypes = []
