@@ -329,6 +329,7 @@ def num_bytes(tokenizer, text):
 
 
 def test_bytes_of_tokens_are_those_of_the_text(tmp_path, sentencepiece_model):
+    pytest.importorskip("tiktoken")
     folder = write_json_tokenizer(tmp_path / "tok", CONFIGS["template"][0], CONFIGS["template"][1])
     vocabulary = write_tiktoken(tmp_path / "v.json", [b"th", b"the", b" t", b"12"])
     byte_level = [
