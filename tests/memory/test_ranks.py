@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import run_ranks
 from memory.one_pass import EVERYTHING, FULL, OFFLOAD, SELECTIVE
-from training.layouts import make_argv, train_ranks
+from training.layouts import make_argv, shallow, train_ranks
 
 UNIFORM = f"{FULL} uniform --recompute-num-layers 2"
 BLOCK = f"{FULL} block --recompute-num-layers 1"
@@ -43,7 +43,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case):
     kind, mapping, hows = CASES[case]
-    argvs = [[*make_argv(kind), *f"{mapping} {SMALL} {how}".split()] for how in ("", *hows)]
+    model = make_argv(kind) if PP2 in mapping else shallow(make_argv(kind))
+    argvs = [[*model, *f"{mapping} {SMALL} {how}".split()] for how in ("", *hows)]
     (plain, *others), _ = run_ranks(_train, 2, argvs)
     for how, other in zip(hows, others, strict=True):
         for name in ("losses", "grad_norms", "dropped", "per_layer", "evaluation"):

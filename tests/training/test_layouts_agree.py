@@ -11,7 +11,7 @@ import random
 import pytest
 from harness import run_ranks
 from training.features import FEATURES, covering, features
-from training.layouts import KINDS, assert_equal, make_argv, train_one_process, train_ranks
+from training.layouts import KINDS, assert_equal, make_argv, shallow, train_one_process, train_ranks
 
 from moe_trainer.verification import parity
 from moe_trainer.verification.mapping import ParallelMapping
@@ -67,26 +67,26 @@ def test_every_factorisation(world):
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_every_kind_of_model_over_expert_ranks(dispatcher):
-    ranks = run_ranks(train_ranks, 4, [[*make_argv(kind), *spread(2, dispatcher)] for kind in KINDS])
+    ranks = run_ranks(train_ranks, 4, [[*shallow(make_argv(kind)), *spread(2, dispatcher)] for kind in KINDS])
     for kind, outcome, *others in zip(KINDS, *ranks, strict=True):
-        assert_equal(outcome, train_one_process(*make_argv(kind)), f"{kind}, {dispatcher}")
+        assert_equal(outcome, train_one_process(*shallow(make_argv(kind))), f"{kind}, {dispatcher}")
         for other in others:  # every rank logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, kind
 
 
 def test_the_cases_do_what_they_are_named_for():
-    assert min(train_one_process(*make_argv("capacity")).dropped) > 0
-    assert "mtp_1 loss" in train_one_process(*make_argv("deepseek")).losses[0]
-    bias = train_one_process(*make_argv("deepseek")).weights["decoder.layers.1.mlp.router.expert_bias"]
+    assert min(train_one_process(*shallow(make_argv("capacity"))).dropped) > 0
+    assert "mtp_1 loss" in train_one_process(*shallow(make_argv("deepseek"))).losses[0]
+    bias = train_one_process(*shallow(make_argv("deepseek"))).weights["decoder.layers.1.mlp.router.expert_bias"]
     assert bias.abs().max() > 0
-    first = train_one_process(*make_argv("plain")).grads
+    first = train_one_process(*shallow(make_argv("plain"))).grads
     assert all(grad.abs().max() > 0 for grad in first.values()), "an expert without tokens proves nothing"
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_global_aux_loss_depends_on_data_ranks_alone(dispatcher):
     """Its counts run over all data-parallel ranks, so the oracle is the same number of ranks without expert parallelism."""
-    argv = [*make_argv("accumulation"), *GLOBAL_LOSS]
+    argv = [*shallow(make_argv("accumulation")), *GLOBAL_LOSS]
     expected = run_ranks(train_ranks, 4, [[*argv, *spread(1, dispatcher)]])[0][0]
     for ep in (2, 4):
         assert_equal(run_ranks(train_ranks, 4, [[*argv, *spread(ep, dispatcher)]])[0][0], expected, f"EP {ep}")

@@ -5,7 +5,16 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import KINDS, assert_equal, create_groups, make_argv, make_run, train_one_process, train_ranks
+from training.layouts import (
+    KINDS,
+    assert_equal,
+    create_groups,
+    make_argv,
+    make_run,
+    shallow,
+    train_one_process,
+    train_ranks,
+)
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -51,9 +60,9 @@ HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
 )
 def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
     names = HALVES[half]
-    ranks = run_ranks(train_ranks, n, [_argv(name, *_mapping(tp, sp)) for name in names])
+    ranks = run_ranks(train_ranks, n, [shallow(_argv(name, *_mapping(tp, sp))) for name in names])
     for name, outcome, *others in zip(names, *ranks, strict=True):
-        assert_equal(outcome, train_one_process(*_argv(name)), name)
+        assert_equal(outcome, train_one_process(*shallow(_argv(name))), name)
         for other in others:  # every rank logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
 
