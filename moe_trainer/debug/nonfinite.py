@@ -29,8 +29,10 @@ from moe_trainer.parallel.params import get_param_info, is_fp8_param
 FORWARD, BACKWARD = 0, 1
 AFTER_LAST = 1 << 30  # after all modules of a chunk, or after all microbatches
 
-Rows = Callable[[nn.Module, tuple], tuple[Sequence[str], Sequence[int]] | None]
-"""Map (module, arguments) to the names of its experts and their token counts; None for other modules."""
+ExpertTokens = tuple[Sequence[str], Sequence[int]]
+"""Names of a module's experts, and their numbers of tokens."""
+ExpertTokensFn = Callable[[nn.Module, tuple], ExpertTokens | None]
+"""Return the experts of a module and their tokens in its inputs; None for other modules."""
 
 
 @dataclass(frozen=True, order=True)
@@ -56,11 +58,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the model. `number` is its place in the pipeline; `name_of` maps a path in it to a global name."""
+    """A part of the model with its position in the pipeline; `get_name` maps a path in it to a global name."""
 
     number: int
     module: nn.Module
-    name_of: Callable[[str], str]
+    get_name: Callable[[str], str]
 
 
 @dataclass
@@ -68,30 +70,35 @@ class _Call:
     """One forward call of a module."""
 
     microbatch: int
-    rows: tuple[Sequence[str], Sequence[int]] | None
+    expert_tokens: ExpertTokens | None
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A traced module; `before` and `behind` are its positions in parents-first and children-first order."""
+    """A traced module with its positions in parents-first (`pre_order`) and children-first order (`post_order`)."""
 
     chunk: int
     name: str
     module: nn.Module
-    before: int
-    behind: int
+    pre_order: int
+    post_order: int
 
 
 class NonFiniteTracer:
-    """Collector of the first event of every microbatch and direction."""
+    """Collector of the first event of every microbatch and direction.
+
+    `get_microbatch` returns the current microbatch (from 1) of the calling thread.
+    """
 
     def __init__(
-        self, chunks: Sequence[Chunk], microbatch: Callable[[], int | None], rows: Rows = lambda module, args: None
+        self,
+        chunks: Sequence[Chunk],
+        get_microbatch: Callable[[], int | None],
+        get_expert_tokens: ExpertTokensFn = lambda module, inputs: None,
     ):
-        """Initialize; `microbatch` returns the current microbatch (from 1) of the calling thread."""
-        self._chunks, self._microbatch, self._rows = chunks, microbatch, rows
+        self._chunks, self._get_microbatch, self._get_expert_tokens = chunks, get_microbatch, get_expert_tokens
         self._first: dict[tuple[int, int], Fault] = {}
-        self._open: dict[tuple[int, int], list[_Call]] = {}  # by thread and module
+        self._calls: dict[tuple[int, int], list[_Call]] = {}  # unfinished ones by thread and module
         self._backward = threading.local()  # microbatch: the one whose gradients this thread computes
 
     def earliest(self) -> Fault | None:
@@ -116,7 +123,7 @@ class NonFiniteTracer:
             yield
         finally:
             tracer.stop()
-            self._open.clear()
+            self._calls.clear()
 
     def _attach(self, tracer: ModuleTracer, chunk: Chunk) -> None:
         owners = {}
@@ -129,27 +136,27 @@ class NonFiniteTracer:
                 tracer.on_weight_grad(param, partial(self._weight_grad, node, param))
 
     def _before(self, node: _Node, inputs: tuple) -> tuple:
-        call = _Call(self._microbatch() or 1, self._rows(node.module, inputs))
-        self._open.setdefault((threading.get_ident(), id(node.module)), []).append(call)
+        call = _Call(self._get_microbatch() or 1, self._get_expert_tokens(node.module, inputs))
+        self._calls.setdefault((threading.get_ident(), id(node.module)), []).append(call)
         return tap_gradients(inputs, partial(self._input_grad, node, call))
 
     def _after(self, node: _Node, inputs: tuple, output: Any) -> None:
-        call = self._open[threading.get_ident(), id(node.module)].pop()
+        call = self._calls[threading.get_ident(), id(node.module)].pop()
         for x in filter(is_floating, output if isinstance(output, (tuple, list)) else (output,)):
-            if (fault := _fault(x, call.rows)) is not None:
+            if (fault := _find_fault(x, call.expert_tokens)) is not None:
                 what = f"{fault[0]} in the results of {node.name}{fault[1]}"
-                self.note(Fault(call.microbatch, FORWARD, node.chunk, node.behind, what))
+                self.note(Fault(call.microbatch, FORWARD, node.chunk, node.post_order, what))
             if x.requires_grad:
                 x.register_hook(partial(self._output_grad, node, call))
 
     def _output_grad(self, node: _Node, call: _Call, grad: Tensor) -> None:
         self._backward.microbatch = call.microbatch
-        if (fault := _fault(grad, call.rows)) is not None:
+        if (fault := _find_fault(grad, call.expert_tokens)) is not None:
             what = f"{fault[0]} in the gradient that reaches the results of {node.name}{fault[1]}"
             self._note_backward(node, call.microbatch, what)
 
     def _input_grad(self, node: _Node, call: _Call, index: int, grad: Tensor) -> None:
-        fault = _fault(grad, call.rows)  # already noted if the output gradients were not finite
+        fault = _find_fault(grad, call.expert_tokens)  # already noted if the output gradients were not finite
         if fault is not None:
             what = f"{fault[0]} in the gradient that {node.name}{fault[1]} passes on"
             self._note_backward(node, call.microbatch, what)
@@ -166,7 +173,7 @@ class NonFiniteTracer:
             self._note_backward(node, microbatch, f"{_kind(grad)} in the gradient of {name}")
 
     def _note_backward(self, node: _Node, microbatch: int, what: str) -> None:
-        self.note(Fault(microbatch, BACKWARD, -node.chunk, -node.before, what))
+        self.note(Fault(microbatch, BACKWARD, -node.chunk, -node.pre_order, what))
 
 
 def first_nonfinite_weight(chunk: Chunk) -> Fault | None:
@@ -185,9 +192,9 @@ def nonfinite_gradients(views: Iterable[tuple[Any, Tensor]]) -> list[str]:
 
 
 def _nodes(chunk: Chunk) -> Iterator[_Node]:
-    behind = {id(module): position for position, module in enumerate(_children_first(chunk.module, set()))}
-    for before, (path, module) in enumerate(chunk.module.named_modules()):
-        yield _Node(chunk.number, chunk.name_of(path), module, before, behind[id(module)])
+    post_order = {id(module): position for position, module in enumerate(_children_first(chunk.module, set()))}
+    for position, (path, module) in enumerate(chunk.module.named_modules()):
+        yield _Node(chunk.number, chunk.get_name(path), module, position, post_order[id(module)])
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -198,20 +205,19 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         yield module
 
 
-def _fault(x: Tensor, rows: tuple[Sequence[str], Sequence[int]] | None) -> tuple[str, str] | None:
+def _find_fault(x: Tensor, expert_tokens: ExpertTokens | None) -> tuple[str, str] | None:
     """Return (NaN or Inf, expert in brackets) of a non-finite tensor."""
-    counted = None if rows is None else sum(rows[1])
-    if counted is not None and counted <= x.shape[0]:
-        x = x[:counted]  # padding after the experts' rows
+    num_tokens = None if expert_tokens is None else sum(expert_tokens[1])
+    if num_tokens is not None and num_tokens <= x.shape[0]:
+        x = x[:num_tokens]  # without the padding after the experts' tokens
     if torch.isfinite(x).all():
         return None
-    if counted is None or counted != x.shape[0]:
-        return _kind(x), ""
-    bad = int((~torch.isfinite(x.reshape(counted, -1))).any(1).nonzero()[0])
-    for name, count in zip(*rows):
-        if bad < count:
-            return _kind(x), f" ({name})"
-        bad -= count
+    if num_tokens == x.shape[0]:
+        token = int((~torch.isfinite(x.reshape(num_tokens, -1))).any(1).nonzero()[0])
+        for name, count in zip(*expert_tokens):
+            if token < count:
+                return _kind(x), f" ({name})"
+            token -= count
     return _kind(x), ""
 
 

@@ -10,8 +10,7 @@ Every rank writes the tokens that it routes:
                                   "logit_bytes", "logit_shape"
     hidden_states_rank{R}.bin     --moe-routing-trace-capture-hidden-states: the router's input, likewise "hs_..."
     router_state_rank{R}.pt       --moe-routing-trace-dump-weights: per layer the weight, expert bias, score function
-    and
-                                  top-k at the start of the trace (layers of mtp under "mtp.N")
+                                  and top-k at the start of the trace (layers of mtp under "mtp.N")
 
 Format: NVIDIA/Megatron-LM pull request 5220. Differences: layers are numbered over all pipeline stages, a resumed run
 continues the files from its iteration, and dropped tokens are marked.
@@ -32,10 +31,8 @@ from torch import Tensor
 from arguments.moe import MoEArgs
 from moe_trainer.io import ResumableFile, resume_offset
 
-_SIDECARS = (
-    ("logits", "logit", "logits"),
-    ("hidden_states", "hs", "hidden"),
-)  # file, prefix in a line, name in a record
+_SIDECARS = (("logits", "logit", "logits"), ("hidden_states", "hs", "hidden"))
+"""(File, prefix in a line, name in a record)."""
 
 
 @dataclass(frozen=True)
@@ -57,60 +54,58 @@ class RoutingTrace:
     """Writer of the trace of one rank."""
 
     def __init__(self, moe: MoEArgs, rank: int):
-        self.folder, self.rank = Path(moe.moe_routing_trace_path), rank
-        self.hidden, self.weights = moe.moe_routing_trace_capture_hidden_states, moe.moe_routing_trace_dump_weights
-        wanted = {"logits": moe.moe_routing_trace_capture_logits, "hidden": self.hidden}
-        self._topk, self._left = moe.moe_router_topk, moe.moe_routing_trace_max_training_iters
-        self._sidecars = [(file, prefix, name) for file, prefix, name in _SIDECARS if wanted[name]]
+        self._folder, self._rank = Path(moe.moe_routing_trace_path), rank
+        self.hidden, self._weights = moe.moe_routing_trace_capture_hidden_states, moe.moe_routing_trace_dump_weights
+        is_captured = {"logits": moe.moe_routing_trace_capture_logits, "hidden": self.hidden}
+        self._topk, self._num_left = moe.moe_router_topk, moe.moe_routing_trace_max_training_iters
+        self._sidecars = [sidecar for sidecar in _SIDECARS if is_captured[sidecar[2]]]
         self._files: dict[str, ResumableFile] = {}
 
     @property
     def open(self) -> bool:
         """Whether there are iterations left to trace."""
-        return self._left is None or self._left > 0
+        return self._num_left is None or self._num_left > 0
 
     def write(self, iteration: int, routers: Sequence[TracedRouter]) -> None:
         """Append an iteration, counted from 1."""
         step = iteration - 1
-        if self._left is not None:
-            self._left -= 1
+        if self._num_left is not None:
+            self._num_left -= 1
         if not self._files:
             self._begin(step, routers)
         lines = [json.dumps(line) + "\n" for router in routers for line in self._lines(step, router)]
         self._files["trace"].append("".join(lines).encode())
 
     def _begin(self, step: int, routers: Sequence[TracedRouter]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        trace, ends = (
-            self.folder / f"router_trace_rank{self.rank}.jsonl",
-            dict.fromkeys((file for file, _, _ in _SIDECARS), 0),
-        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"router_trace_rank{self._rank}.jsonl"
+        ends = dict.fromkeys((file for file, _, _ in _SIDECARS), 0)
 
-        def kept(record: dict[str, Any]) -> None:
+        def on_kept(record: dict[str, Any]) -> None:
             for file, prefix, _ in _SIDECARS:
                 if f"{prefix}_offset" in record:
                     ends[file] = record[f"{prefix}_offset"] + record[f"{prefix}_bytes"]
 
-        end = resume_offset(trace, "step", step, kept)
-        if self.weights:
-            content = io.BytesIO()  # torch reports a full disk in words of its own
-            torch.save({_key(router.name): _on_host(router.state) for router in routers}, content)
-            (self.folder / f"router_state_rank{self.rank}.pt").write_bytes(content.getvalue())
+        end = resume_offset(trace, "step", step, on_kept)
+        if self._weights:
+            content = io.BytesIO()  # torch.save reports a full disk without the reason
+            torch.save({_layer_key(router.name): _copy_to_host(router.state) for router in routers}, content)
+            (self._folder / f"router_state_rank{self._rank}.pt").write_bytes(content.getvalue())
         self._files = {
-            file: ResumableFile(self.folder / f"{file}_rank{self.rank}.bin", ends[file])
+            file: ResumableFile(self._folder / f"{file}_rank{self._rank}.bin", ends[file])
             for file, _, _ in self._sidecars
         }
         self._files["trace"] = ResumableFile(trace, end)
 
     def _lines(self, step: int, router: TracedRouter) -> Iterator[dict[str, Any]]:
-        block, number = layer_of(router.name)
+        block, number = parse_layer(router.name)
         for microbatch, record in enumerate(router.records):
             line = {
                 "step": step,
                 "stage": "pre_dispatch",
                 "block": block,
                 "layer": number if block == "decoder" else 0,
-                "rank": self.rank,
+                "rank": self._rank,
                 "num_tokens": record["map"].shape[0],
                 "topk": self._topk,
                 "microbatch": microbatch,
@@ -125,32 +120,29 @@ class RoutingTrace:
                     f"{prefix}_bytes": len(data),
                     f"{prefix}_shape": list(tensor.shape),
                 }
-            yield line | {"top_indices": chosen(record["map"], self._topk).tolist()}
+            yield line | {"top_indices": list_chosen_experts(record["map"], self._topk).tolist()}
 
 
-def chosen(map_TE: Tensor, topk: int) -> Tensor:
-    """Return the experts of every token in ascending order, [T, k], padded with -1.
-
-    K is topk, or more if padding added experts.
-    """
+def list_chosen_experts(map_TE: Tensor, topk: int) -> Tensor:
+    """Return the experts of every token in ascending order, padded with -1; more than topk if padding added experts."""
     width = max(topk, int(map_TE.sum(1).max())) if map_TE.numel() else topk
-    found_TE, expert_TE = map_TE.int().sort(dim=1, descending=True, stable=True)
-    return expert_TE.masked_fill(found_TE == 0, -1)[:, :width]
+    is_chosen_TE, expert_TE = map_TE.int().sort(dim=1, descending=True, stable=True)
+    return expert_TE.masked_fill(is_chosen_TE == 0, -1)[:, :width]
 
 
-def layer_of(name: str) -> tuple[str, int]:
+def parse_layer(name: str) -> tuple[str, int]:
     """Return ("decoder", 3) for "decoder.layers.3.mlp.router"."""
     block, _, number, *_ = name.split(".")
     return block, int(number)
 
 
-def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_to_host(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.detach().to("cpu", torch.float32, copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
 
 
-def _key(name: str) -> int | str:
-    block, number = layer_of(name)
+def _layer_key(name: str) -> int | str:
+    block, number = parse_layer(name)
     return number if block == "decoder" else f"{block}.{number}"

@@ -6,14 +6,10 @@
                                                       embeddings, routers and experts of this rank, last microbatch
     SAVE/dgrads/iter_0000010/rank0.safetensors        --save-dgrads-interval: gradients of those inputs, fp32, likewise
     SAVE/tokens_per_expert/rank0.jsonl                --save-tokens-per-expert-interval: tokens of this rank's experts,
-    a
-                                                      line per iteration and layer, a list per microbatch, as
-                                                      Megatron-LM
+                                                      a line per iteration and layer, a list per microbatch
 
-Of ranks with copies of the same experts only the first writes. The routing trace is in routing_trace.py. An I/O
-failure of
---dump-step ends the run; the other dumps are optional: the first failure of each kind is logged, and they are tried
-again.
+Of ranks with copies of the same experts only the first writes. An I/O failure of --dump-step ends the run. The other
+dumps are optional: the first failure of each kind is logged, and they are tried again.
 """
 
 import json
@@ -31,7 +27,7 @@ from torch import Tensor
 from arguments.moe import MoEArgs
 from arguments.output import OutputArgs
 from moe_trainer.debug.module_tracer import is_floating, tap_gradients
-from moe_trainer.debug.routing_trace import RoutingTrace, layer_of
+from moe_trainer.debug.routing_trace import RoutingTrace, parse_layer
 from moe_trainer.io import ResumableFile, resume_offset
 
 logger = logging.getLogger(__name__)
@@ -68,32 +64,28 @@ class TensorRecorder:
 
 
 class Dumps:
-    """What one rank dumps in which iterations, and where."""
+    """What one rank dumps in which iterations, and where. Without arguments nothing is ever due."""
 
     def __init__(self, output: OutputArgs | None = None, moe: MoEArgs | None = None, rank: int = 0):
-        """Read the intervals; without arguments nothing is ever due."""
-        self._folder, self._rank = Path(output.save) if output is not None and output.save else None, rank
-        self._intervals = (
-            {}
-            if self._folder is None
-            else {
+        self._rank, self._warned = rank, set()
+        self._counts: ResumableFile | None = None
+        self._intervals: dict[str, int | None] = {}
+        if output is not None and output.save:
+            self._folder = Path(output.save)
+            self._intervals = {
                 "params": output.save_params_interval,
                 "wgrads": output.save_wgrads_interval,
                 "activations": output.save_activations_interval,
                 "dgrads": output.save_dgrads_interval,
                 "tokens_per_expert": output.save_tokens_per_expert_interval if moe.num_experts else None,
             }
-        )
-        self.trace = (
-            RoutingTrace(moe, rank) if moe is not None and moe.num_experts and moe.moe_routing_trace_path else None
-        )
-        self._counts: ResumableFile | None = None
-        self._warned: set[str] = set()
+        traces = moe is not None and moe.num_experts and moe.moe_routing_trace_path
+        self.trace = RoutingTrace(moe, rank) if traces else None
 
     def due(self, iteration: int) -> frozenset[str]:
-        """Return the folder names of what is due in an iteration, and TRACE for the routing trace."""
-        found = {name for name, interval in self._intervals.items() if interval and iteration % interval == 0}
-        return frozenset(found | {TRACE} if self.trace is not None and self.trace.open else found)
+        """Return the directory names of the dumps that are due, and TRACE for the routing trace."""
+        due = {name for name, interval in self._intervals.items() if interval and iteration % interval == 0}
+        return frozenset(due | {TRACE} if self.trace is not None and self.trace.open else due)
 
     @contextmanager
     def warn_once_on_error(self, what: str) -> Iterator[None]:
@@ -119,25 +111,21 @@ class Dumps:
         self, what: str, iteration: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> None:
         """Write this rank's tensors with string metadata."""
-        folder = self._folder / what / f"iter_{iteration:07d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            dict(tensors),
-            folder / f"rank{self._rank}.safetensors",
-            {name: str(value) for name, value in metadata.items()},
-        )
+        path = self._folder / what / f"iter_{iteration:07d}" / f"rank{self._rank}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), path, {name: str(value) for name, value in metadata.items()})
 
     def write_counts(self, iteration: int, counts: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Append lines to tokens_per_expert. `counts` has a list per microbatch for each "decoder.layers.3..."."""
+        """Append to tokens_per_expert. `counts` has a list per microbatch for each "decoder.layers.3..."."""
         if self._counts is None:
             path = self._folder / "tokens_per_expert" / f"rank{self._rank}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             self._counts = ResumableFile(path, resume_offset(path, "iter", iteration))
         lines = []
         for name, lists in counts.items():
-            block, number = layer_of(name)
-            place = {"layer": number} if block == "decoder" else {"mtp_idx": number, "layer": 0}
-            lines.append(json.dumps({"iter": iteration, "block": block, **place, "tpe": lists}) + "\n")
+            block, number = parse_layer(name)
+            layer = {"layer": number} if block == "decoder" else {"mtp_idx": number, "layer": 0}
+            lines.append(json.dumps({"iter": iteration, "block": block, **layer, "tpe": lists}) + "\n")
         self._counts.append("".join(lines).encode())
 
 
@@ -147,7 +135,7 @@ def dump_gradients(directory: str, iteration: int, gradients: Iterable[tuple[str
     Raises:
         ValueError: if the file cannot be written.
     """
-    path = _folder(directory) / f"grads_step{iteration}.safetensors"
+    path = _make_directory(directory) / f"grads_step{iteration}.safetensors"
     try:
         save_file({name: (tensor.float() * scale).cpu().contiguous() for name, tensor in gradients}, path)
     except SafetensorError as error:
@@ -160,23 +148,21 @@ def dump_routing(
 ) -> Path:
     """Write `routing_step{N}_rank{R}.npz`: logits, probs and map of every MoE layer and microbatch of this rank.
 
-    Keys are `routing/{layer}/mb{m}/{logits,probs,map}`; rows are tokens (s * micro batch size + b); `map` is packed
-    with numpy.packbits over experts. `records` are keyed by layer label ("layer1" counts from 1, "mtp1"), one entry
-    per microbatch.
+    Keys are `routing/{layer}/mb{m}/{logits,probs,map}`; token s * micro_batch_size + b; `map` is packed with
+    numpy.packbits over experts. `records`: "layer1" (counts from 1) or "mtp1" -> one entry per microbatch.
     """
-    path = _folder(directory) / f"routing_step{iteration}_rank{rank}.npz"
+    path = _make_directory(directory) / f"routing_step{iteration}_rank{rank}.npz"
     arrays = {}
     for label, microbatches in records.items():
         for index, record in enumerate(microbatches):
             key = f"routing/{label}/mb{index}"
-            arrays[f"{key}/logits"] = record["logits"].float().cpu().numpy()
-            arrays[f"{key}/probs"] = record["probs"].float().cpu().numpy()
+            arrays |= {f"{key}/{name}": record[name].float().cpu().numpy() for name in ("logits", "probs")}
             arrays[f"{key}/map"] = np.packbits(record["map"].bool().cpu().numpy(), axis=-1)
     np.savez(path, **arrays)
     return path
 
 
-def _folder(directory: str) -> Path:
+def _make_directory(directory: str) -> Path:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:

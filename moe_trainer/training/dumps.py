@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_trainer.debug.module_tracer import ModuleTracer
-from moe_trainer.debug.routing_trace import TracedRouter, layer_of
+from moe_trainer.debug.routing_trace import TracedRouter, parse_layer
 from moe_trainer.debug.tensor_dump import TRACE, TensorRecorder, dump_gradients, dump_routing
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
@@ -208,5 +208,5 @@ def write_step(ctx: TrainContext, iteration: int, records: Mapping[str, Sequence
 
 def _label(name: str) -> str:
     """Return "layer4" for "decoder.layers.3.mlp.router", "mtp1" for "mtp.layers.0...."."""
-    block, number = layer_of(name)
+    block, number = parse_layer(name)
     return f"{'layer' if block == 'decoder' else block}{number + 1}"

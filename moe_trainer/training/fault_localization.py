@@ -9,7 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.debug.nonfinite import AFTER_LAST, FORWARD, Chunk, Fault, NonFiniteTracer, Rows, nonfinite_gradients
+from moe_trainer.debug.nonfinite import (
+    AFTER_LAST,
+    FORWARD,
+    Chunk,
+    ExpertTokensFn,
+    Fault,
+    NonFiniteTracer,
+    nonfinite_gradients,
+)
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import chunk_stages
 from moe_trainer.moe.experts import Experts
@@ -26,7 +34,7 @@ def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], l
     ps = ctx.ps
     assert ctx.grads is not None
     chunks = [Chunk(number, chunk, partial(global_name, chunk)) for number, chunk in chunk_stages(ctx.chunks, ps)]
-    tracer = NonFiniteTracer(chunks, lambda: ps.trace.microbatch, _map_rows_to_experts(ctx.chunks))
+    tracer = NonFiniteTracer(chunks, lambda: ps.trace.microbatch, _make_expert_tokens_fn(ctx.chunks))
     with tracer.watching():
         sums = rerun()
     for index, pair in enumerate(sums, start=1):
@@ -77,8 +85,8 @@ def _describe_owner(ctx: TrainContext, state: TrainState, fault: Fault | None) -
     return f"{text}, samples {start} to {start + size - 1} of the run"
 
 
-def _map_rows_to_experts(chunks: list[Transformer]) -> Rows:
-    """Return a function that maps the input tokens of an experts module to its experts."""
+def _make_expert_tokens_fn(chunks: list[Transformer]) -> ExpertTokensFn:
+    """Return a function that reads the numbers of tokens per expert from the inputs of an experts module."""
     # collected before anything runs: parameters that a sharded module gathers have no names
     names = {
         id(module): [name.partition(".linear_fc1")[0] for name in get_param_info(module.linear_fc1.weight).names]
@@ -87,8 +95,8 @@ def _map_rows_to_experts(chunks: list[Transformer]) -> Rows:
         if isinstance(module, Experts)
     }
 
-    def rows(module: nn.Module, args: tuple) -> tuple[list[str], list[int]] | None:
+    def get_expert_tokens(module: nn.Module, inputs: tuple) -> tuple[list[str], list[int]] | None:
         expert_names = names.get(id(module))
-        return None if expert_names is None else (expert_names, list(args[2])[: len(expert_names)])
+        return None if expert_names is None else (expert_names, list(inputs[2])[: len(expert_names)])
 
-    return rows
+    return get_expert_tokens

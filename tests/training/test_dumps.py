@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
 
-from moe_trainer.debug.routing_trace import chosen
+from moe_trainer.debug.routing_trace import list_chosen_experts
 
 JOB = [
     *TINY,
@@ -191,7 +191,10 @@ def test_dropped_tokens_are_in_the_trace(tmp_path):
         record["dropped_tokens"] for record in records if "dropped_tokens" in record
     ]
     assert gaps[0] > 0
-    assert chosen(torch.tensor([[True, False, True], [False, False, True]]), 2).tolist() == [[0, 2], [2, -1]]
+    assert list_chosen_experts(torch.tensor([[True, False, True], [False, False, True]]), 2).tolist() == [
+        [0, 2],
+        [2, -1],
+    ]
 
 
 def test_a_resumed_run_continues_the_files(alone, tmp_path):
