@@ -67,14 +67,14 @@ class IterationLine:
         # A negative mean is not printed, as in Megatron-LM; NaN is, because hiding it would be silent.
         parts.extend(f" {name}: {value:.6E} |" for name, value in self.losses.items() if not value < 0.0)
         parts.append(f" loss scale: {self.loss_scale:.1f} |")
-        if self.grad_norm is not None:
-            parts.append(f" grad norm: {self.grad_norm:.3f} |")
-        if self.num_zeros is not None:
-            parts.append(f" num zeros: {self.num_zeros} |")
-        if self.params_norm is not None:
-            parts.append(f" params norm: {self.params_norm:.3f} |")
-        if self.max_attention_logit is not None:
-            parts.append(f" max attention logit: {self.max_attention_logit:.3f} |")
+        for name, value, spec in (
+            ("grad norm", self.grad_norm, ".3f"),
+            ("num zeros", self.num_zeros, ""),
+            ("params norm", self.params_norm, ".3f"),
+            ("max attention logit", self.max_attention_logit, ".3f"),
+        ):
+            if value is not None:
+                parts.append(f" {name}: {value:{spec}} |")
         if self.overload_factors is not None:
             parts.append(" avg overload factor: {:.3f} | max overload factor: {:.3f} |".format(*self.overload_factors))
         parts.append(f" number of skipped iterations: {self.skipped_iterations:3d} |")
@@ -106,15 +106,9 @@ def memory_line(
     used: int | None = None,
 ) -> str:
     """Return Megatron-LM's device memory line. Amounts are in bytes, printed in MiB; `used` is of all processes."""
-    values = (
-        ("allocated", allocated),
-        ("max allocated", max_allocated),
-        ("reserved", reserved),
-        ("max reserved", max_reserved),
-    )
-    if used is not None:
-        values += (("total device memory used", used),)
-    text = "".join(f" | {name}: {amount / 2**20}" for name, amount in values)
+    names = ("allocated", "max allocated", "reserved", "max reserved", "total device memory used")
+    amounts = (allocated, max_allocated, reserved, max_reserved, used)
+    text = "".join(f" | {name}: {each / 2**20}" for name, each in zip(names, amounts) if each is not None)
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB){text}"
 
 
@@ -142,10 +136,8 @@ class ProgressBar:
     SMOOTHING = 0.2
 
     def __init__(self, total: int, stream: TextIO | None = None):
-        self._total = total
-        self._stream = sys.stderr if stream is None else stream
+        self._total, self._stream, self._shown = total, stream or sys.stderr, False
         self._active = self._stream.isatty() and total > 0
-        self._shown = False
         self._seconds: float | None = None
 
     def update(self, iteration: int, seconds: float, loss: float | None, tokens: int = 0) -> None:

@@ -60,10 +60,7 @@ class DownsampledList:
 class Dashboard:
     """Collects records of metrics.jsonl and writes them as a page. No method raises OSError.
 
-    Args:
-        path: of the page.
-        head: what the page shows besides the records: "train_iters", "world_size", "settings" (name -> value), any of
-            them.
+    `head` has what the page shows besides: any of "train_iters", "world_size", "settings" (name -> value).
     """
 
     def __init__(self, path: str | Path, head: Mapping[str, Any]):
@@ -107,21 +104,20 @@ class Dashboard:
     def write(self, done: bool = False) -> bool:
         """Write the page now and return whether that succeeded. `done`: the run has ended."""
         begin = time.monotonic()
-        succeeded = True
         try:
             with atomic_path(self.path) as temporary:
                 temporary.write_text(self.page(done), encoding="utf-8")
+            return True
         except OSError as error:
-            succeeded = False
             if not self._has_warned:
                 reason = error.strerror or error
                 logger.warning(
                     "cannot write the dashboard to %s (%s); the run continues and retries", self.path, reason
                 )
             self._has_warned = True
-        taken = time.monotonic() - begin
-        self._not_before = begin + max(1.0, taken / MAX_TIME_SHARE)
-        return succeeded
+            return False
+        finally:
+            self._not_before = begin + max(1.0, (time.monotonic() - begin) / MAX_TIME_SHARE)
 
     def page(self, done: bool = False) -> str:
         """Return the page as text."""
@@ -139,15 +135,15 @@ class Dashboard:
         text = json.dumps(_finite(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
         directory = resources.files("moe_trainer.metrics").joinpath("page")
         page = directory.joinpath("dashboard.html").read_text(encoding="utf-8")
-        parts = {"TITLE": html.escape(self._head["title"]), "DATA": text}
-        for name, file in (
-            ("LICENSE", "uPlot.LICENSE.txt"),
-            ("PLOT_STYLE", "uPlot.min.css"),
-            ("STYLE", "dashboard.css"),
-            ("PLOT", "uPlot.iife.min.js"),
-            ("SCRIPT", "dashboard.js"),
-        ):
-            parts[name] = directory.joinpath(file).read_text(encoding="utf-8")
+        files = {
+            "LICENSE": "uPlot.LICENSE.txt",
+            "PLOT_STYLE": "uPlot.min.css",
+            "STYLE": "dashboard.css",
+            "PLOT": "uPlot.iife.min.js",
+            "SCRIPT": "dashboard.js",
+        }
+        parts = {name: directory.joinpath(file).read_text(encoding="utf-8") for name, file in files.items()}
+        parts |= {"TITLE": html.escape(self._head["title"]), "DATA": text}
         pieces = page.split("@@")  # the template is text, name, text, name, ..., text
         return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
@@ -173,17 +169,12 @@ def _checked(record: Any) -> dict[str, Any] | None:
 
     Any program may have written the line. A string in place of a number would leave the page empty.
     """
-    if (
-        not isinstance(record, dict)
-        or not _is_number(record.get("iteration"))
-        or not isinstance(record["iteration"], int)
-    ):
+    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
         return None
-    checked = {
-        name: value
-        for name, value in record.items()
-        if _is_number(value) and name not in ("routing", "rejected", "own_time_ms")
-    }
+    if not _is_number(record["iteration"]):
+        return None
+    nested = ("routing", "rejected", "own_time_ms")
+    checked = {name: value for name, value in record.items() if _is_number(value) and name not in nested}
     if "validation" in record:
         return checked | {"validation": record["validation"]} if isinstance(record["validation"], str) else None
     times = record.get("own_time_ms")
@@ -195,12 +186,11 @@ def _checked(record: Any) -> dict[str, Any] | None:
             del checked["own_time_ms"]
     rejected = record.get("rejected")
     if isinstance(rejected, list):
+        types = {"iteration": int, "because": str}
         checked["rejected"] = [
             entry
             for entry in rejected
-            if isinstance(entry, dict)
-            and isinstance(entry.get("iteration"), int)
-            and isinstance(entry.get("because"), str)
+            if isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
         ]
     if _is_routing(record.get("routing")):
         checked["routing"] = record["routing"]
@@ -213,20 +203,19 @@ def _is_routing(routing: Any) -> bool:
         return False
     loads = routing.get("tokens_per_expert")
     lists = [value for name, value in routing.items() if name not in ("tokens_per_expert", "straggler_cost")]
+    required = ("load_max_over_mean", "load_entropy", "dead_experts", "rank_max_over_mean")
     return (
         _is_number(routing.get("straggler_cost"))
-        and all(
-            isinstance(value, list) and len(value) == len(layers) and all(map(_is_number, value)) for value in lists
-        )
+        and all(name in routing for name in required)
+        and all(_are_numbers(values, len(layers)) for values in lists)
         and isinstance(loads, list)
         and len(loads) == len(layers)
-        and all(
-            isinstance(row, list) and row and len(row) == len(loads[0]) and all(map(_is_number, row)) for row in loads
-        )
-        and all(
-            name in routing for name in ("load_max_over_mean", "load_entropy", "dead_experts", "rank_max_over_mean")
-        )
+        and all(isinstance(row, list) and row and _are_numbers(row, len(loads[0])) for row in loads)
     )
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
 
 
 def dashboard_path_for(metrics_file: str | Path) -> Path:
@@ -257,15 +246,14 @@ def open_dashboard(metrics_file: str | Path, head: Mapping[str, Any]) -> Dashboa
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a metrics file; of a very large one, evenly spaced lines, all events and the last line."""
-    every, line, is_given = path.stat().st_size // MAX_PARSED_BYTES + 1, b"", True
+    stride, line, is_selected = path.stat().st_size // MAX_PARSED_BYTES + 1, b"", True
+    events = (b'{"validation"', b'"resumed_from"', b'"rejected"')
     with path.open("rb") as file:
         for number, line in enumerate(file):
-            is_given = number % every == 0 or any(
-                mark in line for mark in (b'{"validation"', b'"resumed_from"', b'"rejected"')
-            )
-            if is_given:
+            is_selected = number % stride == 0 or any(event in line for event in events)
+            if is_selected:
                 yield line
-    if not is_given:
+    if not is_selected:
         yield line
 
 

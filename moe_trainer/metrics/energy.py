@@ -2,7 +2,8 @@
 
 import importlib
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -19,20 +20,14 @@ class Energy(NamedTuple):
 
 
 class EnergyMeter:
-    """Measures the energy of this rank's GPU.
+    """Measures the energy of this rank's GPU. `read_mj` returns millijoules since the driver was loaded."""
 
-    Args:
-        ps: the groups.
-        device: of the all-reduce.
-        counter: returns millijoules since the driver was loaded.
-    """
-
-    def __init__(self, ps: ParallelState, device: torch.device, counter: Any):
-        self._ps, self._device, self._counter = ps, device, counter
+    def __init__(self, ps: ParallelState, device: torch.device, read_mj: Callable[[], float]):
+        self._ps, self._device, self._read_mj = ps, device, read_mj
         self._joules, self._read_at = self._read()
 
     def _read(self) -> tuple[float, float]:
-        return self._counter() / 1e3, time.perf_counter()
+        return self._read_mj() / 1e3, time.perf_counter()
 
     def lap(self, iterations: int) -> Energy:
         """Return the energy of the iterations since the last call. Collective over ps.world."""
@@ -45,21 +40,17 @@ class EnergyMeter:
 
 def open_energy_meter(ps: ParallelState, device: torch.device) -> EnergyMeter | str:
     """Return a meter, or why some rank has no counter. Collective over ps.world; all ranks get the same answer."""
-    counter, problem = None, None
+    read_mj, problem = None, None
     try:
-        counter = _counter(device)
+        read_mj = _open_counter(device)
     except ValueError as error:
         problem = str(error)
     problems = sorted({each for each in collectives.all_gather_object(problem, ps.world) if each is not None})
-    return "; ".join(problems) if problems else EnergyMeter(ps, device, counter)
+    return "; ".join(problems) if problems else EnergyMeter(ps, device, read_mj)
 
 
-def _counter(device: torch.device) -> Any:
-    """Return the GPU's energy counter.
-
-    Raises:
-        ValueError: if there is none; the message says why.
-    """
+def _open_counter(device: torch.device) -> Callable[[], float]:
+    """Return the GPU's energy counter; raise ValueError with the reason if there is none."""
     if device.type != "cuda":
         raise ValueError("a CPU has no energy counter that every user may read")
     if problem := import_problem("pynvml"):

@@ -15,9 +15,7 @@ class EvaluationResult:
 
     Attributes:
         kind: "validation", "validation-NAME", "test" or "test-NAME".
-        samples: number of samples.
         loss_sum: sum of the losses of all tokens, in nats.
-        tokens: number of tokens.
         num_bytes: UTF-8 bytes of the text that the tokens decode to; None if they were not counted.
     """
 
@@ -53,46 +51,27 @@ class EvaluationResult:
 def evaluation_table(results: Sequence[EvaluationResult], iteration: int, source: str | None, no_bytes: str) -> str:
     """Return a table with one line per set.
 
-    Args:
-        results: the evaluated sets.
-        iteration: of the checkpoint.
-        source: the checkpoint; None for initial weights.
-        no_bytes: why bytes are not counted; "" if they are.
+    `source` is the checkpoint, None for initial weights; `no_bytes` is why bytes are not counted, "" if they are.
     """
-    title = (
-        f"evaluation of {source}, iteration {iteration}"
-        if source
-        else f"evaluation of initial weights (no --load), iteration {iteration}"
-    )
+    title = f"evaluation of {source or 'initial weights (no --load)'}, iteration {iteration}"
     if not results:
         return f"{title}: nothing was evaluated (no validation or test data, or --eval-iters 0)"
-    head = ["set", "samples", "tokens", "loss/token", "PPL/token"] + (
-        [] if no_bytes else ["bytes", "loss/byte", "bits/byte", "PPL/byte"]
-    )
-    rows = [head]
+    rows = ["set samples tokens loss/token PPL/token".split()]
+    if not no_bytes:
+        rows[0] += "bytes loss/byte bits/byte PPL/byte".split()
     for result in results:
-        row = [
-            result.kind,
-            f"{result.samples:,}",
-            f"{result.tokens:,}",
-            f"{result.loss:.6f}",
-            f"{perplexity(result.loss):.4f}",
-        ]
+        counts = [f"{result.samples:,}", f"{result.tokens:,}"]
+        row = [result.kind, *counts, f"{result.loss:.6f}", f"{perplexity(result.loss):.4f}"]
         if not no_bytes:
-            per_byte = result.loss_per_byte
-            figures = (
-                ["-"] * 3
-                if per_byte is None
-                else [f"{per_byte:.6f}", f"{per_byte / math.log(2.0):.6f}", f"{perplexity(per_byte):.4f}"]
+            loss = result.loss_per_byte
+            row.append(f"{result.num_bytes:,}")
+            row += (
+                ["-"] * 3 if loss is None else [f"{loss:.6f}", f"{loss / math.log(2.0):.6f}", f"{perplexity(loss):.4f}"]
             )
-            row += [f"{result.num_bytes:,}", *figures]
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
         for row in rows
     ]
     note = (

@@ -12,6 +12,7 @@ cannot read it either.
 import os
 import struct
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from moe_trainer.io import atomic_path
@@ -21,51 +22,32 @@ _HEADER, _CHECKSUM = 12, 4
 
 
 def drop_events_after(folder: Path, iteration: int, samples: int) -> int:
-    """Drop the events of iterations after `iteration` (of curves over samples: after `samples`).
-
-    Returns:
-        The number of dropped events.
-
-    Raises:
-        OSError: if a file cannot be read or replaced.
-    """
+    """Drop the events of iterations after `iteration` (of curves over samples: after `samples`), and count them."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     num_dropped = 0
     for path in _event_files(folder):
-        content = path.read_bytes()
-        kept, num_dropped_here = [], 0
-        for record in _records(content):
+        records, kept = list(_records(path.read_bytes())), []
+        for record in records:
             event = Event.FromString(record[_HEADER:-_CHECKSUM])
             tags = [value.tag for value in event.summary.value]
             limit = samples if any(tag.endswith(OVER_SAMPLES) for tag in tags) else iteration
-            if tags and event.step > limit:
-                num_dropped_here += 1
-            else:
+            if not tags or event.step <= limit:
                 kept.append(record)
-        if num_dropped_here:
+        if len(kept) < len(records):
             # TensorBoard would read a temporary file with "tfevents" in its name.
             with atomic_path(path, temporary=path.with_name(f".rewritten-{os.getpid()}")) as temporary:
                 temporary.write_bytes(b"".join(kept))
-        num_dropped += num_dropped_here
+        num_dropped += len(records) - len(kept)
     return num_dropped
 
 
 def archive_event_files(folder: Path) -> Path | None:
-    """Move the event files into a subdirectory earlier-N, which TensorBoard shows as another run.
-
-    Returns:
-        That directory; None if there was nothing to move.
-
-    Raises:
-        OSError: if a file cannot be moved.
-    """
+    """Move the event files into a subdirectory earlier-N, which TensorBoard shows as another run, and return it."""
     files = _event_files(folder)
     if not files:
         return None
-    number = 1
-    while (target := folder / f"earlier-{number}").exists():
-        number += 1
+    target = next(path for number in count(1) if not (path := folder / f"earlier-{number}").exists())
     target.mkdir()
     for path in files:
         path.rename(target / path.name)

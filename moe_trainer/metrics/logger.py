@@ -87,7 +87,6 @@ class LogOptions:
     """What is logged, and where.
 
     Attributes:
-        output: the section of flags.
         metrics_file: path of metrics.jsonl; None writes none.
         resumes_own_run: the run continues the one in --tensorboard-dir, which has logged at least `start_samples`
             samples.
@@ -121,8 +120,7 @@ class MetricsLogger:
     """
 
     def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
-        self._options = options
-        self._world_size = world_size
+        self._options, self._world_size = options, world_size
         begin = None if options.is_eval_only else start_iteration
         self._file = open_metrics_file(options.metrics_file, begin) if options.metrics_file else None
         head = {"train_iters": options.train_iters, "world_size": world_size, "settings": settings}
@@ -150,19 +148,14 @@ class MetricsLogger:
     def record(self, record: IterationRecord) -> None:
         """Add an iteration; print and write what is due."""
         self._accumulate(record)
+        loss = record.losses.get("lm loss")
         self._summary.add_iteration(
-            record.iteration,
-            record.tokens,
-            record.flops,
-            record.elapsed_s,
-            record.losses.get("lm loss"),
-            record.skipped,
+            record.iteration, record.tokens, record.flops, record.elapsed_s, loss, record.skipped
         )
         if record.iteration % self._options.output.tensorboard_log_interval == 0:
             self._write_scalars(record)
         due = record.iteration % self._options.output.log_interval == 0
         if due or self._first:
-            self._bar.clear()
             health = None
             if record.loads is not None:
                 health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
@@ -175,7 +168,7 @@ class MetricsLogger:
             if not self._first:
                 self._reset_line_sums()
             self._first = False
-        self._bar.update(record.iteration, record.elapsed_s, record.losses.get("lm loss"), record.tokens)
+        self._bar.update(record.iteration, record.elapsed_s, loss, record.tokens)
 
     def print(self, text: str) -> None:
         """Print a line for the user, above the progress bar."""
@@ -233,8 +226,11 @@ class MetricsLogger:
     def _write_record(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
         if self._file is None:
             return
-        values: dict[str, object] = {"iteration": record.iteration, "consumed_samples": record.consumed_samples}
-        values.update(record.losses)
+        values: dict[str, object] = {
+            "iteration": record.iteration,
+            "consumed_samples": record.consumed_samples,
+            **record.losses,
+        }
         values.update(
             learning_rate=record.learning_rate,
             grad_norm=record.grad_norm,
@@ -250,12 +246,8 @@ class MetricsLogger:
         )
         if self._options.peak_tflops:
             values["mfu"] = values["tflops_per_gpu"] / self._options.peak_tflops
-        if record.num_zeros is not None:
-            values["num_zeros"] = record.num_zeros
-        if record.params_norm is not None:
-            values["params_norm"] = record.params_norm
-        if record.max_attention_logit is not None:
-            values["max_attention_logit"] = record.max_attention_logit
+        optional = {name: getattr(record, name) for name in ("num_zeros", "params_norm", "max_attention_logit")}
+        values.update({name: value for name, value in optional.items() if value is not None})
         if rejected := [entry for entry in record.rejected if entry["iteration"] > self._recorded]:
             values["rejected"] = rejected
         self._recorded = record.iteration
@@ -289,8 +281,7 @@ class MetricsLogger:
         options, iteration, samples = self._options, record.iteration, record.consumed_samples
         if self._wandb is not None:
             self._wandb.log({"samples vs steps": samples}, iteration)
-        # Megatron-LM name_write_errors its scalars after the scheduler has stepped: the learning rate here is the
-        # next step's.
+        # Megatron-LM writes its scalars after the scheduler has stepped: the learning rate here is the next step's.
         self._scalar("learning-rate", record.next_learning_rate, iteration, samples)
         self._scalar("batch-size", record.global_batch_size, iteration, samples)
         if record.skipped_samples > 0:
@@ -301,14 +292,14 @@ class MetricsLogger:
             self._scalar("loss-scale", record.loss_scale, iteration, samples)
         if options.output.log_world_size_to_tensorboard:
             self._scalar("world-size", self._world_size, iteration, samples)
-        if record.grad_norm is not None:
-            self._scalar("grad-norm", record.grad_norm, iteration, samples)
-        if record.num_zeros is not None:
-            self._scalar("num-zeros", record.num_zeros, iteration, samples)
-        if record.params_norm is not None:
-            self._scalar("params-norm", record.params_norm, iteration, samples)
-        if record.max_attention_logit is not None:
-            self._scalar("max_attention_logit", record.max_attention_logit, iteration, samples)
+        for name, value in (
+            ("grad-norm", record.grad_norm),
+            ("num-zeros", record.num_zeros),
+            ("params-norm", record.params_norm),
+            ("max_attention_logit", record.max_attention_logit),
+        ):
+            if value is not None:
+                self._scalar(name, value, iteration, samples)
         if options.output.log_memory_to_tensorboard:
             for name, value in _memory_scalars(record.max_memory_mb).items():
                 self._scalar(name, value, iteration)
@@ -357,23 +348,14 @@ class MetricsLogger:
     ) -> None:
         """Print the validation line and write its record and scalars.
 
-        Args:
-            where: "iteration 200" or "iteration 200 on test set".
-            kind: "validation", "validation-NAME" or "test".
-            losses: by name.
-            iteration: the last iteration.
-            samples: consumed samples.
-            evaluated: adds the values of the evaluation of a checkpoint to the record.
+        `where` is "iteration 200" or "iteration 200 on test set", `kind` "validation", "validation-NAME" or "test".
+        `evaluated` adds the values of the evaluation of a checkpoint to the record.
         """
         self.print(validation_line(where, losses))
         self._summary.add_validation(kind, iteration, losses["lm loss"])
         if self._file is not None:
-            record: dict[str, object] = {"validation": kind, "iteration": iteration}
-            record.update(losses)
-            record["ppl"] = perplexity(losses["lm loss"])
-            if evaluated is not None:
-                record.update(evaluated.as_record())
-            self._append(record)
+            record = {"validation": kind, "iteration": iteration, **losses, "ppl": perplexity(losses["lm loss"])}
+            self._append(record | ({} if evaluated is None else evaluated.as_record()))
         suffix = "validation" if kind == "test" else kind
         for name, value in losses.items():
             self._scalar(f"{name} {suffix}", value, iteration, samples)

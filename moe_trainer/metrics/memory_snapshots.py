@@ -17,14 +17,7 @@ _MAX_EVENTS = 100_000  # with their stacks, some hundred bytes each on the host
 
 
 class MemorySnapshotRecorder:
-    """Records allocations from its construction on.
-
-    Args:
-        path: of the snapshots.
-        rank: this rank.
-        writer: the rank that writes the snapshots.
-        memory: torch.cuda.memory (replaced in tests).
-    """
+    """Records allocations from its construction on. Rank `writer` writes the snapshots to `path`."""
 
     def __init__(self, path: str, rank: int, writer: int, memory: Any = torch.cuda.memory):
         self._path, self._rank, self._writer, self._memory = Path(path), rank, writer, memory

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 
 from moe_trainer.errors import UserError
@@ -22,23 +22,14 @@ _ITERATION = re.compile(rb'\s*\{\s*(?:"validation":\s*"[^"]*",\s*)?"iteration":\
 
 logger = logging.getLogger(__name__)
 
-MAX_BUFFERED_BYTES = 64 * 2**20  # bytes
+MAX_BUFFERED_BYTES = 64 * 2**20
 _TAIL_BYTES = 2**16
 
 
 class MetricsFile:
-    """Appends complete lines in order."""
+    """Appends complete lines in order. `existing` lines at the end of the file are not repeated if they come again."""
 
     def __init__(self, path: Path, existing: frozenset[str] = frozenset()):
-        """Open the file.
-
-        Args:
-            path: the file.
-            existing: lines at its end that are not repeated if they come again.
-
-        Raises:
-            OSError: if it cannot be opened.
-        """
         self._path, self._existing = path, existing
         # not a Python file object, whose buffer loses what it could not write
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -92,14 +83,8 @@ class MetricsFile:
 def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:
     """Open metrics.jsonl for appending after `start_iteration`.
 
-    Records of later iterations, which will be repeated, and the torn last line of a killed run are dropped.
-
-    Args:
-        path: the file.
-        start_iteration: 0 renames an older file to a numbered name; None drops nothing, because the run does not train.
-
-    Raises:
-        UserError: if the file cannot be written.
+    Records of later iterations, which will be repeated, and the torn last line of a killed run are dropped. Iteration 0
+    renames an older file to a numbered name. None drops nothing, because the run does not train.
     """
     target = Path(path)
     with name_write_errors("--metrics-file", target):
@@ -123,10 +108,8 @@ def _last_validations(target: Path) -> frozenset[str]:
 
 
 def _free_name(target: Path) -> Path:
-    number = 1
-    while (free := target.with_name(f"{target.stem}-{number}{target.suffix}")).exists():
-        number += 1
-    return free
+    names = (target.with_name(f"{target.stem}-{number}{target.suffix}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _drop_after(target: Path, iteration: int) -> None:

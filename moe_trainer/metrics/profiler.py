@@ -17,12 +17,10 @@ class Profiler:
     """Starts and stops profiling at the chosen iterations; call `before` and `after` around each iteration."""
 
     def __init__(self, output: OutputArgs, rank: int):
-        self._active = output.profile and rank in output.profile_ranks
-        self._start = output.profile_step_start
-        self._end = output.profile_step_end
+        self._active, self._rank = output.profile and rank in output.profile_ranks, rank
+        self._start, self._end = output.profile_step_start, output.profile_step_end
         self._folder = Path(output.tensorboard_dir or output.save or ".") / "profile"
-        self._rank = rank
-        self._torch_profiler = None
+        self._torch_profiler: torch.profiler.profile | None = None
         self._execution: torch.profiler.ExecutionTraceObserver | None = None
         if self._active and (output.use_pytorch_profiler or not torch.cuda.is_available()):
             self._torch_profiler = torch.profiler.profile(

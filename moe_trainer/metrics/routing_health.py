@@ -26,25 +26,16 @@ import torch
 from torch import Tensor
 
 MEAN, COLD, HOT = (247, 247, 247), (33, 102, 172), (178, 24, 43)  # as in page/dashboard.js
-PER_LAYER = (
-    "load_max_over_mean",
-    "load_entropy",
-    "dead_experts",
-    "drop_rate",
-    "clone_rate",
-    "bias_drift",
-    "rank_max_over_mean",
+PER_LAYER = tuple(
+    "load_max_over_mean load_entropy dead_experts drop_rate clone_rate bias_drift rank_max_over_mean".split()
 )
 
 
 def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict[str, object]:
     """Return the routing statistics of a table of moe/expert_loads.py.
 
-    Args:
-        table: fp64 [layers, experts + 4]; the last columns are drops, tokens of clones, bias drift, and 1 for an MoE
-            layer.
-        expert_ranks: size of expert parallelism.
-        layer_share: fraction of one layer's routed experts in the model's FLOPs.
+    `layer_share` is the fraction of one layer's routed experts in the model's FLOPs. Shapes: table fp64 [layers,
+    experts + 4]; the last columns are drops, tokens of clones, bias drift, and 1 for an MoE layer.
     """
     num_experts = table.shape[1] - 4
     table = table.cpu()

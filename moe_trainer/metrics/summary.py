@@ -58,14 +58,7 @@ class RunSummary:
         self._validations.setdefault(kind, []).append(_Loss(iteration, loss))
 
     def lines(self, reason: str, saved: Sequence[int], save_dir: str | None, dashboard: str | None) -> list[str]:
-        """Return the summary.
-
-        Args:
-            reason: why the run ended.
-            saved: the iterations that this start has saved.
-            save_dir: where; None if nothing is to be saved.
-            dashboard: path of the page.
-        """
+        """Return the summary. `saved` are the iterations that this start has saved; `reason` is why the run ended."""
         done = max(self.iteration - self.start_iteration, 0)
         resumed = f", resumed after {self.start_iteration}" if self.start_iteration else ""
         skipped = f", {self.num_skipped} without an update" if self.num_skipped else ""
@@ -78,31 +71,24 @@ class RunSummary:
         ]
         if self._speeds:
             speed, tflops = (statistics.median(values) for values in zip(*self._speeds))
-            lines.append(
-                f"  throughput:  {speed:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank (medians over iterations)"
-            )
+            medians = f"{speed:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank (medians over iterations)"
+            lines.append(f"  throughput:  {medians}")
         if self._last_loss is not None:
-            mean = (
-                f"; mean of the last {self._mean_loss[0]} iterations {self._mean_loss[1]:.4f}"
-                if self._mean_loss and self._mean_loss[0] > 1
-                else ""
-            )
-            lines.append(
-                f"  lm loss:     {self._last_loss.loss:.4f} (the batch of iteration {self._last_loss.iteration}{mean})"
-            )
+            iteration, loss = self._last_loss
+            count, mean = self._mean_loss or (0, 0.0)
+            suffix = f"; mean of the last {count} iterations {mean:.4f}" if count > 1 else ""
+            lines.append(f"  lm loss:     {loss:.4f} (the batch of iteration {iteration}{suffix})")
         for kind, losses in self._validations.items():
             best, last = min(losses, key=lambda each: each.loss), losses[-1]
             lines.append(
                 f"  {kind + ':':12s} {last.loss:.4f} at iteration {last.iteration}"
                 + (f", best {best.loss:.4f} at iteration {best.iteration}" if len(losses) > 1 else "")
             )
+        outcome = "nothing (no --save)"
         if save_dir is not None:
-            count = f"{len(saved)} checkpoint{'s' if len(saved) != 1 else ''} saved"
-            lines.append(
-                f"  saved:       {count} to {save_dir}" + (f", the last at iteration {saved[-1]}" if saved else "")
-            )
-        else:
-            lines.append("  saved:       nothing (no --save)")
+            outcome = f"{len(saved)} checkpoint{'s' if len(saved) != 1 else ''} saved to {save_dir}"
+            outcome += f", the last at iteration {saved[-1]}" if saved else ""
+        lines.append(f"  saved:       {outcome}")
         if dashboard is not None:
             lines.append(f"  dashboard:   {dashboard}")
         return lines

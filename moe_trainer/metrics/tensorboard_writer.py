@@ -13,19 +13,10 @@ class TensorBoardWriter:
     """Scalars and images for TensorBoard. Once it is open, no method raises OSError.
 
     A value that cannot be written is lost, which is logged. Every flush tries to open a new event file, because one
-    that ends in the middle of an event cannot be continued.
+    that ends in the middle of an event cannot be continued. `open_writer` returns a SummaryWriter.
     """
 
     def __init__(self, folder: str, open_writer: Callable[[], Any]):
-        """Open the writer.
-
-        Args:
-            folder: the directory of the event files.
-            open_writer: returns a SummaryWriter.
-
-        Raises:
-            OSError: if the directory cannot be written.
-        """
         self._folder, self._open = folder, open_writer
         self._writer: Any = open_writer()
 

@@ -14,47 +14,22 @@ import torch
 
 from moe_trainer.parallel.trace import Trace
 
-LEVELS = (
-    (
-        0,
-        (
-            "interval-time",
-            "save-checkpoint",
-            "load-checkpoint",
-            "model-and-optimizer-setup",
-            "train/valid/test-data-iterators-setup",
-            "evaluate",
-        ),
-    ),
-    (
-        1,
-        (
-            "forward-backward",
-            "layernorm-grads-all-reduce",
-            "embedding-grads-all-reduce",
-            "all-grads-sync",
-            "params-all-gather",
-            "optimizer-copy-to-main-grad",
-            "optimizer-unscale-and-check-inf",
-            "optimizer-clip-main-grad",
-            "optimizer-count-zeros",
-            "optimizer-inner-step",
-            "optimizer-copy-main-to-model-params",
-            "optimizer",
-        ),
-    ),
-    (
-        2,
-        (
-            "batch-generator",
-            "forward-compute",
-            "backward-compute",
-            "forward-backward-compute",
-            "forward-recv",
-            "backward-recv",
-        ),
-    ),
+LEVELS = tuple(
+    tuple(names.split())
+    for names in (
+        """
+        interval-time save-checkpoint load-checkpoint model-and-optimizer-setup
+        train/valid/test-data-iterators-setup evaluate
+        """,
+        """
+        forward-backward layernorm-grads-all-reduce embedding-grads-all-reduce all-grads-sync params-all-gather
+        optimizer-copy-to-main-grad optimizer-unscale-and-check-inf optimizer-clip-main-grad optimizer-count-zeros
+        optimizer-inner-step optimizer-copy-main-to-model-params optimizer
+        """,
+        "batch-generator forward-compute backward-compute forward-backward-compute forward-recv backward-recv",
+    )
 )
+"""Names of the timers by level, in the order of the report."""
 
 
 class Timers:
@@ -65,9 +40,8 @@ class Timers:
     """
 
     def __init__(self, level: int, synchronize: bool = False, trace: Trace | None = None):
-        self._active = {name: rank <= level for rank, names in LEVELS for name in names}
+        self._active = {name: timer_level <= level for timer_level, names in enumerate(LEVELS) for name in names}
         self._seconds: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
         self._synchronize = synchronize
         self._trace = trace or Trace()
 
@@ -81,11 +55,7 @@ class Timers:
         finally:
             self._trace.phase = outer
             if active:
-                self._add(name, begin)
-
-    def _add(self, name: str, begin: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
-        self._counts[name] = self._counts.get(name, 0) + 1
+                self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
 
     def _now(self) -> float:
         if self._synchronize:
@@ -94,26 +64,17 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """Return seconds per timer since the last call, and reset."""
-        seconds, self._seconds, self._counts = self._seconds, {}, {}
+        seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 def format_report(per_rank: list[dict[str, float]], option: str, iterations: int) -> str:
     """Return Megatron-LM's timer report in milliseconds per iteration.
 
-    Args:
-        per_rank: seconds by timer name, one dict per rank.
-        option: "max", "minmax" or "all".
-        iterations: number of iterations.
+    `per_rank` has the seconds by timer name of each rank; `option` is "max", "minmax" or "all".
     """
-    names = [name for _, group in LEVELS for name in group if any(name in rank for rank in per_rank)]
-    header = {
-        "max": "max time across ranks (ms):",
-        "minmax": "(min, max) time across ranks (ms):",
-        "all": "times across ranks (ms):",
-    }[option]
-    text = header
-    for name in names:
+    text = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[option] + " across ranks (ms):"
+    for name in (name for names in LEVELS for name in names if any(name in rank for rank in per_rank)):
         values = [rank.get(name, 0.0) * 1e3 / max(1, iterations) for rank in per_rank]
         label = f"\n    {(name + ' ').ljust(48, '.')}: "
         if option == "max":

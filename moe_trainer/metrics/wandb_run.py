@@ -24,12 +24,7 @@ class WandbRun:
     """Logs values to Weights & Biases. If its library fails, that is logged and W&B logging is disabled."""
 
     def __init__(self, output: OutputArgs, settings: Mapping[str, object], resumes: bool):
-        """Start or continue a run.
-
-        Args:
-            output: the flags.
-            settings: all settings, for the configuration of the run.
-            resumes: the job continues from its own checkpoints.
+        """Start a run, or continue one if the job `resumes` from its own checkpoints.
 
         Raises:
             ValueError: if wandb is not installed or cannot start a run.
@@ -68,8 +63,7 @@ class WandbRun:
             self._run.log(dict(values), step=step)
         except Exception as error:  # logging must not end a run, whatever a library raises
             logger.warning(
-                "W&B logging failed (%s); disabled for the rest of the run (metrics.jsonl is complete)",
-                error,
+                "W&B logging failed (%s); disabled for the rest of the run (metrics.jsonl is complete)", error
             )
             self._run = None
 
@@ -86,9 +80,9 @@ class WandbRun:
 def _read(file: Path, project: Mapping[str, object]) -> str | None:
     """Return the run id in a file; None if there is none, or it is of another project."""
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        if {name: known[name] for name in project} == project:
-            return str(known["id"])
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if {name: saved[name] for name in project} == project:
+            return str(saved["id"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning("starting a new Weights & Biases run: cannot read the one to continue from %s: %s", file, error)
     return None

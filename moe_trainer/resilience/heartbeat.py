@@ -6,16 +6,21 @@ with its host, reading raises StoreUnavailableError; no call waits longer than S
 """
 
 import dataclasses
+import functools
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one since Python 3.11
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from moe_trainer.parallel.trace import backend_reason
+
+T = TypeVar("T")
 
 STORE_TIMEOUT_S = 5.0
 _READ_BATCH_SIZE = 128  # statuses read in one request
@@ -44,6 +49,35 @@ class RankStatus:
     seconds: float
 
 
+def _translate_errors(operation: Callable[[], T]) -> T:
+    try:
+        return operation()
+    except RuntimeError as error:  # torch's DistError, or a plain RuntimeError of a file store
+        raise StoreUnavailableError(backend_reason(error)) from error
+
+
+def _with_timeout(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method for at most STORE_TIMEOUT_S. A client of a stopped host ignores its own timeout."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> T:
+        outcome: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(_translate_errors(lambda: method(*args)))
+            except Exception as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return outcome.result(STORE_TIMEOUT_S)
+        except FutureTimeoutError:
+            raise StoreUnavailableError(f"no answer in {STORE_TIMEOUT_S:.0f} s") from None
+
+    return run
+
+
 class HeartbeatStore:
     """Statuses of all ranks, by rank."""
 
@@ -63,38 +97,32 @@ class HeartbeatStore:
         """Return how many ranks have announced that they exit. For the posting thread only."""
         return _translate_errors(lambda: self._posting.add("ends", 0))
 
-    def read(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return the statuses of the given ranks that have posted one."""
-        return _with_timeout(lambda: self._read(list(ranks)))
-
+    @_with_timeout
     def publish_exit(self, status: RankStatus) -> int:
         """Publish the last status of this rank, which exits because the job has failed.
 
         Returns:
             How many ranks have exited, this one included.
         """
-        return _with_timeout(lambda: self._publish_exit(status))
-
-    def acknowledge(self) -> None:
-        """Publish that this rank has read the statuses it needs."""
-        _with_timeout(lambda: self._reading.add("left", 1))
-
-    def num_acknowledged(self) -> int:
-        """Return how many ranks have read the statuses they need."""
-        return _with_timeout(lambda: self._reading.add("left", 0))
-
-    def first_exited_ranks(self, count: int) -> list[int]:
-        """Return the ranks that exited first, at most `count`."""
-        return _with_timeout(lambda: self._first_exited_ranks(count))
-
-    def _publish_exit(self, status: RankStatus) -> int:
         self._reading.set(_key(self.rank), _to_json(status))
         position = self._reading.add("ends", 1)
         self._reading.set(f"end/{position}", str(self.rank))
         return position
 
-    def _read(self, ranks: list[int]) -> dict[int, RankStatus]:
-        statuses = {}
+    @_with_timeout
+    def acknowledge(self) -> None:
+        """Publish that this rank has read the statuses it needs."""
+        self._reading.add("left", 1)
+
+    @_with_timeout
+    def num_acknowledged(self) -> int:
+        """Return how many ranks have read the statuses they need."""
+        return self._reading.add("left", 0)
+
+    @_with_timeout
+    def read(self, ranks: Collection[int]) -> dict[int, RankStatus]:
+        """Return the statuses of those of the ranks that have posted one."""
+        ranks, statuses = list(ranks), {}
         for begin in range(0, len(ranks), _READ_BATCH_SIZE):
             batch = ranks[begin : begin + _READ_BATCH_SIZE]
             if not self._reading.check([_key(rank) for rank in batch]):  # true only if all keys exist
@@ -103,7 +131,9 @@ class HeartbeatStore:
             statuses |= {rank: RankStatus(**json.loads(text)) for rank, text in zip(batch, texts)}
         return statuses
 
-    def _first_exited_ranks(self, count: int) -> list[int]:
+    @_with_timeout
+    def first_exited_ranks(self, count: int) -> list[int]:
+        """Return the ranks that exited first, at most `count`."""
         keys = [f"end/{position}" for position in range(1, min(count, self._reading.add("ends", 0)) + 1)]
         return [int(self._reading.get(key)) for key in keys if self._reading.check([key])]
 
@@ -114,31 +144,3 @@ def _key(rank: int) -> str:
 
 def _to_json(status: RankStatus) -> str:
     return json.dumps(dataclasses.asdict(status))
-
-
-def _translate_errors(operation: Callable[[], Any]) -> Any:
-    try:
-        return operation()
-    except RuntimeError as error:  # torch's DistError, or a plain RuntimeError of a file store
-        raise StoreUnavailableError(backend_reason(error)) from error
-
-
-def _with_timeout(operation: Callable[[], Any]) -> Any:
-    """Run an operation for at most STORE_TIMEOUT_S. A client of a stopped host ignores its own timeout."""
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.append((True, _translate_errors(operation)))
-        except StoreUnavailableError as error:
-            outcome.append((False, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(STORE_TIMEOUT_S)
-    if not outcome:
-        raise StoreUnavailableError(f"no answer in {STORE_TIMEOUT_S:.0f} s")
-    succeeded, value = outcome[0]
-    if not succeeded:
-        raise value
-    return value

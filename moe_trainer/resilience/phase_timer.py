@@ -40,122 +40,113 @@ def part_of(phase: str) -> str:
     return _PART_OF_PHASE.get(phase, "other")
 
 
-class WallClockPhaseTimer:
-    """Phase timer of the host's clock.
+class PhaseTimer:
+    """Time of every part. A subclass measures the time from the beginning of one part to that of the next."""
 
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self) -> None:
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._is_running, self._is_waiting = False, False
-        self._part = "other"
-        self._last = 0.0
-
-    def start(self) -> None:
-        """Begin an iteration."""
-        self._is_running, self._is_waiting, self._last = True, False, self._clock()
-
-    def stop(self) -> None:
-        """End an iteration."""
-        self._add_elapsed()
-        self._is_running = False
-
-    def enter(self, phase: str) -> None:
-        self._add_elapsed()
-        self._part = part_of(phase)
-
-    def wait(self) -> None:
-        self._add_elapsed()
-        self._is_waiting = True
-
-    def end_wait(self) -> None:
-        self._add_elapsed()
-        self._is_waiting = False
-
-    def _add_elapsed(self) -> None:
-        if self._is_running:
-            now = self._clock()
-            self._seconds[WAITING if self._is_waiting else self._part] += now - self._last
-            self._last = now
-
-    def pop_totals(self) -> dict[str, float]:
-        """Return the seconds of every part since the last call."""
-        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
-        return seconds
-
-
-class CudaEventPhaseTimer:
-    """Phase timer of events on the GPU's current stream, read one iteration later, when the GPU has long passed them.
-
-    Args:
-        event: makes a timing event (replaced in tests).
-        capturing: whether the stream is being captured.
-    """
-
-    def __init__(
-        self,
-        event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
-        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
-    ):
-        self._event, self._capturing = event, capturing
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._free: list[Any] = []
-        self._previous_marks: list[
-            tuple[str, Any]
-        ] = []  # marks of the previous iteration: (the part that begins, its event)
-        self._marks: list[tuple[str, Any]] = []
         self._is_running, self._is_waiting = False, False
         self._part = "other"
 
     def start(self) -> None:
         """Begin an iteration."""
         self._is_running, self._is_waiting = True, False
-        self._mark()
+        self._begin_part()
 
     def stop(self) -> None:
-        """End an iteration on the host."""
-        self._mark()
+        """End an iteration."""
+        self._begin_part()
         self._is_running = False
-        self._read(self._previous_marks)
-        self._previous_marks, self._marks = self._marks, []
 
     def enter(self, phase: str) -> None:
         self._part = part_of(phase)
-        self._mark()
+        self._begin_part()
 
     def wait(self) -> None:
         self._is_waiting = True
-        self._mark()
+        self._begin_part()
 
     def end_wait(self) -> None:
         self._is_waiting = False
-        self._mark()
+        self._begin_part()
 
-    def _mark(self) -> None:
-        if self._is_running and not self._capturing():
-            event = self._free.pop() if self._free else self._event()
+    def pop_totals(self) -> dict[str, float]:
+        """Return the seconds of every part since the last call."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+    def _begin_part(self) -> None:
+        if self._is_running:
+            self._mark(WAITING if self._is_waiting else self._part)
+
+    def _mark(self, part: str) -> None:
+        raise NotImplementedError
+
+
+class WallClockPhaseTimer(PhaseTimer):
+    """Phase timer of the host's clock, which returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        super().__init__()
+        self._clock = clock
+        self._last_mark: tuple[str, float] | None = None
+
+    def stop(self) -> None:
+        super().stop()
+        self._last_mark = None
+
+    def _mark(self, part: str) -> None:
+        now = self._clock()
+        if self._last_mark is not None:
+            last_part, begin = self._last_mark
+            self._seconds[last_part] += now - begin
+        self._last_mark = part, now
+
+
+class CudaEventPhaseTimer(PhaseTimer):
+    """Phase timer of events on the GPU's current stream, read one iteration later, when the GPU has long passed them.
+
+    Args:
+        make_event: returns a timing event.
+        is_capturing: whether the stream is being captured.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
+        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+    ):
+        super().__init__()
+        self._make_event, self._is_capturing = make_event, is_capturing
+        self._free_events: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []  # (the part that begins, its event)
+        self._previous_marks: list[tuple[str, Any]] = []  # of the previous iteration
+
+    def stop(self) -> None:
+        super().stop()
+        self._read(self._previous_marks)
+        self._previous_marks, self._marks = self._marks, []
+
+    def pop_totals(self) -> dict[str, float]:
+        self._read(self._previous_marks)
+        self._previous_marks = []
+        return super().pop_totals()
+
+    def _mark(self, part: str) -> None:
+        if not self._is_capturing():
+            event = self._free_events.pop() if self._free_events else self._make_event()
             event.record()
-            self._marks.append((WAITING if self._is_waiting else self._part, event))
+            self._marks.append((part, event))
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:
         if marks:
             marks[-1][1].synchronize()
         for (part, begin), (_, end) in zip(marks, marks[1:]):
             self._seconds[part] += begin.elapsed_time(end) / 1e3
-        self._free += [event for _, event in marks]
-
-    def pop_totals(self) -> dict[str, float]:
-        """Return the seconds of every part since the last call."""
-        self._read(self._previous_marks)
-        self._previous_marks = []
-        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
-        return seconds
+        self._free_events += [event for _, event in marks]
 
 
-def attach_phase_timer(trace: Trace, device: torch.device) -> WallClockPhaseTimer | CudaEventPhaseTimer:
+def attach_phase_timer(trace: Trace, device: torch.device) -> PhaseTimer:
     """Make the phase timer of a device the observer of the trace."""
     trace.observer = CudaEventPhaseTimer() if device.type == "cuda" else WallClockPhaseTimer()
     return trace.observer

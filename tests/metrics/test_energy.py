@@ -72,7 +72,7 @@ def test_the_counter_is_that_of_this_gpu(monkeypatch):
     library = Library(5000)
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    assert energy._counter(CUDA)() == 5000
+    assert energy._open_counter(CUDA)() == 5000
 
 
 def test_a_cpu_run_logs_that_the_flags_have_no_effect(tmp_path):
