@@ -32,7 +32,6 @@ class DeviceReport:
     """Results of a rank.
 
     Attributes:
-        host: its host name.
         device: name of its device.
         seconds: time of one GEMM.
         hashes: of the results of one GEMM, several times.

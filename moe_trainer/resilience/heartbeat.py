@@ -66,7 +66,7 @@ def _with_timeout(method: Callable[..., T]) -> Callable[..., T]:
         def work() -> None:
             try:
                 outcome.set_result(_translate_errors(lambda: method(*args)))
-            except Exception as error:
+            except StoreUnavailableError as error:
                 outcome.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()

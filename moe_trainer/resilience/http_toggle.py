@@ -21,15 +21,11 @@ class _Server(TCPServer):
 class HttpToggle:
     """Listens on a port of all interfaces, in a thread. If the port cannot be opened, the state never changes.
 
-    Args:
-        name: what it switches, for the answer.
-        port: 0 chooses a free port.
-        on: the initial state.
+    Port 0 chooses a free one; the answer calls what is switched `name`.
     """
 
     def __init__(self, name: str, port: int, on: bool):
-        self.on = on
-        self.port: int | None = None
+        self.on, self.port = on, None
         self._server: _Server | None = None
         try:
             self._server = _Server(("", port), self._make_handler(name))

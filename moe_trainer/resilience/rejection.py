@@ -42,14 +42,7 @@ class ResultRejectedError(FloatingPointError):
 
 @dataclass(frozen=True)
 class RejectionRules:
-    """Which rules apply.
-
-    Attributes:
-        finite: reject values that are not finite.
-        spikes: reject loss spikes.
-        large_grads: reject large gradient norms.
-        spike_factor: limit over the running median; None for Megatron-LM's rule.
-    """
+    """Which rules apply. `spike_factor` is a limit over the running median, None for Megatron-LM's rule."""
 
     finite: bool
     spikes: bool
@@ -130,18 +123,10 @@ class LossHistory:
         if rules.spike_factor is not None:
             center = statistics.median(self.recent) if len(self.recent) == HISTORY_LENGTH else math.inf
             if loss > rules.spike_factor * center:
-                return RejectionReason(
-                    "spike",
-                    f"the loss {loss:.6g} is more than {rules.spike_factor:g} times the median {center:.6g} "
-                    f"of the last {HISTORY_LENGTH}",
-                )
-            return None
-        if self.losses >= HISTORY_LENGTH and abs(loss) >= SPIKE_FACTOR * self.largest_loss:
-            return RejectionReason(
-                "spike",
-                f"the loss {loss:.6g} is {SPIKE_FACTOR:g} times the largest of the first {HISTORY_LENGTH} "
-                f"({self.largest_loss:.6g}) or more",
-            )
+                limit = f"more than {rules.spike_factor:g} times the median {center:.6g} of the last {HISTORY_LENGTH}"
+                return RejectionReason("spike", f"the loss {loss:.6g} is {limit}")
+        elif self.losses >= HISTORY_LENGTH and abs(loss) >= SPIKE_FACTOR * self.largest_loss:
+            return _compare_with_first("loss", loss, self.largest_loss)
         return None
 
     def judge_norm(self, norm: float, rules: RejectionRules) -> RejectionReason | None:
@@ -149,11 +134,7 @@ class LossHistory:
         if not math.isfinite(norm):
             return RejectionReason("nan", f"the gradient norm is {norm}") if rules.finite else None
         if rules.large_grads and self.norms >= HISTORY_LENGTH and norm >= SPIKE_FACTOR * self.largest_norm:
-            return RejectionReason(
-                "spike",
-                f"the gradient norm {norm:.6g} is {SPIKE_FACTOR:g} times the largest of the first {HISTORY_LENGTH} "
-                f"({self.largest_norm:.6g}) or more",
-            )
+            return _compare_with_first("gradient norm", norm, self.largest_norm)
         return None
 
     def update(self, loss: float, norm: float, rules: RejectionRules) -> None:
@@ -167,16 +148,14 @@ class LossHistory:
             self.norms, self.largest_norm = self.norms + 1, max(self.largest_norm, norm)
 
     def skip(self, iteration: int, before: int, after: int, because: str) -> None:
-        """Add a skipped iteration.
-
-        Args:
-            iteration: its number.
-            before: samples consumed before it.
-            after: samples consumed after it.
-            because: why it was skipped.
-        """
+        """Add a skipped iteration, with the samples consumed `before` and `after` it."""
         self.consecutive_skips += 1
         self.skipped.append({"iteration": iteration, "samples": [before, after], "because": because})
+
+
+def _compare_with_first(name: str, value: float, largest: float) -> RejectionReason:
+    limit = f"{SPIKE_FACTOR:g} times the largest of the first {HISTORY_LENGTH} ({largest:.6g}) or more"
+    return RejectionReason("spike", f"the {name} {value:.6g} is {limit}")
 
 
 @dataclass
@@ -230,11 +209,7 @@ def pick_injected_rank(rate: int, seed: int, iteration: int, candidates: int) ->
 class PendingFaultReport:
     """A result that was rejected twice on the same nodes, saved in a file until other nodes have computed it.
 
-    Attributes:
-        iteration: its number.
-        because: why it was rejected.
-        place: where the first non-finite value occurred.
-        devices: "host device" of every rank.
+    `place` is where the first non-finite value occurred, `devices` the "host device" of every rank.
     """
 
     iteration: int
@@ -292,9 +267,8 @@ def track(path: str, iteration: int, rank: int, device: str, status: str, text: 
     host, _, number = device.partition(" ")
     line = (
         f"ts={datetime.datetime.now()} node={host} device={number or 'cpu'} "
-        f"jobID={os.environ.get('SLURM_JOBID', 'N/A')} "
-        f"rank={rank} "
-        f"iteration={iteration} status={status} result={text!r} message='{status.replace('_', ' ')}'\n"
+        f"jobID={os.environ.get('SLURM_JOBID', 'N/A')} rank={rank} iteration={iteration} status={status} "
+        f"result={text!r} message='{status.replace('_', ' ')}'\n"
     )
     with open(path, "a", encoding="utf-8") as file:
         file.write(line)

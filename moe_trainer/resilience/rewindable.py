@@ -13,10 +13,7 @@ Batch = TypeVar("Batch")
 class RewindableIterator(Iterator[Batch], Generic[Batch]):
     """An iterator over batches that can go back to the start of the iteration.
 
-    Args:
-        source: the batches.
-        capture: returns the state of all random generators of this rank.
-        restore: sets that state.
+    `capture` and `restore` get and set the state of all random generators of this rank.
 
     Attributes:
         batches: the batches that this iteration has read so far.

@@ -38,11 +38,8 @@ class SelfTestResult:
     """Result of the self-test.
 
     Attributes:
-        backend: gloo or nccl.
-        world_size: number of ranks.
         passed: names of the collectives that passed.
         problems: one message per failed rank.
-        seconds: duration.
         gb_s: speed of an all-reduce of 8 MB, as bytes over seconds.
     """
 
@@ -80,14 +77,7 @@ class StepTimeout:
 def run_collectives(
     rank: int, size: int, backend: str, device: torch.device, timeout: StepTimeout
 ) -> tuple[list[str], float]:
-    """Run and check every kind of collective on the default group.
-
-    Returns:
-        The names of those that passed, and GB/s of an all-reduce.
-
-    Raises:
-        ValueError: naming the first whose result is wrong.
-    """
+    """Call `try_collectives` on the default group; raise ValueError naming the first whose result is wrong."""
 
     def wrong(name: str) -> None:
         raise ValueError(f"{name} over {backend} gave a wrong result")
@@ -100,11 +90,8 @@ def try_collectives(
 ) -> tuple[list[str], float]:
     """Run and check every kind of collective on a group.
 
-    Args:
-        world: the group.
-        device: of the tensors.
-        at: called with the name of every step as it begins, and with None at the end.
-        wrong: called with the name of every collective whose result is wrong.
+    Calls `at` with the name of every step as it begins, and with None at the end; `wrong` with the name of every
+    collective whose result is wrong.
 
     Returns:
         The names of those that passed, and GB/s of an all-reduce.

@@ -38,10 +38,7 @@ class Straggler:
 
     Attributes:
         ratio: its compute time over the median of its peers.
-        compute_s: its compute time.
-        median_s: the median of its peers.
         num_peers: number of the other ranks of its stage.
-        stage: its pipeline stage.
         part: the part of the iteration with the largest excess.
         excess_s: how much longer that part takes than the median of the peers.
     """
@@ -95,11 +92,10 @@ def find_stragglers(parts: Sequence[Sequence[float]], stages: Sequence[int]) -> 
         peers = [peer for peer, stage in enumerate(stages) if stage == stages[rank] and peer != rank]
         if not peers:
             continue
-        center = median(compute[peer] for peer in peers)
-        if (
-            not is_outlier(compute[rank], [compute[peer] for peer in peers], MIN_RATIO)
-            or compute[rank] - center <= sum(parts[rank]) * MIN_SHARE
-        ):
+        others = [compute[peer] for peer in peers]
+        center = median(others)
+        is_small = compute[rank] - center <= sum(parts[rank]) * MIN_SHARE
+        if is_small or not is_outlier(compute[rank], others, MIN_RATIO):
             continue
         excess = {
             part: parts[rank][index] - median(parts[peer][index] for peer in peers)
@@ -115,20 +111,15 @@ def find_stragglers(parts: Sequence[Sequence[float]], stages: Sequence[int]) -> 
 class StragglerDetector:
     """Measures this rank and, on the last rank, finds the slow ones. Collective over ps.world: build it on every rank.
 
-    Args:
-        ps: the groups.
-        device: the device whose work is measured.
-        num_extremes: how many of the slowest and of the fastest ranks a report lists.
-        on: whether it measures from the start.
-        switch: only on rank 0; changes `on` for all ranks at the next report.
+    A report lists the `num_extremes` slowest and fastest ranks. The `switch`, only on rank 0, changes `on` for all
+    ranks at the next report.
     """
 
     def __init__(
         self, ps: ParallelState, device: torch.device, num_extremes: int, on: bool, switch: HttpToggle | None = None
     ):
         self._ps, self._device, self._num_extremes = ps, device, num_extremes
-        self._switch = switch
-        self.on = on
+        self._switch, self.on = switch, on
         self._timer = attach_phase_timer(ps.trace, device)
         self._iterations = 0
         self._suspects: frozenset[int] = frozenset()
@@ -182,14 +173,8 @@ class StragglerDetector:
         self._suspects = frozenset(outlier.rank for outlier in outliers)
         compute = [sum(row) - row[PARTS.index(WAITING)] for row in parts]
         ascending = sorted(enumerate(compute), key=lambda each: each[1])
-        return ComputeTimeSummary(
-            min(compute),
-            median(compute),
-            max(compute),
-            stragglers,
-            tuple(ascending[::-1][: self._num_extremes]),
-            tuple(ascending[: self._num_extremes]),
-        )
+        slowest, fastest = (tuple(order[: self._num_extremes]) for order in (ascending[::-1], ascending))
+        return ComputeTimeSummary(min(compute), median(compute), max(compute), stragglers, slowest, fastest)
 
     def lines(self, summary: ComputeTimeSummary) -> list[str]:
         """Return the log lines: one per straggler and one of the extremes; none if there is no straggler."""

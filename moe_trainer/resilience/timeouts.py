@@ -17,24 +17,13 @@ from moe_trainer.resilience.watchdog import Watchdog
 
 
 class TimeoutManager:
-    """Switches the timeouts of this rank's communicators and of its watchdog.
-
-    Args:
-        ps: the groups whose timeouts are set.
-        watchdog: the watchdog of this rank.
-        device: of the communicators.
-        startup_s: timeout at start-up, in seconds.
-        training_s: timeout in training, in seconds; None keeps `startup_s`.
-    """
+    """Switches the timeouts of this rank's communicators and of its watchdog. `training_s` None keeps `startup_s`."""
 
     def __init__(
         self, ps: ParallelState, watchdog: Watchdog, device: torch.device, startup_s: float, training_s: float | None
     ):
-        self._ps = ps
-        self._watchdog = watchdog
-        self._device = device
-        self._startup_s = startup_s
-        self._training_s = training_s
+        self._ps, self._watchdog, self._device = ps, watchdog, device
+        self._startup_s, self._training_s = startup_s, training_s
         self._is_training = False
 
     def use_training_timeout(self) -> None:

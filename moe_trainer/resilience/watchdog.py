@@ -48,8 +48,6 @@ class Watchdog:
     """Watches one rank. Use it as a context manager around everything that communicates.
 
     Args:
-        trace: the calls of this rank.
-        world_size: number of ranks.
         heartbeats: None with one rank.
         timeout: seconds that a collective may take; the attribute may be changed at any time.
         end: ends the process (replaced in tests).
@@ -66,11 +64,8 @@ class Watchdog:
         recorder: FlightRecorder | None = None,
     ):
         self.timeout = timeout
-        self._trace = trace
-        self._world_size = world_size
-        self._heartbeats = heartbeats
-        self._end = end
-        self._recorder = recorder
+        self._trace, self._world_size, self._heartbeats = trace, world_size, heartbeats
+        self._end, self._recorder = end, recorder
         self._seq = 0
         self._has_exited_peers = False
         self._stopped = threading.Event()
@@ -265,13 +260,9 @@ def _is_settled(first: RankStatus | None, second: RankStatus | None) -> bool:
 def describe_peers(
     failed_call: str, ranks: list[int], first: Mapping[int, RankStatus], second: Mapping[int, RankStatus]
 ) -> str:
-    """Return one line per distinct status, most likely culprits first.
+    """Return one line per distinct status of the ranks at their first and second read, most likely culprits first.
 
-    Args:
-        failed_call: the call that this rank waited in, as in RankStatus.call.
-        ranks: the peers.
-        first: their statuses at the first read.
-        second: their statuses at the last read.
+    `failed_call` is the call that this rank waited in, as in RankStatus.call.
     """
     lines: dict[tuple[int, str], list[int]] = {}
     for rank in ranks:

@@ -59,17 +59,12 @@ def check_replica_weights(params: Iterable[Parameter], ps: ParallelState, iterat
     gathered = collectives.all_gather_object(differences[:_MAX_LINES], ps.world)
     lines = sorted({line for lines in gathered for line in lines})
     if lines:
-        rest = [f"  ... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-        raise WeightsDifferError(
-            "\n".join(
-                [
-                    f"iteration {iteration}: data-parallel replicas hold different weights (a hardware fault or a bug; "
-                    "checkpoints written since the last comparison may hold either value):",
-                    *lines[:_MAX_LINES],
-                    *rest,
-                ]
-            )
+        title = (
+            f"iteration {iteration}: data-parallel replicas hold different weights (a hardware fault or a bug; "
+            "checkpoints written since the last comparison may hold either value):"
         )
+        rest = [f"  ... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        raise WeightsDifferError("\n".join([title, *lines[:_MAX_LINES], *rest]))
 
 
 def _tensors(param: Parameter) -> Iterator[tuple[str, Tensor]]:

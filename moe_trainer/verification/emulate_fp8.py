@@ -17,6 +17,7 @@ depend on the magnitude of a number, so the one process quantizes gradients of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,7 @@ def emulate_fp8(run: TrainContext, mapping: ParallelMapping, sequence_parallel: 
         for module in chunk.modules():
             if module is chunk.output_layer:
                 emulate_output_layer(module.quantized, run.padded_vocab_size, mapping, length)
-            elif (
-                isinstance(getattr(module, "quantized", None), QuantizedGemms)
-                and module.quantized.recipe.delayed is None
-            ):
+            elif _has_own_scales(getattr(module, "quantized", None)):
                 info = get_param_info(module.weight)
                 is_replicated = info.sharded_dim is None
                 # a MoE layer has sequence shards in any case
@@ -47,16 +45,11 @@ def emulate_fp8(run: TrainContext, mapping: ParallelMapping, sequence_parallel: 
                 positions = [sharding.positions(index, length) for index in range(sharding.num_shards)]
                 module._without_ranks = make_sharded_forward(module, positions, 1 if is_replicated else mapping.tp)
         for layer in chunk.moe_layers():
-            if (
-                layer.experts.quantized is not None
-                and layer.experts.quantized[0].recipe.delayed is None
-                and mapping.etp > 1
-            ):
-                fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
-                split_outputs(
-                    layer.experts.quantized[0], feature_shards(get_param_info(fc1), fc1.shape[1], mapping.etp)
-                )
-                split_inputs(layer.experts.quantized[1], feature_shards(get_param_info(fc2), fc2.shape[2], mapping.etp))
+            experts = layer.experts
+            if mapping.etp > 1 and experts.quantized is not None and _has_own_scales(experts.quantized[0]):
+                fc1, fc2 = experts.linear_fc1.weight, experts.linear_fc2.weight
+                split_outputs(experts.quantized[0], feature_shards(get_param_info(fc1), fc1.shape[1], mapping.etp))
+                split_inputs(experts.quantized[1], feature_shards(get_param_info(fc2), fc2.shape[2], mapping.etp))
     factor = 1.0 if run.per_token else mapping.dp * mapping.cp / run.ps.dp_cp.size
     for gemms in list_quantized_gemms(run):
         gemms.input_grad = with_scaled_grad(gemms.input_grad, factor)
@@ -65,13 +58,18 @@ def emulate_fp8(run: TrainContext, mapping: ParallelMapping, sequence_parallel: 
 
 def emulate_output_layer(gemms: QuantizedGemms | None, vocab_size: int, mapping: ParallelMapping, length: int) -> None:
     """Quantize the vocabulary of every tensor rank and the positions of every context rank separately."""
-    if gemms is None or gemms.recipe.delayed is not None:
+    if not _has_own_scales(gemms):
         return
     if mapping.tp > 1:
         split_outputs(gemms, list(torch.arange(vocab_size).chunk(mapping.tp)))
     sharding = SequenceSharding(1, mapping.cp)
     if sharding.num_shards > 1:
         split_tokens(gemms, [sharding.positions(index, length) for index in range(sharding.num_shards)], length)
+
+
+def _has_own_scales(gemms: object) -> TypeGuard[QuantizedGemms]:
+    """Return whether these are GEMMs whose shards have separate scales: every recipe except delayed scaling."""
+    return isinstance(gemms, QuantizedGemms) and gemms.recipe.delayed is None
 
 
 def list_quantized_gemms(run: TrainContext) -> list[QuantizedGemms]:
@@ -126,9 +124,8 @@ def make_sharded_forward(linear: nn.Module, positions: list[Tensor], count: int)
         if count == 1:
             return _QuantizedLinear.apply(x, weight, gemms)
         if info.sharded_dim == 0:
-            return torch.cat([_QuantizedLinear.apply(x, weight[shard], gemms) for shard in shards], -1)[
-                ..., torch.argsort(torch.cat(shards))
-            ]
+            parts = [_QuantizedLinear.apply(x, weight[shard], gemms) for shard in shards]
+            return torch.cat(parts, -1)[..., torch.argsort(torch.cat(shards))]
         return sum(_QuantizedLinear.apply(x[..., shard], weight[:, shard], gemms) for shard in shards)
 
     def forward(x: Tensor) -> Tensor:
@@ -140,32 +137,25 @@ def make_sharded_forward(linear: nn.Module, positions: list[Tensor], count: int)
 
 def split_outputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
     """Quantize shards of the output features separately."""
-    output, input_grad, make_wgrad_fn, order = (
-        gemms.output,
-        gemms.input_grad,
-        gemms.make_wgrad_fn,
-        torch.argsort(torch.cat(shards)),
-    )
+    output, input_grad, make_wgrad_fn = gemms.output, gemms.input_grad, gemms.make_wgrad_fn
+    order = torch.argsort(torch.cat(shards))
 
     def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
         wgrad_fns = [make_wgrad_fn(grad[..., shard], x) for shard in shards]
         return lambda: torch.cat([compute() for compute in wgrad_fns])[order]
 
-    gemms.output = lambda x, weight, *dtype: torch.cat([output(x, weight[shard], *dtype) for shard in shards], -1)[
-        ..., order
-    ]
+    def compute_output(x: Tensor, weight: Tensor, *dtype: torch.dtype) -> Tensor:
+        return torch.cat([output(x, weight[shard], *dtype) for shard in shards], -1)[..., order]
+
+    gemms.output = compute_output
     gemms.input_grad = lambda grad, weight: sum(input_grad(grad[..., shard], weight[shard]) for shard in shards)
     gemms.make_wgrad_fn = make_split_wgrad_fn
 
 
 def split_tokens(gemms: QuantizedGemms, positions: list[Tensor], length: int) -> None:
     """Quantize the tokens at given positions (of `length`) separately."""
-    output, input_grad, make_wgrad_fn, order = (
-        gemms.output,
-        gemms.input_grad,
-        gemms.make_wgrad_fn,
-        torch.argsort(torch.cat(positions)),
-    )
+    output, input_grad, make_wgrad_fn = gemms.output, gemms.input_grad, gemms.make_wgrad_fn
+    order = torch.argsort(torch.cat(positions))
 
     def split(x: Tensor) -> list[Tensor]:
         by_position = x.unflatten(0, (length, -1))
@@ -186,19 +176,16 @@ def split_tokens(gemms: QuantizedGemms, positions: list[Tensor], length: int) ->
 
 def split_inputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
     """Quantize shards of the input features separately."""
-    output, input_grad, make_wgrad_fn, order = (
-        gemms.output,
-        gemms.input_grad,
-        gemms.make_wgrad_fn,
-        torch.argsort(torch.cat(shards)),
-    )
+    output, input_grad, make_wgrad_fn = gemms.output, gemms.input_grad, gemms.make_wgrad_fn
+    order = torch.argsort(torch.cat(shards))
 
     def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
         wgrad_fns = [make_wgrad_fn(grad, x[..., shard]) for shard in shards]
         return lambda: torch.cat([compute() for compute in wgrad_fns], 1)[:, order]
 
+    def compute_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([input_grad(grad, weight[:, shard]) for shard in shards], -1)[..., order]
+
     gemms.output = lambda x, weight, *dtype: sum(output(x[..., shard], weight[:, shard], *dtype) for shard in shards)
-    gemms.input_grad = lambda grad, weight: torch.cat([input_grad(grad, weight[:, shard]) for shard in shards], -1)[
-        ..., order
-    ]
+    gemms.input_grad = compute_input_grad
     gemms.make_wgrad_fn = make_split_wgrad_fn

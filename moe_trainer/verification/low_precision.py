@@ -23,19 +23,12 @@ FP8_NOTE = "--fp8-format: checked in fp64 with constant weights, since a last di
 FROZEN_LR = 1e-12
 """Learning rate that leaves fp32 weights unchanged."""
 
-FP8_FLAGS = (
-    "fp8",
-    "fp8_recipe",
-    "fp8_margin",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "fp8_wgrad",
-    "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-    "fp8_output_proj",
-    "moe_router_padding_for_quantization",
-    "fp8_param_gather",
+FP8_FLAGS = tuple(
+    """
+    fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_output_proj moe_router_padding_for_quantization
+    fp8_param_gather
+    """.split()
 )
 TRANSPORT_FLAGS = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
 _TRANSPORT_NOTE = (
@@ -58,35 +51,28 @@ def comparable_fp8_options(
     The options replace those in `values`, a command line by destination. Flags that cannot be kept are None.
     """
     transport = [dest for dest in TRANSPORT_FLAGS if values.get(dest) == "mxfp8"]
-    if transport and (values.get("fp4") or not values.get("fp8") or any(values.get(dest) for dest in _SHARDED)):
+    is_sharded = any(values.get(dest) for dest in _SHARDED)
+    if transport and (values.get("fp4") or not values.get("fp8") or is_sharded):
         flags, without = ", ".join(f"--{dest.replace('_', '-')}" for dest in transport), dict.fromkeys(transport)
-        reason = "--fp4-format" if values.get("fp4") else "full sharding"
         others, notes = comparable_fp8_options({**values, **without}, mapping, num_layers)
-        if values.get("fp4") or any(values.get(dest) for dest in _SHARDED):
-            return {**others, **without}, [
-                *notes,
-                f"{flags}: left out; tokens in fp8 are checked in fp64, which excludes {reason}",
-            ]
-        return {**others, "lr": FROZEN_LR, "decoupled_lr": None, "moe_router_dtype": "fp64"}, [
-            *notes,
-            _TRANSPORT_NOTE.format(flags),
-        ]
+        if values.get("fp4") or is_sharded:
+            reason = "--fp4-format" if values.get("fp4") else "full sharding"
+            note = f"{flags}: left out; tokens in fp8 are checked in fp64, which excludes {reason}"
+            return {**others, **without}, [*notes, note]
+        fixed = {"lr": FROZEN_LR, "decoupled_lr": None, "moe_router_dtype": "fp64"}
+        return {**others, **fixed}, [*notes, _TRANSPORT_NOTE.format(flags)]
     if values.get("fp4"):
-        return {**WITHOUT_FP8, "fp4": None, "fp4_recipe": None}, [
-            "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
-        ]
+        note = "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
+        return {**WITHOUT_FP8, "fp4": None, "fp4_recipe": None}, [note]
     if not values.get("fp8"):
         return dict(WITHOUT_FP8), []
-    if any(values.get(dest) for dest in _SHARDED):
-        return dict(WITHOUT_FP8), [
-            "--fp8-format: left out; it is checked in fp64, and fully sharded parameters are fp32"
-        ]
+    if is_sharded:
+        note = "--fp8-format: left out; it is checked in fp64, and fully sharded parameters are fp32"
+        return dict(WITHOUT_FP8), [note]
     notes = [FP8_NOTE]
     if values.get("te_precision_config_file"):
-        notes.append(
-            "--te-precision-config-file: left out; it names layers of the full model, so all use the recipe of the "
-            "flags"
-        )
+        reason = "it names layers of the full model, so all use the recipe of the flags"
+        notes.append(f"--te-precision-config-file: left out; {reason}")
     options: dict[str, object] = {
         "lr": FROZEN_LR,
         "decoupled_lr": None,
@@ -96,21 +82,16 @@ def comparable_fp8_options(
     recipe = str(values.get("fp8_recipe") or "delayed")
     if values.get("num_experts") or values.get("finermoe_output_granularity"):  # FineRMoE derives num_experts
         options["moe_router_dtype"] = "fp64"
-        recipe = _of_experts(options, values, recipe, mapping, notes)
+        recipe = _set_expert_options(options, values, recipe, mapping, notes)
     options["fp8_recipe"] = recipe
-    ends = [
-        dest
-        for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        if values.get("first_last_layers_bf16")
-    ]
-    options |= {
-        dest: min(int(values.get(dest) if values.get(dest) is not None else 1), max(num_layers - 1, 0) // 2)
-        for dest in ends
-    }
+    if values.get("first_last_layers_bf16"):
+        for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            count = 1 if values.get(dest) is None else int(values[dest])
+            options[dest] = min(count, max(num_layers - 1, 0) // 2)
     return options, notes
 
 
-def _of_experts(
+def _set_expert_options(
     options: dict[str, object], values: Mapping[str, object], recipe: str, mapping: ParallelMapping, notes: list[str]
 ) -> str:
     """Set the options that experts allow, and return the recipe."""
@@ -131,15 +112,17 @@ def _of_experts(
 
 def reference_options(values: Mapping[str, object]) -> dict[str, object]:
     """Return options of the reference: padding and rounding of tokens require a dispatcher, even in one process."""
-    needs_dispatcher = values.get("moe_router_padding_for_quantization") or any(
-        values.get(dest) == "mxfp8" for dest in TRANSPORT_FLAGS
-    )
+    needs_dispatcher = values.get("moe_router_padding_for_quantization") or _sends_fp8(values)
     return {"moe_token_dispatcher_type": "alltoall"} if needs_dispatcher else {}
 
 
 def needs_fp64(values: Mapping[str, object]) -> bool:
-    """Whether a check of these values computes in fp64."""
-    return bool(values.get("fp8")) or any(values.get(dest) == "mxfp8" for dest in TRANSPORT_FLAGS)
+    """Return whether a check of these values computes in fp64."""
+    return bool(values.get("fp8")) or _sends_fp8(values)
+
+
+def _sends_fp8(values: Mapping[str, object]) -> bool:
+    return any(values.get(dest) == "mxfp8" for dest in TRANSPORT_FLAGS)
 
 
 def is_method_note(note: str) -> bool:

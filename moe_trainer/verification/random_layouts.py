@@ -52,21 +52,22 @@ def matrix(world: int, models: int) -> list[ParityCase]:
 def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     """Draw a model and options for a mapping; None if the rules reject them."""
     values = _model(rng, mapping) | _router(rng) | _sample_parallel_options(rng, mapping) | _batch(rng, mapping)
+
+    def separate_rng() -> random.Random:  # for options that were added later, so that all other draws are unchanged
+        return random.Random(repr(sorted(values.items())))
+
     values |= _stages(rng, mapping, values)
     values |= _context(rng, mapping, values["num_layers"])
-    values |= _sample_uncommon_options(
-        random.Random(repr(sorted(values.items()))), mapping, values
-    )  # a separate generator, so that all other draws are unchanged
-    values |= _quantile_balancing(random.Random(repr(sorted(values.items()))), values)  # the same
-    values |= _sharded(rng, mapping, values) or _overlapped(rng, mapping, values)
+    values |= _sample_uncommon_options(separate_rng(), mapping, values)
+    values |= _quantile_balancing(separate_rng(), values)
+    values |= _sharded(rng, mapping) or _overlapped(rng, mapping, values)
     values |= _fp8(rng, mapping, values)
     values |= _memory(rng, values)
-    values |= _optimizer_state(random.Random(repr(sorted(values.items()))), values)  # the same
-    values |= _scaled_widths(random.Random(repr(sorted(values.items()))), values)  # the same
+    values |= _optimizer_state(separate_rng(), values)
+    values |= _scaled_widths(separate_rng(), values)
+    set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
-        return make_case(
-            mapping, {dest: value for dest, value in values.items() if value is not None}, bool(values.get("bf16"))
-        )
+        return make_case(mapping, set_values, bool(values.get("bf16")))
     except ShrinkError:
         return None
 
@@ -116,13 +117,9 @@ def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
     if kind == "grouped":
         values |= {"group_query_attention": True, "num_query_groups": rng.choice((1, heads // 2, heads))}
     if kind == "latent":
-        values |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": rng.choice((None, 12)),
-            "kv_lora_rank": 8,
-            "qk_head_dim": 4,
-        }
-        values |= {"qk_pos_emb_head_dim": 4, "v_head_dim": rng.choice((4, 6)), "rotary_scaling_factor": 4.0}
+        values |= {"multi_latent_attention": True, "q_lora_rank": rng.choice((None, 12)), "kv_lora_rank": 8}
+        values |= {"qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": rng.choice((4, 6))}
+        values["rotary_scaling_factor"] = 4.0
     values["qk_layernorm"] = _chance(rng, 0.4)
     values["attention_output_gate"] = not values.get("multi_latent_attention") and _chance(rng, 0.3)
     values["softmax_type"] = rng.choice(("vanilla", "vanilla", "learnable", "off-by-one"))
@@ -144,22 +141,19 @@ def _sample_uncommon_options(
     rng: random.Random, mapping: ParallelMapping, values: dict[str, object]
 ) -> dict[str, object]:
     """Draw kinds of attention and experts that few models have, without unsupported combinations."""
-    latent = bool(values.get("multi_latent_attention"))
-    options = dict(
-        rng.choice((_nothing, _sparse_attention, _sparse_attention) if latent else (_nothing, _nothing, _delta_net))(
-            rng, mapping, values
-        )
-    )
-    return options | rng.choice((_nothing, _nothing, _fine_experts, _latent_experts))(rng, mapping, values)
+    if values.get("multi_latent_attention"):
+        draw_attention = rng.choice((_no_options, _sparse_attention, _sparse_attention))
+    else:
+        draw_attention = rng.choice((_no_options, _no_options, _delta_net))
+    options = draw_attention(rng, mapping, values)
+    return options | rng.choice((_no_options, _no_options, _fine_experts, _latent_experts))(rng, mapping, values)
 
 
-def _nothing(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    del rng, mapping, values
+def _no_options(*_: object) -> dict[str, object]:
     return {}
 
 
 def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    del values
     options: dict[str, object] = {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": rng.choice((1, 2, 4)),
@@ -178,9 +172,9 @@ def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict
         options[stage] = True
     if options["dsa_indexer_loss_coeff"] is None or options.get("dsa_indexer_use_sparse_loss"):
         options["dsa_attention_form"] = rng.choice(("gathered", "masked"))
-    return options | (
-        {"cp_comm_type": ["allgather"], "hierarchical_context_parallel_sizes": None} if mapping.cp > 1 else {}
-    )
+    if mapping.cp > 1:
+        options |= {"cp_comm_type": ["allgather"], "hierarchical_context_parallel_sizes": None}
+    return options
 
 
 def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
@@ -199,7 +193,6 @@ def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, o
 
 
 def _latent_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    del mapping, values
     return {"moe_latent_size": rng.choice((8, 12)), "moe_shared_expert_overlap": False}
 
 
@@ -218,17 +211,13 @@ def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str
         "moe_router_enable_expert_bias": None,
         "num_experts": None,
         "moe_ffn_hidden_size": None,
-        **dict.fromkeys(
-            (
-                "moe_router_topk_scaling_factor",
-                "moe_router_num_groups",
-                "moe_router_group_topk",
-                "moe_expert_capacity_factor",
-                "moe_pad_expert_input_to_capacity",
-                "moe_token_drop_policy",
-            )
-        ),
     }
+    options |= dict.fromkeys(
+        """
+        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_expert_capacity_factor
+        moe_pad_expert_input_to_capacity moe_token_drop_policy
+        """.split()
+    )
     if values["moe_token_dispatcher_type"] == "flex":
         options["moe_token_dispatcher_type"] = "alltoall"
     if values["moe_router_load_balancing_type"] == ["sinkhorn"]:
@@ -281,9 +270,8 @@ def _quantile_balancing(rng: random.Random, values: dict[str, object]) -> dict[s
 def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
     """Draw the flags of the mapping and of data parallelism."""
     distributed, overlap = _chance(rng, 0.5), _chance(rng, 0.5)
-    instances = (
-        2 if distributed and (mapping.dp * mapping.cp) % 2 == 0 and mapping.edp % 2 == 0 and _chance(rng, 0.2) else None
-    )
+    has_even_ranks = (mapping.dp * mapping.cp) % 2 == 0 and mapping.edp % 2 == 0
+    instances = 2 if distributed and has_even_ranks and _chance(rng, 0.2) else None
     return {
         "tensor_model_parallel_size": mapping.tp,
         "context_parallel_size": mapping.cp,
@@ -310,10 +298,9 @@ def _optimizer_state(rng: random.Random, values: dict[str, object]) -> dict[str,
         options |= {"exp_avg_dtype": rng.choice(("fp32", "fp16")), "exp_avg_sq_dtype": "fp16"}
     placement = rng.choice(("", "optimizer_cpu_offload", "chunked_optimizer_state_offload"))
     if placement:
-        share = (
-            "optimizer_offload_fraction" if placement == "optimizer_cpu_offload" else "optimizer_state_offload_fraction"
-        )
-        options |= {placement: True, share: rng.choice((0.5, 1.0))}
+        is_offload = placement == "optimizer_cpu_offload"
+        fraction = "optimizer_offload_fraction" if is_offload else "optimizer_state_offload_fraction"
+        options |= {placement: True, fraction: rng.choice((0.5, 1.0))}
     return options
 
 
@@ -399,24 +386,17 @@ def _context(rng: random.Random, mapping: ParallelMapping, layers: int) -> dict[
     return {"cp_comm_type": chosen, **nested}
 
 
-def _sharded(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
     """Draw fully sharded data parallelism sometimes."""
     if mapping.dp == 1 or not _chance(rng, 0.2):
         return {}
-    values = {
-        "use_distributed_optimizer": False,
-        "overlap_param_gather": False,
-        "num_distributed_optimizer_instances": None,
-    }
+    options: dict[str, object] = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+    options["num_distributed_optimizer_instances"] = None
     if _chance(rng, 0.4):
-        return {**values, "use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
+        return options | {"use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
     strategy = rng.choice(("optim", "optim_grads", "optim_grads_params"))
-    return {
-        **values,
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": strategy,
-        "ckpt_format": "fsdp_dtensor",
-    }
+    options |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
+    return options | {"ckpt_format": "fsdp_dtensor"}
 
 
 def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
@@ -432,9 +412,8 @@ def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
             and not values["sequence_parallel"],
         }
     if kind == "selective":
-        parts = ["core_attn", "layernorm", "moe", "shared_experts", "mlp"] + ["mla_up_proj"] * bool(
-            values.get("multi_latent_attention")
-        )
+        parts = ["core_attn", "layernorm", "moe", "shared_experts", "mlp"]
+        parts += ["mla_up_proj"] * bool(values.get("multi_latent_attention"))
         options |= {"recompute_granularity": kind, "recompute_modules": rng.sample(parts, rng.choice((1, 2, 3)))}
     if _chance(rng, 0.3):
         parts = ["attn_norm", "qkv_linear", "core_attn", "mlp_norm"]

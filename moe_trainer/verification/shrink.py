@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from arguments.container import OPTIONS
@@ -22,6 +22,7 @@ from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
 from arguments.settings import Settings, Violation
 from arguments.spelling import to_command_line
+from arguments.tokens import parse_tokens
 from moe_trainer.verification import low_precision, sizes
 from moe_trainer.verification.definitions import defined_by_mapping, plain_values
 from moe_trainer.verification.kept_flags import NOISE, NOT_IN_REFERENCE, get_kept_flags
@@ -32,11 +33,16 @@ LEARNING_RATE = 1e-3
 LARGE_EPSILON = 1e-2
 VOCAB = 120
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
+_SIZES = tuple(
+    """
+    tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+    """.split()
+)
+_LOW_PRECISION = tuple(
+    """
+    bf16 fp16 main_params_dtype main_grads_dtype grad_reduce_in_bf16 megatron_fsdp_grad_comm_dtype
+    megatron_fsdp_main_grads_dtype fp32_residual_connection logit_dtype
+    """.split()
 )
 
 
@@ -104,12 +110,7 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
     Raises:
         ShrinkError: if the command line is not valid, or no mapping of its shape fits on `ranks` ranks.
     """
-    problems = [] if world_size else _world_size_problems(argv)
-    world_size = world_size or _world_size(argv)
-    settings, violations = resolve_command_line(argv, world_size)
-    if world_size is None and not any(violation.kind not in ("later", "build") for violation in violations):
-        world_size = _smallest_world(settings)
-        settings, violations = resolve_command_line(argv, world_size)
+    settings, violations, world_size, problems = _resolve(argv, world_size, ignored=("later", "build"))
     problems += [violation.message for violation in violations if violation.kind != "later"]
     if problems:
         raise ShrinkError(problems)
@@ -140,12 +141,7 @@ def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
     Raises:
         ShrinkError: if it is not valid, has no vocabulary size, or asks for fp8 or fp4 that one process cannot compute.
     """
-    problems = [] if world_size else _world_size_problems(argv)
-    world_size = world_size or _world_size(argv)
-    settings, violations = resolve_command_line(argv, world_size)
-    if world_size is None and not violations:
-        world_size = _smallest_world(settings)
-        settings, violations = resolve_command_line(argv, world_size)
+    settings, violations, world_size, problems = _resolve(argv, world_size)
     problems += [violation.message for violation in violations]
     if settings.vocab_size is None:
         problems.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
@@ -156,48 +152,45 @@ def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
     values = {dest: settings.values[dest] for dest in dests}
     values |= {dest: settings.values[dest] for dest in ("global_batch_size", "expert_tensor_parallel_size")}
     force_fp32 = bool(settings.overlap_moe_expert_parallel_comm)  # the flag requires --bf16
-    fixed = {
-        "train_iters": STEPS,
-        "world_size": None,
-        "mock_data": True,
-        "bf16": force_fp32,
-        "fp16": False,
-        "logit_dtype": None,
-    }
+    fixed = {"train_iters": STEPS, "world_size": None, "mock_data": True}
+    fixed |= {"bf16": force_fp32, "fp16": False, "logit_dtype": None}
     new = _mapping(settings, world_size)
     fp8, notes = low_precision.comparable_fp8_options(values, new, settings.num_layers)
     if changed := [note for note in notes if not low_precision.is_method_note(note)]:
-        raise ShrinkError([f"cannot be checked as it is: {note}" for note in changed])
+        raise ShrinkError(f"cannot be checked as it is: {note}" for note in changed)
     return make_case(new, values | fixed | fp8, force_fp32)
 
 
-def _world_size(argv: list[str]) -> int | None:
-    from arguments.tokens import parse_tokens
+def _resolve(
+    argv: list[str], world_size: int | None, ignored: Collection[str] = ()
+) -> tuple[Settings, list[Violation], int | None, list[str]]:
+    """Resolve a command line.
 
-    text = os.environ.get("WORLD_SIZE", "")
-    typed = parse_tokens(argv).last("world_size")
-    world_size = int(text) if typed is None and text.isdigit() else typed
-    return world_size if world_size is not None and world_size > 0 else None
+    Args:
+        argv: the flags.
+        world_size: number of ranks; by default --world-size, WORLD_SIZE or one replica of model and experts.
+        ignored: kinds of violations in spite of which the size of a replica is known.
+
+    Returns:
+        The settings, their violations, the number of ranks, and what is wrong with it.
+    """
+    world_size, problems = (world_size, []) if world_size else _read_world_size(argv)
+    settings, violations = resolve_command_line(argv, world_size)
+    if world_size is None and all(violation.kind in ignored for violation in violations):
+        facts = derive_sizes(settings, None)
+        world_size = math.lcm(facts.tp * facts.cp * facts.pp, facts.etp * facts.ep * facts.pp)
+        settings, violations = resolve_command_line(argv, world_size)
+    return settings, violations, world_size, problems
 
 
-def _world_size_problems(argv: list[str]) -> list[str]:
-    """Return the problems of the number of ranks from --world-size or the environment."""
-    from arguments.tokens import parse_tokens
-
+def _read_world_size(argv: list[str]) -> tuple[int | None, list[str]]:
+    """Return --world-size or the environment's WORLD_SIZE, and what is wrong with it."""
     typed, text = parse_tokens(argv).last("world_size"), os.environ.get("WORLD_SIZE")
     if typed is not None:
-        return [] if typed > 0 else [f"--world-size {typed} must be above 0."]
-    return (
-        []
-        if text is None or (text.isdigit() and int(text) > 0)
-        else [f"the environment's WORLD_SIZE is {text!r}; a number above 0 is needed."]
-    )
-
-
-def _smallest_world(s: Settings) -> int:
-    """Return the number of ranks of one replica of the model and its experts."""
-    facts = derive_sizes(s, None)
-    return math.lcm(facts.tp * facts.cp * facts.pp, facts.etp * facts.ep * facts.pp)
+        return (typed, []) if typed > 0 else (None, [f"--world-size {typed} must be above 0."])
+    if text is None or (text.isdigit() and int(text) > 0):
+        return (None if text is None else int(text)), []
+    return None, [f"the environment's WORLD_SIZE is {text!r}; a number above 0 is needed."]
 
 
 def _mapping(s: Settings, world_size: int) -> ParallelMapping:
@@ -240,10 +233,8 @@ def _choose(s: Settings, original: ParallelMapping, ranks: int, notes: list[str]
         if len(without) == len(mappings):
             notes.append(f"{name} {getattr(original, name)} is 1 in every small mapping: {ranks} ranks are too few")
         elif without:
-            notes.append(
-                f"{name} is 1 in {len(without)} of {len(mappings)} mappings: {ranks} ranks cannot hold all dimensions "
-                "at once"
-            )
+            count = f"{len(without)} of {len(mappings)} mappings"
+            notes.append(f"{name} is 1 in {count}: {ranks} ranks cannot hold all dimensions at once")
     if s.num_experts and all((mapping.ep > mapping.dp) != (original.ep > original.dp) for mapping in mappings):
         notes.append("the order of ep and dp could not be kept")
     return mappings
@@ -273,16 +264,13 @@ def _case(
     plain: bool = False,
 ) -> ParityCase:
     """Return a small command line; `plain` leaves out quantities that are defined by the mapping."""
-    values = (
-        get_kept_flags(s)
-        if quantized
-        else {**get_kept_flags(s), **low_precision.WITHOUT_FP8, **dict.fromkeys(low_precision.TRANSPORT_FLAGS)}
-    )
+    values = get_kept_flags(s)
+    if not quantized:
+        values |= {**low_precision.WITHOUT_FP8, **dict.fromkeys(low_precision.TRANSPORT_FLAGS)}
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
-    values |= (
-        sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers) | _determinism_overrides(s)
-    )
+    values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers)
+    values |= _determinism_overrides(s)
     values |= _memory(s, layers) | low_precision.comparable_moment_dtypes(s, notes) | _matrices(s, new, notes)
     if values.get("overlap_grad_reduce"):
         values["ddp_bucket_size"] = 3000
@@ -299,30 +287,30 @@ def _case(
 
 def _memory(s: Settings, layers: int) -> dict[str, object]:
     """Return options of recompute and offload for small layers, which are below the default offload size."""
-    found: dict[str, object] = {}
+    options: dict[str, object] = {}
     if s.recompute_granularity == "full" and s.recompute_num_layers:
-        found["recompute_num_layers"] = min(s.recompute_num_layers, 2) if s.recompute_method == "uniform" else 1
+        options["recompute_num_layers"] = min(s.recompute_num_layers, 2) if s.recompute_method == "uniform" else 1
     if s.fine_grained_activation_offloading:
-        found |= {"transformer_impl": "transformer_engine", "min_offloaded_tensor_size": 1}
+        options |= {"transformer_impl": "transformer_engine", "min_offloaded_tensor_size": 1}
     if s.cpu_offloading_num_layers:
-        found["cpu_offloading_num_layers"] = min(s.cpu_offloading_num_layers, layers - 1) or None
-    return found
+        options["cpu_offloading_num_layers"] = min(s.cpu_offloading_num_layers, layers - 1) or None
+    return options
 
 
 def _matrices(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, object]:
     """Return options of Muon in fp32 on full matrices."""
     if s.optimizer != "muon":
         return {}
-    found: dict[str, object] = {"muon_fp32_matmul_prec": "high"}
+    options: dict[str, object] = {"muon_fp32_matmul_prec": "high"}
     if s.muon_fp32_matmul_prec != "high":
         notes.append("--muon-fp32-matmul-prec high: bf16 matmuls amplify the rounding of a gradient")
     if s.muon_tp_mode == "blockwise" and max(new.tp, new.etp) > 1:
-        found["muon_tp_mode"] = "duplicated"
+        options["muon_tp_mode"] = "duplicated"
         notes.append(
             f"{s.shown('muon_tp_mode')}: duplicated instead; one process does not orthogonalize tensor-parallel "
             "shards separately"
         )
-    return found
+    return options
 
 
 def make_case(mapping: ParallelMapping, values: Mapping[str, object], force_fp32: bool = False) -> ParityCase:
@@ -336,16 +324,13 @@ def make_case(mapping: ParallelMapping, values: Mapping[str, object], force_fp32
         for dest, value in values.items()
         if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE
     }
-    argv, reference = (
-        to_command_line(values),
-        to_command_line({**plain, **low_precision.reference_options(plain), "transformer_impl": "local"}),
-    )
+    argv = to_command_line(values)
+    reference = to_command_line({**plain, **low_precision.reference_options(plain), "transformer_impl": "local"})
     for words, ranks in ((argv, mapping.world), (reference, 1)):
         violations = resolve_command_line(words, ranks)[1]
         if violations:
-            raise ShrinkError(
-                [f"the small command line for {mapping} is not legal: {violation.message}" for violation in violations]
-            )
+            prefix = f"the small command line for {mapping} is not legal"
+            raise ShrinkError(f"{prefix}: {violation.message}" for violation in violations)
     return ParityCase(mapping, tuple(argv), tuple(reference), force_fp32, defined_by_mapping(values, mapping))
 
 
@@ -380,13 +365,13 @@ def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, obj
 
 def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[str, object]:
     """Return per-layer patterns for fewer layers."""
-    found: dict[str, object] = {}
+    patterns: dict[str, object] = {}
     if s.num_experts and s.moe_layer_freq != 1:
-        found["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
+        patterns["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
     for dest in ("no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
         if s.values[dest] is not None:
-            found[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)
-    return found
+            patterns[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)
+    return patterns
 
 
 def _determinism_overrides(s: Settings) -> dict[str, object]:
@@ -414,32 +399,18 @@ def _determinism_overrides(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
-    low_precision_dests = (
-        "bf16",
-        "fp16",
-        "main_params_dtype",
-        "main_grads_dtype",
-        "grad_reduce_in_bf16",
-        "megatron_fsdp_grad_comm_dtype",
-        "megatron_fsdp_main_grads_dtype",
-        "fp32_residual_connection",
-        "logit_dtype",
-    )
     half = [
         s.flag(dest)
-        for dest in low_precision_dests
+        for dest in _LOW_PRECISION
         if s.given(dest) and s.values[dest] not in (None, False, "auto", s.default(dest))
     ]
     if half:
-        notes.append(
-            f"{', '.join(half)}: the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and "
-            "not rounding"
-        )
+        reason = "the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and not rounding"
+        notes.append(f"{', '.join(half)}: {reason}")
     if s.experimental_attention_variant == "gdn":
         notes.append(
             f"{s.flag('layernorm_epsilon')} is {LARGE_EPSILON}: a query nearly orthogonal to a key gives an output "
-            "near zero, and "
-            "the next norm would amplify the rounding of its gradient"
+            "near zero, and the next norm would amplify the rounding of its gradient"
         )
     if s.dsa_indexer_loss_coeff:
         notes.append(
@@ -456,18 +427,16 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
             "(tests/memory/test_cuda_graph.py)"
         )
     if s.moe_use_upcycling:
-        fine = [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []
-        notes.append(
-            f"{', '.join([s.flag('moe_use_upcycling'), *fine])}: left out; the weights are random, not those of a "
-            "dense model"
-        )
+        flags = [s.flag("moe_use_upcycling")]
+        flags += [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []
+        notes.append(f"{', '.join(flags)}: left out; the weights are random, not those of a dense model")
     sizes_over_time = [s.shown(dest) for dest in ("step_batch_size_schedule", "rampup_batch_size") if s.values[dest]]
     if sizes_over_time:
         notes.append("the batch size is constant")
     notes.append(
         "data are random tokens, initial weights have a standard deviation of 0.2, the learning rate is "
-        f"{LEARNING_RATE} "
-        "(except with fp8) and Adam's epsilon is 1e-5: three steps change the weights, rounding does not"
+        f"{LEARNING_RATE} (except with fp8) and Adam's epsilon is 1e-5: three steps change the weights, rounding does "
+        "not"
     )
     dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
     if dropped:
