@@ -40,7 +40,6 @@ class ModuleTracer:
         self._hooks.append(param.register_hook(look))
 
     def stop(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -68,5 +67,4 @@ def tap_gradients(inputs: tuple, look: Callable[[int, Tensor], None]) -> tuple:
 
 
 def is_floating(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a floating-point tensor."""
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -67,8 +67,6 @@ class Chunk:
 
 @dataclass
 class _Call:
-    """One forward call of a module."""
-
     microbatch: int
     expert_tokens: ExpertTokens | None
 
@@ -102,7 +100,6 @@ class NonFiniteTracer:
         self._backward = threading.local()  # microbatch: the one whose gradients this thread computes
 
     def earliest(self) -> Fault | None:
-        """Return the first event of this rank."""
         return min(self._first.values(), default=None)
 
     def note(self, fault: Fault) -> None:

@@ -47,12 +47,10 @@ _CHUNK_BYTES = 2**24
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def random_file(rank: int) -> str:
-    """Return the name of the file with a rank's generators."""
     return f"random_{rank:05d}.pt"
 
 
@@ -199,11 +197,9 @@ class Record:
 
     @property
     def weights(self) -> Path:
-        """Path of the weights file."""
         return self.folder / WEIGHTS
 
     def ranks(self) -> list[int]:
-        """Return the ranks that wrote it."""
         return list(range(self.head["world_size"]))
 
     def _rank_files(self) -> Iterator[safe_open]:

@@ -48,7 +48,6 @@ class TensorRecorder:
         self.input_grads: dict[str, Tensor] = {}
 
     def record_activations(self, name: str, inputs: tuple, output: object) -> None:
-        """Record what goes in and out of a module."""
         for kind, values in (("input", inputs), ("output", output if isinstance(output, tuple) else (output,))):
             for index, value in enumerate(values):
                 if is_floating(value):
@@ -110,7 +109,6 @@ class Dumps:
     def write_rank_tensors(
         self, what: str, iteration: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> None:
-        """Write this rank's tensors with string metadata."""
         path = self._folder / what / f"iter_{iteration:07d}" / f"rank{self._rank}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(dict(tensors), path, {name: str(value) for name, value in metadata.items()})

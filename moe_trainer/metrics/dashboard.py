@@ -45,7 +45,6 @@ class DownsampledList:
         self._last: Any = None
 
     def add(self, item: Any) -> None:
-        """Add an item."""
         if self._count % self._stride == 0:
             self._sampled.append(item)
             if len(self._sampled) > self._limit:
@@ -120,7 +119,6 @@ class Dashboard:
             self._not_before = begin + max(1.0, (time.monotonic() - begin) / MAX_TIME_SHARE)
 
     def page(self, done: bool = False) -> str:
-        """Return the page as text."""
         data = {
             **self._head,
             "done": done,

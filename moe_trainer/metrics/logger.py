@@ -78,7 +78,6 @@ class IterationRecord:
 
     @property
     def is_nan(self) -> bool:
-        """True if any loss is not finite."""
         return any(not math.isfinite(value) for value in self.losses.values())
 
 
@@ -332,7 +331,6 @@ class MetricsLogger:
             self._tensorboard.add_image("moe/load", heat_map(health["tokens_per_expert"]), record.iteration)
 
     def timers(self, seconds_by_name: Mapping[str, float], iteration: int) -> None:
-        """Write timer scalars (--log-timers-to-tensorboard)."""
         if self._options.output.log_timers_to_tensorboard:
             for name, seconds in seconds_by_name.items():
                 self._scalar(f"{name}-time", seconds, iteration)
@@ -369,7 +367,6 @@ class MetricsLogger:
         return None if self._dashboard is None else str(self._dashboard.path.resolve())
 
     def begin(self) -> None:
-        """Print where the dashboard is."""
         if self.dashboard_path is not None:
             self.print(f"dashboard: {self.dashboard_path} (open it in a browser; the run keeps it up to date)")
 
@@ -378,12 +375,10 @@ class MetricsLogger:
         self.print("\n".join(self._summary.lines(reason, saved, self._options.output.save, self.dashboard_path)))
 
     def flush(self) -> None:
-        """Flush the buffers."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Flush and close every file."""
         self._bar.clear()
         if self._dashboard is not None:
             self._dashboard.write(done=True)

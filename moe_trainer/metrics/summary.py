@@ -42,7 +42,6 @@ class RunSummary:
     def add_iteration(
         self, iteration: int, tokens: int, flops: float, seconds: float, loss: float | None, skipped: bool
     ) -> None:
-        """Add an iteration; `loss` is of its batch, if there is one."""
         self.iteration, self.tokens, self.num_skipped = iteration, self.tokens + tokens, self.num_skipped + skipped
         self._speeds.append((tokens / seconds, flops / (seconds * 1e12 * self.world_size)))
         if loss is not None:
@@ -54,7 +53,6 @@ class RunSummary:
             self._mean_loss = (iterations, losses["lm loss"])
 
     def add_validation(self, kind: str, iteration: int, loss: float) -> None:
-        """Add the loss of an evaluated set."""
         self._validations.setdefault(kind, []).append(_Loss(iteration, loss))
 
     def lines(self, reason: str, saved: Sequence[int], save_dir: str | None, dashboard: str | None) -> list[str]:

@@ -21,11 +21,9 @@ class TensorBoardWriter:
         self._writer: Any = open_writer()
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Write a number."""
         self._do("add_scalar", name, value, step)
 
     def add_image(self, name: str, image: Any, step: int) -> None:
-        """Write an image, [channels, height, width]."""
         self._do("add_image", name, image, step)
 
     def flush(self) -> None:
@@ -43,7 +41,6 @@ class TensorBoardWriter:
         self._do("flush")
 
     def close(self) -> None:
-        """Write the rest and close the file."""
         self._do("close")
         self._writer = None
 

@@ -88,7 +88,6 @@ def run_gemm_check(device: torch.device) -> tuple[int, float, list[int]]:
 
 
 def find_problems(reports: Sequence[DeviceReport]) -> list[str]:
-    """Return a line for every fault of a rank."""
     lines = []
     hash_counts = {
         name: Counter(each.hashes[0] for each in reports if each.device == name)

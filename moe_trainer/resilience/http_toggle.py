@@ -42,7 +42,6 @@ class HttpToggle:
         return "on" if self.on else "off"
 
     def close(self) -> None:
-        """Close the port."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

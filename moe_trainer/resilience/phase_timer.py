@@ -49,12 +49,10 @@ class PhaseTimer:
         self._part = "other"
 
     def start(self) -> None:
-        """Begin an iteration."""
         self._is_running, self._is_waiting = True, False
         self._begin_part()
 
     def stop(self) -> None:
-        """End an iteration."""
         self._begin_part()
         self._is_running = False
 

@@ -242,7 +242,6 @@ class PendingFaultReport:
             ) from error
 
     def write(self, folder: str) -> None:
-        """Write the file atomically."""
         path = _report_file(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
@@ -250,7 +249,6 @@ class PendingFaultReport:
 
     @staticmethod
     def clear(folder: str) -> None:
-        """Delete the file."""
         _report_file(folder).unlink(missing_ok=True)
 
 

@@ -127,12 +127,10 @@ class StragglerDetector:
         self._hosts, self._stages = [host for host, _ in ranks], [stage for _, stage in ranks]
 
     def start(self) -> None:
-        """Begin an iteration."""
         if self.on:
             self._timer.start()
 
     def stop(self) -> None:
-        """End an iteration."""
         if self.on:
             self._timer.stop()
             self._iterations += 1
@@ -162,7 +160,6 @@ class StragglerDetector:
         return self._summarize([row[:-1] for row in rows])
 
     def close(self) -> None:
-        """Stop measuring and close the port of the switch."""
         self._ps.trace.observer = None
         if self._switch is not None:
             self._switch.close()

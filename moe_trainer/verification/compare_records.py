@@ -63,13 +63,11 @@ def compare_records(reference: Record, actual: Record) -> list[ComparisonRow]:
     Raises:
         ValueError: if the records are not of the same samples, or incomplete.
     """
-    if (reference.head["samples"], reference.head["seq_length"]) != (
-        actual.head["samples"],
-        actual.head["seq_length"],
-    ):
+    expected, sizes = ((record.head["samples"], record.head["seq_length"]) for record in (reference, actual))
+    if sizes != expected:
         raise ValueError(
-            f"{actual.folder} has {actual.head['samples']} samples of {actual.head['seq_length']} tokens, "
-            f"{reference.folder} has {reference.head['samples']} of {reference.head['seq_length']}"
+            f"{actual.folder} has {sizes[0]} samples of {sizes[1]} tokens, "
+            f"{reference.folder} has {expected[0]} of {expected[1]}"
         )
     if not torch.equal(reference.batch()["tokens_BS"], actual.batch()["tokens_BS"]):
         raise ValueError(f"the tokens of {actual.folder} differ from those of {reference.folder}")
@@ -82,7 +80,6 @@ def compare_records(reference: Record, actual: Record) -> list[ComparisonRow]:
 
 
 def _compare_forward(reference: Record, actual: Record, allowed: Tolerances) -> Iterator[ComparisonRow]:
-    """Compare outputs and routing choices."""
     reference_names, actual_names = ({*record.names(TRACE)} for record in (reference, actual))
     choices = {*reference.names(CHOICE)} & {*actual.names(CHOICE)}
     logits: dict[str, Tensor] = {}
@@ -143,11 +140,8 @@ def _find_near_ties(reference: Record, actual: Record, name: str, logits: Tensor
     FineRMoE) have no near ties. `logits` is the distance of the router's logits by token.
     """
     differ = _choices_differ(reference, actual, name)
-    margins = [
-        record.joined(f"{MARGIN}{name}")[..., 0].double()
-        for record in (reference, actual)
-        if name in record.names(MARGIN)
-    ]
+    records = (record for record in (reference, actual) if name in record.names(MARGIN))
+    margins = [record.joined(f"{MARGIN}{name}")[..., 0].double() for record in records]
     if logits is None or not margins or not bool(differ.any()):
         return torch.zeros_like(differ)
     margin = torch.stack(margins).amin(0)

@@ -73,12 +73,10 @@ def describe_agreement(reference: TrainingTrace, actual: TrainingTrace) -> str:
 
     A gradient is measured by its own norm, or by a thousandth of the norm of all if that is larger.
     """
-    pairs = [
-        pair
-        for expected, losses in zip(reference.losses, actual.losses)
-        for pair in zip(expected.values(), losses.values())
-    ]
-    loss = max(_NUMBERS.relative_difference(a, b) for a, b in [*pairs, *zip(reference.grad_norms, actual.grad_norms)])
+    pairs = list(zip(reference.grad_norms, actual.grad_norms))
+    for expected, losses in zip(reference.losses, actual.losses):
+        pairs += zip(expected.values(), losses.values())
+    loss = max(_NUMBERS.relative_difference(a, b) for a, b in pairs)
     total = _total_norm(reference.grads)
     grad = max(
         (actual.grads[name] - grad).norm().item() / max(grad.norm().item(), 1e-3 * total, 1e-30)

@@ -74,7 +74,6 @@ class ComparisonRow:
 
     @property
     def label(self) -> str:
-        """Quantity and name."""
         return f"{self.quantity} of {self.name}" if self.name else self.quantity
 
     def __str__(self) -> str:

@@ -22,14 +22,12 @@ def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -
     `values` is a small command line by destination.
     """
     num_shards, kinds = mapping.tp * mapping.cp, as_list(values.get(_KINDS) or "")
+    has_capacity, has_mtp = values.get("moe_expert_capacity_factor") is not None, bool(values.get("mtp_num_layers"))
     is_defined = {
         "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and mapping.dp > 1,
         "sinkhorn balancing (over each rank's tokens)": "sinkhorn" in kinds and num_shards > 1,
-        "expert capacity and dropped tokens (of each rank's tokens)": values.get("moe_expert_capacity_factor")
-        is not None
-        and num_shards > 1,
-        "multi-token prediction's mean (over each context rank's tokens)": bool(values.get("mtp_num_layers"))
-        and mapping.cp > 1,
+        "expert capacity and dropped tokens (of each rank's tokens)": has_capacity and num_shards > 1,
+        "multi-token prediction's mean (over each context rank's tokens)": has_mtp and mapping.cp > 1,
     }
     return tuple(name for name, condition in is_defined.items() if condition)
 

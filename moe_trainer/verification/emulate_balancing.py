@@ -53,9 +53,7 @@ def emulate_global_balance(run: TrainContext, num_data_ranks: int) -> None:
 def grouped_order(num_microbatches: int, size: int) -> Order:
     """Return an order with the forward passes of `size` microbatches, then their backward passes, and so on."""
     groups = [range(start, min(start + size, num_microbatches)) for start in range(0, num_microbatches, size)]
-    return tuple(
-        Action(kind, 0, microbatch) for group in groups for kind in (FORWARD, BACKWARD) for microbatch in group
-    )
+    return tuple(Action(kind, 0, number) for group in groups for kind in (FORWARD, BACKWARD) for number in group)
 
 
 class GlobalBalance:
@@ -122,9 +120,7 @@ class GlobalBalance:
         """Return the number of tokens of every expert [E], by the top-k of the scores."""
         router = self.router
         if router.grid is not None:
-            return (
-                to_routing_map(choose_slices(logits_TE, grid=router.grid, topk=router.topk), logits_TE).sum(0).float()
-            )
-        return torch.bincount(
-            self._scores(logits_TE).topk(router.topk)[1].flatten(), minlength=router.num_experts
-        ).float()
+            experts_TK = choose_slices(logits_TE, grid=router.grid, topk=router.topk)
+            return to_routing_map(experts_TK, logits_TE).sum(0).float()
+        experts_TK = self._scores(logits_TE).topk(router.topk)[1]
+        return torch.bincount(experts_TK.flatten(), minlength=router.num_experts).float()

@@ -73,7 +73,6 @@ def _has_own_scales(gemms: object) -> TypeGuard[QuantizedGemms]:
 
 
 def list_quantized_gemms(run: TrainContext) -> list[QuantizedGemms]:
-    """List the quantized GEMMs of all layers."""
     return [module for chunk in run.chunks for module in chunk.modules() if isinstance(module, QuantizedGemms)]
 
 

@@ -37,9 +37,8 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
     losses = run.chunks[-1].mtp_losses
     if sharding.cp > 1 and losses is not None:
         by_context = SequenceSharding(1, sharding.cp)
-        losses.forward = mean_by_context_rank(
-            losses, [by_context.positions(index, length) for index in range(sharding.cp)]
-        )
+        positions = [by_context.positions(index, length) for index in range(sharding.cp)]
+        losses.forward = mean_by_context_rank(losses, positions)
 
 
 def route_by_shard(decide: Callable, tokens: list[Tensor]) -> Callable:

@@ -61,24 +61,18 @@ def first_lines(rows: Sequence[ComparisonRow], repeated: Mapping[tuple[str, str]
             "them, and outputs that depend on them are not compared"
         )
     if first is None:
-        is_bitwise_equal = not max((row.difference for row in rows), default=0.0)
-        yield f"equal: {len(rows)} quantities within their tolerances" + (
-            ", bit for bit as far as recorded" if is_bitwise_equal else ""
-        )
+        suffix = "" if any(row.difference for row in rows) else ", bit for bit as far as recorded"
+        yield f"equal: {len(rows)} quantities within their tolerances{suffix}"
         return
     yield f"first difference: {first.label}"
-    yield f"  differs by {first.difference:.3g} (allowed {first.allowed:.0e})" + (
-        f"; {first.detail}" if first.detail else ""
-    )
+    detail = f"; {first.detail}" if first.detail else ""
+    yield f"  differs by {first.difference:.3g} (allowed {first.allowed:.0e}){detail}"
     if repeated is not None:
         difference = repeated.get((first.quantity, first.name), 0.0)
         yield f"  with the recorded flags, run again on this machine: {difference:.3g}"
     if any(rows.index(row) < rows.index(first) for row in near_ties):
-        yield (
-            "  near ties precede it and may be the only cause"
-            if first.quantity in _OVER_ALL_TOKENS
-            else "  near ties of other tokens precede it"
-        )
+        includes_all = first.quantity in _OVER_ALL_TOKENS
+        yield f"  near ties {'precede it and may be the only cause' if includes_all else 'of other tokens precede it'}"
     count = sum(row.exceeds_tolerance for row in rows)
     yield f"  {count} of {len(rows)} quantities differ; those before this one are equal"
 

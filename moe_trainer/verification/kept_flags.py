@@ -106,7 +106,6 @@ _SET_BY_OLD_SPELLINGS = frozenset(
 
 
 def get_kept_flags(s: Settings) -> dict[str, object]:
-    """Return the user's flags that keep their value."""
     values = {}
     for dest, option in OPTIONS.items():
         derived = dest in _SET_BY_OLD_SPELLINGS and s.source[dest] == "derived"

@@ -30,12 +30,10 @@ class ParallelMapping:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def edp(self) -> int:
-        """Number of expert-data-parallel ranks."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @property

@@ -195,7 +195,6 @@ class Fp64Precision(PrecisionArgs):
 
     @staticmethod
     def from_args(precision: PrecisionArgs) -> Fp64Precision:
-        """Return the same flags for a model in fp64."""
         return Fp64Precision(**{field.name: getattr(precision, field.name) for field in fields(PrecisionArgs)})
 
     @property

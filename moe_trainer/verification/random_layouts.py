@@ -226,7 +226,6 @@ def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str
 
 
 def _router(rng: random.Random) -> dict[str, object]:
-    """Draw router, balancing, capacity and dispatcher."""
     values: dict[str, object] = {
         "moe_router_topk": rng.choice((2, 2, 4)),
         "moe_token_dispatcher_type": rng.choice(("allgather", "alltoall", "alltoall", "flex")),
@@ -348,7 +347,6 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
 
 
 def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    """Draw the number of layers and their distribution over the stages."""
     pp, vpp, mtp = mapping.pp, mapping.vpp, values.get("mtp_num_layers") or 0
     layers = max(pp * vpp, rng.choice((2, 3)) if pp == 1 else 2)
     options: dict[str, object] = {}
@@ -387,7 +385,6 @@ def _context(rng: random.Random, mapping: ParallelMapping, layers: int) -> dict[
 
 
 def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
-    """Draw fully sharded data parallelism sometimes."""
     if mapping.dp == 1 or not _chance(rng, 0.2):
         return {}
     options: dict[str, object] = {"use_distributed_optimizer": False, "overlap_param_gather": False}
@@ -400,7 +397,6 @@ def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
 
 
 def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
-    """Draw recompute often, and activation offloading sometimes."""
     options: dict[str, object] = {}
     kind = rng.choice(("none", "none", "full", "selective", "selective"))
     if kind == "full":

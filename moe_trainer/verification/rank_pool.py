@@ -47,8 +47,7 @@ class RankPool:
     """Context manager of `size` processes that wait for work."""
 
     def __init__(self, size: int, timeout_s: float = 120.0):
-        self.size = size
-        self.timeout_s = timeout_s
+        self.size, self.timeout_s = size, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="rank_pool")
         self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
         self._jobs = 0
@@ -75,11 +74,8 @@ class RankPool:
             RankPoolError: as `run`.
         """
         calls = [(work, 0, 1, args) for args in arguments]
-        return [
-            answer
-            for start in range(0, len(calls), self.size)
-            for answer in self._call(calls[start : start + self.size])
-        ]
+        batches = (calls[start : start + self.size] for start in range(0, len(calls), self.size))
+        return [answer for batch in batches for answer in self._call(batch)]
 
     def refresh(self) -> None:
         """Give the next job new processes, because the device meshes of torch cache the groups of an earlier one."""
@@ -107,26 +103,21 @@ class RankPool:
         self._stop()
         for _ in range(self.size):
             parent_pipe, child_pipe = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(child_pipe, [pipe for _, pipe in self._ranks] + [parent_pipe]), daemon=True
-            )
+            inherited = [*(pipe for _, pipe in self._ranks), parent_pipe]
+            process = context.Process(target=_serve, args=(child_pipe, inherited), daemon=True)
             process.start()
             child_pipe.close()
             self._ranks.append((process, parent_pipe))
 
     def _collect(self, world_size: int) -> dict[int, tuple[bool, object]]:
-        """Wait until every rank has answered or failed."""
         answers: dict[int, tuple[bool, object]] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(answers) < world_size:
             open_pipes = {self._ranks[rank][1]: rank for rank in range(world_size) if rank not in answers}
             ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0.0))
             if not ready:
-                reason = (
-                    "did not answer within the time limit"
-                    if all(ok for ok, _ in answers.values())
-                    else "was waiting for the others"
-                )
+                has_failure = not all(ok for ok, _ in answers.values())
+                reason = "was waiting for the others" if has_failure else "did not answer within the time limit"
                 return answers | dict.fromkeys(open_pipes.values(), (False, reason))
             for pipe in ready:
                 rank = open_pipes[pipe]

@@ -95,15 +95,12 @@ def plan_replay(record: Record, changes: ReplayChanges) -> ReplayPlan:
     head = record.head
     settings, _ = resolve_command_line(head["flags"], None)
     left_out = _get_dests(changes.without, settings.given_dests())
-    values = {dest: settings.values[dest] for dest in settings.given_dests() if _is_kept(dest) and dest not in left_out}
+    values = {dest: settings.values[dest] for dest in settings.given_dests() if _is_kept(dest)}
     if changes.one_process:
-        values = {
-            dest: value
-            for dest, value in values.items()
-            if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE - {"bf16"}
-        }
+        left_out |= {dest for dest in values if OPTIONS[dest].section == "parallel"} | (NOT_IN_REFERENCE - {"bf16"})
     if changes.fp32:
-        values = {dest: value for dest, value in values.items() if dest not in _LOW_PRECISION_FLAGS}
+        left_out |= _LOW_PRECISION_FLAGS
+    values = {dest: value for dest, value in values.items() if dest not in left_out}
     fixed = {
         "global_batch_size": head["samples"],
         "mock_data": True,
@@ -130,7 +127,6 @@ def _is_kept(dest: str) -> bool:
 
 
 def _get_dests(spellings: Iterable[str], given: Iterable[str]) -> set[str]:
-    """Return the destinations of flags by their spelling."""
     known = {spelling: dest for dest in given for spelling in OPTIONS[dest].spellings}
     unknown = [spelling for spelling in spellings if spelling not in known]
     if unknown:
@@ -170,8 +166,7 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
     if moe.moe_expert_capacity_factor is not None and (changed & {"tp", "cp"} or micro_batch_changed):
         yield (
             "--moe-expert-capacity-factor: the capacity counts the tokens of one rank, so other tokens are dropped "
-            "under "
-            "another tp or cp"
+            "under another tp or cp"
         )
     balancing = str(moe.moe_router_load_balancing_type)
     if "sinkhorn" in balancing and (changed & {"tp", "cp"} or micro_batch_changed):
@@ -183,10 +178,9 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
     if "cp" in changed and model.mtp_num_layers:
         yield "multi-token prediction: each context rank divides by its own number of valid tokens"
     if (args.precision.fp8 or args.precision.fp4) and changed:
+        is_delayed = args.precision.fp8_recipe == "delayed"
         reason = (
-            "the last digit can change a rounding"
-            if args.precision.fp8_recipe == "delayed"
-            else "scales and blocks are those of a rank's shard"
+            "the last digit can change a rounding" if is_delayed else "scales and blocks are those of a rank's shard"
         )
         yield f"fp8 and fp4: {reason}"
     if recorded.values["fp8_param_gather"]:
@@ -224,25 +218,16 @@ def replay(record: Record, args: Arguments, runtime: Runtime, folder: Path) -> N
         UserError: if the weights do not fit the flags, or the record cannot be written.
     """
     head = record.head
-    run = build_context(
-        args,
-        runtime,
-        SimpleNamespace(vocab_size=min(head["vocab_size"] or 1, head["padded_vocab_size"]), eod=None, pad=None),
-    )
+    vocab_size = min(head["vocab_size"] or 1, head["padded_vocab_size"])
+    run = build_context(args, runtime, SimpleNamespace(vocab_size=vocab_size, eod=None, pad=None))
     batches = get_local_batches(record, run)
     state = TrainState(**head["state"])
     _restore(record, run, state)
     for chunk in run.chunks:
         chunk.train()
     try:
-        _, problem, _ = record_iteration(
-            replace(run, train_batches=iter(batches)),
-            state,
-            len(batches),
-            folder,
-            head["sample_numbers"],
-            weights=False,
-        )
+        run = replace(run, train_batches=iter(batches))
+        _, problem, _ = record_iteration(run, state, len(batches), folder, head["sample_numbers"], weights=False)
     except FloatingPointError:
         return  # a loss or gradient is not finite; the record is complete
     if problem is not None:
@@ -266,10 +251,9 @@ def get_local_batches(record: Record, run: TrainContext) -> list[Batch]:
 
 def _restore(record: Record, run: TrainContext, state: TrainState) -> None:
     """Restore random states and scales; a rank restores its own states if the mapping is unchanged."""
-    ps, streams = run.ps, get_streams(run.chunks)
-    if record.head["world_size"] == ps.world.size and all(
-        getattr(ps, name).size == record.head["mapping"][name] for name in AXES
-    ):
+    ps, streams, head = run.ps, get_streams(run.chunks), record.head
+    is_same_mapping = all(getattr(ps, name).size == head["mapping"][name] for name in AXES)
+    if is_same_mapping and head["world_size"] == ps.world.size:
         restore(record.generators(ps.world.rank), streams, record.folder)
     else:
         reseed(run.args.training.seed, state.iteration, ps, streams)

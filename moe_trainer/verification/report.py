@@ -37,7 +37,6 @@ def shrunk_lines(shrunk: ShrinkResult) -> Iterator[str]:
 
 
 def result_lines(result: ParityResult, title: str) -> Iterator[str]:
-    """Describe the result of one case."""
     case = result.case
     word = "equal" if result.is_equal else "DIFFERS" if result.differences else "FAILED"
     yield f"{title} ({case.mapping}): {word} ({result.seconds:.1f} s, batches of seed {result.seed})"
@@ -58,9 +57,8 @@ def result_lines(result: ParityResult, title: str) -> Iterator[str]:
 def summary_lines(results: Sequence[ParityResult], shrunk: ShrinkResult | None) -> Iterator[str]:
     """Count the equal cases, and name what no case compares."""
     num_unequal = sum(not result.is_equal for result in results)
-    yield f"{len(results) - num_unequal} of {len(results)} equal one process" + (
-        f"; {num_unequal} do not" if num_unequal else ""
-    )
+    suffix = f"; {num_unequal} do not" if num_unequal else ""
+    yield f"{len(results) - num_unequal} of {len(results)} equal one process{suffix}"
     if shrunk is not None and shrunk.not_compared:
         yield f"not compared with one process: {', '.join(shrunk.not_compared)} (see docs/verification.md)"
     always_defined = set.intersection(*(set(result.case.defined_by_mapping) for result in results))
@@ -77,11 +75,8 @@ def markdown(results: Sequence[ParityResult], shrunk: ShrinkResult | None, comma
     """Return a page with the result first, then what was compared, what was left out, and the command lines."""
     unequal = [result for result in results if not result.is_equal]
     seconds = sum(result.seconds for result in results)
-    title = (
-        f"{len(unequal)} of {len(results)} mappings differ from one process"
-        if unequal
-        else f"{len(results)} of {len(results)} mappings equal one process"
-    )
+    count, verb = (len(unequal), "differ from") if unequal else (len(results), "equal")
+    title = f"{count} of {len(results)} mappings {verb} one process"
     lines = [f"# {title}", "", f"`{command_line}`", ""]
     machine = f"torch {version('torch')}, gloo on {platform.machine()} CPU"
     lines += [f"{machine}, fp32 (fp64 for fp8 cases), {seconds:.0f} s.", ""]
@@ -94,10 +89,8 @@ def markdown(results: Sequence[ParityResult], shrunk: ShrinkResult | None, comma
         lines.append(f"| {result.case.mapping} | {text.replace('|', '/')} |")
     if shrunk is not None:
         lines += ["", f"The user's mapping: {shrunk.original}.", "", *(f"* {note}" for note in shrunk.notes)]
-        lines += [
-            *(f"* left out: {text}" for text in shrunk.left_out),
-            *([f"* {_REJECTED}"] if shrunk.left_out else []),
-        ]
+        lines += [f"* left out: {text}" for text in shrunk.left_out]
+        lines += [f"* {_REJECTED}"] if shrunk.left_out else []
         lines += [f"* not compared with one process: {name}" for name in shrunk.not_compared]
     for result in unequal:
         lines += ["", f"## {result.case.mapping}", "", "```", *result_lines(result, "case"), "```"]

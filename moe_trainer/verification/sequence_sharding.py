@@ -17,7 +17,6 @@ class SequenceSharding:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of a sequence."""
         return self.tp * self.cp
 
     def positions(self, index: int, length: int) -> Tensor:

@@ -65,7 +65,6 @@ class ParityCase:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.mapping.world
 
     @property

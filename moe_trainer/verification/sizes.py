@@ -72,9 +72,8 @@ def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str
     if "".join(texts).count(DECODER) < 2:
         texts[0] = DECODER * 2 + texts[0].replace(DECODER, "")
     texts[0], texts[-1] = EMBEDDING + texts[0], texts[-1] + LOSS
-    values: dict[str, object] = {"num_layers": "".join(texts).count(DECODER)} | (
-        {"mtp_num_layers": depth} if depth else {}
-    )
+    values: dict[str, object] = {"num_layers": "".join(texts).count(DECODER)}
+    values |= {"mtp_num_layers": depth} if depth else {}
     return values | ({"pipeline_model_parallel_layout": "|".join(texts)} if new.pp > 1 else {})
 
 
@@ -101,7 +100,6 @@ def pattern(freq: int | list[int], old_layers: int, layers: int) -> int | list[i
 
 
 def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
-    """Return heads, groups, head sizes, latents and hidden size."""
     unit = new.tp * (new.cp if any("a2a" in kind for kind in s.cp_comm_type) else 1)
     heads = groups = max(2, unit)
     values: dict[str, object] = {}
@@ -125,21 +123,19 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
         values |= {"q_lora_rank": 12} if s.q_lora_rank else {}
     if s.experimental_attention_variant == "gdn":
         keys = max(2, new.tp * new.cp)
+        value_dim = 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8
         values |= {
             "linear_num_key_heads": keys,
             "linear_num_value_heads": keys * min(2, s.linear_num_value_heads // s.linear_num_key_heads),
-        }
-        values |= {
             "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8,
+            "linear_value_head_dim": value_dim,
         }
     if s.experimental_attention_variant == "dsa":
         values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}
         values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}
         # the choice at the user's sizes, which differs at the small ones
-        masked = gather_unsupported_reason(
-            s, s.num_attention_heads // s.tensor_model_parallel_size, s.seq_length, bool(s.fp8 or s.fp4)
-        )
+        num_heads = s.num_attention_heads // s.tensor_model_parallel_size
+        masked = gather_unsupported_reason(s, num_heads, s.seq_length, bool(s.fp8 or s.fp4))
         values |= {"dsa_attention_form": "masked" if masked else "gathered"}
     if s.window_size is not None:
         values["window_size"] = tuple(min(side, 5) for side in s.window_size)
@@ -147,7 +143,6 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
 
 
 def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
-    """Return widths, number of experts, top-k and groups."""
     ffn = 24
     values: dict[str, object] = {"ffn_hidden_size": ffn}
     if not s.num_experts:
@@ -160,9 +155,8 @@ def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
     values["moe_ffn_hidden_size"] = expert_ffn = ffn if wide else 16
     shared = s.moe_shared_expert_intermediate_size
     if shared:
-        values["moe_shared_expert_intermediate_size"] = (
-            2 * expert_ffn if shared > (s.moe_ffn_hidden_size or ffn) else expert_ffn
-        )
+        is_wider = shared > (s.moe_ffn_hidden_size or ffn)
+        values["moe_shared_expert_intermediate_size"] = (1 + is_wider) * expert_ffn
     topk, groups, allowed = min(s.moe_router_topk, 3), 1, 1
     if s.moe_router_num_groups:
         groups = min(s.moe_router_num_groups, 4)
@@ -186,9 +180,7 @@ def _fine_experts(s: Settings, new: ParallelMapping, ffn: int) -> dict[str, obje
     slices, candidates = (min(number, 2) for number in (s.finermoe_output_granularity, s.finermoe_output_expansion))
     each = min(s.moe_router_topk // s.finermoe_output_granularity, 2)
     copies = min(s.finermoe_intermediate_expansion, 2)
-    while (
-        slices * candidates * cuts * copies % new.ep or cuts * copies < each or slices * candidates * cuts * copies < 4
-    ):
+    while (count := slices * candidates * cuts * copies) % new.ep or cuts * copies < each or count < 4:
         copies += 1
     values: dict[str, object] = {
         "finermoe_intermediate_granularity": cuts,
@@ -209,9 +201,10 @@ def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, 
     # a running mean over microbatches has an effect from the third one
     microbatches = min(count, 3 if "global_aux_loss" in as_list(s.moe_router_load_balancing_type) else 2)
     if new.pp > 1:
-        microbatches = (
-            2 * new.pp if count >= 2 * old.pp or new.vpp > 1 else new.pp if count >= old.pp else min(count, new.pp)
-        )
+        if count >= 2 * old.pp or new.vpp > 1:
+            microbatches = 2 * new.pp
+        else:
+            microbatches = new.pp if count >= old.pp else min(count, new.pp)
     group = s.microbatch_group_size_per_vp_stage
     values: dict[str, object] = {}
     if s.given("microbatch_group_size_per_vp_stage") and new.vpp > 1 and group:
@@ -226,7 +219,6 @@ def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, 
 
 
 def _length(new: ParallelMapping) -> int:
-    """Return the sequence length."""
     unit = 2 * new.cp * new.tp
     return -(-16 // unit) * unit
 

@@ -118,9 +118,8 @@ def train(
     def record_and_step(**rates):
         if state.iteration == 0:
             run.grads.gather()
-            grads.update(
-                (name, grad.clone().cpu()) for name, grad in gather_named_tensors(run.chunks, ps, get_main_grad)
-            )
+            named = gather_named_tensors(run.chunks, ps, get_main_grad)
+            grads.update((name, grad.clone().cpu()) for name, grad in named)
             fingerprints.update(_fingerprints(run, get_main_grad))
         return step(**rates)
 
