@@ -147,12 +147,14 @@ class _Encoder:
         encoded = [_Encoded(b"", array("i"), []) for _ in self._keys]
         for line, document in zip(chunk.line_numbers, chunk.documents):
             where = f"{chunk.path}, line {line}"
-            for number, texts in enumerate(self._texts(document, chunk.is_json, where)):
+            for number, texts in enumerate(self._parse(document, chunk.is_json, where)):
                 self._add(texts, ids[number], encoded[number], where)
-        return chunk.bytes_read, [part._replace(stored=self._stored(row, chunk)) for part, row in zip(encoded, ids)]
+        return chunk.bytes_read, [
+            part._replace(stored=self._to_stored(key_ids, chunk)) for part, key_ids in zip(encoded, ids)
+        ]
 
-    def _texts(self, document: bytes, is_json: bool, where: str) -> Iterator[list[str]]:
-        """Yield, per key, the sequences of one document."""
+    def _parse(self, document: bytes, is_json: bool, where: str) -> Iterator[list[str]]:
+        """Yield the texts of each key of a document."""
         try:
             text = document.decode("utf-8")
             fields = json.loads(text) if is_json else {key: text for key in self._keys}
@@ -192,7 +194,7 @@ class _Encoder:
             part.lengths[-1] += 1
         part.document_ends.append(len(part.lengths))
 
-    def _stored(self, ids: list[int], chunk: _Chunk) -> bytes:
+    def _to_stored(self, ids: list[int], chunk: _Chunk) -> bytes:
         try:
             return to_stored(ids, self._dtype).tobytes()
         except ValueError as error:
@@ -249,7 +251,7 @@ def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
     for path in paths:
         is_json = not path.removesuffix(".gz").removesuffix(".zst").endswith(".txt")
         with open(path, "rb") as raw:
-            stream = _decompressed(raw, path)
+            stream = _decompress(raw, path)
             numbered = _numbered_lines(stream) if is_json else _text_documents(stream, text_unit)
             numbers: list[int] = []
             documents: list[bytes] = []
@@ -269,7 +271,7 @@ def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
                 yield _Chunk(path, numbers, documents, is_json, raw.tell() - start)
 
 
-def _decompressed(raw: BinaryIO, path: str) -> Iterable[bytes]:
+def _decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
     """Return the lines of a file, decompressed by its suffix."""
     if path.endswith(".gz"):
         return gzip.open(raw, "rb")

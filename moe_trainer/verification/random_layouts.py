@@ -75,16 +75,10 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
 def factorizations(world: int) -> Iterator[ParallelMapping]:
     """Yield all mappings of `world` ranks, a power of two; vpp is 1 or 2 with pipeline stages."""
     powers = [1 << bit for bit in range(world.bit_length()) if 1 << bit <= world]
-    for tp in powers:
-        for cp in powers:
-            for pp in powers:
-                if tp * cp * pp > world or tp > 4:
-                    continue
-                for etp in powers:
-                    for ep in powers:
-                        if etp * ep * pp <= world and etp <= 4:
-                            for vpp in (1, 2) if pp > 1 else (1,):
-                                yield ParallelMapping(tp, cp, pp, vpp, world // (tp * cp * pp), ep, etp)
+    for tp, cp, pp, etp, ep in itertools.product(powers, repeat=5):
+        if max(tp, etp) <= 4 and max(tp * cp, etp * ep) * pp <= world:
+            for vpp in (1, 2) if pp > 1 else (1,):
+                yield ParallelMapping(tp, cp, pp, vpp, world // (tp * cp * pp), ep, etp)
 
 
 def _chance(rng: random.Random, share: float) -> bool:
