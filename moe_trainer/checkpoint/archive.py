@@ -35,7 +35,7 @@ class UnsafeArchiveError(ValueError):
 
 @dataclass(frozen=True)
 class _Records:
-    """The records of one archive: where their bytes are."""
+    """Positions of the records of an archive."""
 
     folder: str
     places: Mapping[str, tuple[int, int]]  # (first byte, bytes)

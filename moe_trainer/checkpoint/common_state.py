@@ -1,7 +1,7 @@
 """The non-tensor part of a checkpoint, in Megatron's format, with an entry of this program.
 
-Megatron's loader finds what it looks for (args, iteration, checkpoint_version, optimizer, opt_param_scheduler, ...);
-the entry `moe_trainer` holds what only this program needs, in builtin types, for bitwise resume.
+Megatron's loader finds args, iteration, checkpoint_version, optimizer, opt_param_scheduler, ...; the entry
+`moe_trainer` holds what only this program needs for bitwise resume, in builtin types.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def dump_file(common: Mapping[str, Any]) -> bytes:
 
 
 def build(state: CheckpointState, optimizer_scalars: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The content of the common_state entry."""
+    """Return the content of the common_state entry."""
     args = argparse.Namespace(**to_builtin(dict(state.args)))
     for name in _COUNTERS:
         setattr(args, name, getattr(state, name))
@@ -70,7 +70,8 @@ def build(state: CheckpointState, optimizer_scalars: Mapping[str, Any] | None) -
 def read(folder: Path, index: Metadata) -> dict[str, Any]:
     """Decode the common state of a checkpoint folder.
 
-    Raises: CheckpointError when it is missing or damaged.
+    Raises:
+        CheckpointError: if it is missing or damaged.
     """
     if isinstance(index, VirtualMetadata) and index.common:
         check_types(folder, index.common)
@@ -148,7 +149,7 @@ def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], b
 
 
 def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
-    """The scalars of Megatron's optimizers (plain, mixed precision, or a chain of several) under the names of this program."""
+    """Return the scalars of Megatron's optimizers (plain, mixed precision, or a chain) under native names."""
     found: dict[str, Any] = {}
     steps: dict[str, int] = {}
 
@@ -167,4 +168,5 @@ def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
 
     visit(optimizer)
     # a group may keep the step of the program that wrote the checkpoint before
-    return {"step": steps[key] for key in _STEPS[::-1] if key in steps} | found
+    stored = [steps[key] for key in _STEPS if key in steps]
+    return ({"step": stored[0]} if stored else {}) | found

@@ -316,10 +316,10 @@ def append_progress(directory: Path, num_ranks: int, text: str) -> None:
         stream.write(f"{stamp}\tJob ID: {job}\t# GPUs: {num_ranks}\t{text}\n")
 
 
-def tokenizer_files(*given: str | None) -> tuple[Path, ...]:
-    """Return the files that --tokenizer-model, --vocab-file and --merge-file name: a checkpoint stores a copy of them."""
+def tokenizer_files(*paths: str | None) -> tuple[Path, ...]:
+    """Return the files of --tokenizer-model, --vocab-file and --merge-file, which a checkpoint stores a copy of."""
     files: list[Path] = []
-    for path in (Path(text) for text in given if text):
+    for path in (Path(text) for text in paths if text):
         if path.is_dir():
             files += [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
         elif path.is_file():

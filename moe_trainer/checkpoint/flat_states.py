@@ -1,12 +1,14 @@
-"""Optimizer state that Megatron-LM's distributed optimizer has saved flat, seen as tensors of the parameters' shapes.
+"""Optimizer state that Megatron-LM's distributed optimizer has saved flat, presented in the parameters' shapes.
 
-- `dp_reshardable` (its default since core_v0.15): the buckets of every model-parallel rank, one flat tensor each. Which parameter lies where
-  follows from the order of the modules and the layout that the recorded flags describe, as in the legacy format (checkpoint/megatron_legacy/names.py).
-- `fully_sharded_model_space` (up to core_v0.14): a grid of the pieces that ranks held, each one flat, along a last axis of its own.
+* `dp_reshardable` (its default since core_v0.15): the buckets of every model-parallel rank, one flat tensor each. The
+  place of a parameter follows from the order of the modules and the layout that the recorded flags describe, as in the
+  legacy format (checkpoint/megatron_legacy/names.py).
+* `fully_sharded_model_space` (up to core_v0.14): a grid of the shards of ranks, each flat along an additional last
+  axis.
 
-`FlatStateMetadata` has the keys and boxes that a checkpoint of ours would have, and makes a box out of the flat ranges when it is asked for. So any
-layout reads them, also where Megatron-LM itself reads the same layout only. Up to core_v0.13 the keys of experts' state, and of the other
-parameters, begin with the number of their optimizer in a chain; these are the same keys without it.
+`FlatStateMetadata` has the keys and chunks of a native checkpoint, and makes a chunk from the flat ranges on demand. So
+any layout can read them, even where Megatron-LM itself requires the same layout. Up to core_v0.13 the keys of state
+begin with the number of the optimizer in a chain; these are the same keys without it.
 """
 
 import math
@@ -68,7 +70,7 @@ _LAYOUT_FLAGS = (
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A range [start, stop) of the stored flat tensors `keys`, one after the other. at: coordinates on the other axes of a single one."""
+    """A range of the concatenated flat tensors `keys`; `at`: coordinates on the other axes of a single one."""
 
     keys: tuple[str, ...]
     start: int
@@ -77,16 +79,20 @@ class FlatRange:
 
 
 def has_flat_states(index: Metadata) -> bool:
-    """Whether the optimizer state of a checkpoint is in one of these forms."""
+    """Return whether the optimizer state of a checkpoint is in one of these forms."""
     entries = index.state_dict_metadata
     return any(_CHAIN.match(key) or _BUCKET.match(key) or _is_grid(entries, key) for key in entries)
 
 
 class FlatStateMetadata(VirtualMetadata):
-    """The index that the checkpoint would have if its optimizer state had the parameters' shapes; see the head of this file."""
+    """The index with the optimizer state in the parameters' shapes; see the head of this file."""
 
     def __init__(self, folder: Path, stored: Metadata):
-        """Raises: CheckpointError when the common state is damaged. What is wrong with the optimizer state alone is in `state_problem`."""
+        """Add all entries; a problem of the optimizer state alone is stored in `state_problem`.
+
+        Raises:
+            CheckpointError: if the common state is damaged.
+        """
         super().__init__()
         self._folder, self._stored = folder, stored
         self._flat: dict[MetadataIndex, FlatRange] = {}
@@ -96,12 +102,12 @@ class FlatStateMetadata(VirtualMetadata):
         entries = stored.state_dict_metadata
         for key, entry in entries.items():
             if isinstance(entry, TensorStorageMetadata) and _is_grid(entries, key):
-                self._enter_grid(key, entry)
+                self._add_grid(key, entry)
             elif not _BUCKET.match(key):
-                self._enter(key, entry)
+                self._copy_entry(key, entry)
         if any(map(_BUCKET.match, entries)):
             try:
-                self._enter_buckets(to_builtin(self.common["args"]))
+                self._add_buckets(to_builtin(self.common["args"]))
             except CheckpointError as error:
                 self.state_problem = str(error)
             except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
@@ -113,18 +119,16 @@ class FlatStateMetadata(VirtualMetadata):
                     del self.state_dict_metadata[key]
 
     def read_object(self, key: str) -> Any:
-        """A non-tensor entry. Raises: CheckpointError."""
         return read_object(self._folder, self._stored, key)
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The tensor of one box. Raises: CheckpointError."""
         flat = self._flat.get(MetadataIndex(key, chunk.offsets))
         if flat is None:
             return decode(self._folder, self._stored, self._renamed.get(key, key), chunk)
         return self._read(flat).view(chunk.sizes)
 
-    def _enter(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
-        """Take an entry over as it is, under the name without a chain."""
+    def _copy_entry(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
+        """Copy an entry, under its name without a chain."""
         name = _CHAIN.sub("", key)
         self._renamed[name] = key
         self.state_dict_metadata[name] = entry
@@ -135,8 +139,8 @@ class FlatStateMetadata(VirtualMetadata):
         if isinstance(entry, BytesStorageMetadata):
             self.storage_data[MetadataIndex(name)] = self._stored.storage_data[MetadataIndex(key)]
 
-    def _enter_grid(self, key: str, entry: TensorStorageMetadata) -> None:
-        """Enter the pieces of a state of fully_sharded_model_space."""
+    def _add_grid(self, key: str, entry: TensorStorageMetadata) -> None:
+        """Add the shards of a state of fully_sharded_model_space."""
         name = _CHAIN.sub("", key)
         match = _STATE.match(name)
         assert match is not None
@@ -160,8 +164,8 @@ class FlatStateMetadata(VirtualMetadata):
             )
             self._flat[box] = FlatRange((key,), 0, entry.size[-1], at)
 
-    def _enter_buckets(self, record: Mapping[str, Any]) -> None:
-        """Enter the states that are in the buckets of dp_reshardable."""
+    def _add_buckets(self, record: Mapping[str, Any]) -> None:
+        """Add the states that are in the buckets of dp_reshardable."""
         if record.get("use_tp_pp_dp_mapping"):
             raise CheckpointError(
                 "its optimizer state is in buckets of ranks in another order (--use-tp-pp-dp-mapping), which is "
@@ -183,14 +187,14 @@ class FlatStateMetadata(VirtualMetadata):
                         "not known here"
                     )
                 keys = tuple(buckets[place] for place in sorted(buckets))
-                self._enter_buffer("fp32_param" if state == "param" else state, keys, entries)
+                self._add_buffer("fp32_param" if state == "param" else state, keys, entries)
         self._check_covered()
         self.common["optimizer"] = [
             self.read_object(key) for key in self._stored.state_dict_metadata if _SCALARS.match(key)
         ]
 
-    def _enter_buffer(self, state: str, keys: tuple[str, ...], entries: Sequence["BufferEntry"]) -> None:
-        """Enter one state of the parameters of a buffer. keys: its buckets, in order."""
+    def _add_buffer(self, state: str, keys: tuple[str, ...], entries: Sequence["BufferEntry"]) -> None:
+        """Add one state of the parameters of a buffer; `keys` are its buckets, in order."""
         needed, stored = (
             max(entry.start + entry.numel for entry in entries),
             sum(tensor_entry(self._stored, key).size[0] for key in keys),
@@ -235,7 +239,11 @@ class FlatStateMetadata(VirtualMetadata):
                 raise CheckpointError(f"{key}: the buckets of its optimizer state do not cover the parameter once")
 
     def _read(self, flat: FlatRange) -> Tensor:
-        """The elements of a range. Raises: DamagedError when some are not stored."""
+        """Return the elements of a range.
+
+        Raises:
+            DamagedError: if some are not stored.
+        """
         found = torch.empty(flat.stop - flat.start, dtype=tensor_entry(self._stored, flat.keys[0]).properties.dtype)
         filled = base = 0
         for key in flat.keys:
@@ -259,7 +267,7 @@ class FlatStateMetadata(VirtualMetadata):
 
 
 def _is_grid(entries: Mapping[str, Any], key: str) -> bool:
-    """Whether a state has an axis more than its parameter, on which pieces of it lie flat."""
+    """Return whether a state has one axis more than its parameter, along which its shards are flat."""
     found = _STATE.match(_CHAIN.sub("", key))
     entry, weight = entries[key], entries.get(found[2]) if found else None
     return (
@@ -273,7 +281,12 @@ def _is_grid(entries: Mapping[str, Any], key: str) -> bool:
 
 @dataclass(frozen=True)
 class BufferEntry:
-    """A parameter in a buffer. boxes: (place, shape) of its parts, in memory order. counts: whether these are to be taken from here."""
+    """A parameter in a buffer.
+
+    Attributes:
+        boxes: (offset, shape) of its parts, in memory order.
+        counts: whether its state is read from this buffer.
+    """
 
     tensor: LogicalTensor
     boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -310,7 +323,13 @@ class _BufferLayout:
         self._routed = {layer_number(name) for name in self._tensors if ".mlp.router." in name}
 
     def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
-        """The entries of a buffer. chain: 1 for experts. group: the model-parallel rank. number: of the model chunk."""
+        """Return the entries of a buffer.
+
+        Args:
+            chain: 1 for experts.
+            group: the model-parallel rank.
+            number: of the model chunk.
+        """
         sizes, expert = self._sizes, chain == 1
         if expert:
             tp, ep, pp = group % sizes.etp, group // sizes.etp % sizes.ep, group // (sizes.etp * sizes.ep)
@@ -340,7 +359,7 @@ class _BufferLayout:
         return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in found]
 
     def _held(self, layout: ChunkLayout, expert: bool, ep: int) -> Iterator[tuple[str, LogicalTensor, bool]]:
-        """(name, tensor, whether no other chunk counts for it) of what a model chunk has."""
+        """Yield (name, tensor, whether it counts here) of the parameters of a model chunk."""
         apart, mine = self._sizes.ep > 1, range(ep * self._sizes.local_experts, (ep + 1) * self._sizes.local_experts)
         for name, tensor in self._tensors.items():
             if apart and (EXPERT in name) is not expert:
@@ -365,7 +384,7 @@ class _BufferLayout:
 
 
 def _boxes(tensor: LogicalTensor, rank: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(place, shape) of the parts of a rank's piece of a tensor, as the chunks of the stored weight show it."""
+    """Return (offset, shape) of the parts of a rank's shard of a tensor, from the chunks of the stored weight."""
     shape = tuple(tensor.chunks[0].sizes[len(tensor.at) :])
     dim = next((dim for dim, (part, whole) in enumerate(zip(shape, tensor.shape)) if part != whole), None)
     pieces = 1 if dim is None else tensor.shape[dim] // shape[dim]

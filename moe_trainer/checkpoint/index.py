@@ -1,4 +1,4 @@
-"""The index of a checkpoint folder: is it complete, in which format, are its files the ones that were saved."""
+"""The index of a checkpoint folder: completeness, format, and unmodified files."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
 
 
 def detect_format(folder: Path) -> str | None:
-    """The format of one checkpoint folder: torch_dist, torch, torch_dcp, huggingface ... or None when nothing is recognised."""
+    """Return the format of a checkpoint folder: torch_dist, torch, torch_dcp, huggingface ... or None if unknown."""
     if hf_files.is_hf_folder(folder):
         return hf_folder.FORMAT
     if (folder / COMPLETE).is_file():
@@ -37,7 +37,8 @@ def detect_format(folder: Path) -> str | None:
 def read_index(folder: Path) -> Metadata:
     """Read `.metadata`, the list of everything stored and where.
 
-    Raises: DamagedError when it is missing or damaged.
+    Raises:
+        DamagedError: if it is missing or damaged.
     """
     if hf_files.is_hf_folder(folder):
         return hf_folder.read_index(folder)
@@ -56,7 +57,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _is_valid(index: object) -> bool:
-    """Whether a decoded index has the types that everything else relies on, and names files of its own folder only."""
+    """Return whether a decoded index has the required types, and names files of its own folder only."""
     try:
         return (
             isinstance(index, Metadata)
@@ -83,7 +84,7 @@ def _is_valid_entry(index: Metadata, key: str, entry: Any) -> bool:
             MetadataIndex(key, chunk.offsets) in index.storage_data
             and len(chunk.sizes) == len(entry.size)
             and all(
-                0 <= at and at + extent <= full
+                at >= 0 and at + extent <= full
                 for at, extent, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
             )
             for chunk in entry.chunks
@@ -92,10 +93,10 @@ def _is_valid_entry(index: Metadata, key: str, entry: Any) -> bool:
 
 
 def check(folder: Path, hashes: bool = False) -> list[str]:
-    """What is wrong with a checkpoint folder; an empty list when nothing is.
+    """Return what is wrong with a checkpoint folder.
 
-    Checks the completion mark, the index, that every file is there and long enough for the index, and that the boxes
-    of every tensor add up. hashes: also compare integrity.json (reads everything).
+    Checks the completion mark, the index, the existence and length of every file, and that the chunks of every tensor
+    cover it. `hashes`: also compare integrity.json, which reads everything.
     """
     problems = check_mark(folder)
     if problems or hf_files.is_hf_folder(folder):  # its files are judged when they are opened
@@ -111,7 +112,7 @@ def check(folder: Path, hashes: bool = False) -> list[str]:
 
 
 def check_mark(folder: Path) -> list[str]:
-    """Whether the folder is there and carries the mark of a complete torch_dist checkpoint."""
+    """Check that the folder exists and has the mark of a complete torch_dist checkpoint."""
     if not folder.is_dir():
         return [f"{folder} does not exist"]
     if detect_format(folder) in (hf_folder.FORMAT, legacy_reader.FORMAT):
@@ -125,7 +126,7 @@ def check_mark(folder: Path) -> list[str]:
 
 
 def truncated_files(folder: Path, index: Metadata) -> list[str]:
-    """Files that the index needs and that are missing or too short."""
+    """Return the files of the index that are missing or too short."""
     needed: dict[str, int] = {}
     for info in index.storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
@@ -140,7 +141,7 @@ def truncated_files(folder: Path, index: Metadata) -> list[str]:
 
 
 def stored_bytes(folder: Path, index: Metadata) -> int:
-    """The size of everything that the index speaks of; of a legacy checkpoint, whose files say no places, that of the files."""
+    """Return the size of everything in the index; for a legacy checkpoint, the size of the files."""
     if isinstance(index, legacy_reader.LegacyMetadata):
         return sum(path.stat().st_size for path in index.files)
     return sum(info.length for info in index.storage_data.values())
@@ -157,7 +158,7 @@ def _uncovered(index: Metadata) -> list[str]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal text."""
+    """Return the SHA-256 of a file, as hexadecimal text."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -174,7 +175,7 @@ def write_hashes(folder: Path) -> None:
 
 
 def modified_files(folder: Path) -> list[str]:
-    """What integrity.json says about the files: missing ones and those with another SHA-256. Reads everything."""
+    """Return the files that are missing or differ from integrity.json. Reads everything."""
     path = folder / INTEGRITY
     try:
         record = json.loads(path.read_text())

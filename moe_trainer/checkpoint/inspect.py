@@ -1,12 +1,13 @@
-"""Look at checkpoints from the command line, without a model, for any layout:
+"""Inspect checkpoints of any layout from the command line, without a model.
 
     python -m moe_trainer.checkpoint.inspect ls PATH [--checksums] [--expand] [--match REGEX]
     python -m moe_trainer.checkpoint.inspect verify PATH
     python -m moe_trainer.checkpoint.inspect diff PATH PATH [--rtol X] [--atol X] [--weights-only]
 
-PATH is a checkpoint folder (iter_0000010) or the folder above it, of which the tracker file (or --ckpt-step N) chooses one. Reads
-checkpoints of this program and of Megatron-LM: torch_dist, and the legacy format (mp_rank_* folders), whose pieces are put together. Exit code 0: fine, equal; 1: incomplete or damaged, different;
-2: cannot be looked at. One logical tensor is in memory at a time.
+PATH is a checkpoint folder (iter_0000010) or the folder above it, in which the tracker file (or --ckpt-step N) selects
+one. Reads checkpoints of this program and of Megatron-LM: torch_dist, and the legacy format (mp_rank_* folders), whose
+shards are combined. Exit codes: 0 valid or equal; 1 incomplete, damaged or different; 2 not readable. One logical
+tensor is in memory at a time.
 """
 
 import argparse
@@ -45,9 +46,10 @@ _SHOWN_FLAGS = (
 
 
 def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
-    """The checkpoint folder that a path means. Changes nothing on disk.
+    """Return the checkpoint folder that a path names. Changes nothing on disk.
 
-    Raises: CheckpointError when there is none, or when it is in another format.
+    Raises:
+        CheckpointError: if there is none, or it is in another format.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} {'is not a directory' if path.exists() else 'does not exist'}")
@@ -76,9 +78,10 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
 
 
 def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], str] | None]:
-    """Every key of a checkpoint with its global shape and type; None for non-tensor entries.
+    """Return the global shape and dtype of every key of a checkpoint, None for non-tensor entries.
 
-    Raises: CheckpointError when the index is missing or damaged.
+    Raises:
+        CheckpointError: if the index is missing or damaged.
     """
     return {
         key: (tuple(entry.size), _short(entry.properties.dtype)) if isinstance(entry, TensorStorageMetadata) else None
@@ -92,8 +95,14 @@ def checksum(values: Tensor) -> str:
 
 
 class CheckpointComparison(NamedTuple):
-    """Two checkpoints side by side: a line for every logical tensor that is not the same, and how many are equal, differ (in values,
-    shape or format), or stand in the first or the second one only."""
+    """Comparison of two checkpoints.
+
+    Attributes:
+        lines: one for every logical tensor that differs.
+        equal: number of equal tensors.
+        differing: number of tensors that differ in values, shape or format.
+        only: number of tensors in the first and in the second one only.
+    """
 
     lines: list[str]
     equal: int
@@ -101,7 +110,7 @@ class CheckpointComparison(NamedTuple):
     only: tuple[int, int]
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line."""
         if not self.lines:
             return f"all tensors are equal ({self.equal})"
         alone = [f"{count} only in the {which}" for count, which in zip(self.only, ("first", "second")) if count]
@@ -111,19 +120,21 @@ class CheckpointComparison(NamedTuple):
 
 
 def differences(left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False) -> list[str]:
-    """The lines of `compare_checkpoints`; an empty list when all tensors are equal."""
+    """Return the lines of `compare_checkpoints`."""
     return compare_checkpoints(left, right, rtol, atol, weights_only).lines
 
 
 def compare_checkpoints(
     left: Path, right: Path, rtol: float = 0.0, atol: float = 0.0, weights_only: bool = False
 ) -> CheckpointComparison:
-    """How two checkpoints differ, logical tensor by logical tensor, beyond the tolerances.
+    """Compare two checkpoints, logical tensor by logical tensor, with tolerances.
 
-    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Main parameters have one name with
-    a distributed optimizer and another without; where a checkpoint has none, its fp32 weights are the main parameters. Non-tensor
-    entries are not compared.
-    Raises: CheckpointError when one of them is damaged.
+    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Main parameters
+    have one name with a distributed optimizer and another without; if a checkpoint has none, its fp32 weights are the
+    main parameters. Non-tensor entries are not compared.
+
+    Raises:
+        CheckpointError: if one of them is damaged.
     """
     indices = [read_index(folder) for folder in (left, right)]
     held = [
@@ -174,9 +185,10 @@ def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:
 
 
 def flag_differences(left: Path, right: Path) -> list[str]:
-    """Recorded flags and counters that differ; they make no difference between tensors.
+    """Return recorded flags and counters that differ.
 
-    Raises: CheckpointError when a common state is missing or damaged.
+    Raises:
+        CheckpointError: if a common state is missing or damaged.
     """
     records = []
     for folder in (left, right):
@@ -229,7 +241,7 @@ def _header(folder: Path, index: Metadata) -> Iterator[str]:
 
 
 def _order(name: str) -> list:
-    """Weights before optimizer states, layers by number."""
+    """Return a sort key: weights before optimizer states, layers by number."""
     block = ("embedding", "decoder", "mtp", "output_layer")
     place = next((index for index, start in enumerate(block) if name.startswith(start)), len(block))
     return [place, *((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))]
@@ -289,7 +301,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _grouped(lines: list[str]) -> Iterator[str]:
-    """The lines of a comparison; where one side alone has many tensors of an optimizer state, they are counted, not listed."""
+    """Yield the lines of a comparison; many tensors of an optimizer state on one side only are counted, not listed."""
     counts: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         name, _, rest = line.partition(": ")
@@ -310,7 +322,7 @@ def _pattern(text: str) -> re.Pattern:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code (argparse ends the process with 2 on a wrong command line)."""
+    """Run one command and return its exit code (argparse exits with 2 on a wrong command line)."""
     parser = argparse.ArgumentParser(
         prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist and legacy checkpoints."
     )

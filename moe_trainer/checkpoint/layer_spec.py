@@ -1,7 +1,7 @@
-"""What the names in a checkpoint owe to Megatron-Core's layer specs: where the norms of a layer are stored, and which modules have a state.
+"""Checkpoint names that depend on Megatron-Core's layer specs: where norms are stored, and which modules have a state.
 
-TransformerEngine's modules fuse a norm into the linear that follows, and hold its weight there. Megatron's local modules do not, but
-their checkpoints spell the two norms of a layer as if they were (not under MLA). So the names follow from
+Transformer Engine's modules fuse a norm into the following linear and store its weight there. Megatron's local modules
+do not, but their checkpoints name the two norms of a layer as if they did (not under MLA). So the names follow
 --transformer-impl, whichever modules compute here:
 
 | norm | local | local, MLA | TransformerEngine |
@@ -11,10 +11,10 @@ their checkpoints spell the two norms of a layer as if they were (not under MLA)
 | MLA's q_layernorm, kv_layernorm | | alone | in linear_q_up_proj, linear_kv_up_proj; alone with sparse attention |
 | q_layernorm, k_layernorm of heads, all others | alone | alone | alone |
 
-TransformerEngine's norms and attention have an `_extra_state` each, as linears have in both: an object of their own, empty without 8-bit
-scales, which Megatron's loader does not do without.
+Transformer Engine's norms and attention have an `_extra_state` each, as linears have in both: an object of their own,
+empty without fp8 scales, which Megatron's loader requires.
 
-Experimental attention variants have TransformerEngine's spec only. A layer of multi-token prediction is one like the last decoder layer.
+Experimental attention variants have Transformer Engine's spec only. An MTP layer is like the last decoder layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from typing import Any
 from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
 
 Spelling = tuple[str, str]
-"""How a name inside a layer begins, and how it begins where the norm is fused."""
+"""Prefix of a name inside a layer, and its prefix if the norm is fused."""
 
 INPUT: Spelling = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 IN_PROJ: Spelling = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
@@ -36,7 +36,7 @@ FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MLP, *LATENT)
 
 
 def has_te_names(record: Mapping[str, Any]) -> bool:
-    """Whether the layers of a model, given by its flags, are named as TransformerEngine's."""
+    """Return whether the layers of a model with these flags have Transformer Engine's names."""
     return (
         record.get("transformer_impl") == "transformer_engine"
         or record.get("experimental_attention_variant") is not None
@@ -44,7 +44,7 @@ def has_te_names(record: Mapping[str, Any]) -> bool:
 
 
 def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -> tuple[Spelling, ...]:
-    """The norms of a layer that are spelled as fused. routed: it has experts. linear: it is a gated DeltaNet layer."""
+    """Return the norms of a layer that have fused names; `routed`: MoE layer, `linear`: gated DeltaNet."""
     latent = bool(record.get("multi_latent_attention"))
     if not has_te_names(record):
         return () if latent else (INPUT, MLP)
@@ -58,7 +58,11 @@ def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -
 
 
 def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ...]:
-    """`fused_norms` of every decoder layer. Raises: ValueError when a list of layers has another length than the model."""
+    """Return `fused_norms` of every decoder layer.
+
+    Raises:
+        ValueError: if a list of layers does not have one entry per layer.
+    """
     num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
     routed = moe_layer_pattern(
         num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
@@ -70,16 +74,19 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
 
 
 def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of the layers is TransformerEngine's and has an `_extra_state` where the local modules have none. Sparse attention is Megatron-Core's."""
+    """Return which modules of the layers have an `_extra_state` besides linears.
+
+    They are those of Transformer Engine; sparse attention is Megatron-Core's.
+    """
     if not has_te_names(record):
         return ()
     return ("norm",) if record.get("experimental_attention_variant") == "dsa" else ("norm", "attention")
 
 
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:
-    """The `_extra_state` that belongs to a stored weight, by `te_modules`.
+    """Yield the `_extra_state` that belongs to a stored weight, by `te_modules`.
 
-    A norm is known by its weight, the attention, which has none, by that of the linear after it.
+    That of a norm follows its weight, that of attention the weight of the following linear.
     """
     if "norm" in parts and stored.endswith("norm.weight"):
         yield stored.removesuffix("weight") + "_extra_state"

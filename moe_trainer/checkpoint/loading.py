@@ -57,15 +57,7 @@ class Loader:
         saved_args: Mapping[str, Any],
         log_warnings: bool = True,
     ):
-        """Collect the keys of a checkpoint.
-
-        Args:
-            folder: the checkpoint folder.
-            index: its index.
-            options: the load options.
-            saved_args: the recorded flags.
-            log_warnings: whether this rank logs warnings that are the same on all ranks.
-        """
+        """Collect the keys of a checkpoint. `log_warnings`: log warnings that are equal on all ranks."""
         self._folder = folder
         self._warn = logger.warning if log_warnings else logger.debug
         self._options = options
@@ -75,8 +67,8 @@ class Loader:
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
         }
         self._schemes = list(dict.fromkeys(KeyScheme.from_record(options.args).alternatives()))
-        # by (kind, weights or moments): these are held alike by other ranks, or not
-        self._wanted: dict[tuple[str, str], dict[str, list[TensorShard]]] = {
+        # by (kind, weights or moments): all replicas hold the same weights, but not always the same moments
+        self._requests: dict[tuple[str, str], dict[str, list[TensorShard]]] = {
             (kind, what): {} for kind in KINDS for what in ("weights", "moments")
         }
         self._shared: dict[tuple[str, str], OwnerAssignment] = {}
@@ -94,8 +86,8 @@ class Loader:
                 if runs is not None:
                     self._runs[id(param)] = runs
                     found = itertools.chain.from_iterable(make_shards(runs, *part) for part in shards_to_load(param))
-                    # a weight that is stored in 8 bits is filled where the optimizer's state is, cut like that
-                    self._want(
+                    # the values of a weight stored in fp8 are loaded with the optimizer state, sharded like it
+                    self._request(
                         (get_param_info(param).kind, "moments" if is_fp8_param(param) else "weights"),
                         found,
                         {run.key: self._best_weight(run.key, param.dtype) for run in runs},
@@ -103,7 +95,7 @@ class Loader:
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))
                 if runs is not None:
-                    self._want(
+                    self._request(
                         ("dense", "weights"),
                         make_shards(runs, buffer, 0, buffer.numel()),
                         {run.key: run.key for run in runs},
@@ -116,7 +108,7 @@ class Loader:
             for name, state in chunk.named_scaling_state():
                 runs = self._schemes[0].placements(ParamInfo((name,)), tuple(state.shape))
                 if runs[0].key in self._stored and self._fits(runs[0]):
-                    self._want(
+                    self._request(
                         ("dense", "weights"),
                         make_shards(runs, state, 0, state.numel()),
                         {run.key: run.key for run in runs},
@@ -147,21 +139,21 @@ class Loader:
             if lost:
                 missing += lost
                 continue
-            self._want(
+            self._request(
                 (get_param_info(held.param).kind, "moments"),
                 make_shards(runs, held.tensor, held.start, held.stop),
                 source,
             )
         if missing:
-            self._refuse_optimizer(sorted(set(missing)))
+            self._raise_no_optimizer(sorted(set(missing)))
 
-    def _refuse_optimizer(self, missing: list[str]) -> None:
-        kept = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
+    def _raise_no_optimizer(self, missing: list[str]) -> None:
+        stored = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
         if isinstance(self._index, (LegacyMetadata, FlatStateMetadata)) and self._index.state_problem:
             why = self._index.state_problem
             if isinstance(self._index, FlatStateMetadata):
                 why += "; let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable"
-        elif not kept:
+        elif not stored:
             why = "it holds no optimizer state (saved with --no-save-optim?)"
         else:
             why = f"its optimizer state lacks {missing[0]}" + (
@@ -183,22 +175,25 @@ class Loader:
         )
         keys = [key for key in self._stored if not key.startswith((*_OPTIMIZER_KEYS, SCALING))]
         used = torch.tensor(
-            [any(key in wanted for wanted in self._wanted.values()) for key in keys], dtype=torch.uint8, device=device
+            [any(key in wanted for wanted in self._requests.values()) for key in keys], dtype=torch.uint8, device=device
         )
         if keys:
             collectives.all_reduce(used, ps.world, op="max")
         self._unexpected = [key for key, is_used in zip(keys, used.tolist()) if not is_used]
 
     def check(self) -> None:
-        """Apply --dist-ckpt-strictness to missing, mismatched and unused keys; the same on every rank after `gather_key_mismatches`.
+        """Apply --dist-ckpt-strictness to missing, mismatched and unused keys.
 
-        Raises: CheckpointError listing everything, with the flags that differ.
+        The result is equal on every rank after `gather_key_mismatches`.
+
+        Raises:
+            CheckpointError: listing everything, with the flags that differ.
         """
         strictness = self._options.strictness
         differing = self._differing_flags()
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
         lines = list(self._mismatched)
-        self._begin_indexers()
+        self._initialize_indexers()
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
         if tolerant and self._missing and strictness != "ignore_all":
             self._warn(
@@ -216,24 +211,23 @@ class Loader:
         if lines or fatal:
             raise CheckpointError(
                 f"the checkpoint {self._folder} is of another architecture:\n"
-                + _listing(lines)
-                + _flags(differing)
-                + "To take the architecture from the checkpoint: "
-                "--use-checkpoint-args"
+                + _format_lines(lines)
+                + _format_flags(differing)
+                + "To take the architecture from the checkpoint: --use-checkpoint-args"
             )
         if differing and not self._options.finetune:
-            self._warn("flags differ from those of the checkpoint:\n%s", _flags(differing, title="").rstrip())
+            self._warn("flags differ from those of the checkpoint:\n%s", _format_flags(differing, title="").rstrip())
 
-    def _begin_indexers(self) -> None:
-        """A model without sparse attention's indexers may be gone on with, by --finetune: they keep their initial values."""
+    def _initialize_indexers(self) -> None:
+        """Keep the initial values of indexers that the checkpoint lacks, with --finetune."""
         lost = [key for key in self._missing if _INDEXER in key]
         if not lost or any(_INDEXER in key for key in self._stored):
             return
         if not self._options.finetune:
             raise CheckpointError(
                 f"the checkpoint {self._folder} has no indexers of sparse attention ({lost[0]}, ...): it is of a "
-                "model without "
-                "--experimental-attention-variant dsa. --finetune takes its weights and initializes the indexers"
+                "model without --experimental-attention-variant dsa. --finetune takes its weights and initializes the "
+                "indexers"
             )
         self._warn(
             "%s has no indexers of sparse attention (%s, ...): they start from initial values", self._folder, lost[0]
@@ -243,45 +237,46 @@ class Loader:
     def assign_readers(self, ps: ParallelState) -> None:
         """With --ckpt-fully-parallel-load: assign each shard to one of the ranks that hold it. Collective."""
         if self._options.fully_parallel:
-            batches = [ShardList(place[0], self._asked(place)) for place in self._wanted]
-            found = zip(self._wanted, assign_owners(batches, ps, True))
-            self._shared = {place: shared for place, shared in found if len(shared.peers) == shared.group.size > 1}
+            batches = [ShardList(slot[0], self._requested_shards(slot)) for slot in self._requests]
+            found = zip(self._requests, assign_owners(batches, ps, True))
+            self._shared = {slot: shared for slot, shared in found if len(shared.peers) == shared.group.size > 1}
 
     def read(self) -> None:
         """Read everything requested, except what other ranks read for this one.
 
-        Raises: CheckpointError when a file turns out damaged.
+        Raises:
+            CheckpointError: if a file is damaged.
         """
         wanted: dict[str, list[TensorShard]] = {}
-        for place in self._wanted:
-            for shard in self._shared[place].owned if place in self._shared else self._asked(place):
+        for slot in self._requests:
+            for shard in self._shared[slot].owned if slot in self._shared else self._requested_shards(slot):
                 wanted.setdefault(shard.key, []).append(shard)
         fill(self._folder, self._index, wanted)
 
-    def _asked(self, place: tuple[str, str]) -> list[TensorShard]:
+    def _requested_shards(self, slot: tuple[str, str]) -> list[TensorShard]:
         """Return the requested shards under their stored keys."""
-        return [replace(shard, key=key) for key, local in self._wanted[place].items() for shard in local]
+        return [replace(shard, key=key) for key, local in self._requests[slot].items() for shard in local]
 
     def exchange(self, device: torch.device) -> None:
         """Broadcast what this rank read for others, and receive theirs. Collective; `device` is that of the groups."""
         for shared in self._shared.values():
             for shard, owner in zip(shared.shards, shared.owners):
-                data = shard.data.to(device)  # an optimizer's state may lie on the host
+                data = shard.data.to(device)  # optimizer state may be on the host
                 collectives.broadcast(data, shared.group, owner)
                 if data is not shard.data:
                     shard.data.copy_(data)
 
     def random_states(self, ps: ParallelState) -> dict[str, Any] | None:
-        """The random states saved for this rank's place (pp, tp, position in dp x cp), or None.
+        """Return the random states saved for this rank's position (pp, tp, rank in dp x cp), or None.
 
-        Raises: CheckpointError when they are damaged.
+        Raises:
+            CheckpointError: if they are damaged.
         """
         key = rng_key(ps)
         states = read_object(self._folder, self._index, key) if key in self._index.state_dict_metadata else []
-        if states and not random_state.is_native(states[0]):
-            # Megatron-LM writes one state for all data-parallel ranks, or, with --data-parallel-random-init, one for each
-            if len(states) in (1, ps.dp.size):
-                return states[ps.dp.rank if len(states) > 1 else 0]
+        # Megatron-LM writes one state for all data-parallel ranks, or one for each (--data-parallel-random-init)
+        if states and not random_state.is_native(states[0]) and len(states) in (1, ps.dp.size):
+            return states[ps.dp.rank if len(states) > 1 else 0]
         if len(states) < ps.dp_cp.size:
             self._warn(
                 "%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
@@ -295,16 +290,17 @@ class Loader:
         return states[ps.dp_cp.rank] if ps.dp_cp.rank < len(states) else None
 
     def all_random_states(self) -> Iterator[dict[str, Any]]:
-        """One state of every (pp, tp) place of the layout that wrote the checkpoint.
+        """Yield one state of every (pp, tp) position of the layout that wrote the checkpoint.
 
-        Raises: CheckpointError when one is damaged.
+        Raises:
+            CheckpointError: if one is damaged.
         """
         for key in self._index.state_dict_metadata:
             if key.startswith("rng_state/"):
                 yield read_object(self._folder, self._index, key)[0]
 
     def _find(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement] | None:
-        """The runs of a parameter under the first scheme whose keys the checkpoint has."""
+        """Return the runs of a parameter under the first scheme whose keys the checkpoint has."""
         for scheme in self._schemes:
             runs = scheme.placements(info, shape)
             if all(run.key in self._stored for run in runs):
@@ -339,29 +335,28 @@ class Loader:
             self._padding_logged = True
             self._warn(
                 "the vocabulary is padded to %d rows in the checkpoint and to %d here (it depends on "
-                "--tensor-model-parallel-size); "
-                "the softmax includes the padding, so losses differ a little at first. "
+                "--tensor-model-parallel-size); the softmax includes the padding, so losses differ a little at first. "
                 "--make-vocab-size-divisible-by keeps it",
                 saved[0],
                 here[0],
             )
         return accepted
 
-    def _want(self, place: tuple[str, str], found: Iterator[TensorShard], source: Mapping[str, str | None]) -> None:
-        """Ask for shards; source: the stored key of each key."""
+    def _request(self, slot: tuple[str, str], found: Iterator[TensorShard], source: Mapping[str, str | None]) -> None:
+        """Request shards; `source` maps their keys to stored keys."""
         for shard in found:
             key = source[shard.key]
             assert key is not None
             if shard.offsets:
-                # only a vocabulary that is padded further here than in the checkpoint has rows that are not stored
-                kept = min(shard.sizes[0], self._stored[key].size[0] - shard.offsets[0])
-                if kept <= 0:
+                # rows are missing only if the vocabulary is padded further here than in the checkpoint
+                rows = min(shard.sizes[0], self._stored[key].size[0] - shard.offsets[0])
+                if rows <= 0:
                     continue
-                shard = replace(shard, sizes=(kept, *shard.sizes[1:]), data=shard.data[:kept])
-            self._wanted[place].setdefault(key, []).append(shard)
+                shard = replace(shard, sizes=(rows, *shard.sizes[1:]), data=shard.data[:rows])
+            self._requests[slot].setdefault(key, []).append(shard)
 
     def _best_weight(self, key: str, dtype: torch.dtype) -> str:
-        """Read fp32 weights from the fp32 main parameters of a mixed-precision run, if there are any."""
+        """Return the key of the fp32 main parameter for an fp32 weight, if a mixed-precision run stored one."""
         main = self._state_key("fp32_param", key)
         if dtype == torch.float32 and self._stored[key].properties.dtype != dtype and main is not None:
             return main
@@ -379,23 +374,27 @@ class Loader:
         here = self._options.args
         found = {}
         for name in (dest for dest in SHAPE + MUP if dest not in _OTHER_STORAGE):
-            if name in here and name in self._saved_args and _value(here[name]) != _value(self._saved_args[name]):
+            if (
+                name in here
+                and name in self._saved_args
+                and _normalized(here[name]) != _normalized(self._saved_args[name])
+            ):
                 flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
                 found[name] = f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
         return found
 
 
-def _value(value: Any) -> Any:
-    """Make values comparable that mean the same: an unset switch is off, lists and tuples are alike."""
+def _normalized(value: Any) -> Any:
+    """Normalize equivalent values: an unset switch is off, lists and tuples are alike."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return value or None
 
 
-def _listing(lines: list[str]) -> str:
+def _format_lines(lines: list[str]) -> str:
     shown = lines[:_MAX_LINES] + ([f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else [])
     return "".join(f"  {line}\n" for line in shown)
 
 
-def _flags(differing: dict[str, str], title: str = "flags that differ:\n") -> str:
-    return title + _listing(list(differing.values())) if differing else ""
+def _format_flags(differing: dict[str, str], title: str = "flags that differ:\n") -> str:
+    return title + _format_lines(list(differing.values())) if differing else ""

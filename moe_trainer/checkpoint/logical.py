@@ -1,8 +1,8 @@
 """The logical tensors of a checkpoint: one per layer and expert, under Megatron-Core's parameter names.
 
-The inverse of sharding.KeyScheme: a stored tensor with axes over layers and experts is seen as the tensors of one layer and
-one expert, so that two checkpoints can be compared whichever way their layers are stacked or their norms are spelled, and so
-that what is missing has a name. Optimizer states keep their prefix ("optimizer.state.exp_avg.").
+The inverse of sharding.KeyScheme: a stored tensor with axes over layers and experts is presented as the tensors of one
+layer and one expert, so that two checkpoints can be compared however their layers are stacked or their norms are named,
+and missing tensors have names. Optimizer states keep their prefix ("optimizer.state.exp_avg.").
 """
 
 import itertools
@@ -30,8 +30,10 @@ _EXPERTS = re.compile(r"\bexperts\.experts\.")
 class LogicalTensor:
     """One tensor of the model or of the optimizer.
 
-    state: None for weights, else the name of the optimizer state. at: coordinates on the leading axes of the stored `key`.
-    chunks: the stored boxes that hold elements of it.
+    Attributes:
+        state: None for weights, else the name of the optimizer state.
+        at: coordinates on the leading axes of the stored `key`.
+        chunks: the stored chunks that hold elements of it.
     """
 
     name: str
@@ -57,7 +59,7 @@ class LogicalTensor:
 
 
 def logical_tensors(index: Metadata) -> Iterator[LogicalTensor]:
-    """All logical tensors, in the order of the index."""
+    """Return all logical tensors, in the order of the index."""
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             yield from _slices(key, entry)
@@ -93,7 +95,7 @@ def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
 
 
 def coverage(tensor: LogicalTensor) -> tuple[int, bool]:
-    """(stored elements, whether some are stored twice) of a logical tensor, from its boxes alone."""
+    """Return (stored elements, whether some are stored twice) of a logical tensor, from its chunks alone."""
     local = TensorShard(
         tensor.key,
         tensor.full,
@@ -106,7 +108,7 @@ def coverage(tensor: LogicalTensor) -> tuple[int, bool]:
 
 
 def _any_overlap(found: list) -> bool:
-    """Sweep over the first dimension in which boxes differ; few of them are open at a time."""
+    """Return whether chunks overlap, by a sweep over the first dimension in which they differ."""
     if len(found) < 2:
         return False
     ndim = len(found[0][0])
@@ -121,14 +123,15 @@ def _any_overlap(found: list) -> bool:
 
 
 def read_logical(folder: Path, index: Metadata, tensor: LogicalTensor) -> Tensor:
-    """The values of a logical tensor in their stored type; elements that are stored nowhere are zero.
+    """Return the values of a logical tensor in their stored dtype; elements that are not stored are zero.
 
-    Raises: CheckpointError when a file is missing or damaged.
+    Raises:
+        CheckpointError: if a file is missing or damaged.
     """
     box = (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape)
     if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks] == [
         box
-    ]:  # as it is stored: no second copy in memory
+    ]:  # as it is stored, without a second copy in memory
         return decode(folder, index, tensor.key, tensor.chunks[0]).view(tensor.shape)
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
     local = TensorShard(

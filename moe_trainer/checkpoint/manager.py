@@ -34,6 +34,7 @@ from moe_trainer.checkpoint.saving import PendingSave, check_writable
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS
 from moe_trainer.checkpoint.upcycling import UpcycledMetadata
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.coordination import gather_errors
 from moe_trainer.parallel.state import ParallelState
 
 __all__ = [
@@ -67,11 +68,18 @@ def save(
 ) -> None:
     """Write `directory/iter_XXXXXXX` and then the tracker file; return when both are on disk.
 
-    chunks: modules whose parameters carry `info` and that have `named_state_buffers()` and
-        `named_scaling_state()`.
-    optimizer: anything with tensors(), scalars(), wait_params(); None (or options.save_optim False) saves weights only.
+    Args:
+        directory: the save folder.
+        state: everything except tensors.
+        chunks: modules whose parameters carry `info` and that have `named_state_buffers()` and `named_scaling_state()`.
+        optimizer: anything with tensors(), scalars(), wait_params(); None saves weights only.
+        ps: process groups.
+        options: as `SaveOptions`.
+
+    Raises:
+        StorageError: on every rank if any rank cannot write; the previous checkpoint stays valid.
+
     Communication: the plans and the write results of all ranks, gathered as objects.
-    Raises: StorageError on every rank when any rank cannot write; the previous checkpoint is untouched then.
     """
     pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=False)
     pending.write()
@@ -100,19 +108,19 @@ class AsyncSaver:
         ps: ParallelState,
         options: SaveOptions,
     ) -> None:
-        """Copy this rank's share to host memory and begin to write it. Finishes an earlier save first."""
+        """Copy this rank's share to host memory and start writing it, after finishing an earlier save."""
         self.finish()
         self._pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=True)
         self._written = self._worker.submit(self._pending.write)
 
     @property
     def in_progress(self) -> bool:
-        """Whether a save has been started and not yet been committed; the same on every rank."""
+        """Whether a save has started and is not committed yet; equal on every rank."""
         return self._pending is not None
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's share is still being written; ask all ranks before `finish` to keep from waiting in it."""
+        """Whether this rank's share is still being written; `finish` waits until no rank is writing."""
         return self._written is not None and not self._written.done()
 
     def finish(self) -> None:
@@ -120,7 +128,8 @@ class AsyncSaver:
 
         Call before exit and before a synchronous save.
 
-        Raises: StorageError when the save failed on any rank.
+        Raises:
+            StorageError: if the save failed on any rank.
         """
         if self._pending is None:
             return
@@ -133,14 +142,18 @@ class AsyncSaver:
 def load(
     directory: str | Path, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, options: LoadOptions
 ) -> LoadedState | None:
-    """Load the checkpoint that the tracker names (or options.ckpt_step) into the model and the optimizer, in place.
+    """Load the checkpoint that the tracker (or options.ckpt_step) names into model and optimizer, in place.
 
-    The layout that wrote it need not be the present one, nor the formats of its optimizer state: a checkpoint holds fp32. Calls
-    optimizer.begin_load, load_scalars and after_load, and restores the random states.
-    Of a release or a Hugging Face folder there are only weights, and the iteration is 0.
-    Returns: None when `directory` has no checkpoint and options.exit_on_missing is False (a warning is logged).
-    Raises: CheckpointError when there is none and there must be, or when it is of another architecture; DamagedError when it is
-        incomplete or damaged (before anything is overwritten where that can be seen from sizes).
+    It may have been written under any layout and with any format of optimizer state: a checkpoint holds fp32. Calls
+    optimizer.begin_load, load_scalars and after_load, and restores the random states. A release or a Hugging Face
+    folder has only weights, and iteration 0.
+
+    Returns:
+        None if `directory` has no checkpoint and options.exit_on_missing is False; a warning is logged.
+
+    Raises:
+        CheckpointError: if a required checkpoint is missing, or it is of another architecture.
+        DamagedError: if it is incomplete or damaged, before anything is overwritten if file sizes show it.
     """
     directory = Path(directory)
     folder = _raise_on_all_ranks(lambda: _select_folder(directory, options) if ps.world.rank == 0 else None, ps)
@@ -232,7 +245,7 @@ def _device(chunks: Sequence[Any]) -> torch.device:
 def _restore_random(
     loader: Loader, folder: Path, chunks: Sequence[Any], iteration: int, ps: ParallelState, options: LoadOptions
 ) -> bool:
-    """Bring every random stream to where it was, or to a fresh one. Returns: whether this rank's states were there."""
+    """Restore every random stream or start a new one; return whether this rank's states were stored."""
     if not options.load_rng or options.finetune:
         return False
     streams = random_state.get_streams(chunks)
@@ -249,21 +262,20 @@ def _restore_random(
     except DECODE_ERRORS as error:
         raise CheckpointError(
             f"{folder}: its random states are not those of a run ({type(error).__name__}: "
-            f"{str(error) or 'no reason given'}). "
-            "--no-load-rng starts new ones"
+            f"{str(error) or 'no reason given'}). --no-load-rng starts new ones"
         ) from error
     return states is not None
 
 
 def _raise_on_all_ranks(step: Callable[[], T], ps: ParallelState) -> T:
-    """Run a step on every rank; if it raises a CheckpointError on any rank, raise it on all."""
+    """Run a step on every rank; raise a CheckpointError of any rank on all of them. Collective."""
     result: Any = None
     failure: tuple[str, bool] | None = None
     try:
         result = step()
     except CheckpointError as error:
         failure = (str(error), isinstance(error, DamagedError))
-    failures = [each for each in collectives.all_gather_object(failure, ps.world) if each is not None]
+    failures = gather_errors(failure, ps.world)
     if failures:
         kind = DamagedError if any(damaged for _, damaged in failures) else CheckpointError
         raise kind("\n".join(dict.fromkeys(text for text, _ in failures)))

@@ -1,11 +1,11 @@
-"""The optimizer's entry in a checkpoint, without its tensors, as Megatron-LM's loaders of both formats want it.
+"""The optimizer's entry in a checkpoint, without its tensors, as Megatron-LM's loaders of both formats require it.
 
-Megatron-LM pairs the parameter groups of a checkpoint with its own by what they say of themselves: since core_v0.19 by the bounds of the
-learning rate too. With expert parallelism it has a chain of two optimizers, the second one for the experts.
+Megatron-LM matches the parameter groups of a checkpoint with its own by their settings, since core_v0.19 including the
+bounds of the learning rate. With expert parallelism it has a chain of two optimizers, the second one for the experts.
 
-Its Adam is torch's where neither TransformerEngine nor Apex is installed. That one keeps the number of steps with every parameter, which a
-checkpoint holds once (`common_step`); TransformerEngine's keeps it in the groups and refuses it elsewhere. So the entry follows
---transformer-impl. A distributed optimizer has it in the groups in both cases.
+Its Adam is torch's if neither Transformer Engine nor Apex is installed. That one keeps the number of steps with every
+parameter, which a checkpoint holds once (`common_step`); Transformer Engine's keeps it in the groups and rejects it
+elsewhere. So the entry follows --transformer-impl. A distributed optimizer has it in the groups in both cases.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,10 +28,15 @@ def param_group(
     step: int | None = None,
     scaled: bool = False,
 ) -> dict[str, Any]:
-    """What a parameter group says of itself, but for its parameters.
+    """Return the settings of a parameter group, without its parameters.
 
-    record: the flags by destination. decoupled: its learning rate is that of --decoupled-lr. experts: its parameters are spread over
-    expert-parallel ranks. step: the number of steps, where the group keeps it. scaled: its learning rate is (p_scaling.py).
+    Args:
+        record: flags by destination.
+        decayed: it has weight decay.
+        decoupled: its learning rate is that of --decoupled-lr.
+        experts: its parameters are distributed over expert-parallel ranks.
+        step: the number of steps, if the group keeps it.
+        scaled: its learning rate is scaled (p_scaling.py).
     """
     max_lr: Any = record.get("decoupled_lr") if decoupled else record.get("lr")
     own_min: Any = record.get("decoupled_min_lr") if decoupled else None
@@ -74,31 +79,37 @@ def param_group(
 
 
 def is_decoupled(group: Mapping[str, Any]) -> bool:
-    """Whether a group of a checkpoint, of whichever release, has the learning rate of --decoupled-lr."""
+    """Return whether a group of a checkpoint, of any release, has the learning rate of --decoupled-lr."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
 def group_order_key(record: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[bool, list[tuple[str, float]]]:
-    """Megatron-LM orders the groups of an optimizer by what sets them apart from the flags, and pairs those of a checkpoint with its own in order."""
+    """Return the key by which Megatron-LM sorts the groups of an optimizer: what differs from the flags.
+
+    It matches those of a checkpoint with its own in this order.
+    """
     usual = {"max_lr": record.get("lr"), "min_lr": record.get("min_lr"), "eps": record.get("adam_eps"), "wd_mult": 1.0}
     apart = sorted((key, group[key]) for key, value in usual.items() if group.get(key, value) != value)
     return bool(apart), apart
 
 
 def chained(groups: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The groups of each optimizer of Megatron-LM's chain. groups: ParamGroups of ours, as Optimizer.scalars() has them."""
+    """Return the groups (as Optimizer.scalars() has them) of each optimizer of Megatron-LM's chain."""
     both = [[group for group in groups if group["is_expert_parallel"] is experts] for experts in (False, True)]
     return [part for part in both if part]
 
 
 def optimizer_entry(record: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[Any, Any]:
-    """The `optimizer` entry of a distributed checkpoint's common state. scalars: of Optimizer.scalars()."""
+    """Return the `optimizer` entry of a distributed checkpoint's common state, from Optimizer.scalars()."""
     chain = [_of_one(record, scalars, groups) for groups in chained(scalars.get("param_groups", ()))]
     return chain[0] if len(chain) == 1 else dict(enumerate(chain))
 
 
 def grad_scaler(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a dynamic loss scale, nothing without one. Megatron-LM moves the scale to its device, which takes a tensor."""
+    """Return the entry of a dynamic loss scale, nothing without one.
+
+    Megatron-LM moves the scale to its device, so it is a tensor.
+    """
     state = scalars.get("grad_scaler")
     return {"grad_scaler": {**state, "scale": torch.tensor([float(state["scale"])])}} if state else {}
 

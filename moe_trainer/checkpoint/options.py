@@ -14,10 +14,11 @@ from arguments.output import OutputArgs
 class CheckpointState:
     """The non-tensor part of a run: plain types only (numbers, strings, None, lists, tuples, dicts, tensors).
 
-    args: every flag by destination, for --use-checkpoint-args and for comparing architectures. It must hold at least
-        num_layers, moe_layer_freq, num_experts and multi_latent_attention: the keys follow from them.
-    scheduler: what Megatron calls opt_param_scheduler; ours is a function of consumed samples, so this is a record only.
-    extra: everything else that bitwise resume needs, under its own names.
+    Attributes:
+        args: every flag by destination, for --use-checkpoint-args and for comparing architectures. It must hold at
+            least num_layers, moe_layer_freq, num_experts and multi_latent_attention, which determine the keys.
+        scheduler: Megatron's opt_param_scheduler. Ours is a function of consumed samples, so this is a record only.
+        extra: everything else that bitwise resume needs.
     """
 
     iteration: int
@@ -32,9 +33,12 @@ class CheckpointState:
 
 @dataclass
 class PlanCache:
-    """--ckpt-assume-constant-structure: what the first save of a run has planned, for those that follow.
+    """Plan of the first save of a run, reused by later ones (--ckpt-assume-constant-structure).
 
-    digest: of all that this rank holds. writes: the keys and places that it writes. index: on rank 0, of all ranks.
+    Attributes:
+        digest: of this rank's shards.
+        writes: keys and places that it writes.
+        index: of all ranks, on rank 0.
     """
 
     digest: str = ""
@@ -44,10 +48,12 @@ class PlanCache:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How to save. `from_args` fills it from the flags.
+    """How to save.
 
-    plan_cache: None plans every save from the start. filesystem_id: what check_writable has returned; a save onto another one is refused.
-    ckpt_format: "torch" for Megatron-LM's legacy format; all others are written as torch_dist.
+    Attributes:
+        plan_cache: None plans every save from the start.
+        filesystem_id: result of check_writable; saving to another file system is rejected.
+        ckpt_format: "torch" for Megatron-LM's legacy format; all others are written as torch_dist.
     """
 
     save_optim: bool = True
@@ -63,7 +69,7 @@ class SaveOptions:
 
     @classmethod
     def from_args(cls, output: OutputArgs, tokenizer_files: tuple[Path, ...] = ()) -> "SaveOptions":
-        """tokenizer_files: see `directory.tokenizer_files`; dropped with --no-save-tokenizer-assets."""
+        """Derive it from the flags; see `directory.tokenizer_files`."""
         return cls(
             save_optim=not output.no_save_optim,
             save_rng=not output.no_save_rng,
@@ -79,12 +85,13 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What to load. `from_args` fills it from the flags.
+    """What to load.
 
-    fully_parallel: ranks that hold the same share the reading and send it to each other.
-    args: this run's flags by destination, as in CheckpointState.
-    upcycle: take the dense model that the checkpoint has for the MoE model of `args`; together with finetune.
-    vocab_size: the tokenizer's size. If given, checkpoints whose embedding is padded differently are accepted.
+    Attributes:
+        args: this run's flags by destination, as in CheckpointState.
+        vocab_size: of the tokenizer. If set, checkpoints whose embedding is padded differently are accepted.
+        fully_parallel: replicas share the reading and send it to each other.
+        upcycle: load a dense checkpoint into the MoE model of `args`; together with finetune.
     """
 
     args: Mapping[str, Any]
@@ -119,10 +126,13 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a load found.
+    """Result of a load.
 
-    iteration: where to go on (0 with --finetune). state: the saved CheckpointState; its iteration is that of the file.
-    from_megatron: written by Megatron-LM, so state.extra is empty. weights_only: a release or a Hugging Face model, where a run begins.
+    Attributes:
+        iteration: where the run continues (0 with --finetune).
+        state: the saved CheckpointState, with the iteration of the file.
+        from_megatron: written by Megatron-LM, so state.extra is empty.
+        weights_only: a release or a Hugging Face model.
     """
 
     iteration: int

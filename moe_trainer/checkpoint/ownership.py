@@ -1,9 +1,9 @@
-"""Assign every shard to one of the ranks that hold it, to write it or (--ckpt-fully-parallel-load) to read it for the others.
+"""Assign every shard to one of its replicas, which writes it or reads it for the others (--ckpt-fully-parallel-load).
 
-A tensor's replicas are in its data-parallel group (dp x cp; edp for experts). A tensor that is not sharded over tp (etp)
-also has one on every tensor-parallel rank, of which the first one counts. Members of a group compare digests of their
-shard lists: weights are always equal, optimizer state unless the distributed optimizer shards it. Members with equal
-lists split them by size, each computing the same result. Only one digest per list is communicated.
+A tensor's replicas are in its data-parallel group (dp x cp; edp for experts). A tensor that is not sharded over tp
+(etp) also has one on every tensor-parallel rank, of which the first one counts. Members of a group compare digests of
+their shard lists: weights are always equal, optimizer state unless the distributed optimizer shards it. Members with
+equal lists split them by size, each computing the same result. Only one digest per list is communicated.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _ENTRY_BYTES = 1200  # overhead of an entry
 
 @dataclass
 class ShardList:
-    """Pieces of one kind ("dense" or "expert") that are shared out together, in the same order on all that hold them."""
+    """Shards of one kind ("dense" or "expert") that are assigned together, in the same order on all replicas."""
 
     kind: str
     shards: list[TensorShard] = field(default_factory=list)
@@ -33,9 +33,11 @@ class ShardList:
 
 @dataclass(frozen=True)
 class OwnerAssignment:
-    """A batch and who takes what of it.
+    """A list of shards and their owners.
 
-    peers: the members of `group` that hold the same shards, by their rank in it. owners: of each shard, one of the peers.
+    Attributes:
+        peers: members of `group` that hold the same shards, by their rank in it.
+        owners: of each shard, one of the peers.
     """
 
     shards: tuple[TensorShard, ...]
@@ -45,12 +47,12 @@ class OwnerAssignment:
 
     @property
     def owned(self) -> list[TensorShard]:
-        """The shards that this rank takes."""
+        """The shards that this rank owns."""
         return [shard for shard, owner in zip(self.shards, self.owners) if owner == self.group.rank]
 
 
 def digest_shards(shards: Iterable[TensorShard]) -> str:
-    """A digest of keys, places and types: equal for equal lists."""
+    """Return a digest of keys, places and dtypes: equal for equal lists."""
     digest = hashlib.blake2b(digest_size=16)
     for shard in shards:
         digest.update(f"{shard.key}{shard.global_shape}{shard.offsets}{shard.sizes}{shard.data.dtype}\n".encode())
@@ -58,10 +60,10 @@ def digest_shards(shards: Iterable[TensorShard]) -> str:
 
 
 def assign_owners(batches: Sequence[ShardList], ps: ParallelState, in_parallel: bool) -> list[OwnerAssignment]:
-    """Divide each batch among the ranks that hold it; collective over dp_cp and edp.
+    """Assign the shards of each list to the ranks that hold them. Collective over dp_cp and edp.
 
-    in_parallel: by size, earlier batches of the same kind considered; otherwise the first of them takes all.
-    All members of a group bring the same number of batches of each kind in the same order.
+    All members of a group pass the same number of lists of each kind in the same order. `in_parallel` balances sizes,
+    including earlier lists of the same kind; otherwise the first replica owns all.
     """
     found = {}
     for kind in KINDS:
@@ -74,7 +76,7 @@ def assign_owners(batches: Sequence[ShardList], ps: ParallelState, in_parallel: 
             owners = _by_size(batch.shards, peers, load) if in_parallel else (peers[0],) * len(batch.shards)
             found[id(batch)] = OwnerAssignment(tuple(batch.shards), group, peers, owners)
             for member, digest in enumerate(digests):
-                # not the exact shares of other peers, which this rank cannot know, but what all members agree upon
+                # not the exact shares of other peers, which are unknown here, but what all members agree on
                 load[member] += digest[1] / digests.count(digest)
     return [found[id(batch)] for batch in batches]
 
@@ -84,7 +86,7 @@ def _cost(shard: TensorShard) -> int:
 
 
 def _by_size(shards: Sequence[TensorShard], peers: tuple[int, ...], load: Sequence[float]) -> tuple[int, ...]:
-    """Give the largest first, each to the peer with the least so far."""
+    """Assign the largest first, each to the peer with the least so far."""
     busy = {member: load[member] for member in peers}
     owners = [peers[0]] * len(shards)
     for number in sorted(range(len(shards)), key=lambda number: (-_cost(shards[number]), number)):

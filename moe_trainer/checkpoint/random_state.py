@@ -1,13 +1,13 @@
 """The random states of this process: Python, numpy, torch and CUDA under Megatron's names, and the model's own streams.
 
-Random numbers make dropout masks, jitter and forced routing; data order and initial weights do not depend on them. A state
-belongs to a place (pp, tp, position in dp x cp). Where a checkpoint of another layout has none for a place, its
-streams start afresh from a seed that also holds the iteration, so that no mask of an earlier iteration comes
-again: `reseed`. The same is done everywhere else where a state is missing. Streams under a layer's global name (forced expert
-biases) are the same on all ranks and move with the layer.
+Dropout masks, jitter and forced routing are random; data order and initial weights do not depend on these states. A
+state belongs to a position (pp, tp, rank in dp x cp). If a checkpoint of another layout has none for a position, or its
+state is missing for another reason, `reseed` starts new streams from a seed that depends on the iteration, so that no
+mask of an earlier iteration is repeated. Streams under a layer's global name (forced expert biases) are equal on all
+ranks and move with the layer.
 
-Megatron-LM keeps three more streams in its tracker and does not load a state without them. A checkpoint has them under its names:
-what this program has of them as it is, the others as fresh streams. Where no GPU is, all of them are states of CPU generators.
+Megatron-LM keeps three more streams in its tracker and requires them in a state. A checkpoint has them under its names:
+those that exist here as they are, the others as new streams. Without a GPU, all of them are states of CPU generators.
 """
 
 import random
@@ -38,7 +38,7 @@ def get_streams(chunks: Iterable[Any]) -> Streams:
 
 
 def capture(streams: Streams) -> dict[str, Any]:
-    """A copy of every generator's state."""
+    """Return a copy of every generator's state."""
     state: dict[str, Any] = {
         "random_rng_state": random.getstate(),
         "np_rng_state": numpy.random.get_state(),
@@ -52,7 +52,7 @@ def capture(streams: Streams) -> dict[str, Any]:
 
 
 def capture_for_checkpoint(streams: Streams, ps: ParallelState) -> dict[str, Any]:
-    """`capture` with all that Megatron-LM's loader needs: one entry of a checkpoint's list of states."""
+    """Return `capture` with what Megatron-LM's loader requires: an entry of a checkpoint's list of states."""
     state = capture(streams)
     shared = state.setdefault("cuda_rng_state", state["torch_rng_state"])
     own = [chunk[_TENSOR_PARALLEL] for chunk in streams if _TENSOR_PARALLEL in chunk]
@@ -71,9 +71,12 @@ def _fresh_state(shared: torch.Tensor, *name: str | int) -> torch.Tensor:
 
 
 def restore(state: Mapping[str, Any], streams: Streams, source: Path | str = "memory") -> None:
-    """Set every generator that the state has; a CPU run's state leaves CUDA's generator alone. source: where the state is from.
+    """Set every generator that the state has; the state of a CPU run does not change CUDA's generator.
 
-    Raises: CheckpointError when it is no state of generators.
+    `source` names the origin of the state in errors.
+
+    Raises:
+        CheckpointError: if it is not a state of generators.
     """
     try:
         _restore(state, streams)
@@ -101,7 +104,7 @@ def _restore(state: Mapping[str, Any], streams: Streams) -> None:
 
 
 def reseed(seed: int, iteration: int, ps: ParallelState, streams: Streams) -> None:
-    """Begin new streams for this rank's place; tensor-parallel ranks share torch's global one, as at the start of a run."""
+    """Start new streams for this rank's position; tensor-parallel ranks share torch's global one."""
     place = (seed, "resumed", iteration, f"pp {ps.pp.rank}", f"dp_cp {ps.dp_cp.rank}")
     random.seed(name_seed(*place))
     numpy.random.seed(name_seed(*place) % 2**32)
@@ -115,7 +118,7 @@ def reseed(seed: int, iteration: int, ps: ParallelState, streams: Streams) -> No
 
 
 def restore_named(states: Iterable[Mapping[str, Any]], streams: Streams) -> None:
-    """Set streams under global names from whichever of the states has them."""
+    """Set streams with global names from the first state that has them."""
     wanted = {name: generator for chunk in streams for name, generator in chunk.items() if _GLOBAL_NAME.match(name)}
     for state in states:
         for saved in state.get(_NATIVE_KEY, ()):
@@ -124,10 +127,10 @@ def restore_named(states: Iterable[Mapping[str, Any]], streams: Streams) -> None
 
 
 def is_native(state: Mapping[str, Any]) -> bool:
-    """Whether this program captured the state, not Megatron-LM."""
+    """Return whether this program, not Megatron-LM, captured the state."""
     return _NATIVE_KEY in state
 
 
 def has_named(streams: Streams) -> bool:
-    """Whether any stream has a global name."""
+    """Return whether any stream has a global name."""
     return any(_GLOBAL_NAME.match(name) for chunk in streams for name in chunk)

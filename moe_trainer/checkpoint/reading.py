@@ -1,10 +1,10 @@
-"""Read boxes and objects out of the data files of a checkpoint.
+"""Read chunks and objects from the data files of a checkpoint.
 
-The format is torch.distributed.checkpoint's; the reading is done here. Its planner compares every saved box with every
-local one, which a tensor of 256 experts in 58 layers does not forgive; its reader decodes a saved box again for every
-local box that needs a part; and nothing in torch.load notices changed bytes. Here boxes meet through their coordinates
-on the leading axes (layer, expert), each saved box is decoded once, and the checksums that torch.save stores in every
-entry are compared first.
+The format is torch.distributed.checkpoint's, the reader is not. Torch's planner compares every saved chunk with every
+local one, which is too slow for 256 experts in 58 layers; its reader decodes a saved chunk again for every local chunk
+that needs a part; and torch.load does not detect changed bytes. Here chunks are matched by their coordinates on the
+leading axes (layer, expert), each saved chunk is decoded once, and the checksums that torch.save stores in every entry
+are compared first.
 """
 
 import math
@@ -30,7 +30,8 @@ Box = tuple[slice, ...]
 def read_object(folder: Path, index: Metadata, key: str) -> Any:
     """Decode a non-tensor entry.
 
-    Raises: DamagedError when its file is missing or damaged.
+    Raises:
+        DamagedError: if its file is missing or damaged.
     """
     if isinstance(index, VirtualMetadata):
         return index.read_object(key)
@@ -43,13 +44,14 @@ def read_object(folder: Path, index: Metadata, key: str) -> Any:
 
 @torch.no_grad()
 def fill(folder: Path, index: Metadata, wanted: dict[str, list[TensorShard]]) -> None:
-    """Read into the storage of local shards, by saved key.
+    """Read into the storage of local shards, by saved key, and convert to the local dtype.
 
-    wanted: for each key of the checkpoint the local boxes to fill; values are converted to the local dtype.
-    Raises: CheckpointError when the saved boxes do not cover a local one, DamagedError when a file is missing or damaged.
+    Raises:
+        CheckpointError: if the saved chunks do not cover a local one.
+        DamagedError: if a file is missing or damaged.
     """
     uses: dict[MetadataIndex, list[tuple[Tensor, Box, Box]]] = defaultdict(list)
-    saved_boxes: dict[MetadataIndex, ChunkStorageMetadata] = {}
+    saved_chunks: dict[MetadataIndex, ChunkStorageMetadata] = {}
     for key, local in wanted.items():
         found = 0
         for chunk, shard, low, high in overlaps(tensor_entry(index, key).chunks, local):
@@ -59,22 +61,23 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[TensorShard]]) ->
                 for bases in (chunk.offsets, shard.offsets)
             )
             place = MetadataIndex(key, chunk.offsets)
-            saved_boxes[place] = chunk
+            saved_chunks[place] = chunk
             uses[place].append((shard.data, target, source))
         needed = sum(math.prod(shard.sizes) for shard in local)
         if found != needed:
             raise CheckpointError(f"{folder}: only {found} of {needed} elements of {key} were saved")
-    # in file order: the files may lie on spinning or networked disks
+    # in file order, for spinning and networked disks
     for place in sorted(uses, key=lambda at: (index.storage_data[at].relative_path, index.storage_data[at].offset)):
-        saved = decode(folder, index, place.fqn, saved_boxes[place])
+        saved = decode(folder, index, place.fqn, saved_chunks[place])
         for data, target, source in uses[place]:
             data[target].copy_(saved[source])
 
 
 def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-    """One saved box, checked against its checksum, its shape and its type.
+    """Return one saved chunk, checked against its checksum, shape and dtype.
 
-    Raises: DamagedError when its file is missing or damaged.
+    Raises:
+        DamagedError: if its file is missing or damaged.
     """
     if isinstance(index, VirtualMetadata):
         return index.read_chunk(key, chunk)
@@ -95,10 +98,12 @@ def decode(folder: Path, index: Metadata, key: str, chunk: ChunkStorageMetadata)
 def overlaps(
     saved: Sequence[ChunkStorageMetadata], local: Sequence[TensorShard]
 ) -> Iterator[tuple[ChunkStorageMetadata, TensorShard, Sequence[int], Sequence[int]]]:
-    """Pair saved and local boxes of one tensor that share elements.
+    """Pair saved and local chunks of one tensor that share elements.
 
-    Boxes are sorted into bins by their coordinates on those leading axes where all of them have extent one.
-    Yields: (saved box, local box, first, stop) with the common part in global coordinates.
+    Chunks are sorted into bins by their coordinates on those leading axes where all of them have extent one.
+
+    Yields:
+        (saved chunk, local chunk, first, stop) with the common part in global coordinates.
     """
     boxes = [(chunk.offsets, chunk.sizes) for chunk in saved] + [(shard.offsets, shard.sizes) for shard in local]
     ndim = len(boxes[0][0])
@@ -115,7 +120,7 @@ def overlaps(
 
 
 def _read_entry(folder: Path, index: Metadata, place: MetadataIndex) -> bytes:
-    """The bytes of one entry, checked."""
+    """Return the bytes of one entry, compared with their checksums."""
     info = index.storage_data[place]
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(

@@ -38,7 +38,7 @@ _OTHER_FORMATS = MappingProxyType(
 
 
 def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
-    """Return the folder that --load DIRECTORY [--ckpt-step N] names; None without any checkpoint. Changes nothing on disk.
+    """Return the folder that --load DIRECTORY [--ckpt-step N] names, None without a checkpoint. Read-only.
 
     Raises:
         CheckpointError: if the tracker or --ckpt-step names a folder that does not exist.

@@ -1,11 +1,11 @@
-"""The save plan for torch.distributed.checkpoint: a rank's own boxes, and the description of all.
+"""The save plan for torch.distributed.checkpoint: a rank's own chunks, and the description of all.
 
-torch's own planner starts from a state dict of DTensors or ShardedTensors. Ours starts from shards (boxes of global
-tensors with live storage) and from named byte strings, which is all that is needed and lets a flat optimizer range be
-several boxes. The files are torch's: FileSystemWriter writes them.
+torch's own planner starts from a state dict of DTensors or ShardedTensors. Ours starts from shards (chunks of global
+tensors with live storage) and from named byte strings, so that a flat optimizer range can be several chunks. The files
+are torch's: FileSystemWriter writes them.
 
-Who writes what among replicas is settled before (ownership.py). Here every box comes from one rank; rank 0 learns of all
-boxes (names and places, no content) and checks that each tensor is covered exactly once.
+ownership.py has selected the writer among replicas, so every chunk comes from one rank; rank 0 gets names and places of
+all chunks without content, and checks that each tensor is covered exactly once.
 """
 
 import io
@@ -46,7 +46,7 @@ class ShardSavePlanner(SavePlanner):
         self._data.update({MetadataIndex(key): content for key, content in objects.items()})
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        """Nothing to do: the content came with the constructor."""
+        """Do nothing: the constructor has received the content."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(index, value) for index, value in self._data.items()])
@@ -58,7 +58,7 @@ class ShardSavePlanner(SavePlanner):
         return new_plan
 
     def copy_to_host(self) -> None:
-        """Replace live storage by copies, so that training may go on while they are written."""
+        """Replace live storage by copies, so that training can continue while they are written."""
         for index, value in self._data.items():
             if isinstance(value, TensorShard):
                 self._data[index] = replace(value, data=value.values().to("cpu", copy=value.read is None), read=None)
@@ -80,9 +80,10 @@ def _write_item(index: MetadataIndex, value: TensorShard | bytes) -> WriteItem:
 
 
 def describe_plans(plans: Sequence[SavePlan]) -> Metadata:
-    """The index of what all ranks write together; its storage places are filled in when they have written.
+    """Return the index of what all ranks write, without the places in files.
 
-    Raises: CheckpointError when ranks disagree about a tensor, or when an entry is not covered exactly once.
+    Raises:
+        CheckpointError: if ranks disagree about a tensor, or an entry is not covered exactly once.
     """
     content: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     writer: dict[MetadataIndex, int] = {}

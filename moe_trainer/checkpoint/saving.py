@@ -1,8 +1,8 @@
 """Write one checkpoint: a collective plan, local writes, a collective commit.
 
-The three steps are the same for both kinds of save. A synchronous save runs them in a row on live storage. A save in
-the background copies this rank's share to host memory after planning and writes it in a thread, which does not
-communicate; the commit happens on the main thread when every rank has written. So the two differ in timing only.
+A synchronous save runs the three steps in a row on live storage. A background save copies this rank's share to host
+memory after planning and writes it in a thread, which does not communicate; the main thread commits when every rank has
+written.
 """
 
 import datetime
@@ -78,9 +78,11 @@ class PendingSave:
         options: SaveOptions,
         copy_to_host: bool,
     ):
-        """Plan the save; collective. With copy_to_host the model may change as soon as this returns.
+        """Plan the save. Collective. With `copy_to_host` the model may change as soon as this returns.
 
-        Raises: StorageError when the folder cannot be made, CheckpointError when the ranks' parameters do not fit together.
+        Raises:
+            StorageError: if the folder cannot be created.
+            CheckpointError: if the parameters of the ranks do not fit together.
         """
         self._directory = Path(directory)
         self._iteration = state.iteration
@@ -88,7 +90,7 @@ class PendingSave:
         self._options = options
         self._results: list = []
         self._error: str | None = None
-        self._changed = False  # the model is not what it was: no other disk would help
+        self._changed = False  # the model is not that of the first save, so retrying would not help
         if ps.world.rank == 0:
             logger.info(
                 "[%s] saving checkpoint at iteration %7d to %s in %s format",
@@ -98,35 +100,34 @@ class PendingSave:
                 legacy_reader.FORMAT if options.ckpt_format == legacy_reader.FORMAT else "torch_dist",
             )
         self._temporary = self._open()
-        # files of the legacy format are made of the boxes when all of them are written
-        self._chunks_folder = (
-            self._temporary / _CHUNKS_FOLDER if options.ckpt_format == legacy_reader.FORMAT else self._temporary
-        )
+        # files of the legacy format are made of the chunks when all of them are written
+        is_legacy = options.ckpt_format == legacy_reader.FORMAT
+        self._chunks_folder = self._temporary / _CHUNKS_FOLDER if is_legacy else self._temporary
         if optimizer is not None:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
-        self._legacy = (
-            self._legacy_writer(state, chunks, saved_optimizer) if self._chunks_folder != self._temporary else None
-        )
+        self._legacy = self._legacy_writer(state, chunks, saved_optimizer) if is_legacy else None
         common = None
         if ps.world.rank == 0:
             common = common_state.build(state, saved_optimizer.scalars() if saved_optimizer is not None else None)
         # releases of Megatron-LM up to core_v0.18 read the common state from a file of its own
         self._common_file = common_state.dump_file(common) if common is not None and self._legacy is None else None
-        self._planner, self._index = self._divide(
-            _batches(state, chunks, saved_optimizer, ps, self._legacy is None),
+        self._planner, self._index = self._plan_writes(
+            _shard_lists(state, chunks, saved_optimizer, ps, self._legacy is None),
             _objects(state, chunks, common, ps, options),
         )
         self._writer = FileSystemWriter(self._chunks_folder, thread_count=1, sync_files=True)
         self._writer.set_up_storage_writer(ps.world.rank == 0)
-        # the writer numbers files by the place of a plan in the list of all; of the others' it needs nothing
+        # the writer numbers files by the position of a plan in the list of all plans
         others = [SavePlan([])] * ps.world.rank
         self._plan = self._writer.prepare_global_plan([*others, self._planner.create_local_plan()])[-1]
         if copy_to_host:
             self._planner.copy_to_host()
 
-    def _divide(self, batches: list[ShardList], objects: dict[str, bytes]) -> tuple[ShardSavePlanner, Metadata | None]:
-        """What this rank writes, and on rank 0 the index of what all write."""
+    def _plan_writes(
+        self, batches: list[ShardList], objects: dict[str, bytes]
+    ) -> tuple[ShardSavePlanner, Metadata | None]:
+        """Return what this rank writes, and on rank 0 the index of what all ranks write."""
         ps, cache = self._ps, self._options.plan_cache
         key = digest_shards(shard for batch in batches for shard in batch.shards)
         if cache is not None and cache.writes is not None:
@@ -157,7 +158,7 @@ class PendingSave:
         return planner, index
 
     def _open(self) -> Path:
-        """Make an empty temporary folder, the same for all ranks."""
+        """Create an empty staging folder, the same for all ranks."""
         folder, problem = None, None
         if self._ps.world.rank == 0:
             try:
@@ -179,7 +180,7 @@ class PendingSave:
     def _legacy_writer(
         self, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None
     ) -> Callable[[], None]:
-        """What makes this rank's file of the legacy format out of the boxes, when they are there; collective."""
+        """Return the function that makes this rank's legacy file from the written chunks. Collective."""
         ps = self._ps
         states = None
         if self._options.save_rng:
@@ -189,16 +190,8 @@ class PendingSave:
         scalars = optimizer.scalars() if optimizer is not None else None
 
         def write() -> None:
-            legacy_writer.write(
-                self._chunks_folder,
-                self._temporary,
-                read_index(self._chunks_folder),
-                state,
-                chunks,
-                scalars,
-                states,
-                ps,
-            )
+            index = read_index(self._chunks_folder)
+            legacy_writer.write(self._chunks_folder, self._temporary, index, state, chunks, scalars, states, ps)
 
         return write if legacy_writer.writes_here(ps) else lambda: None
 
@@ -214,11 +207,11 @@ class PendingSave:
             self._error = f"rank {self._ps.world.rank}: {_root_cause(error)}"
 
     def commit(self, crash: BaseException | None = None) -> None:
-        """Make the checkpoint visible; collective.
+        """Make the checkpoint visible. Collective. `crash` is an unexpected exception of the write on this rank.
 
-        crash: what ended the write on this rank, if anything unforeseen did.
-        Raises: StorageError on every rank when any rank could not write, CheckpointError when it must not; the unfinished folder is
-            removed.
+        Raises:
+            StorageError: on every rank if any rank could not write; the staging folder is removed.
+            CheckpointError: on every rank if the checkpoint would be wrong.
         """
         error = f"rank {self._ps.world.rank}: {crash!r}" if crash else self._error
         shares = collectives.gather_object((error, self._changed, self._results), self._ps.world)
@@ -245,7 +238,7 @@ class PendingSave:
         self._abort_on_error(problem)
 
     def _abort_on_error(self, problem: str | None, kind: type[CheckpointError] = StorageError) -> None:
-        """End the save on all ranks for a problem that rank 0 knows of; collective."""
+        """Raise on all ranks if rank 0 has a problem. Collective."""
         if problem is not None and self._ps.world.rank == 0:
             remove_directory(self._temporary)
         problem, kind = collectives.broadcast_object((problem, kind), self._ps.world)
@@ -253,7 +246,7 @@ class PendingSave:
             raise self._failure(problem, kind)
 
     def _convert(self) -> tuple[str | None, type[CheckpointError]]:
-        """Make the files of the legacy format out of the boxes; collective. Returns: what rank 0 knows to be wrong."""
+        """Make the legacy files from the written chunks and return the first problem on rank 0. Collective."""
         found: tuple[str, type[CheckpointError]] | None = None
         assert self._legacy is not None
         try:
@@ -267,7 +260,7 @@ class PendingSave:
         return problems[0] if problems else (None, StorageError)
 
     def _finish(self) -> None:
-        """On one rank: side files, completion mark, rename, tracker, retention."""
+        """Write side files and completion mark, rename, update the tracker and apply retention, on one rank."""
         folder = self._temporary
         if self._legacy is not None:
             shutil.rmtree(self._chunks_folder)
@@ -283,7 +276,7 @@ class PendingSave:
                 flush_file(folder / INTEGRITY)
             flush_file(folder / COMPLETE)
         flush_folder(folder)
-        previous = _tracked(self._directory)
+        previous = _tracked_iteration(self._directory)
         publish(folder, self._directory, self._iteration)
         try:
             self._after(previous)
@@ -291,7 +284,7 @@ class PendingSave:
             logger.warning("after saving the checkpoint of iteration %d: %s", self._iteration, error)
 
     def _after(self, previous: int | None) -> None:
-        """Report the save and delete_checkpoint the previous checkpoint."""
+        """Report the save and delete the previous checkpoint."""
         ps, options = self._ps, self._options
         logger.info(
             "  [%s] successfully saved checkpoint from iteration %7d to %s [ t %d/%d, gtp_remat 1/1, p %d/%d ]",
@@ -316,32 +309,32 @@ class PendingSave:
     def _failure(self, problem: str, kind: type[CheckpointError] = StorageError) -> CheckpointError:
         return kind(
             f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
-            f"{_free_space(self._directory)}{_what_remains(self._directory)}"
+            f"{_free_space(self._directory)}{_remaining_checkpoint(self._directory)}"
         )
 
 
-def _batches(
+def _shard_lists(
     state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None, ps: ParallelState, to_keep: bool
 ) -> list[ShardList]:
-    """All that this rank holds and that counts, optimizer state (which may be cut already) before weights. Collective.
+    """Return this rank's shards, optimizer state (which may be sharded further) before weights. Collective.
 
-    to_keep: the boxes are the checkpoint, and have Megatron-LM's names for main parameters.
+    With `to_keep` the chunks are the checkpoint, and main parameters have Megatron-LM's names.
     """
     scheme = KeyScheme.from_record(state.args)
     weights, moments = ({kind: ShardList(kind) for kind in KINDS} for _ in range(2))
-    buffers = ShardList("dense")  # by themselves: they are whole on every rank even where the weights are fully sharded
+    buffers = ShardList("dense")  # separate: every rank holds them fully even if the weights are fully sharded
     runs = {}
     held_states = list(optimizer.tensors()) if optimizer is not None else []
     # Megatron-LM's distributed optimizer has main parameters, called param, of fp32 weights too
     distributed = to_keep and optimizer is not None and bool(state.args.get("use_distributed_optimizer"))
-    with_mains = _types_with_mains(held_states, ps) if distributed else frozenset()
+    with_mains = _dtypes_with_main_params(held_states, ps) if distributed else frozenset()
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
             info = get_param_info(param)
             if is_unique_replica(info, ps):
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
                 for data, start, stop, read in shards_to_save(param):
-                    # a weight that is stored in 8 bits has its values where the optimizer's state is, cut like that
+                    # the values of a weight stored in fp8 are those of the optimizer state, and sharded like it
                     batch = (moments if is_fp8_param(param) else weights)[info.kind]
                     batch.shards += make_shards(runs[id(param)], data, start, stop, read=read)
                     if distributed and param.dtype not in with_mains:
@@ -359,8 +352,8 @@ def _batches(
     return [*moments.values(), *weights.values(), buffers]
 
 
-def _types_with_mains(states: Sequence[Any], ps: ParallelState) -> frozenset[torch.dtype]:
-    """The types of the parameters of which the optimizer keeps main parameters, on whichever rank; collective."""
+def _dtypes_with_main_params(states: Sequence[Any], ps: ParallelState) -> frozenset[torch.dtype]:
+    """Return the dtypes of parameters for which the optimizer of any rank keeps main parameters. Collective."""
     mine = {held.param.dtype for held in states if held.state_name == MAIN}
     return frozenset().union(*collectives.all_gather_object(mine, ps.world))
 
@@ -392,7 +385,7 @@ def _objects(
     return objects
 
 
-def _tracked(directory: Path) -> int | None:
+def _tracked_iteration(directory: Path) -> int | None:
     try:
         found = read_tracker(directory)
     except CheckpointError as error:
@@ -406,12 +399,12 @@ def _free_space(directory: Path) -> str:
         for folder in (directory, *directory.parents):
             if folder.is_dir():
                 return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
-    except OSError:  # the disk that failed
+    except OSError:  # of the failed disk
         pass
     return ""
 
 
-def _what_remains(directory: Path) -> str:
+def _remaining_checkpoint(directory: Path) -> str:
     try:
         valid = read_tracker(directory)
     except CheckpointError:
@@ -422,7 +415,7 @@ def _what_remains(directory: Path) -> str:
 
 
 def _root_cause(error: BaseException) -> str:
-    """What the operating system said, if it said anything; torch.save hides it behind an internal message."""
+    """Return the message of the operating system, if any; torch.save hides it behind an internal message."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -430,10 +423,13 @@ def _root_cause(error: BaseException) -> str:
 
 
 def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
-    """Make the save folder, try to write in it and acquire_lock it, so that a wrong --save ends the run at its start; collective.
+    """Create, test and lock the save folder, so that a wrong --save ends the run at its start. Collective.
 
-    Returns: the number of its file system on rank 0, for SaveOptions.filesystem_id.
-    Raises: CheckpointError, also when another run is saving there.
+    Returns:
+        The number of its file system on rank 0, for SaveOptions.filesystem_id.
+
+    Raises:
+        CheckpointError: if it cannot be written, or another run is saving there.
     """
     problem, found = None, None
     if ps.world.rank == 0:

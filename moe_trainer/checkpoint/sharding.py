@@ -1,20 +1,22 @@
-"""Where every local element lives in the checkpoint: keys, global shapes and offsets, the same for any layout.
+"""Keys, global shapes and offsets of every local element in a checkpoint, independent of the layout.
 
-A checkpoint is a set of global tensors. `KeyScheme` turns a parameter's global names (`ParamInfo.names`) into
+A checkpoint is a set of global tensors. `KeyScheme` maps a parameter's global names (`ParamInfo.names`) to
 Megatron-Core's torch_dist keys and coordinates:
 
-- `decoder.layers.{l}.X` becomes `decoder.layers.X` with a new leading axis of size num_layers, row l. A model whose
-  layers differ (--moe-layer-freq given as a list or as a number above 1) keeps `decoder.layers.{l}.X` without that axis.
-  MTP layers always keep their number.
-- `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over experts.
-- The layer inside one of multi-token prediction is called `transformer_layer`.
-- Norms that Megatron-Core fuses into the linear that follows, or names as if it did, have names of that linear (layer_spec.py).
-- A cut dimension of several parts (`ParamInfo.parts`; a gated fc1 is gate rows and up rows) is stored part by part, so that
-  a tensor-parallel cut of each stays a box.
+* `decoder.layers.{l}.X` becomes `decoder.layers.X` with a new leading axis of size num_layers, row l. A model whose
+  layers differ (--moe-layer-freq given as a list or as a number above 1) keeps `decoder.layers.{l}.X` without that
+  axis. MTP layers always keep their number.
+* `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over
+  experts.
+* The layer inside an MTP depth is called `transformer_layer`.
+* Norms that Megatron-Core fuses into the following linear, or names as if it did, have names of that linear
+  (layer_spec.py).
+* A sharded dimension of several parts (`ParamInfo.parts`; a gated fc1 has gate rows and up rows) is stored part by
+  part, so that a tensor-parallel shard of each is a chunk.
 
-A parameter's local memory is thus a sequence of contiguous runs, each a box of some global tensor (`Placement`). The
-distributed optimizer holds flat ranges of parameters; `boxes` splits a range of a run into at most 2 * ndim - 1 boxes,
-which the storage layer writes as they are. Nothing is gathered, and the keys do not tell who wrote them.
+A parameter's local memory is thus a sequence of contiguous runs, each a chunk of a global tensor (`Placement`). The
+distributed optimizer holds flat ranges of parameters; `split_flat_range` splits a range of a run into at most 2 * ndim
+- 1 chunks, which the storage layer writes as they are. Nothing is gathered, and the keys do not depend on the writer.
 """
 
 import functools
@@ -40,7 +42,7 @@ from moe_trainer.parallel.params import ParamInfo, part_lengths
 from moe_trainer.parallel.state import ParallelState
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
-# the layer inside one of multi-token prediction: the module, its name in Megatron-Core's checkpoints, and that in ours before these had it
+# the layer inside an MTP depth: its module, its name in Megatron-Core's checkpoints and in early ones of ours
 _MTP_MODULE = "mtp_model_layer."
 MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
@@ -50,9 +52,9 @@ _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_
 
 @dataclass(frozen=True)
 class Placement:
-    """A contiguous run of a local parameter and the box of the global tensor that it fills.
+    """A contiguous run of a local parameter and the chunk of the global tensor that it fills.
 
-    start: first element of the run in the flat local parameter; the run has prod(shape) elements, row-major.
+    It starts at element `start` of the flat local parameter and has prod(shape) elements, row-major.
     """
 
     key: str
@@ -68,10 +70,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a global tensor together with the live local storage that holds it (a view of shape `sizes`).
+    """A chunk of a global tensor and the local storage that holds it, a view of shape `sizes`.
 
-    read: gives the values where no storage holds them as they are stored (an optimizer's state in another format); `data`
-    has shape and type only then.
+    `read` returns the values if no storage holds them as they are stored (optimizer state in another format); only the
+    shape and dtype of `data` are valid then.
     """
 
     key: str
@@ -82,7 +84,6 @@ class TensorShard:
     read: Callable[[], Tensor] | None = None
 
     def values(self) -> Tensor:
-        """The values, of shape `sizes`."""
         return self.data if self.read is None else self.read().view(self.sizes)
 
     @property
@@ -92,12 +93,13 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class KeyScheme:
-    """How global names become checkpoint keys. Depends on the architecture and --transformer-impl only, never on the parallel layout.
+    """Mapping of global names to checkpoint keys; depends on architecture and --transformer-impl, not on the layout.
 
-    stacked: all decoder layers are alike and share one tensor with a leading layer axis.
-    norms: which norms of every decoder layer are spelled as fused; those of MTP layers are the last one's.
-    engine: modules other than linears that have an `_extra_state` (layer_spec.te_modules).
-    mtp_layer: what the layer inside one of multi-token prediction is called.
+    Attributes:
+        stacked: all decoder layers are alike and share one tensor with a leading layer axis.
+        norms: fused norms of every decoder layer; MTP layers have those of the last one.
+        engine: modules other than linears that have an `_extra_state` (layer_spec.te_modules).
+        mtp_layer: name of the layer inside an MTP depth.
     """
 
     num_layers: int
@@ -109,7 +111,7 @@ class KeyScheme:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
-        """The scheme of a model described by its flags, as a flat mapping of flag destinations to values."""
+        """Return the scheme of a model described by flags, by destination."""
         freq = record.get("moe_layer_freq", 1)
         alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
         linear_freq = record.get("linear_attention_freq")
@@ -123,11 +125,11 @@ class KeyScheme:
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
-        """Other schemes under which a checkpoint of the same model may have been written, this one first.
+        """Return the schemes under which a checkpoint of the same model may have been written, this one first.
 
-        Another --transformer-impl, or an earlier version of either program, fuses norms that this one leaves alone and the other way
-        round, and the same layers may have been described once as alike (stacked) and once as a list. A name is looked for by itself, so
-        that all or none of the fused spellings cover every mixture.
+        Another --transformer-impl, or an earlier version of either program, fuses other norms, and the same layers may
+        have been described as alike (stacked) or as a list. Every name is looked up separately, so all or none of the
+        fused names cover every mixture.
         """
         every = tuple((IN_PROJ if IN_PROJ in layer else INPUT, MLP, *LATENT) for layer in self.norms)
         for stacked in (self.stacked, not self.stacked):
@@ -156,7 +158,7 @@ class KeyScheme:
         return prefix + rest, at, extents
 
     def placements(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement]:
-        """Cut a local parameter of the given shape into its runs, in memory order."""
+        """Split a local parameter of this shape into its runs, in memory order."""
         named_shape = tuple(shape[1:] if info.stacked else shape)
         numel = math.prod(named_shape)
         runs = []
@@ -165,7 +167,7 @@ class KeyScheme:
         return runs
 
     def _named_placements(self, name: str, info: ParamInfo, local: tuple[int, ...], start: int) -> list[Placement]:
-        """One run per part: a rank's shard of each is a box of the global tensor and a contiguous run of the local one."""
+        """Yield a run per part, whose shard is a chunk of the global tensor and contiguous in the local one."""
         key, at, extents = self.locate(name)
         assert info.parts == 1 or info.sharded_dim == 0, (
             f"{name}: only rows have parts, not dimension {info.sharded_dim}"
@@ -211,7 +213,7 @@ class KeyScheme:
 
 
 def _fused(rest: str, norms: tuple[Spelling, ...]) -> str:
-    """The name inside a layer of what may be a norm."""
+    """Return the name inside a layer, if it is that of a norm, in its fused form."""
     inner = _MTP_MODULE if rest.startswith(_MTP_MODULE) else ""
     for alone, fused in norms:
         if rest.startswith(inner + alone):
@@ -220,21 +222,22 @@ def _fused(rest: str, norms: tuple[Spelling, ...]) -> str:
 
 
 def object_key(base: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:
-    """Key of one shard of a non-tensor entry."""
+    """Return the key of one shard of a non-tensor entry."""
     return f"{base}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, extents))}"
 
 
 def rng_key(ps: ParallelState) -> str:
-    """The entry with the random states of all data-parallel ranks of this pipeline and tensor position."""
+    """Return the key of the random states of all data-parallel ranks of this pipeline and tensor position."""
     return object_key("rng_state", (ps.pp.rank, ps.tp.rank), (ps.pp.size, ps.tp.size))
 
 
 def split_flat_range(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split the flat row-major range [start, stop) of a tensor into boxes.
+    """Split the flat row-major range [start, stop) of a tensor into chunks.
 
-    Yields: (offsets, sizes) in memory order; their volumes add up to stop - start.
+    Yields:
+        (offsets, sizes) in memory order; their volumes add up to stop - start.
     """
     if start >= stop:
         return
@@ -263,11 +266,15 @@ def make_shards(
     prefix: str = "",
     read: Callable[[int, int], Tensor] | None = None,
 ) -> Iterator[TensorShard]:
-    """Cut a flat range of a parameter into shards of global tensors.
+    """Split a flat range of a parameter into shards of global tensors.
 
-    tensor: contiguous storage of the elements [start, stop) of the flat local parameter that `runs` describe.
-    prefix: put before every key ("optimizer.state.exp_avg."). read: gives a range of the values, counted from `start`, where
-    `tensor` is no storage of them (TensorShard.read).
+    Args:
+        runs: of the parameter.
+        tensor: contiguous storage of the elements [start, stop) of the flat local parameter.
+        start: first element.
+        stop: end of the range.
+        prefix: put before every key ("optimizer.state.exp_avg.").
+        read: returns a range of the values, counted from `start`, if `tensor` does not store them (TensorShard.read).
     """
     assert tensor.is_contiguous() and tensor.numel() == stop - start, (
         f"{runs[0].key}: a contiguous tensor of {stop - start} elements is needed, got {tuple(tensor.shape)}"

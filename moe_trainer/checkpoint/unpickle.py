@@ -1,11 +1,12 @@
-"""Read pickles written by others without running what they ask for.
+"""Read untrusted pickles without running their code.
 
 Megatron's common state is a pickle with its own classes in it, and `.metadata` is one too. A pickle may call any
-importable function, so we look names up in a table: known harmless constructors act, every other name becomes an inert
-stand-in that keeps the arguments it was called with. Nothing is imported for a pickle. `to_builtin` then reduces an object to plain types.
+importable function, so names are looked up in a table: known harmless constructors act, every other name becomes an
+inert placeholder that keeps the arguments it was called with. Nothing is imported for a pickle. `to_builtin` then
+reduces an object to plain types.
 
-A pickle may also set attributes of everything it has a name for. So the stand-ins and the constructors are made for one pickle
-each, or have no attributes, and the classes of torch that are given out as they are (`_INDEX_CLASSES`) are compared after it.
+A pickle may also set attributes of everything it has a name for. So placeholders and constructors are created for each
+pickle, or have no attributes, and the torch classes that are used directly (`_INDEX_CLASSES`) are compared afterwards.
 """
 
 import argparse
@@ -52,7 +53,7 @@ DECODE_ERRORS = (
 
 
 class UnknownObject:
-    """Stands for an object of a class that we do not know; never runs its code."""
+    """Placeholder for an object of an unknown class, whose code never runs."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.args = args
@@ -61,24 +62,24 @@ class UnknownObject:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """A stand-in for a dict subclass: its items are dropped."""
+        """Drop an item of a dict subclass."""
 
     def append(self, value: Any) -> None:
-        """A stand-in for a list subclass: its items are dropped."""
+        """Drop an item of a list subclass."""
 
     def extend(self, values: Any) -> None:
-        """A stand-in for a list subclass: its items are dropped."""
+        """Drop the items of a list subclass."""
 
 
 class _Namespace(argparse.Namespace):
-    """A Namespace whose state can only be a table of names."""
+    """A Namespace whose state can only be a dict of names."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({str(name): value for name, value in dict(state).items()})
 
 
 class StorageType:
-    """Stands for a class of storages, which says the type of elements. dtype: that type."""
+    """Placeholder for a class of storages, which determines the dtype."""
 
     __slots__ = ("dtype",)
 
@@ -91,7 +92,7 @@ class StorageType:
 
 @dataclass(frozen=True)
 class StoredElements:
-    """A storage that a pickle refers to, and the type of its elements."""
+    """A storage that a pickle refers to, with its dtype."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
@@ -100,7 +101,11 @@ class StoredElements:
 def _tensor(
     elements: StoredElements, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *others: Any
 ) -> torch.Tensor:
-    """The tensor over part of a storage. Raises: ValueError when it would be over more than the storage."""
+    """Return the tensor over part of a storage.
+
+    Raises:
+        ValueError: if it would exceed the storage.
+    """
     numbers = (offset, *sizes, *strides)
     if (
         not isinstance(elements, StoredElements)
@@ -124,7 +129,7 @@ def _typed_tensor(
     dtype: torch.dtype,
     *others: Any,
 ) -> torch.Tensor:
-    """As `_tensor`, of a type that has no class of storages."""
+    """As `_tensor`, for a dtype without a storage class."""
     if not isinstance(elements, StoredElements) or not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError("a tensor is described by something else than a storage and a type")
     return _tensor(StoredElements(elements.storage, dtype), offset, sizes, strides)
@@ -137,19 +142,19 @@ def _parameter(data: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 def _attributed_tensor(build: Callable[..., Any], kind: Any, args: tuple[Any, ...], attributes: Any) -> torch.Tensor:
-    """A tensor that had attributes when it was saved, as Megatron-LM's main parameters have: without them."""
+    """Return a tensor without the attributes that it was saved with, as Megatron-LM's main parameters have."""
     return _parameter(build(*args))
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How pickles of old protocols hold bytes."""
+    """Return bytes as pickles of old protocols store them."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"bytes are stored as {encoding!r}")
     return text.encode("latin1")
 
 
 class _NumpyType:
-    """Stands for numpy.dtype while a pickle is read: numbers only, so that no element is an address."""
+    """Placeholder for numpy.dtype during unpickling: numbers only, so that no element is an address."""
 
     def __init__(self, name: str, *flags: Any):
         self.type = numpy.dtype(name) if isinstance(name, str) and name[:1] in "biufc?" and len(name) < 12 else None
@@ -165,7 +170,7 @@ class _NumpyType:
 
 
 class _NumpyArray(numpy.ndarray):
-    """An array of numpy whose state is checked before numpy takes it over."""
+    """A numpy array whose state is checked before numpy gets it."""
 
     def __new__(cls, *args: Any) -> "_NumpyArray":
         return super().__new__(cls, (0,), numpy.uint8)
@@ -192,7 +197,7 @@ def _path(*parts: str) -> pathlib.PurePosixPath:
 
 
 def _number(value: int) -> int:
-    """For enumerations of numbers, as those of signals."""
+    """Return the value of an enumeration of numbers, such as signals."""
     return int(value)
 
 
@@ -294,7 +299,7 @@ _MEGATRON_INDEX = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMe
 
 
 class _SafeNames:
-    """Resolves names by the tables above, and references to storages by what it was given."""
+    """Resolves names by the tables above, and references to storages with the given function."""
 
     persistent: Callable[[Any], StoredElements] | None = None
 
@@ -332,8 +337,9 @@ class SafeUnpickler(_SafeNames, pickle.Unpickler):
 class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
     """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may.
 
-    A key is hashed while it is read, and the hash of a tuple follows every reference in it: tuples that each hold the one before twice
-    would never end, and too many inside each other would overflow the stack. So values of tuples are counted as they are made.
+    A key is hashed while it is read, and the hash of a tuple follows every reference in it: tuples that each hold the
+    previous one twice would never end, and deep nesting would overflow the stack. So values of tuples are counted as
+    they are made.
     """
 
     def load(self) -> Any:
@@ -342,7 +348,11 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
         return super().load()
 
     def count(self, parts: Iterable[Any]) -> None:
-        """Note how much hangs on the top of the stack, which holds `parts`. Raises: UnpicklingError."""
+        """Count the values below the top of the stack, which holds `parts`.
+
+        Raises:
+            UnpicklingError: if there are too many or they are nested too deeply.
+        """
         sizes = [self._sizes.get(id(part), (1, 0)) for part in parts]
         values, depth = 1 + sum(size for size, _ in sizes), 1 + max((deep for _, deep in sizes), default=0)
         if values > _MAX_VALUES or depth > _MAX_DEPTH:
@@ -399,9 +409,10 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
 
 
 def load_pickle(content: bytes, persistent: Callable[[Any], StoredElements] | None = None) -> Any:
-    """Decode a pickle. persistent: finds the storages that it refers to; None for a plain one.
+    """Decode a pickle; `persistent` resolves the storages that it refers to, None if it has none.
 
-    Raises: one of DECODE_ERRORS when it is damaged.
+    Raises:
+        DECODE_ERRORS: if it is damaged.
     """
     unpickler = (_CarefulUnpickler if len(content) < _SMALL_PICKLE_BYTES else SafeUnpickler)(io.BytesIO(content))
     unpickler.persistent = persistent
@@ -411,7 +422,11 @@ def load_pickle(content: bytes, persistent: Callable[[Any], StoredElements] | No
 
 @contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """Give the classes of an index back the attributes that they had. Raises: UnpicklingError when the enclosed pickle changed one."""
+    """Restore the attributes of the index classes afterwards.
+
+    Raises:
+        UnpicklingError: if the enclosed pickle changed one.
+    """
     guarded = [*_INDEX_CLASSES, *(member for kind in _INDEX_CLASSES if issubclass(kind, enum.Enum) for member in kind)]
     before = [dict(vars(one)) for one in guarded]
     changed = False
@@ -432,9 +447,10 @@ def _unchanged_classes() -> Iterator[None]:
 
 
 def to_builtin(value: Any) -> Any:
-    """Reduce to plain types: dtypes become their names, enum members and stand-ins their value.
+    """Reduce to plain types: dtypes become their names, enum members and placeholders their value.
 
-    Raises: ValueError for values nested too deeply, or too many of them: objects that hold one another would have no end.
+    Raises:
+        ValueError: for values nested too deeply, or too many of them, since objects may reference one another.
     """
     return _reduced(value, 0, itertools.count())
 

@@ -1,24 +1,27 @@
-"""A dense checkpoint seen as one of a Mixture-of-Experts model (--moe-use-upcycling).
+"""A dense checkpoint presented as one of a Mixture-of-Experts model (--moe-use-upcycling).
 
-`UpcycledMetadata` has the keys and boxes of the MoE model; a box is made, when it is asked for, out of the one dense tensor it comes from.
-So whatever reads checkpoints, under any layout, reads it too, and of whatever kind the dense checkpoint is: ours, Megatron-LM's, or
-a Hugging Face folder. Boxes lie in the order of their dense tensors, of which one is held at a time.
+`UpcycledMetadata` has the keys and chunks of the MoE model; a chunk is made on demand from the one dense tensor it
+comes from. So every reader of checkpoints reads it under any layout, whatever the dense checkpoint is: native,
+Megatron-LM's, or a Hugging Face folder. Chunks are ordered by their dense tensors, of which one is in memory at a time.
 
-Each dense network is cut along its inner width into g pieces. Expert e is piece e mod g, its weights multiplied by a scale so that
-experts which cover all pieces once, with equal weights, make the dense output. The router's rows are drawn for each run of g experts
-(a virtual group) and repeated in it: tied, the experts of a group are chosen together, and cover all pieces.
+Each dense MLP is split along its FFN width into g pieces. Expert e is piece e mod g, its weights multiplied by a scale
+so that experts which cover all pieces once, with equal weights, add up to the dense output. The router's rows are drawn
+for each g consecutive experts (a virtual group) and repeated in it: the experts of a group tie, are chosen together,
+and cover all pieces.
 
 At step 0 the model computes what the dense one does
+
 * as copies (g = 1) with weights that add up to 1 (softmax after top-k), for every activation;
-* cut (g > 1), with softmax after top-k and top-k a multiple of g, for squared ReLU; gelu and swiglu are not homogeneous, so that scaled
-  weights come near the dense output only;
-* not with softmax before top-k, whose scale holds for equal scores of all experts on average, nor with --moe-router-topk-scaling-factor.
+* split (g > 1), with softmax after top-k and top-k a multiple of g, for squared ReLU; gelu and swiglu are not
+  homogeneous, so scaled weights only approximate the dense output;
+* not with softmax before top-k, whose scale holds for equal scores of all experts on average, nor with
+  --moe-router-topk-scaling-factor.
 
-FineRMoE's experts are cut along the output too and have no virtual groups; next to the shared expert, which is the full dense network,
-they add to the output from the first step on.
+FineRMoE's experts are split along the output too and have no virtual groups; next to the shared expert, which is the
+full dense MLP, they add to the output from the first step.
 
-Sources: arXiv 2410.07524 for copies and pieces, arXiv 2603.13364 for FineRMoE. Biases, of which neither speaks, are ours: fc1's goes with
-its weight; fc2's is divided by the sum of the weights of the experts of a token.
+Sources: arXiv 2410.07524 for copies and pieces, arXiv 2603.13364 for FineRMoE. Neither covers biases: fc1's is split
+with its weight; fc2's is divided by the sum of the weights of a token's experts.
 """
 
 import functools
@@ -43,9 +46,9 @@ from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
 from moe_trainer.parallel.rng import named_generator
 
-# no parameter of the model: optimizer states, scales of delayed scaling
-_OTHERS = ("optimizer.", "chained_", "fp8.")
-_NETWORK = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([12])\.(weight|bias)$")
+# not parameters of the model: optimizer states, scales of delayed scaling
+_NOT_PARAMETERS = ("optimizer.", "chained_", "fp8.")
+_MLP = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([12])\.(weight|bias)$")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FINE_STD = 0.02
 # flags that the dense model and the MoE model have in common
@@ -67,7 +70,10 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class TensorRecipe:
-    """One tensor of the MoE model. source: the dense tensor that `make` gets; make gives `shape`, in `dtype` or what converts to it."""
+    """One tensor of the MoE model: `make` gets the dense tensor `source`.
+
+    It returns `shape`, in `dtype` or what converts to it. `drawn`: it is random and ignores the source.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -79,10 +85,14 @@ class TensorRecipe:
 
 @dataclass(frozen=True)
 class UpcyclingSpec:
-    """How a dense network becomes experts.
+    """How a dense MLP becomes experts.
 
-    pieces: parts of its inner width. grid: of FineRMoE. fc1, fc2, bias: factors of the weights, and of fc2's bias. std: of the router and
-    the gate of the shared expert, None for xavier_uniform.
+    Attributes:
+        pieces: parts of the FFN width.
+        grid: of FineRMoE.
+        fc1: factor of the weight, as fc2.
+        bias: factor of fc2's bias.
+        std: of the router and the gate of the shared expert, None for xavier_uniform.
     """
 
     experts: int
@@ -97,7 +107,7 @@ class UpcyclingSpec:
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> "UpcyclingSpec":
-        """args: the flags of the MoE model, by destination."""
+        """Derive it from the flags of the MoE model, by destination."""
         experts, topk, gated = args["num_experts"], args["moe_router_topk"], bool(args["swiglu"])
         pieces, seed = args["ffn_hidden_size"] // args["moe_ffn_hidden_size"], int(args["seed"])
         if args["finermoe_intermediate_granularity"] is not None:
@@ -108,38 +118,34 @@ class UpcyclingSpec:
         before = args["moe_router_pre_softmax"] and args["moe_router_score_function"] == "softmax"
         scale = experts / pieces * pieces**2 / topk if before else float(pieces)
         each = scale ** (1 / 3 if gated or args["squared_relu"] else 1 / 2)
-        std = (
-            None
-            if args["init_method_xavier_uniform"]
-            else args["init_method_std"] / math.sqrt(recorded_width_mult(args))
-        )
+        std = None
+        if not args["init_method_xavier_uniform"]:
+            std = args["init_method_std"] / math.sqrt(recorded_width_mult(args))
         return cls(experts, pieces, None, gated, each, each, scale / pieces, std, seed)
 
-    def make_fc1(self, expert: int, whole: Tensor) -> Tensor:
-        """An expert's rows of the dense weight or bias, gate and up each cut by itself."""
-        parts = whole.chunk(2 if self.gated else 1)
+    def make_fc1(self, expert: int, dense: Tensor) -> Tensor:
+        """Return an expert's rows of the dense weight or bias; gate and up are split separately."""
+        parts = dense.chunk(2 if self.gated else 1)
         return torch.cat([part.chunk(self.pieces)[self._piece(expert)] for part in parts]) * self.fc1
 
-    def make_fc2(self, expert: int, whole: Tensor) -> Tensor:
-        """An expert's columns of the dense weight, and its slice of the rows."""
-        columns = whole.chunk(self.pieces, 1)[self._piece(expert)]
-        return (
-            columns
-            if self.grid is None
-            else columns.chunk(self.grid.slices)[expert // (self.grid.candidates * self.grid.group_size)]
-        ) * self.fc2
+    def make_fc2(self, expert: int, dense: Tensor) -> Tensor:
+        """Return an expert's columns of the dense weight, and with FineRMoE its slice of the rows."""
+        columns = dense.chunk(self.pieces, 1)[self._piece(expert)]
+        if self.grid is not None:
+            columns = columns.chunk(self.grid.slices)[expert // (self.grid.candidates * self.grid.group_size)]
+        return columns * self.fc2
 
-    def make_fc2_bias(self, _expert: int, whole: Tensor) -> Tensor:
-        """The dense bias, so that what is added up over a token's experts is it."""
-        return whole * self.bias
+    def make_fc2_bias(self, _expert: int, dense: Tensor) -> Tensor:
+        """Return the dense bias, scaled so that the sum over a token's experts equals it."""
+        return dense * self.bias
 
     def router(self, name: str, hidden: int) -> Tensor:
-        """Its weight [experts, hidden]: one row for each virtual group, repeated."""
+        """Return the weight [experts, hidden]: one row per virtual group, repeated."""
         repeats = self.pieces if self.grid is None else 1
         return self.draw(name, self.experts // repeats, hidden).repeat_interleave(repeats, 0)
 
     def draw(self, name: str, *shape: int) -> Tensor:
-        """Random fp32 numbers that depend on the seed and the name only, whatever the layout."""
+        """Return random fp32 numbers that depend on the seed and the name only, whatever the layout."""
         stream = named_generator(self.seed, "upcycling", name)
         if self.std is None:
             return torch.nn.init.xavier_uniform_(torch.empty(shape), generator=stream)
@@ -151,40 +157,32 @@ class UpcyclingSpec:
 
 
 class UpcycledMetadata(VirtualMetadata):
-    """The index that a checkpoint of the MoE model would have; see the head of this file.
+    """The index of a checkpoint of the MoE model; see the head of this file.
 
-    Raises: CheckpointError when the dense model is none, or another one than the flags say.
+    Raises:
+        CheckpointError: if the model is not dense or differs from the flags.
     """
 
     def __init__(self, folder: Path, dense: Metadata, saved: Mapping[str, Any], args: Mapping[str, Any]):
-        """saved: flags of the dense model. args: of the MoE model."""
+        """Map every tensor of the MoE model (flags `args`) to one of the dense model (flags `saved`)."""
         super().__init__()
         self._folder, self._dense = folder, dense
         self._held: tuple[LogicalTensor | None, Tensor] = (None, torch.empty(0))
-        self._made: dict[MetadataIndex, TensorRecipe] = {}
+        self._recipes: dict[MetadataIndex, TensorRecipe] = {}
         tensors = {
             tensor.name: tensor
             for tensor in logical_tensors(dense)
-            if tensor.state is None and not tensor.name.startswith(_OTHERS)
+            if tensor.state is None and not tensor.name.startswith(_NOT_PARAMETERS)
         }
         _check(folder, tensors, saved, args)
         scheme = KeyScheme.from_record(args)
         for recipe in tensor_recipes(tensors, UpcyclingSpec.from_args(args), args):
             place = dense.storage_data[MetadataIndex(recipe.source.key, recipe.source.chunks[0].offsets)]
-            box = add_chunk(
-                self,
-                scheme.locate(recipe.name),
-                recipe.shape,
-                recipe.dtype,
-                place.relative_path,
-                place.offset,
-                place.length,
-            )
-            self._made[box] = recipe
+            where = place.relative_path, place.offset, place.length
+            self._recipes[add_chunk(self, scheme.locate(recipe.name), recipe.shape, recipe.dtype, *where)] = recipe
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The tensor of one box."""
-        recipe = self._made[MetadataIndex(key, chunk.offsets)]
+        recipe = self._recipes[MetadataIndex(key, chunk.offsets)]
         if recipe.drawn:
             return recipe.make(torch.empty(0)).view(chunk.sizes)
         if self._held[0] is not recipe.source:
@@ -196,26 +194,26 @@ class UpcycledMetadata(VirtualMetadata):
 def tensor_recipes(
     dense: Mapping[str, LogicalTensor], spec: UpcyclingSpec, args: Mapping[str, Any]
 ) -> Iterator[TensorRecipe]:
-    """All tensors of the MoE model, out of the dense model's by name."""
+    """Yield all tensors of the MoE model, in the order of the dense tensors."""
     pattern = moe_layer_pattern(args["num_layers"], args["num_experts"], args["moe_layer_freq"])
     for name, tensor in dense.items():
-        network = _NETWORK.match(name)
+        network = _MLP.match(name)
         if network is None or not (pattern[int(network[3])] if network[2] == "decoder" else mtp_is_moe(pattern)):
             yield _copy(name, tensor)
         else:
-            yield from _network(network[1], f"fc{network[4]}", network[5], tensor, spec, args)
+            yield from _expand_mlp(network[1], f"fc{network[4]}", network[5], tensor, spec, args)
     if args["untie_embeddings_and_output_weights"] and _HEAD not in dense and _EMBEDDING in dense:
         yield _copy(_HEAD, dense[_EMBEDDING])
 
 
 def _copy(name: str, tensor: LogicalTensor) -> TensorRecipe:
-    return TensorRecipe(name, tensor.shape, tensor.dtype, tensor, lambda whole: whole)
+    return TensorRecipe(name, tensor.shape, tensor.dtype, tensor, lambda dense: dense)
 
 
-def _network(
+def _expand_mlp(
     mlp: str, linear: str, kind: str, tensor: LogicalTensor, spec: UpcyclingSpec, args: Mapping[str, Any]
 ) -> Iterator[TensorRecipe]:
-    """What one weight or bias of a dense network becomes; the router and the gate come with fc1's weight."""
+    """Yield what a weight or bias of a dense MLP becomes; router and gate come with the weight of fc1."""
     make = {
         ("fc1", "weight"): spec.make_fc1,
         ("fc1", "bias"): spec.make_fc1,
@@ -237,24 +235,28 @@ def _network(
     if (linear, kind) != ("fc1", "weight"):
         return
     hidden, router, gate = tensor.shape[1], f"{mlp}.router", f"{mlp}.shared_experts.gate_weight"
-    yield _drawn(f"{router}.weight", (spec.experts, hidden), tensor, lambda: spec.router(f"{router}.weight", hidden))
+    yield _drawn_tensor(
+        f"{router}.weight", (spec.experts, hidden), tensor, lambda: spec.router(f"{router}.weight", hidden)
+    )
     if shared and args["moe_shared_expert_gate"]:
-        yield _drawn(gate, (1, hidden), tensor, lambda: spec.draw(gate, 1, hidden))
-    for leaf, there in (
+        yield _drawn_tensor(gate, (1, hidden), tensor, lambda: spec.draw(gate, 1, hidden))
+    for leaf, is_present in (
         ("bias", args["add_bias_linear"]),
         ("expert_bias", args["moe_router_enable_expert_bias"]),
         ("qb_beta", args["moe_router_load_balancing_type"] == "quantile_balancing"),
     ):
-        if there:
-            yield _drawn(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))
+        if is_present:
+            yield _drawn_tensor(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))
 
 
 def _make_expert(make: Callable[[int, Tensor], Tensor], expert: int, full: Tensor) -> Tensor:
     return make(expert, full.float())
 
 
-def _drawn(name: str, shape: tuple[int, ...], stored_with: LogicalTensor, make: Callable[[], Tensor]) -> TensorRecipe:
-    """A tensor that the dense model has no counterpart of; it is read together with `stored_with`."""
+def _drawn_tensor(
+    name: str, shape: tuple[int, ...], stored_with: LogicalTensor, make: Callable[[], Tensor]
+) -> TensorRecipe:
+    """Return a tensor without a dense counterpart; it is read together with `stored_with`."""
     return TensorRecipe(name, shape, torch.float32, stored_with, lambda _: make(), drawn=True)
 
 
@@ -265,8 +267,7 @@ def _check(
     if expert is not None:
         raise CheckpointError(
             f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): "
-            "leave the flag out to "
-            "go on from it"
+            "leave the flag out to go on from it"
         )
     differing = [
         f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"
@@ -274,11 +275,5 @@ def _check(
         if name in saved and name in args and (saved[name] or None) != (args[name] or None)
     ]
     if differing:
-        raise CheckpointError(
-            "\n".join(
-                [
-                    f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:",
-                    *differing,
-                ]
-            )
-        )
+        title = f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:"
+        raise CheckpointError("\n".join([title, *differing]))

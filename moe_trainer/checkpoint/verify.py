@@ -1,8 +1,8 @@
-"""Is a checkpoint whole? Every byte is read, and every tensor that the recorded model must have is looked for.
+"""Verify a checkpoint: read every byte, and look for every tensor that the recorded model must have.
 
-What must be there follows from the recorded flags (layers, experts, MTP layers, tied head) and from the checkpoint itself: layers
-of one kind hold the same tensors, every weight has the same optimizer states. So a lost expert of one layer has a name
-here, although nothing in the files is damaged.
+Required tensors follow from the recorded flags (layers, experts, MTP layers, tied head) and from the checkpoint itself:
+layers of one kind hold the same tensors, every weight has the same optimizer states. So a lost expert of one layer is
+named, although the files are not damaged.
 """
 
 import re
@@ -41,7 +41,7 @@ _ANY_EXPERT = "local_experts.*."
 
 @dataclass
 class VerificationReport:
-    """problems: why the checkpoint is not whole. notes: what may be wrong although it is whole."""
+    """Problems make a checkpoint unusable; notes are possible problems of a complete one."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class VerificationReport:
 
 
 def verify_checkpoint(folder: Path) -> VerificationReport:
-    """Check structure, content and completeness of a checkpoint folder, torch_dist or legacy; reads all of it."""
+    """Check structure, content and completeness of a checkpoint folder, torch_dist or legacy. Reads everything."""
     report = VerificationReport(check_mark(folder))
     try:
         index = read_index(folder)
@@ -144,7 +144,7 @@ def _recorded_args(folder: Path, index: Metadata, report: VerificationReport) ->
 
 
 def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[str]:
-    """Missing and foreign tensors, by what the recorded flags and the other layers say."""
+    """Return missing and unexpected tensors, by the recorded flags and the other layers."""
     weights = {tensor.name: tensor for tensor in tensors if tensor.state is None and "optimizer." not in tensor.name}
     problems = [f"{name} is foreign: no part of such a model" for name in weights if not _KNOWN.match(name)]
     wanted = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
@@ -163,7 +163,7 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
 
 
 def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int) -> Iterator[str]:
-    """Layers of one kind hold the same tensors, and every expert is there."""
+    """Check that layers of one kind hold the same tensors, and that every expert exists."""
     found: dict[int, dict[str, set[int]]] = {number: {} for number in range(len(is_moe))}
     for name in weights:
         match = _LAYER.match(name)
@@ -204,7 +204,7 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
 
 
 def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) -> Iterator[str]:
-    """Every optimizer state is there for every weight that is trained, in the weight's shape."""
+    """Check that every trained weight has every optimizer state, in the weight's shape."""
     by_state: dict[str, dict[str, LogicalTensor]] = {}
     for tensor in tensors:
         if tensor.state is not None:

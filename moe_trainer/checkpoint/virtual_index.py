@@ -1,4 +1,4 @@
-"""Folders of another kind seen as checkpoints of ours: an index that is made up, and boxes that are made when they are asked for."""
+"""Foreign checkpoint formats presented as an index of ours; chunks are made on demand."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,13 +18,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 Located = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""As KeyScheme.locate gives it: a tensor's key, its coordinates on the leading axes, and how long these are."""
+"""Result of KeyScheme.locate: a tensor's key, its coordinates on the leading axes, and their sizes."""
 
 
 class VirtualMetadata(Metadata, ABC):
-    """An index whose boxes are made when they are asked for. Where they are said to be stored gives the order of reading only.
+    """An index whose chunks are made on demand. The recorded storage places only give the order of reading.
 
-    common: what the non-tensor part of such a checkpoint would be; empty where there is none. objects: the non-tensor entries, by key.
+    Attributes:
+        common: the non-tensor part of the checkpoint; empty if there is none.
+        objects: non-tensor entries, by key.
     """
 
     def __init__(self) -> None:
@@ -35,10 +37,18 @@ class VirtualMetadata(Metadata, ABC):
 
     @abstractmethod
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The tensor of one box. Raises: CheckpointError."""
+        """Return the tensor of one chunk.
+
+        Raises:
+            CheckpointError: if it cannot be made.
+        """
 
     def read_object(self, key: str) -> Any:
-        """A non-tensor entry. Raises: CheckpointError."""
+        """Return a non-tensor entry.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
         return self.objects[key]
 
 
@@ -50,7 +60,7 @@ def tensor_entry(index: Metadata, key: str) -> TensorStorageMetadata:
 
 
 def empty_metadata() -> Metadata:
-    """An index of nothing, to be filled and written."""
+    """Return an empty index, to be filled and written."""
     index = Metadata({})
     index.storage_data = {}
     return index
@@ -67,9 +77,13 @@ def add_chunk(
     full: Sequence[int] | None = None,
     first: Sequence[int] | None = None,
 ) -> MetadataIndex:
-    """Enter a box of one layer's and expert's tensor, and where it is stored. shape: of the box, without the leading axes.
+    """Add a chunk of a tensor of one layer and expert, and the place where it is stored.
 
-    full, first: shape of the whole tensor and the box's place in it, where the box is a piece. Returns: what names the box.
+    `shape` is that of the chunk, without the leading axes. If it is not the full tensor, `full` is the shape of the
+    tensor and `first` the offset of the chunk.
+
+    Returns:
+        The index of the chunk in the metadata.
     """
     key, at, extents = located
     entry = index.state_dict_metadata.setdefault(
@@ -87,6 +101,6 @@ def add_chunk(
 
 
 def add_object(index: Metadata, key: str, file: str | Path, start: int, length: int) -> None:
-    """Enter an entry that is no tensor."""
+    """Add a non-tensor entry."""
     index.state_dict_metadata[key] = BytesStorageMetadata()
     index.storage_data[MetadataIndex(key)] = _StorageInfo(str(file), start, length)

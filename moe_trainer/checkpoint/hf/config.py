@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face model <-> flags, by the tables of its family (families.py).
+"""config.json of a Hugging Face model to and from flags, by the tables of its family (families.py).
 
-Writing is checked by reading: the flags that the written config.json gives must be those that were asked for, so a model that a
-family cannot express is refused with the flag, not written wrongly.
+Writing is checked by reading: the flags of the written config.json must equal the original ones, so a model that a
+family cannot express is rejected with the flag.
 """
 
 import math
@@ -77,9 +77,10 @@ _NUMBERS, _TABLES, _LISTS = (
 
 
 def read_config(config: Config, source: str = "config.json") -> tuple[Family, Flags, list[str]]:
-    """Flags by destination that describe the model of a config.json, and remarks for the user.
+    """Return the flags by destination that describe the model of a config.json, and remarks for the user.
 
-    Raises: CheckpointError naming the key that no flag stands for, or that is missing.
+    Raises:
+        CheckpointError: naming the key that no flag supports, or that is missing.
     """
     family = get_family(config, source)
     config = {**family.defaults, **config}
@@ -121,7 +122,6 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
 
 
 def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
-    """None is no value. Raises: CheckpointError."""
     fits, wanted = {
         "whole": (type(value) is int and value >= 0, "a whole number"),
         "number": (type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number, zero or above,"),
@@ -133,7 +133,7 @@ def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
 
 
 def _remarks(family: Family, flags: Flags) -> list[str]:
-    """Where this program and the library compute something else from the same weights."""
+    """Return where this program and the library compute something else from the same weights."""
     notes = []
     if family.name.startswith("deepseek_"):
         if flags["layernorm_epsilon"] != 1e-6:
@@ -158,9 +158,15 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
 
 
 def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The config.json of a model that flags describe. rows: of its embedding. kind: the model type; None takes the first that can express it.
+    """Return the config.json of the model that the flags describe.
 
-    Raises: CheckpointError with what no type can express.
+    Args:
+        flags: by destination.
+        rows: of the embedding.
+        kind: the model type; by default the first that can express the model.
+
+    Raises:
+        CheckpointError: with what no type can express.
     """
     if kind is not None and kind not in FAMILIES:
         raise CheckpointError(f"the model type {kind!r} cannot be written; there are {', '.join(FAMILIES)}")
@@ -200,7 +206,7 @@ def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any
 
 
 def _differing(wanted: Mapping[str, Any], given: Flags) -> list[str]:
-    """The flags of the architecture whose meaning a config.json has lost."""
+    """Return the architecture flags whose meaning a config.json has lost."""
     moe, latent = bool(wanted.get("num_experts")), bool(wanted.get("multi_latent_attention"))
     sparse = wanted.get("experimental_attention_variant") == "dsa"
     found = []
@@ -253,7 +259,7 @@ def _equal_patterns(dest: str, wanted: Mapping[str, Any], given: Flags) -> bool:
 
 
 def _scales_logits(flags: Mapping[str, Any]) -> bool:
-    """Whether latent attention multiplies its logits by a temperature, which it does for positions of every kind."""
+    """Return whether latent attention multiplies its logits by a temperature."""
     factor = flags.get("rotary_scaling_factor", OPTIONS["rotary_scaling_factor"].default)
     return bool(flags.get("mscale_all_dim")) and factor > 1
 

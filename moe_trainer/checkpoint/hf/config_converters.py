@@ -1,8 +1,8 @@
-"""What takes more than another name between a config.json and flags: one pair of functions per matter, one for each direction.
+"""Conversions between config.json and flags that take more than another name: one pair of functions per topic.
 
-Patterns of layers (experts, windows, linear attention), key-value groups, shared experts, groups of experts, tied embeddings,
-multi-token prediction; rotary positions have a file of their own. A reader gets the whole config.json and gives flags by destination,
-a writer gets all flags and gives keys. Which family has which parts is said in families.py.
+Layer patterns (experts, windows, linear attention), key-value groups, shared experts, expert groups, tied embeddings,
+multi-token prediction; rotary positions have a file of their own. A reader gets the full config.json and returns flags
+by destination, a writer gets all flags and returns keys. families.py lists the converters of each family.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from moe_trainer.checkpoint.hf.rotary import Config, Flags, read_rotary, write_e
 
 @dataclass(frozen=True)
 class ConfigConverter:
-    """What takes more than a name. read: config -> flags; write: flags -> config. Both raise CheckpointError."""
+    """A pair of functions, config -> flags and flags -> config, which may raise CheckpointError."""
 
     read: Callable[[Config], Flags]
     write: Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -48,7 +48,7 @@ def _write_groups(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(config: Config) -> Flags:
-    """Every layer of Mistral and Mixtral has the window, unless `layer_types` says otherwise."""
+    """Read the window of Mistral and Mixtral: every layer has it, unless `layer_types` differs."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     pattern = [1] if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
     if not window or not any(pattern):
@@ -57,7 +57,10 @@ def _read_window(config: Config) -> Flags:
 
 
 def _read_qwen_window(config: Config) -> Flags:
-    """A window acts only with `use_sliding_window`. Without `layer_types`, each model type has its own rule for which layers have it."""
+    """Read a window that acts only with `use_sliding_window`.
+
+    Without `layer_types`, each model type has its own rule for which layers have it.
+    """
     if not config.get("use_sliding_window"):
         return {}
     layers, first, kinds = (
@@ -94,7 +97,7 @@ def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
-    """Which layers have the window, where there is one."""
+    """Return which layers have the window, if there is one."""
     pattern, layers = flags.get("window_attn_skip_freq"), flags["num_layers"]
     if isinstance(pattern, int):
         return [(layer + 1) % pattern != 0 for layer in range(layers)]
@@ -102,7 +105,7 @@ def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
 
 
 def _read_alternating(config: Config) -> Flags:
-    """Every second layer of gpt-oss has the window, from the first on, where `layer_types` does not say otherwise."""
+    """Read the window of gpt-oss: every second layer from the first has it, unless `layer_types` differs."""
     kinds = config.get("layer_types") or [
         ("sliding_attention", "full_attention")[layer % 2] for layer in range(config["num_hidden_layers"])
     ]
@@ -139,7 +142,7 @@ def _write_sparse_step(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers have experts."""
+    """Return which layers have experts."""
     return moe_layer_pattern(flags["num_layers"], flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
 
 
@@ -192,17 +195,17 @@ def _write_groups_of_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_latent_heads(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Latent attention has a key per head; the library's defaults are those of one model."""
+    """Write a key per head; the library's defaults are those of one model."""
     return {"num_key_value_heads": flags["num_attention_heads"]}
 
 
 def _read_latent_heads(config: Config) -> Flags:
-    """Return the size of a head where Megatron-LM cannot derive it. Latent attention does not use it."""
+    """Return the head size if Megatron-LM cannot derive it; latent attention does not use it."""
     return {"kv_channels": config["v_head_dim"]} if config["hidden_size"] % config["num_attention_heads"] else {}
 
 
 def _read_next(config: Config) -> Flags:
-    """The layers with linear attention. Where a config.json is silent, a quarter of each head is rotated."""
+    """Read the layers with linear attention. By default a quarter of each head is rotated."""
     kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
     layers = config["num_hidden_layers"]
     pattern = (
@@ -223,14 +226,17 @@ def _write_next(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers have linear attention."""
+    """Return which layers have linear attention."""
     return linear_layer_pattern(
         flags["num_layers"], flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
     )
 
 
 def _read_indexer(config: Config) -> Flags:
-    """Every layer has an indexer. The library leaves out the Hadamard rotation, on which no score depends; here it is on where it can be."""
+    """Read the indexers, which every layer has.
+
+    The library leaves out the Hadamard rotation, on which no score depends; here it is on if possible.
+    """
     kinds, experts = config.get("layer_types"), config.get("mlp_layer_types")
     if kinds is not None and set(kinds) != {"indexed_attention"}:
         raise CheckpointError(

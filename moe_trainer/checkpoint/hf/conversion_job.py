@@ -1,10 +1,10 @@
-"""A planned conversion, written file by file in parallel, that a later run can continue.
+"""A planned conversion, written file by file in parallel, which a later run can continue.
 
-The plan lists every tensor with its shape and source, split into files of bounded size. A file depends on the plan only,
-so workers and ranks write different files without communication, one tensor in memory at a time. Everything is written
-to TARGET.converting; a file gets its final name when it is complete and flushed, and a note next to it records that. The
-last process writes the index and renames the folder. A kill costs the files in progress; no incomplete folder has the
-target's name.
+The plan lists every tensor with its shape and source, split into files of bounded size. A file depends on the plan
+only, so workers and ranks write different files without communication, one tensor in memory at a time. Everything is
+written to TARGET.converting; a file gets its final name when it is complete and flushed, and a note next to it records
+that. The last process writes the index and renames the folder. A kill loses the files in progress; no incomplete folder
+has the target's name.
 """
 
 # Rejected: writing into the target itself. A folder with half of the files looks like a model to many readers.
@@ -35,11 +35,7 @@ _PLAN, _LOCK = "conversion.json", ".finishing"
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to write.
-
-    Attributes:
-        make: yields it in slices along its first dimension.
-    """
+    """A tensor to write; `make` yields it in slices along its first dimension."""
 
     name: str
     dtype: torch.dtype
@@ -133,9 +129,12 @@ def _publish(job: ConversionJob) -> None:
 def write_share(
     job: ConversionJob, rank: int = 0, world_size: int = 1, after_each: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the files whose number is `rank` modulo `world_size` and that are not there yet. after_each: is called after every file.
+    """Write the files whose number is `rank` modulo `world_size` and that do not exist yet.
 
-    Raises: CheckpointError.
+    `after_each` is called after every file.
+
+    Raises:
+        CheckpointError: if a file cannot be written.
     """
     for name, items in job.files[rank::world_size]:
         if not job.is_complete and not _is_done(job.folder, name):
@@ -163,11 +162,11 @@ def missing_files(job: ConversionJob) -> list[str]:
 
 
 def finish_job(job: ConversionJob) -> bool:
-    """Complete the target if all files are written, under a lock. Returns whether the target is complete."""
+    """Complete the target if all files are written, under a lock. Return whether the target is complete."""
     if not job.folder.is_dir():
         return job.target.exists()
     try:
-        lock = open(job.folder / _LOCK, "w")
+        lock = open(job.folder / _LOCK, "w")  # noqa: SIM115 - closed below
     except FileNotFoundError:  # another process has completed it
         return job.target.exists()
     with lock:

@@ -1,8 +1,8 @@
-"""Ours -> Hugging Face: the plan of a folder that transformers reads, from the weights of any checkpoint of ours.
+"""Plan the export of a native checkpoint as a Hugging Face folder that transformers reads.
 
-Every tensor of theirs is a part of one of ours, or a slice of a stack of parts; those that several of theirs share are read once
-where they are asked for one behind the other. Before anything is written, the checkpoint's tensors must be exactly those that its
-flags describe.
+Every Hugging Face tensor is a part of a native one, or a slice of a stack of parts; parts of one native tensor are
+requested consecutively and read once. Before anything is written, the checkpoint's tensors must be exactly those that
+its flags describe.
 """
 
 import json
@@ -48,22 +48,20 @@ _SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePiece
 
 
 def _yarn_length(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of positions that YaRN's factor reaches, which transformers wants to find under max_position_embeddings."""
+    """Return the positions that YaRN's factor reaches, which transformers expects in max_position_embeddings."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "yarn":
         return {}
-    reached, given = (
-        round(scaling["factor"] * scaling["original_max_position_embeddings"]),
-        config.get("max_position_embeddings"),
-    )
-    if given == reached:
+    reached = round(scaling["factor"] * scaling["original_max_position_embeddings"])
+    configured = config.get("max_position_embeddings")
+    if configured == reached:
         return {}
     logger.info(
         "  max_position_embeddings: %d, as far as YaRN reaches (factor %g x %d original positions); the run had %s",
         reached,
         scaling["factor"],
         scaling["original_max_position_embeddings"],
-        given,
+        configured,
     )
     return {"max_position_embeddings": reached}
 
@@ -78,11 +76,20 @@ def plan_hf_folder(
     extra: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
 ) -> ConversionJob:
-    """The weights of a checkpoint folder of ours, as a Hugging Face folder.
+    """Plan the weights of a native checkpoint folder as a Hugging Face folder.
 
-    kind: the model type, None for the first that fits. rows: of the embedding, None for all that are stored. extra: further keys of
-    config.json. tokenizer: the folder whose tokenizer files go with it.
-    Raises: CheckpointError naming what is missing, left over or of another shape, or the flags that no model type has.
+    Args:
+        folder: the checkpoint.
+        target: the folder to create.
+        most: maximum size of a file in bytes.
+        kind: the model type; by default the first that can express the model.
+        rows: of the embedding; by default all that are stored.
+        dtype: of the weights; by default as stored.
+        extra: further keys of config.json.
+        tokenizer: folder whose tokenizer files are copied.
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected or of another shape, or flags that no model type supports.
     """
     index = read_index(folder)
     state, _, _ = common_state.parse(common_state.read(folder, index))
@@ -112,7 +119,7 @@ def plan_hf_folder(
         if mapping.native == (mapping.siblings or (mapping.native,))[0]
         for item in _plan_hf_tensors(mapping, last, tensors[mapping.native].dtype, cut, dtype)
     ]
-    items = _stacks_joined(parts)
+    items = _join_stacks(parts)
     by_name = {item.name: item for item in items}
     items += [
         PlannedTensor(name, by_name[original].dtype, by_name[original].shape, by_name[original].make)
@@ -167,14 +174,18 @@ def plan_hf_folder(
 def _read_native(
     folder: Path, index: Metadata, tensors: Mapping[str, LogicalTensor], mapping: TensorMapping
 ) -> Tensor | list[Tensor]:
-    """What the transform of a mapping parts."""
+    """Return the native tensors from which the transform of a mapping makes parts."""
     if mapping.siblings:
         return [read_logical(folder, index, tensors[name]) for name in mapping.siblings]
     return read_logical(folder, index, tensors[mapping.native])
 
 
 def _check_native(found: Sequence[TensorMapping], tensors: Mapping[str, LogicalTensor]) -> None:
-    """Raises: CheckpointError naming every tensor that is missing, left over or of another shape."""
+    """Check that the checkpoint has exactly the tensors of the mappings.
+
+    Raises:
+        CheckpointError: naming every tensor that is missing, unexpected or of another shape.
+    """
     problems = []
     for mapping in found:
         tensor = tensors.get(mapping.native)
@@ -190,7 +201,7 @@ def _check_native(found: Sequence[TensorMapping], tensors: Mapping[str, LogicalT
 
 
 class _LastTensorCache:
-    """The parts of the tensor that was read last: gate and up, or queries, keys and values, are asked for one behind the other."""
+    """Parts of the last native tensor: gate and up, or queries, keys and values, are requested consecutively."""
 
     def __init__(self, read: Callable[[TensorMapping], Sequence[Tensor]]):
         self._read, self._native = read, ""
@@ -198,14 +209,14 @@ class _LastTensorCache:
 
     def part(self, mapping: TensorMapping, position: int) -> Tensor:
         if self._native != mapping.native:
-            self._parts = ()  # before the next one is there
+            self._parts = ()  # free it before the next one is read
             self._native, self._parts = mapping.native, self._read(mapping)
         return self._parts[position]
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """A part of a stack: slice `index` of `count`."""
+    """Slice `index` of the `count` slices of a stack."""
 
     item: PlannedTensor
     index: int
@@ -228,8 +239,8 @@ def _plan_hf_tensors(
         yield item if ref.index is None else _Slice(item, ref.index, ref.stack)
 
 
-def _stacks_joined(parts: Sequence[PlannedTensor | _Slice]) -> list[PlannedTensor]:
-    """Slices of one stack become one tensor, made slice by slice."""
+def _join_stacks(parts: Sequence[PlannedTensor | _Slice]) -> list[PlannedTensor]:
+    """Combine the slices of each stack into one tensor, which is made slice by slice."""
     stacks: dict[str, list[_Slice]] = {}
     for part in parts:
         if isinstance(part, _Slice):

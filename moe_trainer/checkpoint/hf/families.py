@@ -1,7 +1,7 @@
-"""The families of Hugging Face models that are converted: one table each, of what config.json says and which flags that is.
+"""The families of Hugging Face models that can be converted: one table each of config.json keys and flags.
 
-A family says which flags always hold, which values of config.json must hold, which keys are which flags, and which parts
-(config_converters.py) it has. Flags are by destination.
+A family lists the flags that always hold, the required values of config.json, the keys that correspond to flags, and
+its converters (config_converters.py). Flags are by destination.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ NEEDED = "(needed)"
 
 @dataclass(frozen=True)
 class Key:
-    """One key of config.json and the flag that it is. default: where the key is missing."""
+    """A key of config.json and its flag; `default` if the key is missing."""
 
     name: str
     dest: str
@@ -47,8 +47,10 @@ class Key:
 class Family:
     """A model type.
 
-    always: flags. must: values that keys of config.json may have where they are there, the first one is written. defaults: values
-    that transformers takes for keys that a config.json lacks, where they are not those of the key or of the part that reads it.
+    Attributes:
+        fixed_flags: flags that always hold.
+        required_values: accepted values of keys of config.json, if present; the first one is written.
+        defaults: values that transformers uses for missing keys, if they differ from those of the key or its converter.
     """
 
     name: str
@@ -341,11 +343,15 @@ OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
 ALIASES = MappingProxyType(
     {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
 )
-"""Keys that some files spell another way."""
+"""Other spellings of keys."""
 
 
 def get_family(config: Config, source: str) -> Family:
-    """The family of a config.json. Raises: CheckpointError for a model type that has no table."""
+    """Return the family of a config.json.
+
+    Raises:
+        CheckpointError: for an unknown model type.
+    """
     kind = config.get("model_type")
     family = FAMILIES.get(OTHER_NAMES.get(kind, kind)) if isinstance(kind, str) else None
     if family is None:

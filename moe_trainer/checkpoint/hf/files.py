@@ -1,12 +1,12 @@
 """The safetensors files of a Hugging Face model folder, read tensor by tensor, and the format's header for writers.
 
-- fp8 weights with one scale per block (`NAME_scale_inv`, as DeepSeek-V3 is published) are read as bf16 weights.
-- fp4 experts (`NAME_blocks` and `NAME_scales`, as gpt-oss is published) are read as a stack NAME of bf16 experts, each
+* fp8 weights with one scale per block (`NAME_scale_inv`, as DeepSeek-V3 is published) are read as bf16 weights.
+* fp4 experts (`NAME_blocks` and `NAME_scales`, as gpt-oss is published) are read as a stack NAME of bf16 experts, each
   transposed, as in the model's bf16 form.
 """
 
 # A file is eight bytes with the length of a table, the table as JSON (name, dtype, shape, offsets), then the elements.
-# They are read into fresh memory: the pages of mapped files, as the safetensors library returns them, count as memory of
+# They are read into new memory: the pages of mapped files, as the safetensors library returns them, count as memory of
 # the process until they are closed, and a folder may be larger than any host. The table is checked against the file's
 # size before the first element is read, so a truncated file is found at once, with the tensor that it lacks.
 
@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsFolder:
-    """All tensors of a folder. `names` has the weights only: their scales are applied by `read`."""
+    """All tensors of a folder; `names` has the weights only, since `read` applies their scales."""
 
     def __init__(self, folder: Path):
         """Read the tables of all files.
@@ -233,11 +233,14 @@ class SafetensorsFolder:
         value = read_values(stored, index)
         if stored.dtype in _FP8_DTYPES:
             value = self._scaled(name, value, index)
-        if value.is_floating_point() and not math.isfinite(
-            value.sum(dtype=torch.float64 if value.dtype == torch.float64 else torch.float32)
+        sum_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+        # the sum is a cheap test; it may overflow although all values are finite
+        if (
+            value.is_floating_point()
+            and not math.isfinite(value.sum(dtype=sum_dtype))
+            and not torch.isfinite(value).all()
         ):
-            if not torch.isfinite(value).all():
-                raise DamagedError(f"{stored.path} is damaged: {name} holds values that are not finite")
+            raise DamagedError(f"{stored.path} is damaged: {name} holds values that are not finite")
         return value
 
     def _unpacked(self, name: str, index: int | None) -> Tensor:
@@ -280,7 +283,7 @@ def dequantize(value: Tensor, scales: Tensor, block: int = 128) -> Tensor:
             f"blocks of {block}"
         )
     out = torch.empty(value.shape, dtype=torch.bfloat16)
-    for row in range(needed[0]):  # one row of blocks at a time: fp32 values of all would be four times the source
+    for row in range(needed[0]):  # one row of blocks at a time: all in fp32 would take four times the source
         rows = slice(row * block, (row + 1) * block)
         wide = scales[row].repeat_interleave(block)[: value.shape[1]]
         out[rows] = (value[rows].float() * wide).to(torch.bfloat16)
@@ -288,9 +291,10 @@ def dequantize(value: Tensor, scales: Tensor, block: int = 128) -> Tensor:
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decode MXFP4: two values per byte, the first in the lower half, times 2^(scale - 127) per block of 16 bytes.
+    """Decode MXFP4: two values per byte, the first in the low bits, times 2^(scale - 127) per block of 16 bytes.
 
-    Shapes: blocks [M, N / 32, 16] and scales [M, N / 32], uint8 -> bf16 [M, N]. Source: OCP Microscaling Formats 1.0 (MXFP4).
+    Shapes: blocks [M, N / 32, 16] and scales [M, N / 32], uint8 -> bf16 [M, N]. Source: OCP Microscaling Formats 1.0
+    (MXFP4).
     """
     table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES))
     out = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
@@ -325,7 +329,7 @@ def read_values(stored: StoredTensor, index: int | None = None) -> Tensor:
 
 
 def safetensors_header(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return the header of a safetensors file that holds these tensors (name, type, shape) in this order, without gaps."""
+    """Return the header of a safetensors file of these tensors (name, dtype, shape) in this order, without gaps."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:

@@ -1,7 +1,7 @@
 """A Hugging Face model folder as a checkpoint: what --load and the conversion read.
 
 `open_hf_model` reads config.json and the tables of all files, and maps Hugging Face tensors to native ones before any
-element is read. `HFMetadata` then looks like the index of a native checkpoint (the keys of sharding.KeyScheme, one chunk
+element is read. `HFMetadata` presents them as the index of a native checkpoint (keys of sharding.KeyScheme, one chunk
 per tensor of a layer and expert), so every reader of checkpoints reads these folders under any layout. A chunk is made
 when it is read, from the tensors that it needs.
 """
@@ -56,13 +56,22 @@ TOKENIZER_FILE_PATTERNS = (
 )
 """Files to copy with a model's weights and configuration."""
 SENTENCEPIECE_CONFIG = MappingProxyType({"tokenizer_class": "PreTrainedTokenizerFast"})
-"""tokenizer_config.json of a folder whose tokenizer.model was SentencePiece's here. Of the model type alone transformers would take, for a Qwen
-for one, a tokenizer that reads this file in another way."""
+"""tokenizer_config.json of an exported folder whose tokenizer.model is a SentencePiece model.
+
+By the model type alone, transformers would select for Qwen a tokenizer that reads this file in another way.
+"""
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """flags: by destination, with "rows" of the embedding; notes: remarks for the user; dtype: of all weights, that of the embedding."""
+    """An opened Hugging Face model.
+
+    Attributes:
+        flags: by destination, with "rows" of the embedding.
+        dtype: of all weights, that of the embedding.
+        repeated: as `duplicated_tensors`.
+        notes: remarks for the user.
+    """
 
     folder: Path
     family: Family
@@ -74,53 +83,57 @@ class HFModel:
     notes: tuple[str, ...]
 
     def make(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor of ours. dtype: None for that of the weights.
+        """Return a native tensor, by default in the dtype of the weights.
 
-        Raises: DamagedError as SafetensorsFolder.read; CheckpointError for numbers that the dtype cannot hold.
+        Raises:
+            DamagedError: as SafetensorsFolder.read.
+            CheckpointError: if the dtype cannot represent a value.
         """
         parts = [self.source.read(ref.name, ref.index) for ref in mapping.sources]
-        whole = mapping.join(parts, model_sizes(self.flags))
-        value = whole.to(self.target_dtype(mapping, dtype))
-        if (
-            value.dtype == torch.float16 and whole.dtype != value.dtype and not torch.isfinite(value).all()
-        ):  # bf16 has the range of fp32
+        joined = mapping.join(parts, model_sizes(self.flags))
+        value = joined.to(self.target_dtype(mapping, dtype))
+        # bf16 has the range of fp32
+        if value.dtype == torch.float16 and joined.dtype != value.dtype and not torch.isfinite(value).all():
             names = " and ".join(ref.name for ref in mapping.sources)
             raise CheckpointError(
-                f"{names}: numbers up to {whole.abs().max():.3g} are beyond the range of fp16; another --dtype "
+                f"{names}: numbers up to {joined.abs().max():.3g} are beyond the range of fp16; another --dtype "
                 "is needed"
             )
         return value
 
     def target_dtype(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> torch.dtype:
-        """What `make` gives."""
+        """Return the dtype of the result of `make`."""
         return torch.float32 if mapping.keeps_fp32 else dtype or self.dtype
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that go with its weights, each once."""
+    """Return the files to copy with the weights of a folder, each once."""
     return sorted({path for pattern in TOKENIZER_FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
 def tokenizer_flags(folder: Path, place: Path) -> dict[str, Any]:
-    """The flags of a folder's tokenizer, whose files will be in `place`.
+    """Return the flags of a folder's tokenizer, whose files will be in `place`.
 
-    Raises: CheckpointError when its tokenizer_config.json cannot be read.
+    Raises:
+        CheckpointError: if its tokenizer_config.json cannot be read.
     """
     files = {path.name for path in tokenizer_files(folder)}
     if {name for name in files if name.startswith("tokenizer")} == {"tokenizer.model", "tokenizer_config.json"} and (
         read_json(folder / "tokenizer_config.json") == SENTENCEPIECE_CONFIG
     ):
-        return {
-            "tokenizer_type": "SentencePieceTokenizer",
-            "tokenizer_model": str(place.absolute() / "tokenizer.model"),
-        }
+        model = str(place.absolute() / "tokenizer.model")
+        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}
     if "tokenizer.json" in files or "tokenizer_config.json" in files:
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place.absolute())}
     return {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
 
 
 def read_flags(folder: Path, source: SafetensorsFolder) -> tuple[Family, dict[str, Any], list[str]]:
-    """The flags of a folder's model, with "rows", and remarks. Raises: CheckpointError."""
+    """Return the flags of a folder's model, with "rows", and remarks.
+
+    Raises:
+        CheckpointError: if config.json cannot be read.
+    """
     family, flags, notes = read_config(read_json(folder / CONFIG), str(folder / CONFIG))
     flags["rows"] = flags["vocab_size"]
     beyond = NAMES[family.name].depth[0].format(l=flags["num_layers"], d=0)
@@ -135,10 +148,11 @@ def read_flags(folder: Path, source: SafetensorsFolder) -> tuple[Family, dict[st
 
 
 def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: False) -> HFModel:
-    """Read everything but the elements.
+    """Read everything except the elements; `ignore` selects tensors that may be unused.
 
-    ignore: tensors that may be left over.
-    Raises: CheckpointError naming the tensors that are missing, left over or of another shape; DamagedError for files.
+    Raises:
+        CheckpointError: naming the tensors that are missing, unexpected or of another shape.
+        DamagedError: if a file is damaged.
     """
     source = SafetensorsFolder(folder)
     family, flags, notes = read_flags(folder, source)
@@ -185,7 +199,11 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
 
 
 def check_copies(model: HFModel) -> None:
-    """Tensors that repeat another one are equal to it. Reads both. Raises: CheckpointError."""
+    """Check that tensors that repeat another one are equal to it. Reads both.
+
+    Raises:
+        CheckpointError: if one differs.
+    """
     for name, original in model.repeated.items():
         if model.source.shape(name) != model.source.shape(original) or not torch.equal(
             model.source.read(name), model.source.read(original)
@@ -194,35 +212,27 @@ def check_copies(model: HFModel) -> None:
 
 
 class HFMetadata(VirtualMetadata):
-    """The index that a checkpoint of ours with this model would have; see the head of this file."""
+    """The index of a native checkpoint with this model; see the head of this file."""
 
     def __init__(self, model: HFModel):
         super().__init__()
         self.model = model
-        self._made: dict[MetadataIndex, TensorMapping] = {}
+        self._mappings: dict[MetadataIndex, TensorMapping] = {}
         record = recorded_flags(model)
         self.common = {"args": argparse.Namespace(**record), "iteration": 0}
         scheme = KeyScheme.from_record(record)
         for mapping in model.mappings:
             stored = model.source.tensor(mapping.sources[0].name)
-            box = add_chunk(
-                self,
-                scheme.locate(mapping.native),
-                mapping.shape,
-                model.target_dtype(mapping),
-                stored.path.name,
-                stored.start,
-                stored.num_bytes,
-            )
-            self._made[box] = mapping
+            where = stored.path.name, stored.start, stored.num_bytes
+            chunk = add_chunk(self, scheme.locate(mapping.native), mapping.shape, model.target_dtype(mapping), *where)
+            self._mappings[chunk] = mapping
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The tensor of one box."""
-        return self.model.make(self._made[MetadataIndex(key, chunk.offsets)]).view(chunk.sizes)
+        return self.model.make(self._mappings[MetadataIndex(key, chunk.offsets)]).view(chunk.sizes)
 
 
 def recorded_flags(model: HFModel) -> dict[str, Any]:
-    """All flags, those of the model as config.json gives them and the others at their defaults, as a checkpoint records them."""
+    """Return all flags as a checkpoint records them: those of config.json, and the defaults."""
     flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
     record = {dest: option.default for dest, option in OPTIONS.items()} | flags | {"hf_model_type": model.family.name}
     return record | tokenizer_flags(model.folder, model.folder)
@@ -242,5 +252,9 @@ def read_index(folder: Path) -> HFMetadata:
 
 
 def saved_args(folder: Path) -> dict[str, Any]:
-    """The flags that the folder's model needs, as a checkpoint records them. Raises: CheckpointError."""
+    """Return the flags that the folder's model requires, as a checkpoint records them.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
     return recorded_flags(open_hf_model(folder))

@@ -1,7 +1,7 @@
-"""Plan the import of a Hugging Face model: a checkpoint of weights, or of the one file that --export-weights writes.
+"""Plan the import of a Hugging Face model: a checkpoint of weights, or the file that --export-weights writes.
 
-A checkpoint is DIRECTORY/release with data files as torch writes them (an entry per tensor of a layer and expert), and, when all are
-there, the index, the state that is no tensor, the tokenizer's files and the completion mark.
+A checkpoint is DIRECTORY/release with data files as torch writes them (an entry per tensor of a layer and expert), and,
+when all exist, the index, the non-tensor state, the tokenizer files and the completion mark.
 """
 
 import json
@@ -38,9 +38,12 @@ from moe_trainer.parallel.params import ParamInfo
 def plan_native_checkpoint(
     model: HFModel, directory: Path, record: Mapping[str, Any], most: int, dtype: torch.dtype | None = None
 ) -> ConversionJob:
-    """Weights only, as DIRECTORY/release, with the flags of `record`. dtype: of the weights, None for that of the source.
+    """Plan a checkpoint of weights as DIRECTORY/release, with the flags of `record`.
 
-    Raises: CheckpointError for a directory of a run's checkpoints, which would lose sight of them.
+    The weights have their own dtype by default.
+
+    Raises:
+        CheckpointError: for a directory with checkpoints of a run, which its tracker would no longer name.
     """
     if (directory / TRACKER).is_file() and (
         newest := (directory / TRACKER).read_text(errors="replace").strip()
@@ -72,7 +75,7 @@ def plan_native_checkpoint(
 
 
 def _tokenizer_flags(model: HFModel, target: Path) -> dict[str, Any]:
-    """Flags of the tokenizer that is copied into the checkpoint; nothing where the folder has none."""
+    """Return the flags of the tokenizer that is copied into the checkpoint, nothing if there is none."""
     flags = tokenizer_flags(model.folder, target / "tokenizer")
     return {} if flags["tokenizer_model"] is None else flags
 
@@ -80,7 +83,7 @@ def _tokenizer_flags(model: HFModel, target: Path) -> dict[str, Any]:
 def _planned_tensor(
     model: HFModel, mapping: TensorMapping, dtype: torch.dtype | None, leading: int = 0
 ) -> PlannedTensor:
-    """leading: axes of the stored tensor, over layers and experts, before its own; they are one long here."""
+    """Plan a native tensor with `leading` axes of size one, over layers and experts, before its own."""
     shape = (*(1 for _ in range(leading)), *mapping.shape)
 
     def make() -> Iterator[Tensor]:
@@ -103,7 +106,7 @@ def plan_weights_file(model: HFModel, target: Path, dtype: torch.dtype | None = 
 
 
 def _write_entries(path: Path, items: Sequence[PlannedTensor]) -> list[tuple[str, int, int]]:
-    """A data file of torch's format. Returns: name, first byte and length of every tensor."""
+    """Write a data file in the format of torch; return name, first byte and length of every tensor."""
     known = []
     with open(path, "wb") as file:
         for item in items:
@@ -112,14 +115,14 @@ def _write_entries(path: Path, items: Sequence[PlannedTensor]) -> list[tuple[str
             stream = _Stream(file)
             try:
                 torch.save(value.contiguous(), stream)  # type: ignore[arg-type]
-            except RuntimeError as error:  # torch's writer says of a full disk that it is at an unexpected place
+            except RuntimeError as error:  # torch's writer reports a full disk as an unexpected position
                 raise stream.error or error from error
             known.append((item.name, start, file.tell() - start))
     return known
 
 
 class _Stream:
-    """What torch.save writes to: appends, and cannot be asked for its place, which is not the file's."""
+    """An append-only stream for torch.save, without the position of the file."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -143,22 +146,20 @@ def _finish_native(
     scheme: KeyScheme,
     record: Mapping[str, Any],
 ) -> None:
-    """The index of all files, and the state that is no tensor."""
+    """Write the index of all files and the non-tensor state."""
     index = empty_metadata()
-    content = (
-        common_state.dump_object(common_state.build(CheckpointState(0, record), None)),
-        common_state.dump_object(None),
-    )
+    common = common_state.dump_object(common_state.build(CheckpointState(0, record), None))
+    empty = common_state.dump_object(None)
     state = f"__{len(notes)}_0.distcp"
-    (folder / state).write_bytes(b"".join(content))
+    (folder / state).write_bytes(common + empty)
     flush_file(folder / state)
-    add_object(index, common_state.KEY, state, 0, len(content[0]))
+    add_object(index, common_state.KEY, state, 0, len(common))
     for file, known in notes.items():
         for name, start, length in known:
             shape, dtype = shapes[name]
             add_chunk(index, scheme.locate(name), shape, dtype, file, start, length)
-            for extra in scheme.extra_state_keys(ParamInfo((name,))):  # all empty, and stored once
-                add_object(index, extra, state, len(content[0]), len(content[1]))
+            for extra in scheme.extra_state_keys(ParamInfo((name,))):  # all empty, stored once
+                add_object(index, extra, state, len(common), len(empty))
     with open(folder / INDEX, "wb") as index_file:
         pickle.dump(index, index_file)
     flush_file(folder / INDEX)

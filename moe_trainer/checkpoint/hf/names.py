@@ -1,7 +1,7 @@
 """The mapping between Hugging Face and native tensors: the rules of a family, expanded for a model.
 
-`links` repeats the rules for the layers, experts and multi-token-prediction depths that the flags describe. Everything else follows:
-shapes, what is missing, what is left over.
+`tensor_mappings` expands the rules for the layers, experts and multi-token-prediction depths that the flags describe.
+Shapes, missing and unexpected tensors follow from it.
 """
 
 import math
@@ -20,7 +20,7 @@ from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Trans
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of theirs, or slice `index` along its first dimension. shape: of the tensor or the slice; stack: slices there are."""
+    """A Hugging Face tensor, or slice `index` of `stack` along its first dimension; `shape` is that of the slice."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One tensor of ours and what it is made of. shape: of ours. pieces: where several of ours are made of the same, all their names."""
+    """A native tensor and its sources; `siblings` are all native tensors made of the same sources, if several."""
 
     native: str
     shape: tuple[int, ...]
@@ -39,25 +39,23 @@ class TensorMapping:
     siblings: tuple[str, ...] = ()
 
     def join(self, parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
-        """The tensor of ours."""
-        whole = self.transform.to_native(parts, sizes)
-        return whole[self.siblings.index(self.native)] if self.siblings else whole
+        """Return the native tensor."""
+        joined = self.transform.to_native(parts, sizes)
+        return joined[self.siblings.index(self.native)] if self.siblings else joined
 
     @property
     def keeps_fp32(self) -> bool:
-        """Whether the tensor is fp32 for every type of weights: the router's expert bias."""
+        """Whether the tensor is fp32 for every dtype of weights: the router's expert bias."""
         return self.native.endswith("expert_bias")
 
 
 def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
-    """The symbols of a model that its flags, by destination, describe."""
+    """Return the sizes of the layout symbols for these flags."""
     heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
     groups = flags.get("num_query_groups") if flags.get("group_query_attention") else heads
     head = flags.get("kv_channels") or hidden // heads
-    ffn, expert = (
-        flags.get("ffn_hidden_size") or 0,
-        flags.get("moe_ffn_hidden_size") or flags.get("ffn_hidden_size") or 0,
-    )
+    ffn = flags.get("ffn_hidden_size") or 0
+    expert = flags.get("moe_ffn_hidden_size") or ffn
     sizes = {
         "H": hidden,
         "N": heads,
@@ -109,9 +107,9 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
 def tensor_mappings(
     family: str, flags: Mapping[str, Any], present: Callable[[str], bool] | None = None
 ) -> list[TensorMapping]:
-    """All tensors of the model that `flags` (and "rows", of the embedding) describe, in order.
+    """Return all tensors of the model that `flags` (and "rows", of the embedding) describe, in order.
 
-    present: which names of theirs there are, to choose among spellings; None takes those that are written.
+    `present` tells which Hugging Face names exist, to choose among spellings; without it the written ones are used.
     """
     names, sizes = NAMES[family], model_sizes(flags)
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
@@ -125,15 +123,18 @@ def tensor_mappings(
         found += _expand(rules, f"decoder.layers.{layer}.", f"model.layers.{layer}.", flags, sizes, present)
     found += _expand(HEAD, "", "", flags, sizes, present)
     for depth in range(depths):
-        own, theirs = (place.format(l=layers + depth, d=depth) for place in names.depth)
-        found += _expand(names.mtp, f"mtp.layers.{depth}.", own, flags, sizes, present)
+        depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.depth)
+        found += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
         rules = (names.linear if linear[-1] else names.layer) + (names.moe if mtp_is_moe(pattern) else names.dense)
-        found += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", theirs, flags, sizes, present)
+        found += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
     return found
 
 
 def duplicated_tensors(family: str, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Names of theirs that repeat another tensor, with its name: every multi-token-prediction depth has the embedding and the head."""
+    """Return the Hugging Face names that repeat another tensor, with its name.
+
+    Every multi-token prediction depth has a copy of the embedding and the head.
+    """
     tied = not flags.get("untie_embeddings_and_output_weights")
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
     found = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
@@ -154,25 +155,22 @@ def _expand(
     for rules in filter(lambda rules: rules.hold(flags), tables):
         for name, spellings in rules.lines():
             shapes: list[tuple[int, ...]] = []
-            parts, siblings = (
-                _select_spelling(spellings, hf_prefix, present).split(","),
-                name.replace(" ", "").split("&"),
-            )
+            parts = _select_spelling(spellings, hf_prefix, present).split(",")
+            siblings = name.replace(" ", "").split("&")
             for expert in range(sizes["X"]) if "{e}" in name else (None,):
                 refs = tuple(_ref(part, hf_prefix, expert, sizes) for part in parts)
-                how = (
-                    SAME if rules.transform is HALVES and len(refs) == 1 else rules.transform
-                )  # a stack holds both halves already
-                if not shapes:  # every expert's
-                    whole = how.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
-                    shapes = [tuple(each.shape) for each in (whole if len(siblings) > 1 else (whole,))]
+                # a stack holds both halves already
+                transform = SAME if rules.transform is HALVES and len(refs) == 1 else rules.transform
+                if not shapes:  # equal for all experts
+                    joined = transform.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
+                    shapes = [tuple(each.shape) for each in (joined if len(siblings) > 1 else (joined,))]
                 names = tuple(native_prefix + sibling.format(e=expert) for sibling in siblings)
                 for native, shape in zip(names, shapes, strict=True):
-                    yield TensorMapping(native, shape, refs, how, names if len(names) > 1 else ())
+                    yield TensorMapping(native, shape, refs, transform, names if len(names) > 1 else ())
 
 
 def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[str], bool] | None) -> str:
-    """The spelling whose first tensor is there; where none is, the one that is written."""
+    """Return the spelling whose first tensor exists, else the one that is written."""
     if present is not None:
         for spelling in spellings:
             if present(prefix + spelling.split()[0].format(e=0)):
@@ -195,10 +193,17 @@ def check_source(
     repeated: Mapping[str, str],
     dropped: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Every tensor that a model needs is there with its shape, and none is left over.
+    """Check that every tensor of the model exists with its shape, and that no other tensor does.
 
-    shape_of: None where there is no such tensor. repeated: as `copies`. dropped: what may be left over.
-    Raises: CheckpointError naming the tensors.
+    Args:
+        found: the mappings of the model.
+        shape_of: returns the shape of a tensor, None if it does not exist.
+        names: existing tensors.
+        repeated: as `duplicated_tensors`.
+        dropped: tells whether an unused tensor is accepted.
+
+    Raises:
+        CheckpointError: naming the tensors.
     """
     problems, used = [], set(repeated)
     for ref in (ref for mapping in found for ref in mapping.sources):

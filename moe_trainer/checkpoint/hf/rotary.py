@@ -1,4 +1,4 @@
-"""Rotary positions of a config.json <-> flags: base, rotated share, and the scalings yarn, llama3 and linear."""
+"""Convert rotary position settings of config.json: base, rotated share, and the scalings yarn, llama3 and linear."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -27,7 +27,11 @@ _SCALINGS = MappingProxyType(
 
 
 def read_rotary(config: Config) -> Flags:
-    """config.json -> flags. Raises: CheckpointError for a scaling that no flag stands for."""
+    """Convert config.json to flags.
+
+    Raises:
+        CheckpointError: for a scaling that no flag supports.
+    """
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     rope = rope or dict(_SCALINGS.get(str(config.get("model_type")), {}))
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -76,7 +80,7 @@ def read_rotary(config: Config) -> Flags:
 
 
 def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """flags -> config.json, the scaling under both of its names for a kind."""
+    """Convert flags to config.json, with the scaling under both of its key names."""
     config: dict[str, Any] = {"rope_theta": float(flags.get("rotary_base") or 10000), "rope_scaling": None}
     latent = flags.get("multi_latent_attention")
     if flags.get("rotary_percent") not in (None, 1.0):
@@ -114,6 +118,6 @@ def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_explicit_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the scaling even where there is none, for a family in which null means yarn."""
+    """Write the scaling even if there is none, for a family in which null means yarn."""
     config = write_rotary(flags)
     return config | {"rope_scaling": config["rope_scaling"] or {"type": "default", "rope_type": "default"}}

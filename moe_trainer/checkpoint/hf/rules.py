@@ -1,14 +1,15 @@
-"""The rules of every family of Hugging Face models: which tensor of ours is made of which of theirs, in one kind of layer.
+"""Tensor rules of every family of Hugging Face models, for one kind of layer.
 
-A rule relates one tensor of ours to those of theirs, with the layout of each and a transform between them; names.py repeats the
-rules for the layers of a model. Several spellings of a rule are read (files of the hub name every expert; transformers may stack
-them), the first one is written.
+A rule relates a native tensor to Hugging Face tensors, with the layout of each and a transform between them; names.py
+expands the rules for the layers of a model. Several spellings of a rule are read (files of the hub name every expert;
+transformers may stack them); the first one is written.
 
-Symbols of the layouts: H hidden size, N heads, V vocabulary, D head dim, Q and K rows of queries and of keys, F dense feed-forward, E expert and
-S shared feed-forward, X experts, M hidden size twice; latent attention: A query and C key-value rank, R rotary part, T C + R,
-P rows of queries, U rows of keys and values, O columns of values; sparse attention: IH heads of the indexer, ID their size, IQ rows of its
-queries; linear attention: LK key and LV value heads, LKD and LVD their sizes,
-LO outputs, LZ, LB and LC rows of its two projections and of its convolution, LW width of that. Numbers stand for themselves.
+Symbols of the layouts: H hidden size, N heads, V vocabulary, D head dim, Q and K rows of queries and of keys, F dense
+FFN width, E expert and S shared FFN width, X experts, M twice the hidden size; latent attention: A query and C
+key-value rank, R rotary part, T C + R, P rows of queries, U rows of keys and values, O columns of values; sparse
+attention: IH heads of the indexer, ID their size, IQ rows of its queries; linear attention: LK key and LV value heads,
+LKD and LVD their sizes, LO outputs, LZ, LB and LC rows of its two projections and of its convolution, LW width of that.
+Numbers are literal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,10 +33,13 @@ from moe_trainer.checkpoint.hf.transforms import (
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules with one transform, one per line: OURS = SPELLING [| SPELLING ...], a spelling being NAME LAYOUT [, NAME LAYOUT ...].
+    """Rules with one transform, one per line: NATIVE = SPELLING [| SPELLING ...].
 
-    OURS: the name inside the layer, or several, joined by " & ". `{e}`: expert; a spelling without it, whose layout begins with X, is a stack over experts. needs: a
-    flag (or, behind "-", its absence) without which they do not hold.
+    A spelling is NAME LAYOUT [, NAME LAYOUT ...]. NATIVE is one name inside the layer, or several joined by " & ".
+    `{e}` is the expert; a spelling without it whose layout begins with X is a stack over experts.
+
+    Attributes:
+        needs: flag (with "-" its absence) that the rules require.
     """
 
     text: str
@@ -46,10 +50,10 @@ class Rules:
         return not self.needs or bool(flags.get(self.needs.lstrip("-"))) != self.needs.startswith("-")
 
     def lines(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """(name of ours, spellings)."""
+        """Yield (native name, spellings)."""
         for line in filter(None, map(str.strip, self.text.splitlines())):
-            ours, _, theirs = line.partition(" = ")
-            yield ours.strip(), tuple(map(str.strip, theirs.split("|")))
+            native, _, spellings = line.partition(" = ")
+            yield native.strip(), tuple(map(str.strip, spellings.split("|")))
 
 
 MODEL = (Rules("embedding.word_embeddings.weight = model.embed_tokens.weight V H", SAME),)
@@ -123,7 +127,8 @@ _EXPERTS = (
     Rules("mlp.router.weight = mlp.gate.weight X H", SAME),
     Rules("mlp.router.expert_bias = mlp.gate.e_score_correction_bias X", SAME, "moe_router_enable_expert_bias"),
     Rules(
-        """mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.{e}.gate_proj.weight E H, mlp.experts.{e}.up_proj.weight E H \
+        """mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.{e}.gate_proj.weight E H, \
+        mlp.experts.{e}.up_proj.weight E H \
         | mlp.experts.gate_up_proj X 2E H""",
         HALVES,
     ),
@@ -172,7 +177,8 @@ _BIASED_EXPERTS = (
 )
 _GATED_SHARED = (
     Rules(
-        """mlp.shared_experts.linear_fc1.weight = mlp.shared_expert.gate_proj.weight S H, mlp.shared_expert.up_proj.weight S H""",
+        """mlp.shared_experts.linear_fc1.weight = mlp.shared_expert.gate_proj.weight S H, \
+        mlp.shared_expert.up_proj.weight S H""",
         HALVES,
     ),
     Rules(
@@ -217,7 +223,8 @@ _LINEAR = (
         SAME,
     ),
     Rules(
-        """self_attention.in_proj.weight.query & self_attention.in_proj.weight.key & self_attention.in_proj.weight.value \
+        """self_attention.in_proj.weight.query & self_attention.in_proj.weight.key \
+        & self_attention.in_proj.weight.value \
         & self_attention.in_proj.weight.z & self_attention.in_proj.weight.beta & self_attention.in_proj.weight.alpha \
         = linear_attn.in_proj_qkvz.weight LZ H, linear_attn.in_proj_ba.weight LB H""",
         DELTA,
@@ -253,9 +260,16 @@ _MTP = (
 
 @dataclass(frozen=True)
 class Names:
-    """The rules of a family. layer: of every layer; dense, moe: of one or the other feed-forward part; mtp: of a depth besides its layer;
-    linear: instead of layer, of a layer with linear attention. depth: where the tensors of a multi-token-prediction depth and those of its
-    layer stand; {l} counts on from the layers, {d} from zero."""
+    """Rules of a family.
+
+    Attributes:
+        layer: of every layer with softmax attention.
+        moe: of MoE layers.
+        dense: of dense layers.
+        mtp: of a multi-token prediction depth, besides its layer.
+        linear: replaces `layer` for layers with linear attention.
+        depth: prefixes of the tensors of an MTP depth and of its layer; {l} continues the layers, {d} starts at zero.
+    """
 
     layer: tuple[Rules, ...]
     moe: tuple[Rules, ...] = ()

@@ -1,4 +1,4 @@
-"""How tensors of a Hugging Face model and of ours become each other where they hold the same numbers in another arrangement."""
+"""Transforms between Hugging Face and native tensors that hold the same numbers in another arrangement."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,11 @@ ModelSizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Transform:
-    """join: theirs -> ours; part: ours -> theirs. Both take the model's sizes and may be given tensors without storage. Where several
-    tensors of ours are made of the same ones, join gives and part takes a sequence."""
+    """Conversion to and from native tensors.
+
+    Both functions take the model's sizes and may get tensors without storage. If several native tensors are made of the
+    same sources, `to_native` returns and the inverse takes a sequence.
+    """
 
     to_native: Callable[[Sequence[Tensor], ModelSizes], Any]
     to_hf: Callable[[Any, ModelSizes], Sequence[Tensor]]
@@ -46,7 +49,7 @@ def _part_gated_groups(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
 
 
 def _delta_rows(sizes: ModelSizes) -> tuple[list[int], list[int]]:
-    """Rows of query, key, value and gate, and of beta and alpha, of one key head."""
+    """Return the rows of query, key, value and gate, and of beta and alpha, of one key head."""
     values = sizes["LV"] // sizes["LK"]
     return [sizes["LKD"], sizes["LKD"], values * sizes["LVD"], values * sizes["LVD"]], [values, values]
 
@@ -85,16 +88,19 @@ HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda whole, _: wh
 GROUPS = Transform(_join_groups, _part_groups)
 """[q..q, k, v] per key-value group."""
 GATED_GROUPS = Transform(_join_gated_groups, _part_gated_groups)
-"""[q..q, g..g, k, v] per key-value group; theirs: [q, g] per head."""
+"""[q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head."""
 DELTA = Transform(_join_delta, _part_delta)
-"""query, key, value, gate, beta and alpha of all heads; theirs: of every key head one behind the other, the last two apart."""
+"""Query, key, value, gate, beta and alpha of all heads.
+
+Hugging Face: grouped by key head, the last two in a tensor of their own.
+"""
 DELTA_PARTS = Transform(
     lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda whole, _: (torch.cat(tuple(whole)),)
 )
 """The channels of query, key and value."""
 TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda whole, _: (whole.t(),))
-"""Inputs times outputs, as theirs are multiplied from the right."""
+"""Inputs x outputs in Hugging Face, which multiplies from the right."""
 INTERLEAVED = Transform(_join_interleaved, _part_interleaved)
-"""Gate above up; theirs: transposed, gate and up in turns."""
+"""Gate above up; Hugging Face: transposed, gate and up interleaved."""
 MINUS_ONE = Transform(lambda parts, _: parts[0] - 1, lambda whole, _: (whole + 1,))
-"""A gain around zero; theirs: around one."""
+"""A gain around zero; Hugging Face: around one."""

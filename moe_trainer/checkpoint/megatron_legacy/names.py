@@ -1,8 +1,9 @@
-"""How Megatron-LM's legacy checkpoints (`--ckpt-format torch`) name, cut, group and lay out a model: facts that reading and writing share.
+"""Names, shards, groups and layout of a model in Megatron-LM's legacy checkpoints (`--ckpt-format torch`).
 
-A file of a legacy checkpoint holds what one rank had in memory: tensors cut for its tensor-parallel place, layers and experts numbered
-from zero in every model chunk, and an optimizer that knows its parameters by their number only. The numbers follow from the order
-of the parameters and from the groups of weight decay, the places in a distributed optimizer's buffer from the order alone.
+A file of a legacy checkpoint holds what one rank had in memory: tensors sharded for its tensor-parallel rank, layers
+and experts numbered from zero in every model chunk, and an optimizer that identifies parameters by number. The numbers
+follow from the order of the parameters and from the groups of weight decay, the offsets in a distributed optimizer's
+buffer from the order alone.
 """
 
 import math
@@ -96,7 +97,7 @@ class LayoutSizes:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "LayoutSizes":
-        """From the flags by destination."""
+        """Derive the sizes from flags by destination."""
 
         def size(name: str, default: int = 1) -> int:
             return int(record.get(name) or default)
@@ -111,7 +112,7 @@ class LayoutSizes:
         )
 
     def folder(self, tp: int, pp: int, ep: int) -> str:
-        """The folder of a place."""
+        """Return the folder of a rank."""
         return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
 
     @property
@@ -120,18 +121,18 @@ class LayoutSizes:
 
 
 def layer_number(name: str) -> int | None:
-    """The number of the decoder layer that a name belongs to."""
+    """Return the number of the decoder layer that a name belongs to."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None
 
 
 def count_layers(names: Sequence[str]) -> int:
-    """How many decoder layers a model chunk has, by its local names."""
+    """Return the number of decoder layers of a model chunk, from its local names."""
     return 1 + max((int(found[1]) for found in map(_LAYER.match, names) if found), default=-1)
 
 
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
-    """The name of ours for a name in a file, whichever modules (local or TransformerEngine's, grouped or not) wrote it."""
+    """Return the global name for a name in a file, for local, Transformer Engine and grouped modules."""
     name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
     name = _GROUPED.sub(lambda found: f"{EXPERT}{found[3]}.{found[1]}.{found[2]}", name)
     name = _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) + first_expert}.", name)
@@ -141,13 +142,13 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 
 
 def local_name(name: str, first_layer: int, first_expert: int) -> str:
-    """The inverse of `global_name`, as local modules and single experts spell it."""
+    """Return the inverse of `global_name`, for local modules and single experts."""
     name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) - first_layer}.", name)
     return _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) - first_expert}.", name)
 
 
 def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
-    """A local name as the modules write it that the flags choose. routed: whether it is in a layer with a router."""
+    """Return a local name as the modules of the flags write it; `routed`: in a layer with a router."""
     if not has_te_names(record):
         return name
     for alone, fused in fused_norms(record, routed):
@@ -158,9 +159,10 @@ def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
 
 
 def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: int) -> tuple[int | None, int]:
-    """(dimension, parts) in which a tensor of a file is cut among `count` ranks; the dimension is None for a whole one.
+    """Return (dimension or None, parts) in which a tensor of a file is sharded over `count` ranks.
 
-    Raises: CheckpointError for a tensor of which that is not known.
+    Raises:
+        CheckpointError: for an unknown tensor.
     """
     if count == 1 or _WHOLE.search(name):
         return None, 1
@@ -184,9 +186,10 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
 
 
 def module_order_key(name: str, written: str) -> tuple:
-    """A key that sorts tensors as the modules of Megatron-LM register them: their global names, and those that they are written under.
+    """Return a key that sorts tensors as Megatron-LM's modules register them, from the global and the written name.
 
-    Raises: CheckpointError for a name of a module that is not known.
+    Raises:
+        CheckpointError: for an unknown module.
     """
     block = next((number for number, start in enumerate(_ORDER) if name.startswith(start)), None)
     if block is None:
@@ -216,7 +219,7 @@ def module_order_key(name: str, written: str) -> tuple:
 
 
 def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:
-    """Whether a parameter is in a group with weight decay."""
+    """Return whether a parameter is in a group with weight decay."""
     if record.get("apply_wd_to_qk_layernorm") and re.search(r"\.[qk]_layernorm\.weight$", name):
         return True
     return ndim > 1 and not name.endswith(".bias")
@@ -231,17 +234,16 @@ class ParamGroupKind(NamedTuple):
 
 
 def param_group_kind(name: str, ndim: int, record: Mapping[str, Any]) -> ParamGroupKind:
-    """The group of a parameter."""
     decoupled = record.get("decoupled_lr") is not None
     scaled = recorded_width_mult(record) != 1.0 and is_lr_scaled(name, ndim, record["optimizer"], decoupled)
     return ParamGroupKind(decays(name, ndim, record), decoupled and name.endswith(DECOUPLED_LR_WEIGHTS), scaled)
 
 
 def tied_copies(names: Collection[str], record: Mapping[str, Any], pp: int) -> frozenset[str]:
-    """Those of a model chunk's names that are copies of a tensor of the first pipeline stage.
+    """Return the names of a model chunk that are copies of a tensor of the first pipeline stage.
 
-    The stage of the prediction layers has the word embeddings too, whether they are tied or not; the last stage of a model with tied
-    embeddings has them as its output layer.
+    The stage of the MTP layers has the word embeddings too, tied or not; the last stage of a model with tied embeddings
+    has them as its output layer.
     """
     tied = not record.get("untie_embeddings_and_output_weights")
     return frozenset(
@@ -250,7 +252,10 @@ def tied_copies(names: Collection[str], record: Mapping[str, Any], pp: int) -> f
 
 
 def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> frozenset[str]:
-    """The tensors that two pipeline stages share: they have a bucket of their own in a distributed optimizer's buffer."""
+    """Return the tensors that two pipeline stages share.
+
+    They have a bucket of their own in a distributed optimizer's buffer.
+    """
     if pipeline_size == 1:
         return frozenset()
     if record.get("mtp_num_layers"):
@@ -263,11 +268,17 @@ def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> fro
 def buffer_offsets(
     numels: Sequence[tuple[str, int]], bucket_size: int | None, ranks: int, alone: frozenset[str], wide: bool
 ) -> Iterator[tuple[str, int, int]]:
-    """Where the parameters of one buffer of a distributed optimizer stand in its saved form, which leaves the ends of buckets out.
+    """Yield the offsets of parameters in a distributed optimizer's saved buffer, which has no bucket padding.
 
-    numels: (name, elements) in the order of the modules. bucket_size: elements, None for one bucket. ranks: data-parallel ones.
-    alone: names with a bucket of their own. wide: --ddp-pad-buckets-for-high-nccl-busbw.
-    Yields: (name, first element, elements); the whole has as many as where the last of these ends.
+    Args:
+        numels: (name, elements) in the order of the modules.
+        bucket_size: elements, None for one bucket.
+        ranks: data-parallel size.
+        alone: names with a bucket of their own.
+        wide: --ddp-pad-buckets-for-high-nccl-busbw.
+
+    Yields:
+        (name, first element, elements); the last one ends where the buffer does.
     """
     end_at = math.lcm(ranks, _END, 2**16) if wide else math.lcm(ranks, _END)
     at = bucket = saved = (

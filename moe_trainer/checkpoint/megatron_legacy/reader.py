@@ -1,8 +1,8 @@
-"""A legacy checkpoint of Megatron-LM (`--ckpt-format torch`) as an index: what --load reads, under any layout.
+"""A legacy checkpoint of Megatron-LM (`--ckpt-format torch`) as an index that any layout can load.
 
-Every file `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` is opened without reading its elements (they are mapped into memory, and
-are read with their chunk). Its content, and that of `distrib_optim.pt`, gets the keys and chunks of a native checkpoint, so
-that the same code reads both. names.py describes the files.
+Every file `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` is opened without reading its elements (they are mapped into
+memory, and read with their chunk). Its content, and that of `distrib_optim.pt`, gets the keys and chunks of a native
+checkpoint, so that the same code reads both. names.py describes the files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,13 +48,13 @@ BUFFERS = ("expert_bias", "qb_beta", "local_tokens_per_expert", "global_tokens_p
 
 
 def is_legacy_folder(folder: Path) -> bool:
-    """Whether a checkpoint folder is of the legacy format."""
+    """Return whether a checkpoint folder is in the legacy format."""
     return any(folder.glob("mp_rank_*"))
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One file and where its rank stood."""
+    """A file and the rank that wrote it."""
 
     path: Path
     tp: int
@@ -69,7 +69,8 @@ class RankFile:
 def open_file(path: Path) -> Any:
     """Decode a file; its tensors are mapped, not read.
 
-    Raises: DamagedError when it is missing or damaged.
+    Raises:
+        DamagedError: if it is missing or damaged.
     """
     try:
         return load_mapped(path)
@@ -82,7 +83,11 @@ def open_file(path: Path) -> Any:
 
 
 def read_recorded_flags(folder: Path) -> dict[str, Any]:
-    """The flags that wrote a checkpoint. Raises: CheckpointError."""
+    """Return the flags of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
     found = sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
     if not found:
         raise DamagedError(f"{folder}: no mp_rank_* folder there has a {MODEL_FILE}")
@@ -99,9 +104,10 @@ def read_recorded_flags(folder: Path) -> dict[str, Any]:
 
 
 def rank_files(folder: Path, sizes: LayoutSizes) -> list[RankFile]:
-    """All files, those of the first expert-parallel place first.
+    """Return all files, those of the first expert-parallel rank first.
 
-    Raises: DamagedError naming a file without which the model has gaps.
+    Raises:
+        DamagedError: naming a missing file of the model.
     """
     found = [
         RankFile(path, tp, pp, ep)
@@ -122,7 +128,7 @@ def rank_files(folder: Path, sizes: LayoutSizes) -> list[RankFile]:
 
 
 class LegacyMetadata(VirtualMetadata):
-    """The index that a checkpoint of ours with this model would have; see the head of this file."""
+    """The index of a native checkpoint with this model; see the head of this file."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -159,16 +165,17 @@ class LegacyMetadata(VirtualMetadata):
         self._check_covered()
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The tensor of one box.
+        """Return the tensor of one chunk.
 
-        Raises: DamagedError when the bytes of its file have changed.
+        Raises:
+            DamagedError: if the bytes of its file have changed.
         """
         tensor, path = self._boxes[MetadataIndex(key, chunk.offsets)]
         self._verify(path)
         return tensor.reshape(chunk.sizes)
 
     def modified_files(self) -> list[str]:
-        """What the checksums in the files say of them; reads everything."""
+        """Return the files that differ from their checksums. Reads everything."""
         problems = []
         for path in self.files:
             try:
@@ -179,7 +186,7 @@ class LegacyMetadata(VirtualMetadata):
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold its tensors."""
+        """Return the files that hold its tensors."""
         return sorted({path for _, path in self._boxes.values()})
 
     def _verify(self, path: Path) -> None:
@@ -192,7 +199,7 @@ class LegacyMetadata(VirtualMetadata):
             self._whole.add(path)
 
     def _first_layers(self, files: Sequence[RankFile], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:
-        """The global number of the first layer of each (stage, model chunk): chunks follow one another before stages do."""
+        """Return the global number of the first layer of each (stage, model chunk), chunk by chunk."""
         counts: dict[tuple[int, int], int] = {}
         for file, content in zip(files, contents, strict=True):
             for number, chunk in enumerate(_chunks(file, content)):
@@ -209,7 +216,7 @@ class LegacyMetadata(VirtualMetadata):
         return firsts
 
     def _add_file(self, file: RankFile, content: Mapping, firsts: Mapping, takes: Mapping[str, bool]) -> None:
-        """Enter what no earlier file had."""
+        """Add what no earlier file had."""
         chunks: list[dict[str, Tensor]] = []
         copies: set[str] = set()
         for number, chunk in enumerate(_chunks(file, content)):
@@ -280,8 +287,8 @@ class LegacyMetadata(VirtualMetadata):
             )
             self._boxes[box] = piece, path
 
-    def _takes_states(self, file: RankFile, kinds: Sequence[str]) -> dict[str, bool]:
-        """Of which kinds of parameters no earlier file had the states; they are taken from this one."""
+    def _new_state_kinds(self, file: RankFile, kinds: Sequence[str]) -> dict[str, bool]:
+        """Return the kinds of parameters whose states no earlier file had."""
         places = {
             "dense": ("dense", file.tp, file.pp),
             "expert": ("expert", file.tp % self._sizes.etp, file.pp, file.ep),
@@ -293,7 +300,7 @@ class LegacyMetadata(VirtualMetadata):
     def _states(
         self, file: RankFile, optimizer: Any, chunks: list[dict[str, Tensor]]
     ) -> Iterator[tuple[str, str, Tensor, Path, dict[str, bool]]]:
-        """(state, name, values, file, kinds of parameters to take) of all optimizer states of a file."""
+        """Yield (state, name, values, file, kinds of parameters to use) of all optimizer states of a file."""
         chain = optimizer if isinstance(optimizer, list) else [optimizer]
         kinds: tuple[tuple[str, ...], ...]
         trained = [{name: value for name, value in chunk.items() if not name.endswith(BUFFERS)} for chunk in chunks]
@@ -323,23 +330,28 @@ class LegacyMetadata(VirtualMetadata):
                 if (
                     one is not None
                 ):  # the first data-parallel rank has it: that of the experts may be another than that of all else
-                    takes = self._takes_states(file, kinds[number])
+                    takes = self._new_state_kinds(file, kinds[number])
                     yield from ((*found, takes) for found in self._buffer_states(file, one, mine, number))
             return
         for number, (one, mine) in enumerate(zip(chain, owned, strict=True)):
-            takes = self._takes_states(file, kinds[number])
+            takes = self._new_state_kinds(file, kinds[number])
             params = {name: value for chunk in mine for name, value in chunk.items()}
             yield from ((*found, takes) for found in self._numbered_states(file, one, params))
 
     def _numbered_states(
         self, file: RankFile, optimizer: Mapping, params: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, str, Tensor, Path]]:
-        """The states of an optimizer that knows its parameters by number; half-precision ones also have main parameters."""
+        """Yield the states of an optimizer that identifies its parameters by number.
+
+        Half-precision parameters also have main parameters.
+        """
         inner = optimizer.get("optimizer", optimizer)
         mains = optimizer.get("fp32_from_fp16_params")
         for group_number, group in enumerate(inner["param_groups"]):
             names = [
-                name for name, value in params.items() if _belongs(name, value, group, self.record, self._sizes.ep > 1)
+                name
+                for name, value in params.items()
+                if _is_in_group(name, value, group, self.record, self._sizes.ep > 1)
             ]
             if mains is not None:  # the half-precision ones come first, then those that are fp32 anyway
                 names = sorted(names, key=lambda name: params[name].dtype == torch.float32)
@@ -366,7 +378,7 @@ class LegacyMetadata(VirtualMetadata):
     def _buffer_states(
         self, file: RankFile, buffers: Mapping, chunks: list[dict[str, Tensor]], chain_number: int
     ) -> Iterator[tuple[str, str, Tensor, Path]]:
-        """The states of a distributed optimizer: flat buffers, one per model chunk."""
+        """Yield the states of a distributed optimizer: flat buffers, one per model chunk."""
         if not buffers.get("buckets_coalesced"):
             raise CheckpointError(
                 f"{file.state_path}: its buckets are stored one by one, as Megatron-LM did before 2024; load and "
@@ -413,7 +425,7 @@ class LegacyMetadata(VirtualMetadata):
 def bucketing(
     record: Mapping[str, Any], sizes: LayoutSizes, pp: int, chunk: int, expert: bool
 ) -> tuple[int | None, int, frozenset[str], bool]:
-    """The bucket size, the data-parallel ranks, the names with a bucket of their own and the padding: arguments of `buffer_offsets`."""
+    """Return bucket size, data-parallel size, names with a bucket of their own and padding for `buffer_offsets`."""
     world = int(record.get("world_size") or sizes.tp * sizes.pp)
     dp_cp = world // (sizes.tp * sizes.pp)
     ranks = world // (sizes.etp * sizes.ep * sizes.pp) if expert else dp_cp
@@ -429,8 +441,8 @@ def bucketing(
     )
 
 
-def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
-    """Whether a parameter is in a group of the optimizer, by what the group says of itself."""
+def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
+    """Return whether a parameter is in a group of the optimizer, by the settings of the group."""
     kind = param_group_kind(name, value.dim(), record)
     if (group.get("wd_mult", 1.0) != 0.0) != kind.decayed:
         return False
@@ -442,7 +454,7 @@ def _belongs(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any]
 
 
 def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:
-    """The model chunks of a file."""
+    """Return the model chunks of a file."""
     if "model" in content:
         found = [content["model"]]
     else:

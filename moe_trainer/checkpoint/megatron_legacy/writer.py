@@ -1,8 +1,9 @@
 """Write a legacy checkpoint of Megatron-LM (`--ckpt-format torch`).
 
-The files of that format hold what single ranks of a layout have; this program's optimizer state may be cut otherwise. So a save
-writes its own boxes first, as always, and then one rank of every (tp, pp, ep) place reads what belongs into its file out of
-them, by the means that loading has: costs the disk twice the size for a moment. names.py has the facts of the format.
+The files of that format hold what single ranks of a layout have; this program's optimizer state may be sharded
+differently. So a save first writes its own chunks as always, and then one rank of every (tp, pp, ep) position reads the
+content of its file from them as loading does. This temporarily takes twice the disk space. names.py describes the
+format.
 """
 
 import re
@@ -52,7 +53,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class RankTensor:
-    """A tensor of this rank: its global name, and the one in the file; states by their name."""
+    """A tensor of this rank: its global name, its name in the file, and its states by name."""
 
     name: str
     written: str
@@ -62,7 +63,7 @@ class RankTensor:
 
 
 def writes_here(ps: ParallelState) -> bool:
-    """Whether this rank is the one that writes the file of its place; collective."""
+    """Return whether this rank writes the file of its position. Collective."""
     places = collectives.all_gather_object((ps.tp.rank, ps.pp.rank, ps.ep.rank), ps.world)
     return places.index(places[ps.world.rank]) == ps.world.rank
 
@@ -77,10 +78,13 @@ def write(
     random_states: list | None,
     ps: ParallelState,
 ) -> None:
-    """Write this rank's folder under `target` out of the boxes in `source`. Not collective.
+    """Write this rank's folder under `target` from the chunks in `source`. Not collective.
 
-    scalars: the optimizer's, None without its state.
-    Raises: CheckpointError for a model that the format has no names for, OSError.
+    `scalars` are those of the optimizer, None without its state.
+
+    Raises:
+        CheckpointError: for a model without names in the format.
+        OSError: if it cannot be written.
     """
     record, sizes = state.args, LayoutSizes.from_record(state.args)
     entries = [_entries(source, index, chunk, record, scalars is not None, ps) for chunk in chunks]
@@ -121,11 +125,11 @@ def write(
 def _entries(
     source: Path, index: Metadata, chunk: Any, record: Mapping[str, Any], with_states: bool, ps: ParallelState
 ) -> list[RankTensor]:
-    """Everything of a model chunk, read from the boxes, in Megatron's order."""
+    """Return everything of a model chunk, read from the stored chunks, in Megatron's order."""
     scheme = KeyScheme.from_record(record)
     wanted: dict[str, list[TensorShard]] = {}
     held: list[tuple[ParamInfo, str, Tensor, dict[str, Tensor], bool]] = []
-    for info, shape, trained in _held(chunk, record, ps):
+    for info, shape, trained in _sharded_params(chunk, record, ps):
         runs = scheme.placements(info, shape)
 
         def ask(prefix: str, runs=runs, shape=shape) -> Tensor:
@@ -182,10 +186,10 @@ def _names_of_copy(
     )
 
 
-def _held(
+def _sharded_params(
     chunk: Any, record: Mapping[str, Any], ps: ParallelState
 ) -> Iterator[tuple[ParamInfo, tuple[int, ...], bool]]:
-    """(info, shape of the piece, whether trained) of the parameters and buffers, cut as Megatron-LM cuts them."""
+    """Yield (info, shape of the shard, whether trained) of parameters and buffers, sharded as in Megatron-LM."""
     for param in unique_params(chunk.parameters()):
         info, shape = get_param_info(param), tuple(param.shape)
         group = ps.etp if info.kind == "expert" else ps.tp
@@ -207,7 +211,7 @@ def _held(
 
 
 def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
-    """The state dict of a model chunk, with the empty `_extra_state` entries that Megatron's loader needs."""
+    """Return the state dict of a model chunk, with the empty `_extra_state` entries that Megatron's loader requires."""
     found: dict[str, Tensor | None] = {}
     for position, entry in enumerate(chunk):
         found[entry.written] = entry.value
@@ -222,11 +226,11 @@ def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor 
 def _optimizer(
     chunks: list[list[RankTensor]], record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool
 ) -> dict[str, Any]:
-    """The state dict of one of Megatron's optimizers over all chunks."""
+    """Return the state dict of one of Megatron's optimizers over all chunks."""
     entries = [entry for chunk in chunks for entry in chunk]
     step, groups, mains = float(scalars.get("step", 0)), [], []
     state: dict[int, dict[str, Any]] = {}
-    for kind in _kinds(record, scalars, experts):
+    for kind in _param_groups(record, scalars, experts):
         mine = [entry for entry in entries if param_group_kind(entry.name, entry.value.dim(), record) == kind]
         mine.sort(key=lambda entry: entry.value.dtype == torch.float32)
         numbers = list(range(len(state), len(state) + len(mine)))
@@ -251,8 +255,11 @@ def _optimizer(
     return {"optimizer": inner, "fp32_from_fp16_params": mains, **scaler} if any(mains) else inner
 
 
-def _kinds(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[ParamGroupKind]:
-    """The groups of one of Megatron's optimizers, in its order. As there, a group is there if a parameter of any rank belongs to it."""
+def _param_groups(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[ParamGroupKind]:
+    """Return the groups of one of Megatron's optimizers, in its order.
+
+    As there, a group exists if a parameter of any rank belongs to it.
+    """
     if recorded_width_mult(record) != 1.0:
         found = [
             ParamGroupKind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0)
@@ -273,7 +280,7 @@ def _kinds(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool)
 def _buffers(
     chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: LayoutSizes, pp: int, experts: bool
 ) -> dict:
-    """The flat states of a distributed optimizer, as its first data-parallel rank saves them."""
+    """Return the flat states of a distributed optimizer, as its first data-parallel rank saves them."""
     found: dict = {"buckets_coalesced": True}
     for number, chunk in enumerate(chunk for chunk in chunks if chunk):
         by_name = {entry.name: entry for entry in chunk}
