@@ -306,11 +306,7 @@ def peak_inflight_microbatches(order: Order, sizes: Sequence[float], frees: str 
 
 
 def plan_memory(
-    args: Arguments,
-    world_size: int,
-    vocab_rows: int,
-    num_microbatches: int,
-    hardware: Hardware | None = None,
+    args: Arguments, world_size: int, vocab_rows: int, num_microbatches: int, hardware: Hardware | None = None
 ) -> tuple[StageMemory, ...]:
     """Return the memory of every pipeline stage, first to last.
 

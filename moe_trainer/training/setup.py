@@ -40,11 +40,7 @@ from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.param_groups import is_matrix
-from moe_trainer.optim.schedules import (
-    build_batch_size_schedule,
-    build_lr_schedule,
-    build_weight_decay_schedule,
-)
+from moe_trainer.optim.schedules import build_batch_size_schedule, build_lr_schedule, build_weight_decay_schedule
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.fsdp import FullSharding
