@@ -126,7 +126,6 @@ def _opened(stream: Any, size: int) -> Iterator[zipfile.ZipFile]:
 
 
 def _records(stream: Any, size: int) -> _Records:
-    """Locate the records."""
     with _opened(stream, size) as archive:
         entries = archive.infolist()
         mains = [

@@ -39,17 +39,9 @@ _STAGING = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
 _PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
 # a temporary of another host is stale when nothing in it has changed for this long
 _STALE_AGE_S = 900.0
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.txt",
-    "chat_template.jinja",
+_TOKENIZER_FILES = tuple(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model spiece.model vocab.txt chat_template.jinja".split()
 )
 
 
@@ -288,12 +280,8 @@ def filesystem_id(directory: Path) -> int:
 def check_filesystem_mounted(directory: Path, number: int | None) -> None:
     """Check that the file system of the save folder is still mounted.
 
-    A file system that is mounted again may have another number, but has the file of the run's lock. A folder that was
-    deleted has the same number, and is created again.
-
-    Args:
-        directory: the save folder.
-        number: what `filesystem_id` returned at the start of the run.
+    A file system that is mounted again may have another `number` (see `filesystem_id`), but has the file of the run's
+    lock. A folder that was deleted has the same number, and is created again.
 
     Raises:
         OSError: if another file system is mounted there.

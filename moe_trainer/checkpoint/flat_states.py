@@ -323,13 +323,7 @@ class _BufferLayout:
         self._routed = {layer_number(name) for name in self._tensors if ".mlp.router." in name}
 
     def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
-        """Return the entries of a buffer.
-
-        Args:
-            chain: 1 for experts.
-            group: the model-parallel rank.
-            number: of the model chunk.
-        """
+        """Return the entries of a buffer: `chain` 1 for experts, model-parallel rank `group`, model chunk `number`."""
         sizes, expert = self._sizes, chain == 1
         if expert:
             tp, ep, pp = group % sizes.etp, group // sizes.etp % sizes.ep, group // (sizes.etp * sizes.ep)

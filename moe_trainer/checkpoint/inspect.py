@@ -110,7 +110,6 @@ class CheckpointComparison(NamedTuple):
     only: tuple[int, int]
 
     def summary(self) -> str:
-        """Return one line."""
         if not self.lines:
             return f"all tensors are equal ({self.equal})"
         alone = [f"{count} only in the {which}" for count, which in zip(self.only, ("first", "second")) if count]

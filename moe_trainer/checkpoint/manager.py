@@ -68,13 +68,8 @@ def save(
 ) -> None:
     """Write `directory/iter_XXXXXXX` and then the tracker file; return when both are on disk.
 
-    Args:
-        directory: the save folder.
-        state: everything except tensors.
-        chunks: modules whose parameters carry `info` and that have `named_state_buffers()` and `named_scaling_state()`.
-        optimizer: anything with tensors(), scalars(), wait_params(); None saves weights only.
-        ps: process groups.
-        options: as `SaveOptions`.
+    The parameters of `chunks` carry `info`; chunks have `named_state_buffers()` and `named_scaling_state()`. The
+    optimizer has tensors(), scalars() and wait_params(); None saves weights only.
 
     Raises:
         StorageError: on every rank if any rank cannot write; the previous checkpoint stays valid.

@@ -30,13 +30,9 @@ def param_group(
 ) -> dict[str, Any]:
     """Return the settings of a parameter group, without its parameters.
 
-    Args:
-        record: flags by destination.
-        decayed: it has weight decay.
-        decoupled: its learning rate is that of --decoupled-lr.
-        experts: its parameters are distributed over expert-parallel ranks.
-        step: the number of steps, if the group keeps it.
-        scaled: its learning rate is scaled (p_scaling.py).
+    `decoupled`: its learning rate is that of --decoupled-lr. `experts`: its parameters are distributed over
+    expert-parallel ranks. `step`: the number of steps, if the group keeps it. `scaled`: muP scales its learning rate
+    (p_scaling.py).
     """
     max_lr: Any = record.get("decoupled_lr") if decoupled else record.get("lr")
     own_min: Any = record.get("decoupled_min_lr") if decoupled else None

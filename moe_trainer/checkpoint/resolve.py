@@ -133,17 +133,10 @@ def peek_latest_valid(directory: str | Path) -> int | None:
 
 
 def latest_valid(directory: Path, hashes: bool = False, before: int | None = None) -> int | None:
-    """Return the latest iteration whose checkpoint is complete and undamaged, whatever the tracker names.
+    """Return the latest iteration (below `before`) with a complete, undamaged checkpoint; None without checkpoints.
 
-    Every later one that is skipped is logged as a warning.
-
-    Args:
-        directory: the save folder.
-        hashes: as in `index.check`.
-        before: consider only iterations below this one.
-
-    Returns:
-        The iteration; None if there is no checkpoint.
+    It does not depend on the tracker. Every later one that is skipped is logged as a warning. `hashes`: as in
+    `index.check`.
 
     Raises:
         DamagedError: if there are checkpoints, or were by the tracker, and none is valid. A run that starts from

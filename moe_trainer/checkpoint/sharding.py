@@ -266,15 +266,10 @@ def make_shards(
     prefix: str = "",
     read: Callable[[int, int], Tensor] | None = None,
 ) -> Iterator[TensorShard]:
-    """Split a flat range of a parameter into shards of global tensors.
+    """Split the flat range [start, stop) of the parameter that `runs` describe into shards of global tensors.
 
-    Args:
-        runs: of the parameter.
-        tensor: contiguous storage of the elements [start, stop) of the flat local parameter.
-        start: first element.
-        stop: end of the range.
-        prefix: put before every key ("optimizer.state.exp_avg.").
-        read: returns a range of the values, counted from `start`, if `tensor` does not store them (TensorShard.read).
+    `tensor` stores the elements of the range, `prefix` is put before every key ("optimizer.state.exp_avg."). `read`
+    returns a range of the values, counted from `start`, if `tensor` does not store them (TensorShard.read).
     """
     assert tensor.is_contiguous() and tensor.numel() == stop - start, (
         f"{runs[0].key}: a contiguous tensor of {stop - start} elements is needed, got {tuple(tensor.shape)}"

@@ -334,6 +334,23 @@ class SafeUnpickler(_SafeNames, pickle.Unpickler):
     """The fast unpickler."""
 
 
+_COUNTED_OPCODES = (
+    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX),
+)
+
+
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return the function of an opcode, which also counts the values of a tuple that it makes."""
+
+    def load_and_count(unpickler: Any) -> None:
+        load(unpickler)
+        if isinstance(unpickler.stack[-1], tuple):
+            unpickler.count(unpickler.stack[-1])
+
+    return load_and_count
+
+
 class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
     """The unpickler in Python: slow, but a damaged byte cannot make it allocate gigabytes as the fast one may.
 
@@ -362,32 +379,6 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
         self._sizes[id(self.stack[-1])] = values, depth
         self._made.append(self.stack[-1])
 
-    def _counted(self, load: Callable[[Any], None]) -> None:
-        load(self)
-        if isinstance(self.stack[-1], tuple):
-            self.count(self.stack[-1])
-
-    def _tuple(self) -> None:
-        self._counted(_PythonUnpickler.load_tuple)
-
-    def _tuple1(self) -> None:
-        self._counted(_PythonUnpickler.load_tuple1)
-
-    def _tuple2(self) -> None:
-        self._counted(_PythonUnpickler.load_tuple2)
-
-    def _tuple3(self) -> None:
-        self._counted(_PythonUnpickler.load_tuple3)
-
-    def _reduce(self) -> None:
-        self._counted(_PythonUnpickler.load_reduce)
-
-    def _newobj(self) -> None:
-        self._counted(_PythonUnpickler.load_newobj)
-
-    def _newobj_ex(self) -> None:
-        self._counted(_PythonUnpickler.load_newobj_ex)
-
     def _build(self) -> None:
         state = self.stack[-1]
         _PythonUnpickler.load_build(self)
@@ -396,13 +387,7 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
     dispatch = MappingProxyType(
         {
             **_PythonUnpickler.dispatch,
-            pickle.TUPLE[0]: _tuple,
-            pickle.TUPLE1[0]: _tuple1,
-            pickle.TUPLE2[0]: _tuple2,
-            pickle.TUPLE3[0]: _tuple3,
-            pickle.REDUCE[0]: _reduce,
-            pickle.NEWOBJ[0]: _newobj,
-            pickle.NEWOBJ_EX[0]: _newobj_ex,
+            **{opcode[0]: _counted(_PythonUnpickler.dispatch[opcode[0]]) for opcode in _COUNTED_OPCODES},
             pickle.BUILD[0]: _build,
         }
     )

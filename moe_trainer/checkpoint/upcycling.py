@@ -52,19 +52,9 @@ _MLP = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([1
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FINE_STD = 0.02
 # flags that the dense model and the MoE model have in common
-_COMMON = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
-    "add_bias_linear",
-    "multi_latent_attention",
-    "mtp_num_layers",
+_COMMON = tuple(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads position_embedding_type normalization swiglu "
+    "squared_relu quick_geglu add_bias_linear multi_latent_attention mtp_num_layers".split()
 )
 
 

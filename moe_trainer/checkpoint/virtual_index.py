@@ -53,7 +53,6 @@ class VirtualMetadata(Metadata, ABC):
 
 
 def tensor_entry(index: Metadata, key: str) -> TensorStorageMetadata:
-    """Return the entry of a tensor."""
     entry = index.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata), f"{key} is not a tensor"
     return entry

@@ -283,7 +283,6 @@ def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware, name: str) -> Har
 
 
 def hardware_yaml(hardware: Hardware, like: str) -> str:
-    """Return the text of a file for --hardware."""
     import yaml
 
     base = KNOWN_HARDWARE.get(like)

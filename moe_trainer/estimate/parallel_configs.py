@@ -85,11 +85,9 @@ class ParallelConfig:
         )
 
     def flags(self, layout: str | None, base: Arguments | None = None) -> list[str]:
-        """Return the command-line flags.
+        """Return the command-line flags, with a pipeline `layout` if there are stages.
 
-        Args:
-            layout: of the pipeline, if it has stages.
-            base: arguments without these flags, whose preset may set values that must be reset.
+        The preset of `base`, the arguments without these flags, may set values that must be reset.
         """
         preset = base.parallel if base is not None else None
         words: list[object] = []

@@ -89,16 +89,8 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
 
 def _stage_line(plan: Plan, stage: StageMemory) -> str:
     margin = plan.hardware.memory_gib * GIB - RESERVED_BYTES - stage.total
-    sizes = (
-        stage.weights,
-        stage.gradients,
-        stage.optimizer,
-        stage.kept,
-        stage.dispatch,
-        stage.working,
-        stage.total,
-        margin,
-    )
+    state = stage.weights, stage.gradients, stage.optimizer
+    sizes = (*state, stage.kept, stage.dispatch, stage.working, stage.total, margin)
     columns = [f"{size / GIB:{width}.2f}" for size, width in zip(sizes, (9, 9, 11, 13, 10, 9, 9, 9))]
     return (
         f"  {stage.stage:5d} {stage.held.total:12,d}".ljust(20)

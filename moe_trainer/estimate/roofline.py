@@ -54,18 +54,9 @@ CAUSES = MappingProxyType(
 """Field of PassTime for the groups whose collectives are part of a pass."""
 OVERWRITES = ("zero_", "fill_", "copy", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "triton")
 """Operators that write without reading the previous content, as those with out= do."""
-GEMMS = (
-    "mm",
-    "addmm",
-    "addmm_",
-    "bmm",
-    "baddbmm",
-    "baddbmm_",
-    "_grouped_mm",
-    "_scaled_mm",
-    "_scaled_mm_v2",
-    "_scaled_grouped_mm",
-    "_scaled_grouped_mm_v2",
+GEMMS = tuple(
+    "mm addmm addmm_ bmm baddbmm baddbmm_ _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm "
+    "_scaled_grouped_mm_v2".split()
 )
 TRITON_GEMMS = ("triton::rows_kernel", "triton::weight_kernel")
 SINGLE = ("Float", "float32", "Double", "float64")
@@ -300,7 +291,6 @@ class RecordingCosts:
         return (self.count - 2) / (self.executed - 2)
 
     def costs(self, recording: Mapping[str, list]) -> RankCosts:
-        """Return the costs of one rank."""
         texts, found, clock = recording["texts"], RankCosts(), 0.0
         started: dict[str, float] = {}
         device: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -436,7 +426,6 @@ def stages_to_execute(args: Arguments) -> list[int]:
 
 
 def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
-    """Return the first rank of a pipeline stage."""
     axes = {
         name: size for name, size in parallel_sizes(args).items() if name in ("tp", "cp", "pp", "ep", "etp", "order")
     }

@@ -78,7 +78,6 @@ def _num_expert_tokens(layer: LayerSizes) -> int:
 
 
 def _logit_size(layer: LayerSizes) -> int:
-    """Return the bytes of a logit."""
     return {"fp32": 4, "fp64": 8}.get(layer.moe.moe_router_dtype or "", layer.size)
 
 

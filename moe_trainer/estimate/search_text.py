@@ -145,7 +145,6 @@ def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:
 
 
 def _gemm_recipe(plan: Plan) -> str:
-    """Return the recipe of a plan's GEMMs."""
     precision = plan.args.precision
     return precision.fp4_recipe if precision.fp4 else precision.fp8_recipe if precision.fp8 else plan.width
 

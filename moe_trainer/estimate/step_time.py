@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_is_moe
@@ -57,17 +57,7 @@ class StepTime:
     @property
     def step(self) -> float:
         """Seconds of the full iteration."""
-        return (
-            self.compute
-            + self.exchange
-            + self.tensor
-            + self.context
-            + self.pipeline
-            + self.data
-            + self.bubble
-            + self.optimizer
-            + self.host
-        )
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass
@@ -116,7 +106,6 @@ class ActionTimes:
 
 
 def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[PassTime, PassTime]:
-    """Return the forward and backward of a chunk."""
     pattern, model = times.sizes.pattern, times.args.model
     kinds = [pattern[number] for number in layout.layers] + [mtp_is_moe(pattern)] * (
         model.mtp_num_layers or 0 if layout.mtp else 0
@@ -280,7 +269,6 @@ def _data_parallel(
 
 
 def gradient_wire_bytes(args: Arguments) -> float:
-    """Return the bytes of an element of a gradient in communication."""
     narrow = args.precision.grad_reduce_in_bf16 or args.optimizer.main_grads_dtype == "bf16"
     return 2.0 if narrow and args.precision.bf16 else 4.0
 

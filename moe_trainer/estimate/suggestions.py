@@ -108,17 +108,10 @@ class Fix:
 def cheapest_fixes(
     argv: Sequence[str], plan: Plan, headroom: float = 1.0, searched: bool = True, most: int = 3
 ) -> list[Fix]:
-    """Find changes that make a command line fit.
+    """Find changes that make a command line fit, the fastest first; single changes before pairs that are not faster.
 
-    Args:
-        argv: the command line.
-        plan: its plan.
-        headroom: load of a rank, as a multiple of an even share, that must fit too.
-        searched: also change what a search for mappings chooses.
-        most: maximum number of results.
-
-    Returns:
-        The fastest fixes; single changes before pairs that are not faster.
+    `headroom`: load of a rank, as a multiple of an even share, that must fit too. `searched`: also change what a search
+    for mappings chooses. `most`: maximum number of results.
     """
     found: list[Fix] = []
     legal: list[tuple[Change, Plan]] = []

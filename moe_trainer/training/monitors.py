@@ -97,7 +97,6 @@ class RankMonitors:
                 print(f">>> Weight hashes match after {iteration} iterations...", flush=True)
 
     def close(self) -> None:
-        """Close the monitors."""
         if self._stragglers is not None:
             self._stragglers.close()
 

@@ -350,7 +350,6 @@ class StepRecorder:
         self._take_gradients()
 
     def detach(self) -> None:
-        """Remove all hooks."""
         self._tracer.stop()
         for chunk in self.ctx.chunks:
             for layer in chunk.moe_layers():

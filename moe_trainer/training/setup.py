@@ -236,7 +236,6 @@ def parameters(chunks: list[Transformer]) -> list[Parameter]:
 
 
 def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
-    """Build the pipeline schedule."""
     parallel, late_head = args.parallel, args.parallel.has_deferred_head_wgrad
     return make_schedule(
         parallel.pipeline_schedule,

@@ -18,18 +18,8 @@ from moe_trainer.checkpoint.hf.rotary import Config, Flags
 
 # flags of the record that do not change the function of the model
 _FREE = frozenset(
-    {
-        "moe_grouped_gemm",
-        "make_vocab_size_divisible_by",
-        "padded_vocab_size",
-        "vocab_size",
-        "rope_type",
-        "group_query_attention",
-        "num_query_groups",
-        "kv_channels",
-        "mtp_use_repeated_layer",
-        "dsa_indexer_rotate_activation",
-    }
+    "moe_grouped_gemm make_vocab_size_divisible_by padded_vocab_size vocab_size rope_type "
+    "group_query_attention num_query_groups kv_channels mtp_use_repeated_layer dsa_indexer_rotate_activation".split()
 )
 # flags that mean what their value here means where they are not set
 _UNSET = MappingProxyType(
@@ -56,18 +46,9 @@ _LATENT_ONLY = frozenset(
 
 
 # keys that parts read, by what they hold where they are there
-_WHOLE = (
-    "num_key_value_heads",
-    "head_dim",
-    "decoder_sparse_step",
-    "sliding_window",
-    "first_k_dense_replace",
-    "n_shared_experts",
-    "n_group",
-    "topk_group",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "full_attention_interval",
+_WHOLE = tuple(
+    "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace n_shared_experts "
+    "n_group topk_group num_nextn_predict_layers num_mtp_layers full_attention_interval".split()
 )
 _NUMBERS, _TABLES, _LISTS = (
     ("rope_theta", "partial_rotary_factor"),
@@ -158,12 +139,9 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
 
 
 def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """Return the config.json of the model that the flags describe.
+    """Return the config.json of the model that the flags describe, with `rows` of the embedding.
 
-    Args:
-        flags: by destination.
-        rows: of the embedding.
-        kind: the model type; by default the first that can express the model.
+    `kind` is the model type, by default the first that can express the model.
 
     Raises:
         CheckpointError: with what no type can express.

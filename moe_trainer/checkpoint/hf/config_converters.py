@@ -142,7 +142,6 @@ def _write_sparse_step(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which layers have experts."""
     return moe_layer_pattern(flags["num_layers"], flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
 
 

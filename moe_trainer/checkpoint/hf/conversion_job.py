@@ -71,7 +71,6 @@ class ConversionJob:
 
     @property
     def folder(self) -> Path:
-        """Return the staging folder."""
         return self.target.with_name(self.target.name + ".converting")
 
     @property

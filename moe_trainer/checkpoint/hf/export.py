@@ -76,17 +76,11 @@ def plan_hf_folder(
     extra: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
 ) -> ConversionJob:
-    """Plan the weights of a native checkpoint folder as a Hugging Face folder.
+    """Plan the weights of a native checkpoint folder as a Hugging Face folder with files of at most `most` bytes.
 
-    Args:
-        folder: the checkpoint.
-        target: the folder to create.
-        most: maximum size of a file in bytes.
-        kind: the model type; by default the first that can express the model.
-        rows: of the embedding; by default all that are stored.
-        dtype: of the weights; by default as stored.
-        extra: further keys of config.json.
-        tokenizer: folder whose tokenizer files are copied.
+    `kind`: the model type, by default the first that can express the model. `rows` of the embedding and `dtype` are
+    those of the checkpoint by default. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files
+    are copied.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or flags that no model type supports.

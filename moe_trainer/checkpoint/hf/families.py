@@ -134,77 +134,18 @@ _DEEPSEEK_V3_DEFAULTS = MappingProxyType(
     }
 )
 # keys that say nothing about the mathematics of the model
-IGNORED = (
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "aux_loss_alpha",
-    "bos_token_id",
-    "dtype",
-    "ep_size",
-    "eos_token_id",
-    "id2label",
-    "label2id",
-    "max_window_layers",
-    "model_type",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "full_attention_interval",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "seq_aux",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "unsloth_version",
-    "problem_type",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "chunk_size_feed_forward",
-    "is_encoder_decoder",
-    "num_key_value_heads",
-    "head_dim",
-    "qk_head_dim",
-    "num_local_experts",
-    "num_mtp_layers",
-    "num_experts",
-    "n_group",
-    "topk_group",
-    "layer_types",
-    "sliding_window",
-    "use_sliding_window",
-    "tie_word_embeddings",
-    "partial_rotary_factor",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "first_k_dense_replace",
-    "n_shared_experts",
-    "num_nextn_predict_layers",
-    "topk_method",
-    "scoring_func",
-    "use_mtp",
-    "mlp_layer_types",
-    "use_return_dict",
-    "torchscript",
-    "sep_token_id",
-    "decoder_start_token_id",
-    "is_decoder",
-    "add_cross_attention",
-    "cross_attention_hidden_size",
-    "num_return_sequences",
-    "task_specific_params",
-    "finetuning_task",
-    "tokenizer_class",
-    "prefix",
-    "pruned_heads",
-    "per_layer_config",
+IGNORED = tuple(
+    "_name_or_path architectures auto_map aux_loss_alpha bos_token_id dtype ep_size eos_token_id id2label "
+    "label2id max_window_layers model_type output_router_logits pad_token_id pretraining_tp "
+    "quantization_config rope_parameters rope_scaling rope_theta full_attention_interval router_aux_loss_coef "
+    "router_jitter_noise seq_aux torch_dtype transformers_version use_cache unsloth_version problem_type "
+    "return_dict output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder "
+    "num_key_value_heads head_dim qk_head_dim num_local_experts num_mtp_layers num_experts n_group topk_group "
+    "layer_types sliding_window use_sliding_window tie_word_embeddings partial_rotary_factor norm_topk_prob "
+    "decoder_sparse_step mlp_only_layers first_k_dense_replace n_shared_experts num_nextn_predict_layers "
+    "topk_method scoring_func use_mtp mlp_layer_types use_return_dict torchscript sep_token_id "
+    "decoder_start_token_id is_decoder add_cross_attention cross_attention_hidden_size num_return_sequences "
+    "task_specific_params finetuning_task tokenizer_class prefix pruned_heads per_layer_config".split()
 )
 
 

@@ -41,18 +41,9 @@ logger = logging.getLogger(__name__)
 FORMAT = "huggingface"
 # tables that old files carry and that are computed
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
-TOKENIZER_FILE_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "generation_config.json",
-    "tokenization_*.py",
+TOKENIZER_FILE_PATTERNS = tuple(
+    "tokenizer* special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt *.model *.tiktoken "
+    "chat_template* generation_config.json tokenization_*.py".split()
 )
 """Files to copy with a model's weights and configuration."""
 SENTENCEPIECE_CONFIG = MappingProxyType({"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -102,7 +93,6 @@ class HFModel:
         return value
 
     def target_dtype(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of the result of `make`."""
         return torch.float32 if mapping.keeps_fp32 else dtype or self.dtype
 
 

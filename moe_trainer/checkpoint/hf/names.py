@@ -39,7 +39,6 @@ class TensorMapping:
     siblings: tuple[str, ...] = ()
 
     def join(self, parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
-        """Return the native tensor."""
         joined = self.transform.to_native(parts, sizes)
         return joined[self.siblings.index(self.native)] if self.siblings else joined
 
@@ -193,14 +192,9 @@ def check_source(
     repeated: Mapping[str, str],
     dropped: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Check that every tensor of the model exists with its shape, and that no other tensor does.
+    """Check that every tensor of the mappings exists with its shape, and that no other tensor does.
 
-    Args:
-        found: the mappings of the model.
-        shape_of: returns the shape of a tensor, None if it does not exist.
-        names: existing tensors.
-        repeated: as `duplicated_tensors`.
-        dropped: tells whether an unused tensor is accepted.
+    `shape_of` returns None for a missing tensor. `dropped` tells whether an unused tensor is accepted.
 
     Raises:
         CheckpointError: naming the tensors.

@@ -25,18 +25,10 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
-_ROWS = (
-    "word_embeddings.weight",
-    "output_layer.weight",
-    "linear_qkv.weight",
-    "linear_qkv.bias",
-    "linear_q_proj.weight",
-    "linear_q_up_proj.weight",
-    "linear_kv_up_proj.weight",
-    "linear_fc1.weight",
-    "linear_fc1.bias",
-    "eh_proj.weight",
-    "softmax_offset",
+_ROWS = tuple(
+    "word_embeddings.weight output_layer.weight linear_qkv.weight linear_qkv.bias linear_q_proj.weight "
+    "linear_q_up_proj.weight linear_kv_up_proj.weight linear_fc1.weight linear_fc1.bias eh_proj.weight "
+    "softmax_offset".split()
 )
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _WHOLE = re.compile(
@@ -51,35 +43,16 @@ _ORDER = (
     "mtp.layers.",
     "output_layer.",
 )
-_IN_LAYER = (
-    "enorm.",
-    "hnorm.",
-    "eh_proj.",
-    "input_layernorm.",
-    "self_attention.core_attention.softmax_offset",
-    "self_attention.core_attention.indexer.linear_wq_b.",
-    "self_attention.core_attention.indexer.linear_wk.",
-    "self_attention.core_attention.indexer.k_norm.",
-    "self_attention.core_attention.indexer.linear_weights_proj.",
-    "self_attention.linear_proj.",
-    "self_attention.linear_qkv.",
-    "self_attention.linear_q_proj.",
-    "self_attention.linear_q_down_proj.",
-    "self_attention.linear_q_up_proj.",
-    "self_attention.linear_kv_down_proj.",
-    "self_attention.linear_kv_up_proj.",
-    "self_attention.q_layernorm.",
-    "self_attention.kv_layernorm.",
-    "self_attention.k_layernorm.",
-    "pre_mlp_layernorm.",
-    "mlp.linear_fc1.",
-    "mlp.linear_fc2.",
-    "mlp.router.",
-    "mlp.experts.",
-    "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.linear_fc1.",
-    "mlp.shared_experts.linear_fc2.",
-    "final_layernorm.",
+_IN_LAYER = tuple(
+    "enorm. hnorm. eh_proj. input_layernorm. self_attention.core_attention.softmax_offset "
+    "self_attention.core_attention.indexer.linear_wq_b. self_attention.core_attention.indexer.linear_wk. "
+    "self_attention.core_attention.indexer.k_norm. self_attention.core_attention.indexer.linear_weights_proj. "
+    "self_attention.linear_proj. self_attention.linear_qkv. self_attention.linear_q_proj. "
+    "self_attention.linear_q_down_proj. self_attention.linear_q_up_proj. self_attention.linear_kv_down_proj. "
+    "self_attention.linear_kv_up_proj. self_attention.q_layernorm. self_attention.kv_layernorm. "
+    "self_attention.k_layernorm. pre_mlp_layernorm. mlp.linear_fc1. mlp.linear_fc2. mlp.router. mlp.experts. "
+    "mlp.shared_experts.gate_weight mlp.shared_experts.linear_fc1. mlp.shared_experts.linear_fc2. "
+    "final_layernorm.".split()
 )
 _START = 64  # a distributed optimizer's parameters begin at multiples of this
 _END = 128  # and its buckets end at common multiples of this and the number of data-parallel ranks
@@ -112,7 +85,6 @@ class LayoutSizes:
         )
 
     def folder(self, tp: int, pp: int, ep: int) -> str:
-        """Return the folder of a rank."""
         return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
 
     @property

@@ -48,7 +48,6 @@ BUFFERS = ("expert_bias", "qb_beta", "local_tokens_per_expert", "global_tokens_p
 
 
 def is_legacy_folder(folder: Path) -> bool:
-    """Return whether a checkpoint folder is in the legacy format."""
     return any(folder.glob("mp_rank_*"))
 
 
@@ -186,7 +185,6 @@ class LegacyMetadata(VirtualMetadata):
 
     @property
     def files(self) -> list[Path]:
-        """Return the files that hold its tensors."""
         return sorted({path for _, path in self._boxes.values()})
 
     def _verify(self, path: Path) -> None:
@@ -454,7 +452,6 @@ def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, 
 
 
 def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:
-    """Return the model chunks of a file."""
     if "model" in content:
         found = [content["model"]]
     else:
