@@ -164,8 +164,7 @@ def _refuse_memory(error: BaseException, rank: int) -> int:
     where = f"{frames[-1].name} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     print(
         f"pretrain_moe.py: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train "
-        "a smaller model or on "
-        "more ranks",
+        "a smaller model or on more ranks",
         file=sys.stderr,
         flush=True,
     )

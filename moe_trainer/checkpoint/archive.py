@@ -109,9 +109,8 @@ def _opened(stream: Any, size: int) -> Iterator[zipfile.ZipFile]:
         )
         if program is not None:
             raise UnsafeArchiveError(
-                f"it is an archive of TorchScript, torch.package or torch.export (it holds {program}), which is "
-                "a program; only "
-                "files of torch.save are read, and nothing in a file is run"
+                f"it is an archive of TorchScript, torch.package or torch.export (it holds {program}), which is a "
+                "program; only files of torch.save are read, and nothing in a file is run"
             )
         if any(
             entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size

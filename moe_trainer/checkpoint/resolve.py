@@ -171,8 +171,7 @@ def latest_valid(directory: Path, hashes: bool = False, before: int | None = Non
         )
         raise DamagedError(
             f"{directory}: {state}, and the tracker names {tracker}; repair one, or move them and the tracker "
-            "elsewhere "
-            "to start from scratch"
+            "elsewhere to start from scratch"
         )
     return None
 

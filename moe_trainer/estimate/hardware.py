@@ -300,9 +300,8 @@ def _calibration_run(where: str, table: object) -> CalibrationRun:
     names = [field.name for field in dataclasses.fields(CalibrationRun)]
     if not isinstance(table, dict) or {str(name) for name in table} != set(names):
         raise HardwareError(
-            f"{where}: calibration: every run is a table with "
-            f"{', '.join(names)}, "
-            "as `plan.py calibrate --from` writes them"
+            f"{where}: calibration: every run is a table with {', '.join(names)}, as `plan.py calibrate --from` writes "
+            "them"
         )
     numbers = {name: _checked(where, name, "float", table[name]) for name in ("seconds", "predicted", "parameters")}
     left_out = None if table["left_out"] is None else _checked(where, "left_out", "float", table["left_out"])

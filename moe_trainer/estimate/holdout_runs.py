@@ -39,8 +39,7 @@ SIXTEEN = "--pipeline-model-parallel-layout Et*3|(t*4|)*14t*2mL"
 FINE = "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 2048"
 SEVENTY = (
     "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --kv-channels 128 "
-    "--ffn-hidden-size 28672 "
-    "--moe-ffn-hidden-size 28672 --vocab-size 128256 --num-virtual-stages-per-pipeline-rank 5"
+    "--ffn-hidden-size 28672 --moe-ffn-hidden-size 28672 --vocab-size 128256 --num-virtual-stages-per-pipeline-rank 5"
 )
 
 

@@ -33,9 +33,8 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     lines = [
         "--------------------------- plan ---------------------------",
         f"{plan.world_size} x {hardware.name} ({hardware.memory_gib:g} GiB, {hardware.peak(plan.width) / 1e12:g} "
-        f"TFLOP/s {plan.width}, NVLink "
-        f"{hardware.nvlink_gb_s:g} GB/s among {hardware.domain}, network {hardware.network_gb_s:g} GB/s; "
-        f"{hardware.source})",
+        f"TFLOP/s {plan.width}, NVLink {hardware.nvlink_gb_s:g} GB/s among {hardware.domain}, network "
+        f"{hardware.network_gb_s:g} GB/s; {hardware.source})",
         f"parameters: {counts.total:,} (+ {counts.mtp:,} multi-token prediction), {counts.active:,} active per token",
         f"an iteration: {plan.batch_size} sequences in {plan.num_microbatches} microbatches, {plan.flops:.4g} FLOPs",
         "",
@@ -77,9 +76,8 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
         if getattr(time, name) > 0
     ]
     lines += [
-        f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU "
-        f"{100 * plan.mfu:.1f} % of the {plan.width} peak, "
-        f"{plan.tokens_per_day / 1e9:.1f} billion tokens a day",
+        f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU {100 * plan.mfu:.1f} % "
+        f"of the {plan.width} peak, {plan.tokens_per_day / 1e9:.1f} billion tokens a day",
         *_nearest_lines(plan),
         _basis_line(plan),
         "------------------------------------------------------------",

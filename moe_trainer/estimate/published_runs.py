@@ -96,8 +96,7 @@ class PublishedRun:
         tensor += f" --context-parallel-size {self.cp}" if self.cp > 1 else ""
         return (
             f"--preset {self.model} --mock-data --seq-length {self.seq} {tensor} --pipeline-model-parallel-size "
-            f"{self.pp} "
-            f"--expert-model-parallel-size {self.ep} --micro-batch-size {self.mbs} --global-batch-size "
+            f"{self.pp} --expert-model-parallel-size {self.ep} --micro-batch-size {self.mbs} --global-batch-size "
             f"{self.gbs} {self.flags}"
         ).split()
 
@@ -155,8 +154,7 @@ PUBLISHED_RUNS = (
         "Qwen3-235B 256xH100 BF16",
         *("qwen3_235b_a22b", "h100", 256, "bf16", 2, 8, 32, 1, 2048, 320),
         f"{SPLIT} --num-virtual-stages-per-pipeline-rank 4 {DEEPEP} {OVERLAP} {GRAPHS} --recompute-granularity "
-        "selective "
-        "--recompute-modules moe_act layernorm",
+        "selective --recompute-modules moe_act layernorm",
         "P table 11",
     ),
     PublishedRun(
@@ -184,9 +182,8 @@ PUBLISHED_RUNS = (
     PublishedRun(
         "Qwen3-235B 256xGB200 BF16",
         *("qwen3_235b_a22b", "gb200", 256, "bf16", 1, 4, 32, 1, 8192, 750),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} "
-        "--recompute-granularity selective "
-        "--recompute-modules moe_act layernorm",
+        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} --recompute-granularity "
+        "selective --recompute-modules moe_act layernorm",
         "P table 11",
         is_fitted=False,
     ),

@@ -46,8 +46,7 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         *_published(plan, time),
         "",
         f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} "
-        f"kernels, {busiest.host_waits:,.0f} host waits, "
-        f"{busiest.total:.3f} s",
+        f"kernels, {busiest.host_waits:,.0f} host waits, {busiest.total:.3f} s",
         *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS.items()),
         f"  they would take {busiest.ahead:.3f} s if the host ran ahead within every pass, and "
         f"{busiest.bound:.3f} s at the peaks of the data sheet without launches",
@@ -111,10 +110,9 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
         elif name == "compute":
             text += (
                 f"{costs.unfilled:.3f} s are launches, of kernels that are shorter than the "
-                f"{1e6 * constants.launch:.0f} us that the host takes for one "
-                "(the plan counts the kernels of a fused layer and lets the host run ahead), "
-                f"{_seconds(costs, 'memory'):.3f} s are "
-                "operators limited by memory (the plan counts what backward reads again, once)"
+                f"{1e6 * constants.launch:.0f} us that the host takes for one (the plan counts the kernels of a fused "
+                f"layer and lets the host run ahead), {_seconds(costs, 'memory'):.3f} s are operators limited by "
+                "memory (the plan counts what backward reads again, once)"
             )
         elif name == "bubble":
             text += "passes that take longer leave a longer bubble"

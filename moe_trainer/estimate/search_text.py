@@ -15,8 +15,7 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
     head = (
         f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, "
-        f"{outcome.planned} planned in full"
-        f"{refused}; {outcome.seconds:.0f} s"
+        f"{outcome.planned} planned in full{refused}; {outcome.seconds:.0f} s"
     )
     lines = [
         head,
@@ -36,10 +35,9 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
         dispatcher = (mapping.backend or "alltoall") + (" overlapped" if mapping.overlap else "")
         lines.append(
             f"{number:3d} {plan.tokens_per_second:13,.0f} {plan.tflops:8.1f} {plan.time.step:10.3f} "
-            f"{each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} "
-            f"{room:>9s}   {mapping.tp:2d} "
-            f"{mapping.cp:2d} {mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d} "
-            f" {_gemm_recipe(plan):10s}  {dispatcher:18s} "
+            f"{each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} {room:>9s}   {mapping.tp:2d} {mapping.cp:2d} "
+            f"{mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d}  "
+            f"{_gemm_recipe(plan):10s}  {dispatcher:18s} "
             f"{' '.join(sorted(plan.args.training.recomputed_modules - {'mtp'})) or '-'}"
         )
         lines.append(f"      limited by: {each.bottleneck}{_uncertainties(each)}")
@@ -85,15 +83,13 @@ def _order_lines(outcome: SearchResult) -> list[str]:
     lines = []
     if tied:
         lines.append(
-            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands "
-            "first: the smallest error, then the "
-            "simplest mapping, then the nearest published run"
+            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands first: "
+            "the smallest error, then the simplest mapping, then the nearest published run"
         )
     if fastest.plan is not first and fastest.plan.time.step < 0.995 * first.time.step:
         lines.append(
             f"the fastest of them by prediction is {outcome.found.index(fastest) + 1}, by "
-            f"{100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: "
-            "worth a trial of some iterations"
+            f"{100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: worth a trial of some iterations"
         )
     if len(outcome.found) > 1 and not ties(first, outcome.found[1].plan):
         why = explain_speedup(first, outcome.found[1].plan)
@@ -121,9 +117,8 @@ def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:
         return ["no mapping is legal with these flags (the commonest reasons stand above)"]
     if outcome.closest is None:
         return [
-            f"none fits on {gpus} devices: no sizes divide heads, experts (--num-experts) and "
-            "--global-batch-size (a number of devices "
-            "with small factors has more mappings)"
+            f"none fits on {gpus} devices: no sizes divide heads, experts (--num-experts) and --global-batch-size (a "
+            "number of devices with small factors has more mappings)"
         ]
     plan, argv = outcome.closest
     if plan.margin >= 0:
@@ -163,9 +158,8 @@ def _compare(name: str, plan: Plan, first: Plan) -> list[str]:
         f"first{', a tie' if ties(first, plan) else ''}"
     )
     return [
-        f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- "
-        f"{error_bar(plan).percent}, {compared}; "
-        f"{plan.peak.total / GIB:.1f} GiB, {room}{headroom}",
+        f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- {error_bar(plan).percent}, "
+        f"{compared}; {plan.peak.total / GIB:.1f} GiB, {room}{headroom}",
         *(
             ["  the first has " + ", ".join(explain_speedup(first, plan)[:3])]
             if explain_speedup(first, plan) and not ties(first, plan)

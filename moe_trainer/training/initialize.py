@@ -98,8 +98,7 @@ def thread_count_hint(ranks: int, threads: int, cores: int) -> str | None:
         return None
     return (
         f"OMP_NUM_THREADS is not set: {ranks} ranks of {threads} thread{'s' if threads > 1 else ''} share {cores} "
-        f"core{'s' if cores > 1 else ''} and slow each other down; "
-        f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
+        f"core{'s' if cores > 1 else ''} and slow each other down; export OMP_NUM_THREADS={max(1, cores // ranks)}"
     )
 
 
@@ -279,9 +278,8 @@ def _abort_unanswered(args: Arguments, launch_env: LaunchEnv) -> None:
     """End a process that waits for a server that accepts connections and never answers, which is not a store."""
     print(
         f"pretrain_moe.py: rank {launch_env.rank}: start-up: no answer from "
-        f"{launch_env.master_addr}:{launch_env.master_port} within "
-        f"{args.parallel.distributed_timeout_minutes} minutes; is another program listening there? Choose another "
-        "MASTER_PORT",
+        f"{launch_env.master_addr}:{launch_env.master_port} within {args.parallel.distributed_timeout_minutes} "
+        "minutes; is another program listening there? Choose another MASTER_PORT",
         file=sys.stderr,
         flush=True,
     )

@@ -119,9 +119,8 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
     if family.name.startswith("deepseek_"):
         if flags["layernorm_epsilon"] != 1e-6:
             notes.append(
-                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention "
-                "with 1e-06, "
-                "here (as in Megatron-LM) all norms have the one"
+                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with "
+                "1e-06, here (as in Megatron-LM) all norms have the one"
             )
         best = flags.get("moe_router_group_topk")
         here, there = (flags["moe_router_topk"] // best if best else 0), (1 if family.name == "deepseek_v2" else 2)

@@ -169,9 +169,8 @@ def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
     )
     if not width or width % expert:
         raise CheckpointError(
-            f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the "
-            "width of the others; "
-            f"a multiple of --moe-ffn-hidden-size {expert} is needed"
+            f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the width "
+            f"of the others; a multiple of --moe-ffn-hidden-size {expert} is needed"
         )
     return {"n_shared_experts": width // expert}
 

@@ -359,17 +359,15 @@ class LegacyMetadata(VirtualMetadata):
             if len(names) != len(group["params"]):
                 raise CheckpointError(
                     f"{file.path}: a parameter group of its optimizer has {len(group['params'])} parameters, and "
-                    f"{len(names)} of "
-                    "the model belong to it"
+                    f"{len(names)} of the model belong to it"
                 )
             for number, name in zip(group["params"], names, strict=True):
                 for state, value in inner["state"].get(number, {}).items():
                     if state in STATES and isinstance(value, Tensor):
                         if value.shape != params[name].shape:
                             raise CheckpointError(
-                                f"{file.path}: the {state} of number {number} has shape {tuple(value.shape)}, "
-                                f"and {name}, whose it should "
-                                f"be, {tuple(params[name].shape)}"
+                                f"{file.path}: the {state} of number {number} has shape {tuple(value.shape)}, and "
+                                f"{name}, whose it should be, {tuple(params[name].shape)}"
                             )
                         yield state, name, value, file.path
 
@@ -401,8 +399,7 @@ class LegacyMetadata(VirtualMetadata):
                 if whole.numel() != needed:
                     raise CheckpointError(
                         f"{file.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the "
-                        "parameters in buckets as "
-                        f"the flags of the checkpoint make them {needed}"
+                        f"parameters in buckets as the flags of the checkpoint make them {needed}"
                     )
                 for name, first, numel in found:
                     yield (

@@ -177,9 +177,8 @@ def _names_of_copy(
     tied = not record.get("untie_embeddings_and_output_weights")
     if tied and record.get("pipeline_model_parallel_layout"):
         raise CheckpointError(
-            "tied embeddings and prediction layers under --pipeline-model-parallel-layout have no known form in "
-            "a legacy checkpoint; "
-            "save with --ckpt-format torch_dist"
+            "tied embeddings and prediction layers under --pipeline-model-parallel-layout have no known form in a "
+            "legacy checkpoint; save with --ckpt-format torch_dist"
         )
     return (
         ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ("embedding.word_embeddings.weight",)
@@ -299,9 +298,8 @@ def _buffers(
         types = {entry.value.dtype for entry in chunk}
         if len(types) > 1:
             raise CheckpointError(
-                f"parameters of several types ({', '.join(map(str, types))}) have buffers of their own, which is "
-                "not written in the "
-                "legacy format; --ckpt-format torch_dist"
+                f"parameters of several types ({', '.join(map(str, types))}) have buffers of their own, which is not "
+                "written in the legacy format; --ckpt-format torch_dist"
             )
         (dtype,) = types
         gradients = torch.float32 if record.get("accumulate_allreduce_grads_in_fp32") else dtype
