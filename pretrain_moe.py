@@ -12,9 +12,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C while Python imports ends the process without a traceback; _train catches it
+    # Ctrl-C while Python imports ends the process without a traceback; _train catches it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     for _name in ("stdout", "stderr"):
         if getattr(sys, _name) is None:  # started with the stream closed
             setattr(sys, _name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until exit
@@ -24,8 +23,7 @@ if (
     and "--auto-resume" in sys.argv
     and not {"--validate-only", "--dry-run", "--fake-process-group"} & {*sys.argv}
 ):
-    # block the signals until a handler is installed (resilience/signals.py), so that they do not kill a run that could
-    # save
+    # block the signals until a handler that can save is installed (resilience/signals.py)
     signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
 
 import json  # noqa: E402
@@ -64,11 +62,11 @@ def main(argv: list[str]) -> int:
         from moe_trainer.parallel.groups import group_table, plan_groups
         from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 
-        def check_files(args: arguments.Arguments) -> FileCheckResult:
+        def run_file_checks(args: arguments.Arguments) -> FileCheckResult:
             require_packages("numpy")
-            from moe_trainer.training.check_files import check_files as look
+            from moe_trainer.training.check_files import check_files
 
-            return look(args)
+            return check_files(args)
 
         def describe_groups(args: arguments.Arguments, world_size: int) -> str:
             return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **parallel_sizes(args)))}"
@@ -82,22 +80,22 @@ def main(argv: list[str]) -> int:
                 state_report,
                 deadlocking_batch_sizes,
                 planned_memory,
-                check_files,
+                run_file_checks,
             )
         except ValueError as error:
-            return _refuse(error, "0")
+            return _report_error(error, "0")
     if "--dry-run" in argv or "--fake-process-group" in argv:
         return _dry_run(argv)
     try:
         launch_env = read_launch_env(os.environ)
     except ValueError as error:
-        return _refuse(error, "0")
+        return _report_error(error, "0")
     try:
         args = arguments.parse_args(argv, launch_env.world_size, _recorded_flags(argv, launch_env.world_size))
         if args.unbuildable:
             raise arguments.ArgumentError(args.unbuildable)
     except ValueError as error:
-        return _refuse(error, str(launch_env.rank))
+        return _report_error(error, str(launch_env.rank))
     if args.output.dry_run or args.parallel.fake_process_group:  # set by a recipe
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
         return _dry_run(argv)
@@ -107,13 +105,13 @@ def main(argv: list[str]) -> int:
     try:
         require_packages("torch", "numpy", "safetensors")
     except ValueError as error:
-        return _refuse(error, str(launch_env.rank))
+        return _report_error(error, str(launch_env.rank))
 
     from moe_trainer.resilience.signals import make_exit_signal_handler
 
-    with make_exit_signal_handler(args.training, args.output) or nullcontext() as listening:
+    with make_exit_signal_handler(args.training, args.output) or nullcontext() as exit_signal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
-        return _train(args, launch_env, listening)
+        return _train(args, launch_env, exit_signal)
 
 
 def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHandler | None) -> int:
@@ -124,17 +122,17 @@ def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSi
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
         if launch_env.rank == 0:
-            print(f"pretrain_moe.py: interrupted; {_what_is_saved(args.output.save)}", file=sys.stderr, flush=True)
+            print(f"pretrain_moe.py: interrupted; {_describe_saved(args.output.save)}", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
     except MemoryError as error:
-        return _refuse_memory(error, launch_env.rank)
+        return _report_out_of_memory(error, launch_env.rank)
     except (ImportError, OSError) as error:
         if "failed to map segment" not in str(error) and "Cannot allocate memory" not in str(error):
             raise
-        return _refuse_memory(error, launch_env.rank)
+        return _report_out_of_memory(error, launch_env.rank)
 
 
-def _what_is_saved(folder: str | None) -> str:
+def _describe_saved(folder: str | None) -> str:
     """Describe the newest checkpoint after an interrupt."""
     if folder is None:
         return "nothing was saved (no --save)"
@@ -152,7 +150,7 @@ def _what_is_saved(folder: str | None) -> str:
     )
 
 
-def _refuse_memory(error: BaseException, rank: int) -> int:
+def _report_out_of_memory(error: BaseException, rank: int) -> int:
     """Report in one line where the host's memory ran out, and what limits it."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v allows {limit >> 20} MiB)"
@@ -188,7 +186,7 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
         if error.reported_elsewhere is None and launch_env.rank != 0:
             # the ranks have not met, so rank 0 may not have this error: print it in one line
             error = UserError(f"rank {launch_env.rank}: {'; '.join(line.strip() for line in str(error).splitlines())}")
-        return _refuse(error, "another" if error.reported_elsewhere else "0")
+        return _report_error(error, "another" if error.reported_elsewhere else "0")
     except CommunicationError as error:
         _write_torchrun_error(f"rank {launch_env.rank}: {error}")
         if not error.was_reported:
@@ -216,7 +214,7 @@ def _dry_run(argv: list[str]) -> int:
     try:
         return run_dry_run(argv, _recorded_flags(argv, get_world_size(argv)[0]))
     except ValueError as error:
-        return _refuse(error, "0")
+        return _report_error(error, "0")
 
 
 def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, object] | None:
@@ -225,11 +223,11 @@ def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, obj
     Raises:
         ValueError: if the checkpoint cannot be read; an ArgumentError if the command line has other errors too.
     """
-    wanted = arguments.find_checkpoint_args_source(argv)
-    if wanted is None:
+    source = arguments.find_checkpoint_args_source(argv)
+    if source is None:
         return None
     try:
-        return _read_flags(wanted)
+        return _read_flags(source)
     except ValueError as error:
         others = arguments.violations_without_checkpoint(argv, world_size)
         if not others:
@@ -239,30 +237,29 @@ def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, obj
         ) from error
 
 
-def _read_flags(wanted: CheckpointArgsSource) -> Mapping[str, object]:
+def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
     from moe_trainer.checkpoint.manager import latest_iteration, read_saved_args
     from moe_trainer.checkpoint.resolve import peek_latest_valid
 
-    if wanted.own is not None:
-        newest = peek_latest_valid(wanted.own)
+    if source.own is not None:
+        newest = peek_latest_valid(source.own)
         if newest is not None:
-            return read_saved_args(wanted.own, newest)
-        if wanted.folder is None:
+            return read_saved_args(source.own, newest)
+        if source.folder is None:
             return {}
     return (
         {}
-        if wanted.may_come and latest_iteration(wanted.folder) is None
-        else read_saved_args(wanted.folder, wanted.step)
+        if source.may_come and latest_iteration(source.folder) is None
+        else read_saved_args(source.folder, source.step)
     )
 
 
-def _refuse(error: ValueError, rank: str) -> int:
+def _report_error(error: ValueError, rank: str) -> int:
     _write_torchrun_error(str(error))
     if rank == "0":
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
-    # torchrun ends all ranks as soon as one exits: that should be the one that reports the reason, even on a busy
-    # machine.
+    # torchrun ends all ranks as soon as one exits, which should be the rank that reports the reason
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(ExitCode.USER_ERROR))
     time.sleep(20.0 if "TORCHELASTIC_RUN_ID" in os.environ else 1.0)
     return ExitCode.USER_ERROR

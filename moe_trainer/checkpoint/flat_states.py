@@ -341,7 +341,7 @@ class _BufferLayout:
                 self._record,
                 layer_number(name) in self._routed,
             )
-            boxes = _boxes(tensor, tp, sizes.etp if EXPERT in name else sizes.tp)
+            boxes = _rank_chunks(tensor, tp, sizes.etp if EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)
             found.append((module_order_key(name, written), name, tensor, boxes, taken))
         found.sort(key=lambda each: each[0])
@@ -377,7 +377,7 @@ class _BufferLayout:
             yield _HEAD, self._tensors[_EMBEDDINGS[0]], False
 
 
-def _boxes(tensor: LogicalTensor, rank: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _rank_chunks(tensor: LogicalTensor, rank: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (offset, shape) of the parts of a rank's shard of a tensor, from the chunks of the stored weight."""
     shape = tuple(tensor.chunks[0].sizes[len(tensor.at) :])
     dim = next((dim for dim, (part, whole) in enumerate(zip(shape, tensor.shape)) if part != whole), None)

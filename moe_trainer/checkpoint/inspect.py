@@ -136,7 +136,7 @@ def compare_checkpoints(
         CheckpointError: if one of them is damaged.
     """
     indices = [read_index(folder) for folder in (left, right)]
-    held = [
+    tensor_maps = [
         {
             tensor.name.replace(_SHARDED_MAIN, _MAIN): tensor
             for tensor in logical_tensors(index)
@@ -144,21 +144,21 @@ def compare_checkpoints(
         }
         for index in indices
     ]
-    for mine, other in (held, held[::-1]):
-        for name in [name for name in other if name.startswith(_MAIN) and name not in mine]:
-            weight = mine.get(name.removeprefix(_MAIN))
+    for one, other in (tensor_maps, tensor_maps[::-1]):
+        for name in [name for name in other if name.startswith(_MAIN) and name not in one]:
+            weight = one.get(name.removeprefix(_MAIN))
             if weight is not None and weight.dtype == torch.float32:
-                mine[name] = weight
+                one[name] = weight
     lines = [
         f"{name}: only in {folder}"
-        for folder, mine, other in ((left, held[0], held[1]), (right, held[1], held[0]))
-        for name in mine
+        for folder, one, other in ((left, tensor_maps[0], tensor_maps[1]), (right, tensor_maps[1], tensor_maps[0]))
+        for name in one
         if name not in other
     ]
-    only = (len(held[0].keys() - held[1].keys()), len(held[1].keys() - held[0].keys()))
-    common = len(held[0].keys() & held[1].keys())
-    for name, first in held[0].items():
-        second = held[1].get(name)
+    only = (len(tensor_maps[0].keys() - tensor_maps[1].keys()), len(tensor_maps[1].keys() - tensor_maps[0].keys()))
+    common = len(tensor_maps[0].keys() & tensor_maps[1].keys())
+    for name, first in tensor_maps[0].items():
+        second = tensor_maps[1].get(name)
         if second is None:
             continue
         if first.shape != second.shape or first.dtype != second.dtype:

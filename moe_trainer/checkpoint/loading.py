@@ -103,7 +103,7 @@ class Loader:
 
     def request_scaling(self, chunks: Sequence[Any]) -> None:
         """Request the state of delayed scaling. Without a matching one it starts from initial values."""
-        lost = []
+        absent = []
         for chunk in chunks:
             for name, state in chunk.named_scaling_state():
                 runs = self._schemes[0].placements(ParamInfo((name,)), tuple(state.shape))
@@ -114,13 +114,13 @@ class Loader:
                         {run.key: run.key for run in runs},
                     )
                 else:
-                    lost.append(name)
-        if lost:
+                    absent.append(name)
+        if absent:
             self._warn(
                 "%s has no scales of delayed scaling that fit %s%s: they start from initial values",
                 self._folder,
-                lost[0],
-                f" and {len(lost) - 1} more" if len(lost) > 1 else "",
+                absent[0],
+                f" and {len(absent) - 1} more" if len(absent) > 1 else "",
             )
 
     def request_optimizer(self, optimizer: Any, state_names: tuple[str, ...] | None = None) -> None:
@@ -130,18 +130,18 @@ class Loader:
             CheckpointError: if the checkpoint has no optimizer state in a form that fits any layout.
         """
         missing: list[str] = []
-        for held in optimizer.tensors():
-            runs = self._runs.get(id(held.param))
-            if runs is None or (state_names is not None and held.state_name not in state_names):
+        for entry in optimizer.tensors():
+            runs = self._runs.get(id(entry.param))
+            if runs is None or (state_names is not None and entry.state_name not in state_names):
                 continue
-            source = {run.key: self._state_key(held.state_name, run.key) for run in runs}
-            lost = [f"{_OPTIMIZER}state.{held.state_name}.{key}" for key, found in source.items() if found is None]
-            if lost:
-                missing += lost
+            source = {run.key: self._state_key(entry.state_name, run.key) for run in runs}
+            absent = [f"{_OPTIMIZER}state.{entry.state_name}.{key}" for key, found in source.items() if found is None]
+            if absent:
+                missing += absent
                 continue
             self._request(
-                (get_param_info(held.param).kind, "moments"),
-                make_shards(runs, held.tensor, held.start, held.stop),
+                (get_param_info(entry.param).kind, "moments"),
+                make_shards(runs, entry.tensor, entry.start, entry.stop),
                 source,
             )
         if missing:
@@ -220,19 +220,19 @@ class Loader:
 
     def _initialize_indexers(self) -> None:
         """Keep the initial values of indexers that the checkpoint lacks, with --finetune."""
-        lost = [key for key in self._missing if _INDEXER in key]
-        if not lost or any(_INDEXER in key for key in self._stored):
+        absent = [key for key in self._missing if _INDEXER in key]
+        if not absent or any(_INDEXER in key for key in self._stored):
             return
         if not self._options.finetune:
             raise CheckpointError(
-                f"the checkpoint {self._folder} has no indexers of sparse attention ({lost[0]}, ...): it is of a "
+                f"the checkpoint {self._folder} has no indexers of sparse attention ({absent[0]}, ...): it is of a "
                 "model without --experimental-attention-variant dsa. --finetune takes its weights and initializes the "
                 "indexers"
             )
         self._warn(
-            "%s has no indexers of sparse attention (%s, ...): they start from initial values", self._folder, lost[0]
+            "%s has no indexers of sparse attention (%s, ...): they start from initial values", self._folder, absent[0]
         )
-        self._missing = [key for key in self._missing if key not in lost]
+        self._missing = [key for key in self._missing if key not in absent]
 
     def assign_readers(self, ps: ParallelState) -> None:
         """With --ckpt-fully-parallel-load: assign each shard to one of the ranks that hold it. Collective."""

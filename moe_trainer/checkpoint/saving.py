@@ -324,10 +324,10 @@ def _shard_lists(
     weights, moments = ({kind: ShardList(kind) for kind in KINDS} for _ in range(2))
     buffers = ShardList("dense")  # separate: every rank holds them fully even if the weights are fully sharded
     runs = {}
-    held_states = list(optimizer.tensors()) if optimizer is not None else []
+    entries = list(optimizer.tensors()) if optimizer is not None else []
     # Megatron-LM's distributed optimizer has main parameters, called param, of fp32 weights too
     distributed = to_keep and optimizer is not None and bool(state.args.get("use_distributed_optimizer"))
-    with_mains = _dtypes_with_main_params(held_states, ps) if distributed else frozenset()
+    with_mains = _dtypes_with_main_params(entries, ps) if distributed else frozenset()
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
             info = get_param_info(param)
@@ -343,18 +343,18 @@ def _shard_lists(
             info = ParamInfo((name,))
             if is_unique_replica(info, ps):
                 buffers.shards += make_shards(scheme.placements(info, tuple(buffer.shape)), buffer, 0, buffer.numel())
-    for held in held_states:
-        if id(held.param) in runs:
-            name = "param" if distributed and held.state_name == MAIN else held.state_name
-            moments[get_param_info(held.param).kind].shards += make_shards(
-                runs[id(held.param)], held.tensor, held.start, held.stop, f"optimizer.state.{name}.", held.read
+    for entry in entries:
+        if id(entry.param) in runs:
+            name = "param" if distributed and entry.state_name == MAIN else entry.state_name
+            moments[get_param_info(entry.param).kind].shards += make_shards(
+                runs[id(entry.param)], entry.tensor, entry.start, entry.stop, f"optimizer.state.{name}.", entry.read
             )
     return [*moments.values(), *weights.values(), buffers]
 
 
 def _dtypes_with_main_params(states: Sequence[Any], ps: ParallelState) -> frozenset[torch.dtype]:
     """Return the dtypes of parameters for which the optimizer of any rank keeps main parameters. Collective."""
-    mine = {held.param.dtype for held in states if held.state_name == MAIN}
+    mine = {entry.param.dtype for entry in states if entry.state_name == MAIN}
     return frozenset().union(*collectives.all_gather_object(mine, ps.world))
 
 

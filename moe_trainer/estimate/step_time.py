@@ -251,12 +251,12 @@ def _data_parallel(
     edp = max(1, world_size // (mapping["etp"] * mapping["ep"] * mapping["pp"]))
     narrow = gradient_wire_bytes(args)
     reduce = gather = 0.0
-    for held, stride, ranks in (
+    for num_params, stride, ranks in (
         (stage.held.dense, mapping["tp"], dense),
         (stage.held.expert, mapping["etp"] * mapping["ep"], edp),
     ):
-        reduce += links.ring(held * narrow, stride, ranks)
-        gather += links.ring(held * size, stride, ranks)
+        reduce += links.ring(num_params * narrow, stride, ranks)
+        gather += links.ring(num_params * size, stride, ranks)
     if parallel.fsdp_strategy not in (None, "no_shard"):
         each = reduce + (2 if parallel.fsdp_strategy == "optim_grads_params" else 0) * gather
         return num_microbatches * max(0.0, each - window.compute)
@@ -281,15 +281,17 @@ def optimizer_seconds(args: Arguments, world_size: int, stage: StageMemory, hard
         ("dense", stage.held.dense),
         ("expert", stage.held.expert),
     )
-    for kind, held in parts:
+    for kind, num_params in parts:
         each: StateBytes = state_bytes(args, world_size, kind)
         states = each.main_params + each.moments
         shard = states / (4.0 + 8.0) if states else 1.0  # rough share of the parameters that this rank updates
         seconds += (
-            held * (2 * (states - each.host) + shard * (2 * each.gradients + each.weights) + each.gradients) / memory
+            num_params
+            * (2 * (states - each.host) + shard * (2 * each.gradients + each.weights) + each.gradients)
+            / memory
         )
         if args.optimizer.optimizer_cpu_offload:
-            seconds += held * max(2.5 * each.host / HOST_ADAM, shard * 6.0 / (hardware.host_gb_s * 1e9))
+            seconds += num_params * max(2.5 * each.host / HOST_ADAM, shard * 6.0 / (hardware.host_gb_s * 1e9))
         elif each.host:
-            seconds += held * each.host / (hardware.host_gb_s * 1e9)  # both directions at the same time
+            seconds += num_params * each.host / (hardware.host_gb_s * 1e9)  # both directions at the same time
     return seconds

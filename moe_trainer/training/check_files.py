@@ -33,11 +33,11 @@ MAX_CHECKED_TOKENS = 2**18
 def check_files(args: Arguments) -> FileCheckResult:
     """Check every file that the flags name. Nothing is written. The flags may have other errors."""
     check = _Check(args)
-    rows = check.tokenizer()
-    check.data(rows)
+    vocab_size = check.tokenizer()
+    check.data(vocab_size)
     check.loaded()
-    check.outputs(rows)
-    return FileCheckResult(check.problems, check.lines, rows)
+    check.outputs(vocab_size)
+    return FileCheckResult(check.problems, check.lines, vocab_size)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Check:
     problems: list[Violation] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
-    def _wrong(self, flag: str, message: str) -> None:
+    def _add_problem(self, flag: str, message: str) -> None:
         violation = Violation((flag,), " ".join(message.split()), "machine")
         if violation not in self.problems:
             self.problems.append(violation)
@@ -57,20 +57,21 @@ class _Check:
         try:
             size = build_tokenizer(data).vocab_size
         except (ValueError, OSError) as error:
-            self._wrong("--tokenizer-type", f"tokenizer: {error}")
+            self._add_problem("--tokenizer-type", f"tokenizer: {error}")
             return None
-        rows = self._rows_to_build(size)
-        if rows < size:
-            self._wrong(
-                "--padded-vocab-size", f"--padded-vocab-size {rows} is smaller than the tokenizer's vocabulary ({size})"
+        vocab_size = self._padded_vocab_size(size)
+        if vocab_size < size:
+            self._add_problem(
+                "--padded-vocab-size",
+                f"--padded-vocab-size {vocab_size} is smaller than the tokenizer's vocabulary ({size})",
             )
         source = data.tokenizer_model or data.vocab_file or ""
         self.lines.append(
-            f"tokenizer: {data.tokenizer_type} {source}".rstrip() + f", {size:,} tokens, padded to {rows:,}"
+            f"tokenizer: {data.tokenizer_type} {source}".rstrip() + f", {size:,} tokens, padded to {vocab_size:,}"
         )
-        return rows
+        return vocab_size
 
-    def _rows_to_build(self, size: int) -> int:
+    def _padded_vocab_size(self, size: int) -> int:
         """Return the vocabulary size as the run will pad it, that of the checkpoint if there is one."""
 
         def saved_rows(folder: str) -> int | None:
@@ -85,20 +86,20 @@ class _Check:
 
         return choose_padded_vocab_size(self.args, size, saved_rows)
 
-    def data(self, rows: int | None) -> None:
+    def data(self, vocab_size: int | None) -> None:
         """Open the index of every prefix in every split, and count tokens."""
         data, training = self.args.data, self.args.training
         try:
-            per_split, whole = blends_per_split(data), blend_of_all(data)
+            per_split, combined = blends_per_split(data), blend_of_all(data)
         except ValueError as error:
-            self._wrong("--data-path", str(error))
+            self._add_problem("--data-path", str(error))
             return
-        if per_split is None and whole is None:
+        if per_split is None and combined is None:
             self.lines.append(
                 "data: mock data" + ("" if data.mock_data else ", because no data is given (--data-path)")
             )
             return
-        blends = per_split if per_split is not None else (whole, whole, whole)
+        blends = per_split if per_split is not None else (combined, combined, combined)
         shares = [(0.0, 1.0)] * 3 if per_split is not None else parse_split(data.split or DEFAULT_SPLIT)
         opened = self._open(
             {
@@ -107,7 +108,7 @@ class _Check:
                 if blend
                 for prefix in blend.prefixes
             },
-            rows,
+            vocab_size,
         )
         needed = (
             requested_sizes(training) if training.global_batch_size and training.eval_global_batch_size else (0, 0, 0)
@@ -116,19 +117,19 @@ class _Check:
             if blend is not None and share is not None and all(prefix in opened for prefix in blend.prefixes):
                 self._split(number, blend, share, opened, needed[number])
             elif number == 0 and (blend is None or share is None) and needed[0]:
-                self._wrong("--data-path", f"{needed[0]} samples are asked of the train split, which has no data")
+                self._add_problem("--data-path", f"{needed[0]} samples are asked of the train split, which has no data")
 
-    def _open(self, wanted: dict[str, str], rows: int | None) -> dict[str, np.ndarray]:
+    def _open(self, wanted: dict[str, str], vocab_size: int | None) -> dict[str, np.ndarray]:
         """Return the sequence lengths of each prefix that can be opened."""
         found = {}
         for prefix, flag in wanted.items():
             try:
-                low = open_token_file(prefix)
-                self._compare_ids(low, prefix, flag, rows)
+                dataset = open_token_file(prefix)
+                self._compare_ids(dataset, prefix, flag, vocab_size)
             except (ValueError, OSError) as error:
-                self._wrong(flag.split()[0], f"{flag}: {error}")
+                self._add_problem(flag.split()[0], f"{flag}: {error}")
                 continue
-            found[prefix] = np.asarray(low.sequence_lengths, dtype=np.int64)
+            found[prefix] = np.asarray(dataset.sequence_lengths, dtype=np.int64)
         if found:
             tokens, sequences = sum(int(lengths.sum()) for lengths in found.values()), sum(map(len, found.values()))
             self.lines.append(
@@ -137,18 +138,18 @@ class _Check:
             )
         return found
 
-    def _compare_ids(self, low: IndexedDataset, prefix: str, flag: str, rows: int | None) -> None:
+    def _compare_ids(self, dataset: IndexedDataset, prefix: str, flag: str, vocab_size: int | None) -> None:
         left = MAX_CHECKED_TOKENS
-        for number in range(len(low)):
-            if left <= 0 or rows is None:
+        for number in range(len(dataset)):
+            if left <= 0 or vocab_size is None:
                 return
-            ids = low.get(number, 0, min(left, int(low.sequence_lengths[number])))
+            ids = dataset.get(number, 0, min(left, int(dataset.sequence_lengths[number])))
             left -= max(len(ids), 1)
-            if len(ids) and int(ids.max()) >= rows:
-                self._wrong(
+            if len(ids) and int(ids.max()) >= vocab_size:
+                self._add_problem(
                     flag.split()[0],
                     f"{flag}: {prefix}: sequence {number} holds the id {int(ids.max())}, the padded vocabulary has "
-                    f"{rows}: these tokens are of another tokenizer",
+                    f"{vocab_size}: these tokens are of another tokenizer",
                 )
                 return
 
@@ -175,7 +176,7 @@ class _Check:
             self.lines.append(f"  {name}: {total:,} tokens")
             return
         if empty:
-            self._wrong(
+            self._add_problem(
                 source_flag(self.args.data, number).split()[0],
                 f"the {SPLIT_NAMES[number]} split of {', '.join(empty)} holds less than one "
                 f"sample of --seq-length {length} (+ 1) tokens; {self._remedy(number)}",
@@ -198,14 +199,14 @@ class _Check:
     def _remedy(self, number: int) -> str:
         """Describe what to change if a split is too small."""
         data, training = self.args.data, self.args.training
-        whole = blends_per_split(data) is None
-        text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT})" if whole else "add data"
+        combined = blends_per_split(data) is None
+        text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT})" if combined else "add data"
         if number == 0:
-            return text if not whole else f"{text}, or add data"
+            return text if not combined else f"{text}, or add data"
         evaluated = (
             "--full-validation" if training.full_validation and number == 1 else f"--eval-iters {training.eval_iters}"
         )
-        return f"{text}{', or add data' if whole else ''}, or do not evaluate (now {evaluated}; --eval-iters 0)"
+        return f"{text}{', or add data' if combined else ''}, or do not evaluate (now {evaluated}; --eval-iters 0)"
 
     def loaded(self) -> None:
         """Find the checkpoints and weights from which the run starts."""
@@ -221,7 +222,7 @@ class _Check:
             try:
                 found = self._find(folder, output.ckpt_step if flag == "--load" else None)
             except (ValueError, OSError) as error:
-                self._wrong(flag, f"{flag} {folder}: {error}")
+                self._add_problem(flag, f"{flag} {folder}: {error}")
                 continue
             if found is not None:
                 self.lines.append(f"{flag} {folder}: {found}")
@@ -235,11 +236,13 @@ class _Check:
                 advice = (
                     "" if own or output.pretrained_checkpoint else " (--exit-on-missing-checkpoint ends it instead)"
                 )
-                self.lines.append(f"{problem}{flag} {folder}: {_absent(folder)}; the run starts from {starts}{advice}")
+                self.lines.append(
+                    f"{problem}{flag} {folder}: {_describe_missing(folder)}; the run starts from {starts}{advice}"
+                )
             else:
-                self._wrong(flag, f"{flag} {folder}: {_absent(folder)}")
+                self._add_problem(flag, f"{flag} {folder}: {_describe_missing(folder)}")
         if output.init_from is not None and not os.path.isfile(output.init_from):
-            self._wrong("--init-from", f"--init-from {output.init_from}: there is no such file")
+            self._add_problem("--init-from", f"--init-from {output.init_from}: there is no such file")
 
     def _needs_checkpoint(self) -> bool:
         """Return whether a missing --load checkpoint ends the run, instead of starting from random weights."""
@@ -268,47 +271,54 @@ class _Check:
         check_complete(found)
         size = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
         return (
-            f"{'Hugging Face or released weights' if is_weights_only(found) else found.name}, complete, {_amount(size)}"
+            f"{'Hugging Face or released weights' if is_weights_only(found) else found.name}, complete, "
+            f"{_format_bytes(size)}"
         )
 
-    def outputs(self, rows: int | None) -> None:
+    def outputs(self, vocab_size: int | None) -> None:
         """Check that the output folders are writable and the checkpoints fit."""
         output = self.args.output
         for flag, path, kind in _written(self.args):
             problem = why_unwritable(path, kind)
             if problem is not None:
-                self._wrong(flag, f"{flag} {path}: {problem}")
+                self._add_problem(flag, f"{flag} {path}: {problem}")
             elif flag == "--save":
-                self._check_space(_existing(Path(path)), rows)
+                self._check_space(_existing(Path(path)), vocab_size)
         if output.save is None and not self.args.training.skip_train:
             self.lines.append("--save is not given: nothing is saved")
 
-    def _check_space(self, folder: Path, rows: int | None) -> None:
+    def _check_space(self, folder: Path, vocab_size: int | None) -> None:
         output, training = self.args.output, self.args.training
         stat = os.statvfs(folder)
         free = stat.f_bavail * stat.f_frsize
         if free == 0:
-            self._wrong("--save", f"--save {output.save}: the file system of {folder} has no space that can be written")
+            self._add_problem(
+                "--save", f"--save {output.save}: the file system of {folder} has no space that can be written"
+            )
             return
-        size = None if rows is None else checkpoint_bytes(self.args, rows)
+        size = None if vocab_size is None else checkpoint_bytes(self.args, vocab_size)
         if size is None:
-            self.lines.append(f"--save {output.save}: can be written, {_amount(free)} free")
+            self.lines.append(f"--save {output.save}: can be written, {_format_bytes(free)} free")
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
         kept = f"{count} {'is' if count == 1 else 'are'} planned" + (
             ", fewer are kept (--save-retain-interval)" if output.save_retain_interval else ""
         )
         self.lines.append(
-            f"--save {output.save}: can be written, {_amount(free)} free; a checkpoint takes about {_amount(size)} "
+            f"--save {output.save}: can be written, {_format_bytes(free)} free; a checkpoint takes about "
+            f"{_format_bytes(size)} "
             f"(estimate), {kept}"
         )
         if free < size:
-            self._wrong(
-                "--save", f"--save {output.save}: {_amount(free)} are free, one checkpoint takes about {_amount(size)}"
+            self._add_problem(
+                "--save",
+                f"--save {output.save}: {_format_bytes(free)} are free, one checkpoint takes about "
+                f"{_format_bytes(size)}",
             )
         elif free < count * size and not output.save_retain_interval:
             self.lines.append(
-                f"WARNING: all {count} checkpoints take about {_amount(count * size)}, more than the {_amount(free)} "
+                f"WARNING: all {count} checkpoints take about {_format_bytes(count * size)}, more than the "
+                f"{_format_bytes(free)} "
                 "that are free"
             )
 
@@ -331,10 +341,10 @@ def _existing(place: Path) -> Path:
     return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
 
 
-def checkpoint_bytes(args: Arguments, rows: int) -> int | None:
+def checkpoint_bytes(args: Arguments, vocab_size: int) -> int | None:
     """Estimate the size of a checkpoint: weights, and optimizer state in fp32. None if the model is not known."""
     try:
-        total = count_parameters(args, rows)
+        total = count_parameters(args, vocab_size)
     except (TypeError, ValueError, ZeroDivisionError):  # wrong flags, which are reported elsewhere
         return None
     narrow = args.precision.bf16 or args.precision.fp16
@@ -360,11 +370,11 @@ def _written(args: Arguments) -> Iterator[tuple[str, str, Literal["folder", "fil
         yield "--export-weights", output.export_weights, "file in a folder that exists"
 
 
-def _absent(folder: str) -> str:
+def _describe_missing(folder: str) -> str:
     return f"there is no {'checkpoint in this' if os.path.isdir(folder) else 'such'} folder"
 
 
-def _amount(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

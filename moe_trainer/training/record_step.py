@@ -99,14 +99,14 @@ def record_iteration(
     Raises: as train_step. A record is also written if losses or gradients are not finite.
     """
     writing = _RecordWriter(ctx, folder)
-    begun = {name: getattr(state, name) for name in COUNTS}
+    counters = {name: getattr(state, name) for name in COUNTS}
     writing.begin(weights)
-    beginning = make_rewindable_iterator(ctx)
-    beginning.begin()
+    replayable = make_rewindable_iterator(ctx)
+    replayable.begin()
     recorder = StepRecorder(ctx, num_microbatches, writing.gradients)
     result, failure = None, None
     try:
-        result = train_step(replace(ctx, train_batches=beginning), state, num_microbatches, recorder)
+        result = train_step(replace(ctx, train_batches=replayable), state, num_microbatches, recorder)
     except FloatingPointError as error:  # raised on all ranks
         failure = error
         writing.gradients()
@@ -122,27 +122,27 @@ def record_iteration(
     }
     samples = num_microbatches * ctx.args.training.micro_batch_size * ctx.ps.dp.size
     head = {
-        **record_metadata(ctx, begun, samples, ctx.args.data.seq_length),
+        **record_metadata(ctx, counters, samples, ctx.args.data.seq_length),
         "sample_numbers": list(sample_numbers),
         **facts,
     }
-    problem, size = writing.finish(head, recorder, beginning)
+    problem, size = writing.finish(head, recorder, replayable)
     if failure is not None:
         if problem is None:
-            logger.warning("iteration %d is recorded in %s", begun["iteration"] + 1, folder)
+            logger.warning("iteration %d is recorded in %s", counters["iteration"] + 1, folder)
         raise failure
     assert result is not None
     return result, problem, size
 
 
-def record_metadata(ctx: TrainContext, begun: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
+def record_metadata(ctx: TrainContext, counters: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
     """Return the metadata of an iteration, the head of its record."""
     ps, args, device = ctx.ps, ctx.args, ctx.runtime.device
     assert ctx.optimizer is not None
     quantized = args.precision.fp8 or args.precision.fp4
     return {
-        "iteration": begun["iteration"] + 1,
-        "state": dict(begun),
+        "iteration": counters["iteration"] + 1,
+        "state": dict(counters),
         "flags": to_command_line(explicit_flags(args)),
         "world_size": ps.world.size,
         "mapping": {name: getattr(ps, name).size for name in AXES},
@@ -222,7 +222,7 @@ class _RecordWriter:
         self._write_full_tensors(step_record.GRADIENTS, gather_unscaled_grads(ctx))
 
     def finish(
-        self, head: Mapping[str, Any], recorder: StepRecorder, beginning: RewindableIterator[Batch]
+        self, head: Mapping[str, Any], recorder: StepRecorder, replayable: RewindableIterator[Batch]
     ) -> tuple[str | None, int]:
         """Write the data of every rank and finalize the record.
 
@@ -235,8 +235,8 @@ class _RecordWriter:
             {}
             if not first
             else {
-                f"{step_record.BATCH}{name}": torch.stack([getattr(batch, name) for batch in beginning.batches])
-                for name, value in vars(beginning.batches[0]).items()
+                f"{step_record.BATCH}{name}": torch.stack([getattr(batch, name) for batch in replayable.batches])
+                for name, value in vars(replayable.batches[0]).items()
                 if value is not None
             }
         )
@@ -244,7 +244,7 @@ class _RecordWriter:
         if self.problem is None:
             self._try(
                 lambda: step_record.write_rank(
-                    self.staging_dir, ps.world.rank, tensors, to_plain_types(beginning.random_state)
+                    self.staging_dir, ps.world.rank, tensors, to_plain_types(replayable.random_state)
                 )
             )
         problems = gather_errors(self.problem, ps.world)
@@ -358,8 +358,8 @@ class StepRecorder:
     def _positions(self) -> list[Tensor]:
         """Return the sequence positions of a context rank's rows, and of a tensor rank's part of them."""
         ps = self.ctx.ps
-        held = self.ctx.chunks[0].sequence.positions(self.ctx.args.data.seq_length)
-        return [held, held.chunk(ps.tp.size)[ps.tp.rank]]
+        positions = self.ctx.chunks[0].sequence.positions(self.ctx.args.data.seq_length)
+        return [positions, positions.chunk(ps.tp.size)[ps.tp.rank]]
 
     def tensors(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all tensors that this rank writes, with sample indices in the loader's order."""

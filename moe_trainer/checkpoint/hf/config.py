@@ -74,8 +74,8 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
             )
     for key in family.keys:
         spellings = (key.name, ALIASES.get(key.name, key.name))
-        given = [config[name] for name in spellings if config.get(name) is not None]
-        value = given[0] if given else key.default
+        actual = [config[name] for name in spellings if config.get(name) is not None]
+        value = actual[0] if actual else key.default
         if value is NEEDED:
             raise CheckpointError(f"{source} lacks {key.name}")
         _check_kind(source, key.name, value, "number" if OPTIONS[key.dest].type_name == "float" else "whole")
@@ -103,14 +103,14 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
 
 
 def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
-    fits, wanted = {
+    fits, expected = {
         "whole": (type(value) is int and value >= 0, "a whole number"),
         "number": (type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number, zero or above,"),
         "table": (isinstance(value, Mapping), "a table"),
         "list": (isinstance(value, (list, tuple)), "a list"),
     }[kind]
     if value is not None and not fits:
-        raise CheckpointError(f"{source}: {name} is {value!r}, and {wanted} is needed")
+        raise CheckpointError(f"{source}: {name} is {value!r}, and {expected} is needed")
 
 
 def _remarks(family: Family, flags: Flags) -> list[str]:
@@ -182,10 +182,10 @@ def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any
     return config | {key: values[0] for key, values in family.required_values.items()} | {"vocab_size": rows}
 
 
-def _differing(wanted: Mapping[str, Any], given: Flags) -> list[str]:
+def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
     """Return the architecture flags whose meaning a config.json has lost."""
-    moe, latent = bool(wanted.get("num_experts")), bool(wanted.get("multi_latent_attention"))
-    sparse = wanted.get("experimental_attention_variant") == "dsa"
+    moe, latent = bool(expected.get("num_experts")), bool(expected.get("multi_latent_attention"))
+    sparse = expected.get("experimental_attention_variant") == "dsa"
     found = []
     for dest in SHAPE:
         if (
@@ -198,8 +198,8 @@ def _differing(wanted: Mapping[str, Any], given: Flags) -> list[str]:
         if dest.startswith("dsa_") and not sparse:
             continue
         default = OPTIONS[dest].default
-        here, there = (_meaning(dest, values.get(dest, default), default) for values in (wanted, given))
-        if here != there and not _equal_patterns(dest, wanted, given):
+        here, there = (_meaning(dest, values.get(dest, default), default) for values in (expected, actual))
+        if here != there and not _equal_patterns(dest, expected, actual):
             found.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
     return found
 
@@ -212,26 +212,28 @@ def _meaning(dest: str, value: Any, default: Any) -> Any:
     return value or None
 
 
-def _equal_patterns(dest: str, wanted: Mapping[str, Any], given: Flags) -> bool:
-    if dest == "window_attn_skip_freq" and wanted.get("window_size"):
-        return sliding_layers(wanted) == sliding_layers(given)
+def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bool:
+    if dest == "window_attn_skip_freq" and expected.get("window_size"):
+        return sliding_layers(expected) == sliding_layers(actual)
     if dest == "moe_layer_freq":
-        return expert_layers(wanted) == expert_layers(given)
+        return expert_layers(expected) == expert_layers(actual)
     if dest == "linear_attention_freq":
-        return linear_layers(wanted) == linear_layers(given)
-    if dest == "mtp_num_layers" and given.get("experimental_attention_variant") == "gdn":
-        return wanted.get(dest) in (None, 0, 1)  # the tensors say it, not config.json
+        return linear_layers(expected) == linear_layers(actual)
+    if dest == "mtp_num_layers" and actual.get("experimental_attention_variant") == "gdn":
+        return expected.get(dest) in (None, 0, 1)  # the tensors say it, not config.json
     if dest == "dsa_indexer_k_norm_epsilon":
-        return (wanted.get("layernorm_epsilon") if wanted.get(dest) is None else wanted[dest]) == given.get(dest)
+        return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
     if dest == "moe_ffn_hidden_size":
-        return (wanted.get(dest) or wanted.get("ffn_hidden_size")) == (given.get(dest) or given.get("ffn_hidden_size"))
+        return (expected.get(dest) or expected.get("ffn_hidden_size")) == (
+            actual.get(dest) or actual.get("ffn_hidden_size")
+        )
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
-        return not _limits(wanted) and not _limits(given)
+        return not _limits(expected) and not _limits(actual)
     if dest == "rope_scaling_factor":
-        return not wanted.get("use_rope_scaling") and not given.get("use_rope_scaling")
+        return not expected.get("use_rope_scaling") and not actual.get("use_rope_scaling")
     if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
-        plain = wanted.get("rope_type") == "rope" and given.get("rope_type") == "rope"
-        return plain and (dest != "mscale_all_dim" or _scales_logits(wanted) == _scales_logits(given))
+        plain = expected.get("rope_type") == "rope" and actual.get("rope_type") == "rope"
+        return plain and (dest != "mscale_all_dim" or _scales_logits(expected) == _scales_logits(actual))
     return False
 
 

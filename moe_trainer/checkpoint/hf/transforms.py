@@ -26,9 +26,9 @@ def _join_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     return torch.cat([part.unflatten(0, (sizes["groups"], -1)) for part in parts], 1).flatten(0, 1)
 
 
-def _part_groups(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
+def _part_groups(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
     head, groups = sizes["D"], sizes["groups"]
-    grouped = whole.unflatten(0, (groups, -1))
+    grouped = full.unflatten(0, (groups, -1))
     return [part.flatten(0, 1) for part in grouped.split([sizes["Q"] // groups, head, head], 1)]
 
 
@@ -41,9 +41,9 @@ def _join_gated_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     ).flatten(0, 1)
 
 
-def _part_gated_groups(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
+def _part_gated_groups(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
     head, groups, rows = sizes["D"], sizes["groups"], sizes["Q"] // sizes["groups"]
-    *both, key, value = whole.unflatten(0, (groups, -1)).split([rows, rows, head, head], 1)
+    *both, key, value = full.unflatten(0, (groups, -1)).split([rows, rows, head, head], 1)
     queries = torch.stack([each.unflatten(1, (-1, head)) for each in both], 2).flatten(0, 3)
     return queries, key.flatten(0, 1), value.flatten(0, 1)
 
@@ -62,8 +62,8 @@ def _join_delta(parts: Sequence[Tensor], sizes: ModelSizes) -> Sequence[Tensor]:
     return [each.flatten(0, 1) for group in split for each in group]
 
 
-def _part_delta(whole: Sequence[Tensor], sizes: ModelSizes) -> Sequence[Tensor]:
-    grouped = [each.unflatten(0, (sizes["LK"], -1)) for each in whole]
+def _part_delta(full: Sequence[Tensor], sizes: ModelSizes) -> Sequence[Tensor]:
+    grouped = [each.unflatten(0, (sizes["LK"], -1)) for each in full]
     return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
 
 
@@ -77,13 +77,13 @@ def _join_interleaved(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     return torch.cat([rows[0::2], rows[1::2]])
 
 
-def _part_interleaved(whole: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
+def _part_interleaved(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
     del sizes
-    return (torch.stack(whole.chunk(2), 1).flatten(0, 1).t(),)
+    return (torch.stack(full.chunk(2), 1).flatten(0, 1).t(),)
 
 
-SAME = Transform(lambda parts, _: parts[0], lambda whole, _: (whole,))
-HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda whole, _: whole.chunk(2))
+SAME = Transform(lambda parts, _: parts[0], lambda full, _: (full,))
+HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda full, _: full.chunk(2))
 """Gate above up."""
 GROUPS = Transform(_join_groups, _part_groups)
 """[q..q, k, v] per key-value group."""
@@ -95,12 +95,12 @@ DELTA = Transform(_join_delta, _part_delta)
 Hugging Face: grouped by key head, the last two in a tensor of their own.
 """
 DELTA_PARTS = Transform(
-    lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda whole, _: (torch.cat(tuple(whole)),)
+    lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda full, _: (torch.cat(tuple(full)),)
 )
 """The channels of query, key and value."""
-TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda whole, _: (whole.t(),))
+TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),))
 """Inputs x outputs in Hugging Face, which multiplies from the right."""
 INTERLEAVED = Transform(_join_interleaved, _part_interleaved)
 """Gate above up; Hugging Face: transposed, gate and up interleaved."""
-MINUS_ONE = Transform(lambda parts, _: parts[0] - 1, lambda whole, _: (whole + 1,))
+MINUS_ONE = Transform(lambda parts, _: parts[0] - 1, lambda full, _: (full + 1,))
 """A gain around zero; Hugging Face: around one."""

@@ -138,8 +138,8 @@ class LegacyMetadata(VirtualMetadata):
             self._scheme = KeyScheme.from_record(self.record)
         except ValueError as error:
             raise DamagedError(f"{folder}: the recorded flags are damaged: {error}") from error
-        self._boxes: dict[MetadataIndex, tuple[Tensor, Path]] = {}
-        self._whole: set[Path] = set()
+        self._tensors: dict[MetadataIndex, tuple[Tensor, Path]] = {}
+        self._verified: set[Path] = set()
         self._with_states: set[tuple] = set()  # the places whose optimizer state is entered
         self.state_problem: str | None = None
         """Why the optimizer state cannot be read, where the weights can."""
@@ -169,7 +169,7 @@ class LegacyMetadata(VirtualMetadata):
         Raises:
             DamagedError: if the bytes of its file have changed.
         """
-        tensor, path = self._boxes[MetadataIndex(key, chunk.offsets)]
+        tensor, path = self._tensors[MetadataIndex(key, chunk.offsets)]
         self._verify(path)
         return tensor.reshape(chunk.sizes)
 
@@ -185,16 +185,16 @@ class LegacyMetadata(VirtualMetadata):
 
     @property
     def files(self) -> list[Path]:
-        return sorted({path for _, path in self._boxes.values()})
+        return sorted({path for _, path in self._tensors.values()})
 
     def _verify(self, path: Path) -> None:
         """Compare a file with the checksums that it holds, once."""
-        if path not in self._whole:
+        if path not in self._verified:
             try:
                 verify_checksums(path)
             except DECODE_ERRORS as error:
                 raise DamagedError(f"{path} is damaged: {error}") from error
-            self._whole.add(path)
+            self._verified.add(path)
 
     def _first_layers(self, files: Sequence[RankFile], contents: Sequence[Mapping]) -> dict[tuple[int, int], int]:
         """Return the global number of the first layer of each (stage, model chunk), chunk by chunk."""
@@ -268,22 +268,22 @@ class LegacyMetadata(VirtualMetadata):
             raise DamagedError(
                 f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(earlier.size[len(at) :])}"
             )
-        for part, piece in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
+        for part, shard in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
             first = [0] * value.dim()
             if dim is not None:
-                first[dim] = (part * count + rank) * piece.shape[dim]
-            box = add_chunk(
+                first[dim] = (part * count + rank) * shard.shape[dim]
+            index = add_chunk(
                 self,
                 (prefix + key, at, extents),
-                piece.shape,
+                shard.shape,
                 value.dtype,
                 path.relative_to(self._folder),
-                int(piece.storage_offset()),
+                int(shard.storage_offset()),
                 0,
                 full,
                 first,
             )
-            self._boxes[box] = piece, path
+            self._tensors[index] = shard, path
 
     def _new_state_kinds(self, file: RankFile, kinds: Sequence[str]) -> dict[str, bool]:
         """Return the kinds of parameters whose states no earlier file had."""
@@ -324,16 +324,16 @@ class LegacyMetadata(VirtualMetadata):
                     f"{file.state_path}: it holds the states of {len(buffers)} optimizers, and {file.path.name} "
                     f"has {len(owned)}"
                 )
-            for number, (one, mine) in enumerate(zip(buffers, owned, strict=True)):
+            for number, (one, params_of_chunks) in enumerate(zip(buffers, owned, strict=True)):
                 if (
                     one is not None
                 ):  # the first data-parallel rank has it: that of the experts may be another than that of all else
                     takes = self._new_state_kinds(file, kinds[number])
-                    yield from ((*found, takes) for found in self._buffer_states(file, one, mine, number))
+                    yield from ((*found, takes) for found in self._buffer_states(file, one, params_of_chunks, number))
             return
-        for number, (one, mine) in enumerate(zip(chain, owned, strict=True)):
+        for number, (one, params_of_chunks) in enumerate(zip(chain, owned, strict=True)):
             takes = self._new_state_kinds(file, kinds[number])
-            params = {name: value for chunk in mine for name, value in chunk.items()}
+            params = {name: value for chunk in params_of_chunks for name, value in chunk.items()}
             yield from ((*found, takes) for found in self._numbered_states(file, one, params))
 
     def _numbered_states(
@@ -395,17 +395,17 @@ class LegacyMetadata(VirtualMetadata):
                 )
             )
             needed = max(first + numel for _, first, numel in found)
-            for state, whole in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
-                if whole.numel() != needed:
+            for state, flat in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
+                if flat.numel() != needed:
                     raise CheckpointError(
-                        f"{file.state_path}: {state} of buffer {number} has {whole.numel()} elements, and the "
+                        f"{file.state_path}: {state} of buffer {number} has {flat.numel()} elements, and the "
                         f"parameters in buckets as the flags of the checkpoint make them {needed}"
                     )
                 for name, first, numel in found:
                     yield (
                         "fp32_param" if state == "param" else state,
                         name,
-                        whole[first : first + numel].view(chunk[name].shape),
+                        flat[first : first + numel].view(chunk[name].shape),
                         file.state_path,
                     )
 
