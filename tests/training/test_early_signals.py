@@ -86,8 +86,8 @@ def test_an_interrupted_run_ends_with_its_summary(tmp_path):
     assert f"pretrain_moe.py: interrupted; the checkpoint of iteration {saved} in ckpt is complete" in err
 
 
-def test_an_interrupted_run_says_what_is_saved(tmp_path):
-    assert pretrain_moe._what_is_saved(None) == "nothing was saved (no --save)"
-    assert pretrain_moe._what_is_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
+def test_an_interrupted_run_says_describe_saved(tmp_path):
+    assert pretrain_moe._describe_saved(None) == "nothing was saved (no --save)"
+    assert pretrain_moe._describe_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
-    assert pretrain_moe._what_is_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is complete"
+    assert pretrain_moe._describe_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is complete"
