@@ -453,9 +453,14 @@ def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:
     return 4.0 * (whole + (2 if learned else 1) * index + 4 * block)
 
 
+def data_parallel_size(args: Arguments, world_size: int) -> int:
+    """Return the number of replicas of the model, at least one."""
+    sizes = parallel_sizes(args)
+    return max(1, world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"]))
+
+
 def microbatches_per_iteration(args: Arguments, world_size: int) -> int:
     """Microbatches of an iteration on every data-parallel rank, at the full global batch size; at least one."""
-    sizes = parallel_sizes(args)
-    replicas = max(1, world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"]))
+    replicas = data_parallel_size(args, world_size)
     batch = args.training.global_batch_size or args.training.micro_batch_size * replicas
     return max(1, batch // (args.training.micro_batch_size * replicas))

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
 from moe_trainer.estimate.flops import training_flops
-from moe_trainer.estimate.memory import GIB, RESERVED_BYTES, StageMemory, microbatches_per_iteration, plan_memory
+from moe_trainer.estimate.memory import (
+    GIB,
+    RESERVED_BYTES,
+    StageMemory,
+    data_parallel_size,
+    microbatches_per_iteration,
+    plan_memory,
+)
 from moe_trainer.estimate.parameters import ParamCounts, count_parameters, planned_vocab_size
 from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.step_time import StepTime, plan_step
@@ -109,11 +116,7 @@ def validated_args(argv: list[str], world_size: int, checkpoint: Mapping[str, ob
     args = parse_args(argv, world_size, checkpoint)
     if args.unbuildable:
         raise ArgumentError(args.unbuildable)
-    sizes = args.parallel
-    replicas = world_size // (
-        sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
-    )
-    waiting = deadlocking_batch_sizes(args, replicas)
+    waiting = deadlocking_batch_sizes(args, data_parallel_size(args, world_size))
     if waiting:
         raise PlanError("; ".join(waiting))
     return args
@@ -135,13 +138,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
     count = microbatches_per_iteration(args, world_size)
     memory = plan_memory(args, world_size, rows, count, hardware)
     time = plan_step(args, world_size, rows, count, memory, hardware)
-    sizes = args.parallel
-    replicas = max(
-        1,
-        world_size
-        // (sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size),
-    )
-    batch = count * replicas * args.training.micro_batch_size
+    batch = count * data_parallel_size(args, world_size) * args.training.micro_batch_size
     flops = training_flops(args, batch, args.data.seq_length, rows)
     if args.has_frozen_weights:
         forward = (

@@ -88,7 +88,7 @@ _DEEPSEEK_KEYS = _LATENT_KEYS + (
     Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
 )
 _QWEN_MOE_KEYS = (Key("num_experts_per_tok", "moe_router_topk"), Key("moe_intermediate_size", "moe_ffn_hidden_size"))
-_ALWAYS = MappingProxyType(
+_FIXED_FLAGS = MappingProxyType(
     {
         "normalization": "RMSNorm",
         "swiglu": True,
@@ -111,7 +111,7 @@ _GPT_OSS = MappingProxyType(
 )
 _DEEPSEEK = MappingProxyType(
     {
-        **_ALWAYS,
+        **_FIXED_FLAGS,
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "moe_grouped_gemm": True,
@@ -119,8 +119,8 @@ _DEEPSEEK = MappingProxyType(
     }
 )
 _BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True})
-_MUST = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
-_DEEPSEEK_MUST = MappingProxyType(
+_REQUIRED = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
+_DEEPSEEK_REQUIRED = MappingProxyType(
     {"hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,), "rope_interleave": (True,)}
 )
 _DEEPSEEK_V3_DEFAULTS = MappingProxyType(
@@ -152,7 +152,9 @@ IGNORED = tuple(
 def _dense(
     name: str, architecture: str, always: Mapping[str, Any], defaults: Mapping[str, Any], *parts: ConfigConverter
 ) -> Family:
-    return Family(name, architecture, _KEYS, (ROPE, TIED, GROUPED, *parts), _ALWAYS | always, _MUST, defaults=defaults)
+    return Family(
+        name, architecture, _KEYS, (ROPE, TIED, GROUPED, *parts), _FIXED_FLAGS | always, _REQUIRED, defaults=defaults
+    )
 
 
 FAMILIES = MappingProxyType(
@@ -174,8 +176,8 @@ FAMILIES = MappingProxyType(
                 "MixtralForCausalLM",
                 (*_KEYS, Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk")),
                 (ROPE, TIED, GROUPED, WINDOW),
-                _ALWAYS | _MOE,
-                _MUST,
+                _FIXED_FLAGS | _MOE,
+                _REQUIRED,
                 defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
             ),
             Family(
@@ -188,8 +190,8 @@ FAMILIES = MappingProxyType(
                     Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
                 ),
                 (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP),
-                _ALWAYS | _MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-                _MUST | {"qkv_bias": (True,)},
+                _FIXED_FLAGS | _MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+                _REQUIRED | {"qkv_bias": (True,)},
                 defaults={"num_key_value_heads": 16},
             ),
             Family(
@@ -197,8 +199,8 @@ FAMILIES = MappingProxyType(
                 "Qwen3MoeForCausalLM",
                 (*_KEYS, *_QWEN_MOE_KEYS, Key("num_experts", "num_experts")),
                 (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP),
-                _ALWAYS | _MOE | {"qk_layernorm": True},
-                _MUST,
+                _FIXED_FLAGS | _MOE | {"qk_layernorm": True},
+                _REQUIRED,
                 defaults={"num_key_value_heads": 4},
             ),
             Family(
@@ -221,7 +223,7 @@ FAMILIES = MappingProxyType(
                     ),
                 ),
                 (ROPE, TIED, GROUPED, NORMALIZED, SPARSE_STEP, NEXT),
-                _ALWAYS
+                _FIXED_FLAGS
                 | _MOE
                 | {
                     "qk_layernorm": True,
@@ -231,7 +233,7 @@ FAMILIES = MappingProxyType(
                     "layernorm_zero_centered_gamma": True,
                     "experimental_attention_variant": "gdn",
                 },
-                _MUST,
+                _REQUIRED,
                 defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
             ),
             Family(
@@ -244,7 +246,7 @@ FAMILIES = MappingProxyType(
                     Key("swiglu_limit", "activation_func_clamp_value", 7.0),
                 ),
                 (EXPLICIT_ROPE, TIED, GROUPED, ALTERNATING),
-                _ALWAYS | _MOE | _GPT_OSS,
+                _FIXED_FLAGS | _MOE | _GPT_OSS,
                 {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
                 ("experts_per_token", "initial_context_length"),
                 {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
@@ -255,7 +257,7 @@ FAMILIES = MappingProxyType(
                 (*_KEYS, *_DEEPSEEK_KEYS),
                 (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS),
                 _DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
-                _DEEPSEEK_MUST | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
+                _DEEPSEEK_REQUIRED | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
                 defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
             ),
             Family(
@@ -264,7 +266,7 @@ FAMILIES = MappingProxyType(
                 (*_KEYS, *_DEEPSEEK_KEYS),
                 (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, MTP),
                 _DEEPSEEK | _BIASED_SIGMOID,
-                _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
+                _DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
                 defaults=_DEEPSEEK_V3_DEFAULTS,
             ),
             Family(
@@ -273,7 +275,7 @@ FAMILIES = MappingProxyType(
                 (*_KEYS, *_DEEPSEEK_KEYS),
                 (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, INDEXER, MTP),
                 _DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
-                _DEEPSEEK_MUST | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+                _DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
                 ("index_n_heads", "index_head_dim", "index_topk"),
                 _DEEPSEEK_V3_DEFAULTS,
             ),
