@@ -12,4 +12,4 @@ class StorageError(CheckpointError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is incomplete, or its bytes are not those that were saved. Another one may be whole."""
+    """A checkpoint is incomplete, or its bytes differ from the saved ones. Another checkpoint may be valid."""

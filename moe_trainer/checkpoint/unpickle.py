@@ -308,7 +308,9 @@ class _SafeNames:
         if place in _TYPES or place in _CLASSES:
             return _TYPES.get(place) or _CLASSES[place]
         if place in _FUNCTIONS:
-            return lambda *args: _FUNCTIONS[place](*args)  # one that this pickle alone may change
+            return lambda *args: _FUNCTIONS[place](
+                *args
+            )  # a new function, so that a pickle cannot change it for others
         if place == _MEGATRON_INDEX:
             return metadata.Metadata
         for kind in _INDEX_CLASSES:
@@ -361,7 +363,7 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
 
     def load(self) -> Any:
         self._sizes: dict[int, tuple[int, int]] = {}  # of tuples and objects by id: values inside, and how deep
-        self._made: list[Any] = []  # what these are, so that no id is used again
+        self._made: list[Any] = []  # the counted objects, kept so that no id is reused
         return super().load()
 
     def count(self, parts: Iterable[Any]) -> None:

@@ -27,7 +27,7 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
     if violations:
         raise ArgumentError(violations)
     if world_size is None:
-        parse_args(argv, None, checkpoint)  # what else is wrong comes first
+        parse_args(argv, None, checkpoint)  # other errors are reported first
         raise PlanError("a plan needs the number of ranks: give --world-size N")
     args = validated_args(argv, world_size, checkpoint)
     hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)

@@ -107,7 +107,7 @@ class ParallelConfig:
             else []
         )
         words += ["--micro-batch-size", self.mbs]
-        if has_experts:  # also where nothing is exchanged: other flags ask for one of the two
+        if has_experts:  # even without an exchange, because other flags require one of the two
             words += (
                 ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", self.backend]
                 if self.backend
@@ -140,7 +140,7 @@ class ParallelConfig:
         )
         full = self.recompute == FULL_RECOMPUTE
         training = replace(args.training, micro_batch_size=self.mbs)
-        if self.recompute:  # else as the preset says
+        if self.recompute:  # else that of the preset
             training = replace(
                 training,
                 recompute_granularity="full" if full else "selective",
@@ -205,7 +205,7 @@ def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
     norms = () if args.precision.fp8 and args.precision.fp8_recipe == "delayed" else ("layernorm",)
     sets = [(), norms, latent, (*norms, *latent), (*norms, *latent, *dense)]
     if any(pattern):
-        if args.precision.fp8 or args.precision.fp4:  # in 16 bits experts compute their activation again anyway
+        if args.precision.fp8 or args.precision.fp4:  # bf16 experts always recompute their activation
             sets += [("moe_act", *norms, *latent), ("moe_act", *norms, *latent, *dense)]
         sets += [("moe", *norms), ("moe", *norms, *latent, *dense)]
     return tuple(dict.fromkeys([*sets, FULL_RECOMPUTE]))

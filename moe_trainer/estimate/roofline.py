@@ -207,7 +207,7 @@ def _bytes(base: str, out: bool, tensors: Sequence[Tensor]) -> int:
             x.bytes for x in (*reads[1:], *made)
         )
     if base.startswith("_fused_adam"):
-        return 7 * sum(x.bytes for x in writes) // 4 if writes else 0  # gradients are read alone
+        return 7 * sum(x.bytes for x in writes) // 4 if writes else 0  # gradients are only read
     once = out or base.startswith(OVERWRITES)
     return sum(x.bytes for x in (*reads, *made)) + (1 if once else 2) * sum(x.bytes for x in writes)
 

@@ -49,7 +49,7 @@ def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     yield SavedTensor("in_proj.y", (tokens, 2 * key_channels + 2 * heads * width + 2 * heads), layer.size, part)
     later_segments = -(-layer.length * layer.cp // SEGMENT) - 1
     names = set(layer.args.precision.triton_kernels)
-    by_torch = layer.cpu or bool(names) and not names & {"all", "delta-rule"}  # a kernel of ours keeps no state
+    by_torch = layer.cpu or bool(names) and not names & {"all", "delta-rule"}  # our kernel saves no state
     if later_segments and by_torch:
         state = (layer.batch, heads // layer.cp, model.linear_key_head_dim, width)
         yield SavedTensor("states", (later_segments, *state), WIDE, part)

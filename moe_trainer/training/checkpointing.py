@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_is_due(ctx: TrainContext, state: TrainState) -> bool:
-    """Return whether --save-interval asks for a checkpoint of this iteration."""
+    """Return whether --save-interval requires a checkpoint of this iteration."""
     interval = ctx.args.output.save_interval
     return interval is not None and state.iteration % interval == 0
 

@@ -1,6 +1,6 @@
 """Decisions that all ranks take together between two iterations.
 
-Clocks, signals and disks differ by rank, so the ranks share one small reduction, made only if a flag asks for it or a
+Clocks, signals and disks differ by rank, so the ranks share one small reduction, made only if a flag requires it or a
 checkpoint is being written.
 """
 

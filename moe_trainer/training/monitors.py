@@ -35,7 +35,7 @@ class MonitorReport:
 
 
 class RankMonitors:
-    """The monitors that the flags ask for. Collective: build it on every rank."""
+    """The monitors that the flags enable. Collective: build it on every rank."""
 
     def __init__(self, args: Arguments, runtime: Runtime):
         self._args, self._runtime = args, runtime
@@ -112,7 +112,7 @@ def _make_straggler_detector(args: Arguments, runtime: Runtime) -> StragglerDete
         )
         return None
     on, switch = not output.disable_straggler_on_startup, None
-    # Open a port only if the user asks for one, or if detection is off at the start and needs it.
+    # Open a port only if a flag sets one, or if detection is off at the start and needs it.
     if runtime.launch_env.rank == 0 and (not on or args.source.get("straggler_ctrlr_port", "default") != "default"):
         switch = HttpToggle("straggler detection", output.straggler_ctrlr_port, on)
     return StragglerDetector(runtime.ps, runtime.device, output.straggler_minmax_count, on, switch)

@@ -131,7 +131,7 @@ def run_job(
         release_lock(Path(args.output.save))
     monitors.close()
     close_groups(runtime.ps)
-    # Megatron-LM's launchers expect 0 from a run that a signal ended; a user of --auto-resume wants it restarted.
+    # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
     return ExitCode.RESTART if decision is not None and decision.interrupted and args.output.auto_resume else 0
 
 

@@ -18,7 +18,7 @@ from moe_trainer.parallel.state import ParallelState
 
 
 def write_run_manifest(args: Arguments, chunks: Sequence[nn.Module], ps: ParallelState) -> None:
-    """Write the files that the flags ask for. Collective if one of them is given.
+    """Write the files that the flags request. Collective if there are any.
 
     Raises:
         UserError: on every rank, if a file cannot be written.

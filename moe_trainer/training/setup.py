@@ -156,7 +156,7 @@ def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transfo
 
 
 def prepare_evaluation(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
-    """Shard the model over the data-parallel ranks if the flags ask for it.
+    """Shard the model over the data-parallel ranks if the flags require it.
 
     No gradients or optimizer state. Collective.
     """

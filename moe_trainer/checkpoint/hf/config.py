@@ -220,7 +220,7 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
     if dest == "linear_attention_freq":
         return linear_layers(expected) == linear_layers(actual)
     if dest == "mtp_num_layers" and actual.get("experimental_attention_variant") == "gdn":
-        return expected.get(dest) in (None, 0, 1)  # the tensors say it, not config.json
+        return expected.get(dest) in (None, 0, 1)  # the tensors determine it, not config.json
     if dest == "dsa_indexer_k_norm_epsilon":
         return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
     if dest == "moe_ffn_hidden_size":

@@ -178,7 +178,7 @@ def finish_job(job: ConversionJob) -> bool:
         for path in job.folder.glob("*.tmp-*"):
             path.unlink(missing_ok=True)
         job.finish(job.folder, notes)
-        # the plan stays until everything is done: from it the next run knows what is left
+        # the plan stays until everything is done, because a later run continues from it
         for path in (
             [_note(job.folder, name) for name in notes]
             + [job.folder / _LOCK]

@@ -133,7 +133,7 @@ _DEEPSEEK_V3_DEFAULTS = MappingProxyType(
         "first_k_dense_replace": 3,
     }
 )
-# keys that say nothing about the mathematics of the model
+# keys without influence on the function of the model
 IGNORED = tuple(
     "_name_or_path architectures auto_map aux_loss_alpha bos_token_id dtype ep_size eos_token_id id2label "
     "label2id max_window_layers model_type output_router_logits pad_token_id pretraining_tp "

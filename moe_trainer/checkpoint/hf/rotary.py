@@ -8,7 +8,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 
 Flags = dict[str, Any]
 Config = Mapping[str, Any]
-# What transformers takes where a config.json is silent; for the scaling also where it says null.
+# Defaults of transformers for missing keys; for the scaling also for null.
 _BASES = MappingProxyType({"mixtral": 1000000.0, "gpt_oss": 150000.0})
 _SCALINGS = MappingProxyType(
     {

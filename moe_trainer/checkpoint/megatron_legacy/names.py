@@ -149,7 +149,7 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
         ("linear_q_down_proj.weight", ("q_lora_rank",)),
         ("linear_kv_down_proj.weight", ("kv_lora_rank", "qk_pos_emb_head_dim")),
     ):
-        if name.endswith(end):  # local modules cut it, TransformerEngine's keep it whole
+        if name.endswith(end):  # local modules shard it, Transformer Engine's replicate it
             return (None if shape[0] == sum(int(record[flag]) for flag in flags) else 0), 1
     raise CheckpointError(
         f"{name}: how a legacy checkpoint cuts it among {count} tensor-parallel ranks is not known; "

@@ -351,7 +351,7 @@ class LegacyMetadata(VirtualMetadata):
                 for name, value in params.items()
                 if _is_in_group(name, value, group, self.record, self._sizes.ep > 1)
             ]
-            if mains is not None:  # the half-precision ones come first, then those that are fp32 anyway
+            if mains is not None:  # half-precision parameters first, then fp32 ones
                 names = sorted(names, key=lambda name: params[name].dtype == torch.float32)
                 half = [name for name in names if params[name].dtype != torch.float32]
                 for name, value in zip(half, mains[group_number], strict=True):

@@ -105,7 +105,7 @@ def write(
         chain = [_optimizer(mine, record, scalars, sizes.ep > 1 and number == 1) for number, mine in enumerate(owned)]
         content["optimizer"] = chain if len(chain) > 1 else chain[0]
         if record.get("use_distributed_optimizer"):
-            # that of all but experts stands in the file of the first data-parallel rank alone
+            # only the file of the first data-parallel rank has that of the dense parameters
             buffers = [
                 _buffers(mine, record, sizes, ps.pp.rank, number == 1) if number == 1 or ps.dp_cp.rank == 0 else None
                 for number, mine in enumerate(owned)
@@ -195,7 +195,7 @@ def _sharded_params(
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
         dim, parts = tp_split(name, named_shape, record, group.size)
         if group.size > 1 and name.endswith(LATENT_DOWN) and not has_te_names(record):
-            dim = 0  # whole here and in TransformerEngine's modules; upstream's local ones shard it
+            dim = 0  # replicated here and in Transformer Engine's modules; Megatron-LM's local ones shard it
         if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
             raise CheckpointError(
                 f"{name}: how a legacy checkpoint cuts it is not known; save with --ckpt-format torch_dist"
