@@ -336,12 +336,6 @@ class SafeUnpickler(_SafeNames, pickle.Unpickler):
     """The fast unpickler."""
 
 
-_COUNTED_OPCODES = (
-    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX),
-)
-
-
 def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return the function of an opcode, which also counts the values of a tuple that it makes."""
 
@@ -351,6 +345,11 @@ def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
             unpickler.count(unpickler.stack[-1])
 
     return load_and_count
+
+
+def _counting_opcodes() -> dict[int, Callable[[Any], None]]:
+    opcodes = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.REDUCE + pickle.NEWOBJ
+    return {opcode: _counted(_PythonUnpickler.dispatch[opcode]) for opcode in opcodes + pickle.NEWOBJ_EX}
 
 
 class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
@@ -389,7 +388,7 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
     dispatch = MappingProxyType(
         {
             **_PythonUnpickler.dispatch,
-            **{opcode[0]: _counted(_PythonUnpickler.dispatch[opcode[0]]) for opcode in _COUNTED_OPCODES},
+            **_counting_opcodes(),
             pickle.BUILD[0]: _build,
         }
     )
