@@ -68,8 +68,8 @@ class ContextParallelAttention(CoreAttention):
 
     Args:
         heads: ranks that exchange heads for positions.
-        positions: ranks that keep their positions and exchange keys, in a ring or `gathered`. The product of both groups is
-            the context-parallel group.
+        positions: ranks that keep their positions and exchange keys, in a ring or `gathered`. The product of both
+            groups is the context-parallel group.
     """
 
     def __init__(

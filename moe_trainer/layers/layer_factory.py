@@ -49,8 +49,8 @@ class LayerFactory:
         row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel).
         norm: (size, model, *, name, partial).
         core_attention: see layers/core_attention.py; `select_layer_factory` binds the context-parallel groups.
-        grouped_linear: (num_experts, in_features, out_features, *, save_original_input), without bias. The constructor, or
-            its result, may be None: see layers/te_experts.py.
+        grouped_linear: (num_experts, in_features, out_features, *, save_original_input), without bias. The constructor,
+            or its result, may be None: see layers/te_experts.py.
         kernels: implementations of the small operations.
         queue: the chunk's weight-gradient queue; None if none is deferred.
         stream: the chunk's random stream of tensor-parallel shards; None if nothing is sharded.
@@ -237,7 +237,8 @@ def _fused(
             else fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
         )
         if bf16 and not plain:
-            # torch's one GEMM for all experts saves less for backward (ops/expert_mlp.py), so nothing is missing: not for `fits`
+            # torch's one GEMM for all experts saves less for backward (ops/expert_mlp.py), so nothing is missing: not
+            # for `fits`
             logger.info("experts in bf16 are computed by this program's own grouped GEMMs, not by TransformerEngine's")
         experts = {
             "quantized_experts": quantized,

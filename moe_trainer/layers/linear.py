@@ -82,10 +82,11 @@ def column_grads(
     return grad_x, grad_weight
 
 
-# Saved for backward are the local tokens of x, never the gathered ones: they are gathered again while the input gradient is computed,
-# and the input gradient is reduced while the weight gradient is computed. All communication but forward's overlaps GEMMs, for one
-# more all-gather. Gradients go to the weight object that forward was given: `saved_tensors` may return another object where saved tensors
-# pass through hooks (memory/activations.py). Quantized GEMMs take operands as they are at the GEMM: communication is in high precision.
+# Saved for backward are the local tokens of x, never the gathered ones: they are gathered again while the input
+# gradient is computed, and the input gradient is reduced while the weight gradient is computed. All communication but
+# forward's overlaps GEMMs, for one more all-gather. Gradients go to the weight object that forward was given:
+# `saved_tensors` may return another object where saved tensors pass through hooks (memory/activations.py). Quantized
+# GEMMs take operands as they are at the GEMM: communication is in high precision.
 
 
 class _Column(torch.autograd.Function):

@@ -187,7 +187,10 @@ def experts_problem(
     ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
     reads, makes = moe.expert_widths(model.hidden_size)
     if reads % alignment or makes % alignment or ffn % (ps.etp.size * alignment):
-        return f"its units take widths in multiples of {alignment}, and these are {reads}, {makes} and {ffn} over {ps.etp.size} ranks"
+        return (
+            f"its kernels need widths in multiples of {alignment}, and these are {reads}, {makes} and {ffn} over "
+            f"{ps.etp.size} ranks"
+        )
     return None
 
 

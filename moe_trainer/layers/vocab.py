@@ -247,15 +247,15 @@ class OutputHead(nn.Module):
             )
         )
 
-    def loss_BS(
+    def loss(
         self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None, weights_BS: Tensor | None = None
     ) -> Tensor:
         """Return the cross entropy of every token, fp32 [B, S], on every rank.
 
         Args:
             labels_BS: of the full sequence.
-            weights_BS: a promise that the gradient of the result will be these times one number; it saves the memory of the
-                logits.
+            weights_BS: a promise that the gradient of the result will be these times one number; it saves the memory of
+                the logits.
         """
         weight = self.weight if tied_weight is None else tied_weight
         weights = (
@@ -287,7 +287,7 @@ class OutputHead(nn.Module):
             )
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
-    def logits_BSV(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
+    def logits(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
         """Return the logits of the full vocabulary, in the dtype of the logits, on every rank."""
         weight = self.weight if tied_weight is None else tied_weight
         logits_SBV = column_parallel_gemm(

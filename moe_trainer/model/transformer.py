@@ -268,7 +268,7 @@ class Transformer(nn.Module):
         if not self.layout.has_loss:
             return torch.cat([x_SBH, *states]) if states else x_SBH
         if labels_BS is None:
-            return self.output_layer.logits_BSV(x_SBH, self._tied_weight())
+            return self.output_layer.logits(x_SBH, self._tied_weight())
         if states:
             x_SBH = self.mtp_losses(
                 x_SBH, states, labels_BS, loss_mask_BS, partial(self._loss_BS, detached=self.mtp_detached), grad_scale
@@ -301,7 +301,7 @@ class Transformer(nn.Module):
         weight = self._tied_weight()
         if detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
-        return self.output_layer.loss_BS(x_SBH, labels_BS, weight, weights_BS)
+        return self.output_layer.loss(x_SBH, labels_BS, weight, weights_BS)
 
     def moe_layers(self) -> list[MoELayer]:
         """The chunk's MoE layers: the decoder's in order, then those of multi-token prediction."""

@@ -239,8 +239,8 @@ def linear_cross_entropy(
         x: [..., H].
         weight_VH: [V, H].
         labels: [...] int64 in [0, V).
-        weights: [...], a promise that the gradient of the result will be these times one number (a loss mask); then the full
-            logits never exist.
+        weights: [...], a promise that the gradient of the result will be these times one number (a loss mask); then the
+            full logits never exist.
         kernels: passes over the logits.
         gemms: of the logits.
     """

@@ -398,8 +398,8 @@ def expert_mlp(
 
     Args:
         probs_R: any floating dtype; None for no weighting.
-        counts: tokens per expert, zero allowed. A device tensor needs a grouped GEMM (`can_read_counts_on_device`); results
-            for tokens beyond those it counts are undefined.
+        counts: tokens per expert, zero allowed. A device tensor needs a grouped GEMM (`can_read_counts_on_device`);
+            results for tokens beyond those it counts are undefined.
         allow_grouped: use one grouped GEMM where it is faster (grouped_gemm.prefer_grouped).
         queue: takes weight gradients while active in backward: has `active` and `defer(weight, compute)`.
         activation_fns, gemms: kernels that replace the torch versions; GEMMs for any size if grouping is allowed.

@@ -137,19 +137,19 @@ def delta_rule(
     )
     values, read_keys = solved.split([v.shape[-1], key_dim], -1)
     scores, q, written = (q @ k.mT) * pairs, q * before, (k * after.unsqueeze(-1)).mT
-    found = []
-    # taken apart at once: the gradient of each piece by itself would be as large as the full
-    for values, read_keys, q, scores, written, carried in zip(
+    outputs = []
+    # unbind, not indexing: the gradient of every indexed chunk would have the size of the full tensor
+    for values_m, read_m, q_m, scores_m, written_m, carried_m in zip(
         *(x.unbind(-3) for x in (values, read_keys, q, scores, written, carried))
     ):
         if state is None:
-            found.append(scores @ values)
-            state = written @ values
+            outputs.append(scores_m @ values_m)
+            state = written_m @ values_m
             continue
-        corrected = values - read_keys @ state
-        found.append(q @ state + scores @ corrected)
-        state = carried * state + written @ corrected
-    y = torch.stack(found, 3).flatten(3, 4)[:, :, :, :length]
+        corrected = values_m - read_m @ state
+        outputs.append(q_m @ state + scores_m @ corrected)
+        state = carried_m * state + written_m @ corrected
+    y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length]
     return y.flatten(1, 2).permute(2, 0, 1, 3), state
 
 

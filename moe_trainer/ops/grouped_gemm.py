@@ -26,7 +26,8 @@ def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, device: 
     if device.type == "cuda":
         # on others torch loops over the experts too, after it has waited for the offsets
         return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    # half precision on CPU: grouped_mm meets new row counts at every step and has code generated for each; see token_bucket
+    # half precision on CPU: grouped_mm meets new row counts at every step and has code generated for each; see
+    # token_bucket
     return dtype == torch.float32 and num_rows <= GROUPED_MAX_TOKENS_PER_EXPERT * num_experts
 
 

@@ -59,15 +59,15 @@ COEFFICIENTS = MappingProxyType(
     }
 )
 """Per set, (a, b, c) of each step."""
-_ENDS_WITH_THE_LAST = frozenset({"polar_express", "cans", "deepseekv4"})  # the others begin again
+_REPEAT_LAST_STEP = frozenset({"polar_express", "cans", "deepseekv4"})  # the other sets are repeated from the start
 EPS = 1e-7
 
 
 def coefficients(kind: str, steps: int) -> Iterator[tuple[float, float, float]]:
-    """Yield (a, b, c) of the steps of a set of COEFFICIENTS."""
-    found = COEFFICIENTS[kind]
+    """Yield (a, b, c) of every step."""
+    table = COEFFICIENTS[kind]
     for step in range(steps):
-        yield found[min(step, len(found) - 1) if kind in _ENDS_WITH_THE_LAST else step % len(found)]
+        yield table[min(step, len(table) - 1) if kind in _REPEAT_LAST_STEP else step % len(table)]
 
 
 def orthogonalize(
@@ -76,30 +76,30 @@ def orthogonalize(
     steps: int,
     *,
     dtype: torch.dtype = torch.float32,
-    cut: int | None = None,
-    total: Callable[[Tensor], Tensor] | None = None,
+    sharded_dim: int | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return approximately U V^T of each matrix U S V^T.
 
     Args:
         x: [n, rows, columns], fp32.
         dtype: of the matmuls' operands.
-        cut, total: ranks hold shards of each matrix along dimension `cut` (0 rows, 1 columns), and `total` sums a tensor over
-            them in place.
+        sharded_dim: dimension (0 rows, 1 columns) along which ranks hold shards of each matrix.
+        sum_over_ranks: sums a tensor over these ranks in place.
 
     Returns:
         fp32, this rank's shard.
     """
-    transpose = x.shape[1] > x.shape[2] if cut is None else cut == 0
+    transpose = x.shape[1] > x.shape[2] if sharded_dim is None else sharded_dim == 0
     x = x.mT if transpose else x
     squares = x.square().sum(dim=(1, 2), keepdim=True)
-    if total is not None:
-        squares = total(squares)
+    if sum_over_ranks is not None:
+        squares = sum_over_ranks(squares)
     x = (x / squares.sqrt().clamp_min(EPS)).to(dtype)
     for a, b, c in coefficients(kind, steps):
         gram = x @ x.mT
-        if total is not None:
-            gram = total(gram)
+        if sum_over_ranks is not None:
+            gram = sum_over_ranks(gram)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.float()
     return x.mT if transpose else x

@@ -11,32 +11,29 @@ import triton.language as tl
 
 
 def wide(dtype: torch.dtype) -> tl.dtype:
-    """The dtype a kernel computes in for tensors of this one."""
+    """Return the dtype a kernel computes in for tensors of this dtype."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def block_size(size: int, largest: int, smallest: int = 16) -> int:
-    """The power of two that covers `size`, within limits."""
+    """Return the power of two that covers `size`, within limits."""
     return max(smallest, min(largest, triton.next_power_of_2(max(1, size))))
 
 
 def num_warps_for(numel: int) -> int:
-    """Warps for a tile of so many elements: about 16 to 32 elements a thread."""
+    """Return the number of warps for a tile of `numel` elements: about 16 to 32 elements per thread."""
     return 4 if numel <= 4096 else 8 if numel <= 8192 else 16
 
 
-def rows_contiguous(x: torch.Tensor, width: int) -> torch.Tensor:
-    """x as a matrix of rows [*, width] whose elements lie side by side; a view where that is possible."""
+def contiguous_rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return x as a matrix [*, width] with contiguous rows; a view if possible."""
     x = x.reshape(-1, width)
     return x if x.stride(1) == 1 or width == 1 else x.contiguous()
 
 
 @triton.jit
 def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the rows of partial [num_partial, size], for BLOCK columns, in their order.
-
-    The result does not depend on the launch.
-    """
+    """Sum the rows of partial [num_partial, size] for BLOCK columns, in an order that is independent of the launch."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
     for first in range(0, num_partial, ROWS):
@@ -47,11 +44,7 @@ def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROW
 
 
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the sums that programs made of their share, [programs, *], into out, which has as many elements as one of
-    them.
-
-    Returns: out, which must be contiguous.
-    """
+    """Sum partial [programs, *] over the programs into `out`, which is contiguous, and return `out`."""
     size = out.numel()
     sum_partials_kernel[(triton.cdiv(size, 32),)](
         partial, out, partial.shape[0], size, WIDE=wide(partial.dtype), ROWS=32, BLOCK=32

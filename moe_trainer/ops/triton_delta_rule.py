@@ -83,7 +83,7 @@ def convolve_kernel(
     POSITIONS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """y = SiLU of the convolution; y is contiguous."""
+    """Write the SiLU of the convolution to the contiguous y."""
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     sequence = tl.program_id(2).to(tl.int64)

@@ -117,20 +117,17 @@ def weight_kernel(
 
 
 def _tiles(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile of the result, depth of a step, warps, stages.
-
-    fp32 tiles are smaller: their operands take twice the room.
-    """
+    """Return rows and columns of a tile, depth of a step, warps and stages; fp32 operands are twice as large."""
     return (64, 64, 32, 4, 2) if dtype == torch.float32 else (128, 128, 64, 8, 3)
 
 
 def _precision() -> str:
-    """fp32 GEMMs as torch's own are made: exact, or in TF32 where the program has allowed that."""
+    """Return the precision of fp32 GEMMs, as torch's own: exact, or TF32 if allowed."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _rows_times_weights(x: Tensor, w: Tensor, offsets_e: Tensor) -> Tensor:
-    """w [e, depth, columns], any strides."""
+    """Return x @ w[e] per expert; w [e, depth, columns] may have any strides."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, (num_experts, depth, columns) = x.shape[0], w.shape
     y = x.new_empty(num_rows, columns)
@@ -162,17 +159,17 @@ def _rows_times_weights(x: Tensor, w: Tensor, offsets_e: Tensor) -> Tensor:
 
 
 def grouped_forward(x_RK: Tensor, w_eNK: Tensor, offsets_e: Tensor) -> Tensor:
-    """x @ w^T per expert, one launch. Returns y_RN."""
+    """Return x @ w^T per expert, y_RN, in one launch."""
     return _rows_times_weights(x_RK, w_eNK.transpose(1, 2), offsets_e)
 
 
 def grouped_input_grad(grad_RN: Tensor, w_eNK: Tensor, offsets_e: Tensor) -> Tensor:
-    """grad @ w per expert, one launch. Returns grad_RK."""
+    """Return grad @ w per expert, grad_RK, in one launch."""
     return _rows_times_weights(grad_RN, w_eNK, offsets_e)
 
 
 def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Tensor:
-    """grad^T @ x per expert, one launch. Returns grad_eNK; zero for an expert without rows."""
+    """Return grad^T @ x per expert, grad_eNK, in one launch; zero for an expert without tokens."""
     grad_RN, x_RK = (each if each.stride(1) == 1 else each.contiguous() for each in (grad_RN, x_RK))
     num_experts, out_width, in_width = offsets_e.shape[0], grad_RN.shape[1], x_RK.shape[1]
     grad_w = x_RK.new_empty(num_experts, out_width, in_width)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_size, num_warps_for, rows_contiguous, sum_partials, wide
+from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps_for, sum_partials, wide
 
 TILE = 4096  # elements of a tile that several short rows share
 LONGEST = 1 << 16  # features of a row, which one program holds
@@ -109,7 +109,7 @@ def _programs(device: torch.device, groups: int) -> int:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered):
-        x_TH = rows_contiguous(x, x.shape[-1])
+        x_TH = contiguous_rows(x, x.shape[-1])
         num_rows, size = x_TH.shape
         wide_dtype = torch.promote_types(x.dtype, torch.float32)
         y_TH = torch.empty(num_rows, size, dtype=x.dtype if weight is None else weight.dtype, device=x.device)
@@ -140,7 +140,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):
         x_TH, weight, rstd_T = ctx.saved_tensors
         num_rows, size = x_TH.shape
-        g_TH = rows_contiguous(grad, size)
+        g_TH = contiguous_rows(grad, size)
         grad_x = torch.empty(num_rows, size, dtype=x_TH.dtype, device=x_TH.device)
         rows, block, warps = _tile(size)
         programs = _programs(x_TH.device, triton.cdiv(num_rows, rows))

@@ -104,7 +104,7 @@ def gather_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * stride + column, mask=(column < width) & (token >= 0), other=0.0)
     tl.store(out + row * width + column, value, mask=column < width)
-    if WITH_PROBS:
+    if WITH_PROBS:  # noqa: SIM102 - a constant condition by itself removes the branch at compile time
         if tl.program_id(1) == 0:
             cell = tl.load(cell_of + row)
             tl.store(probs_out + row, tl.load(probs + cell, mask=cell >= 0, other=0.0))
@@ -139,7 +139,7 @@ def sum_kernel(
         row = tl.load(row_of + pair).to(tl.int64)
         total += tl.load(y + row * stride + column, mask=column < width, other=0.0).to(WIDE)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
-    if WITH_PROBS:
+    if WITH_PROBS:  # noqa: SIM102 - a constant condition by itself removes the branch at compile time
         if tl.program_id(1) == 0:
             expert = tl.arange(0, EXPERTS)
             numbers = tl.zeros([EXPERTS], grad.dtype.element_ty)
@@ -160,7 +160,8 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     num_tokens, num_experts = routing_TE.shape
     if num_experts > TILE or num_tokens * num_experts >= CELLS:
         raise ValueError(
-            f"the Triton permutation takes up to {TILE} experts and {CELLS} cells; here are {num_experts} experts, {num_tokens} tokens"
+            f"the Triton permutation supports up to {TILE} experts and {CELLS} tokens x experts, got {num_tokens} "
+            f"tokens and {num_experts} experts"
         )
     device = routing_TE.device
     routing_TE = routing_TE.view(torch.uint8) if routing_TE.dtype == torch.bool else routing_TE

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_size, num_warps_for, rows_contiguous, wide
+from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps_for, wide
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def backward_kernel(
 
 def _forward(kind: str, h: Tensor, p: Tensor | None) -> Tensor:
     width = h.shape[1] // (2 if kind == "swiglu" else 1)
-    h = rows_contiguous(h, h.shape[1])
+    h = contiguous_rows(h, h.shape[1])
     a = h.new_empty(h.shape[0], width)
     if a.numel():
         block = block_size(width, 1024)
@@ -132,7 +132,7 @@ def _forward(kind: str, h: Tensor, p: Tensor | None) -> Tensor:
 
 def _backward(kind: str, h: Tensor, p: Tensor | None, grad_a: Tensor, again: bool = True):
     width = grad_a.shape[1]
-    h, grad_a = rows_contiguous(h, h.shape[1]), rows_contiguous(grad_a, width)
+    h, grad_a = contiguous_rows(h, h.shape[1]), contiguous_rows(grad_a, width)
     a = h.new_empty(h.shape[0], width) if again else None
     grad_h = torch.empty_like(h, memory_format=torch.contiguous_format)
     grad_p = None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
@@ -191,7 +191,7 @@ def squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs):
-        x_T2F = rows_contiguous(x, x.shape[-1])
+        x_T2F = contiguous_rows(x, x.shape[-1])
         p_T = None if probs is None else probs.reshape(-1).contiguous()
         ctx.save_for_backward(x_T2F, p_T)
         return _forward("swiglu", x_T2F, p_T).view(*x.shape[:-1], x.shape[-1] // 2)

@@ -295,7 +295,7 @@ def gradient_kernel(
     result = tl.zeros([TOKENS, EXPERTS], WIDE)
     if LOSSES:
         whole = tl.zeros([EXPERTS], WIDE)
-        for other in range(0, num_sequences):
+        for other in range(num_sequences):
             whole += tl.load(counts + other * count_stride + expert, mask=known, other=0.0)
         mean = tl.zeros([EXPERTS], WIDE)
         if RUNNING:
@@ -307,7 +307,7 @@ def gradient_kernel(
         if tl.program_id(0) + sequence == 0:
             scored = tl.zeros([EXPERTS], WIDE)
             each = tl.zeros([EXPERTS], WIDE)
-            for other in range(0, num_sequences):
+            for other in range(num_sequences):
                 score = tl.load(sums + other * (2 * num_experts + 1) + expert, mask=known, other=0.0)
                 scored += score
                 each += score * tl.load(counts + other * count_stride + expert, mask=known, other=0.0)
@@ -321,7 +321,7 @@ def gradient_kernel(
     if Z:
         result += _softmax(value, inside) * (_log_sum(value, inside) * coeff_z)[:, None]
         if tl.program_id(0) + sequence == 0:
-            for other in range(0, num_sequences):
+            for other in range(num_sequences):
                 squares += tl.load(sums + other * (2 * num_experts + 1) + 2 * num_experts).to(tl.float32)
     if tl.program_id(0) + sequence == 0:
         tl.store(values + 3, squares / tl.maximum(length * num_sequences, 1))
@@ -330,7 +330,7 @@ def gradient_kernel(
 
 @triton.jit
 def attach_kernel(grad, more, scale, out, numel, factor, SCALED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """grad + more * factor; SCALED: times the number at `scale` instead."""
+    """Write grad + more * factor; with SCALED the factor is the number at `scale`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     if SCALED:
@@ -446,9 +446,7 @@ def fused_topk(
 
 
 class Counted(NamedTuple):
-    """Per sequence the sums of scores and the counts of the plain top-k, [B, E], and the sums of squared log-sums [B]:
-    views of one tensor.
-    """
+    """Per sequence: sums of scores, counts of the plain top-k, sum of squared log-sums; views of one tensor."""
 
     sums_BE: Tensor
     counts_BE: Tensor

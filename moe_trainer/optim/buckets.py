@@ -1,11 +1,14 @@
 """Layout of parameters in flat buffers: buckets of parameters in reverse order of use.
 
-Gradients become ready from the last layer to the first, so parameters are laid out in reverse: the first bucket is complete first and can
-be reduced while the rest of the backward runs. The same layout serves gradients, model parameters, main parameters and moments.
+Gradients become ready from the last layer to the first, so parameters are laid out in reverse: the first bucket is
+    complete first and can
+be reduced while the rest of the backward runs. The same layout serves gradients, model parameters, main parameters and
+moments.
 
-Matrices that Muon updates (optim/muon.py) have separate layouts. With sharded state each rank's part of their buckets consists of full
-parameters, assigned by size, so the owner of a matrix reduces, stores and updates it with the same code as everything else. The price is
-a gap after the parameters of smaller parts; such a bucket closes only once its parts are balanced. docs/design/optimizer.md has more.
+Matrices that Muon updates (optim/muon.py) have separate layouts. With sharded state each rank's part of their buckets
+consists of full parameters, assigned by size, so the owner of a matrix reduces, stores and updates it with the same
+code as everything else. The price is a gap after the parameters of smaller parts; such a bucket closes only once its
+parts are balanced. docs/design/optimizer.md has more.
 """
 
 import math
@@ -42,7 +45,8 @@ class Slot:
 class Bucket:
     """Elements [start, stop) of a buffer, divisible by the group's size; gaps between slots are zero.
 
-    A tied parameter has a separate bucket: the stages that hold it have different layouts, but must shard this bucket alike.
+    A tied parameter has a separate bucket: the stages that hold it have different layouts, but must shard this bucket
+        alike.
     """
 
     start: int
@@ -63,8 +67,8 @@ class FlatLayout:
 
     Args:
         group: ranks that reduce the gradients and shard the state.
-        outer: ranks that hold the same elements in the other instances of the distributed optimizer; gradients are reduced over it
-            second.
+        outer: ranks that hold the same elements in the other instances of the distributed optimizer; gradients are
+            reduced over it second.
         is_fp8: the model stores the parameters in fp8 only (fp8_params.py).
         has_whole_params: no parameter spans two ranks' parts.
     """

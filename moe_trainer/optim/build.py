@@ -36,11 +36,13 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a model from its gradient buffers. Collective over ps.world.
 
-    From now on the parameters are views of flat buffers (or FSDP shards): load weights with `param.copy_`, never by assigning `.data`.
+    From now on the parameters are views of flat buffers (or FSDP shards): load weights with `param.copy_`, never by
+    assigning `.data`.
 
     Args:
         device: of the model; a rank without parameters also takes part in sums over all ranks.
-        check_for_nan: raise on non-finite gradients; otherwise skip the iteration (--no-check-for-nan-in-loss-and-grad).
+        check_for_nan: raise on non-finite gradients; otherwise skip the iteration
+            (--no-check-for-nan-in-loss-and-grad).
         count_zeros: report the number of zeros in gradients (--log-num-zeros-in-grad).
         timer: returns a context manager for a Megatron timer name.
     """

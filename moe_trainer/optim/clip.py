@@ -9,7 +9,8 @@ from torch import Tensor
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
 
-# An fp32 sum of ten million squares has a relative error of 4e-4; sums of 4096, added in fp64, less than 1e-7 at the same speed.
+# An fp32 sum of ten million squares has a relative error of 4e-4; sums of 4096, added in fp64, less than 1e-7 at the
+# same speed.
 _CHUNK_NUMEL = 4096
 
 

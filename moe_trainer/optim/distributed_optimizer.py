@@ -1,11 +1,14 @@
 """ZeRO stage 1: each data-parallel rank updates its shard of every bucket, then the parameters are all-gathered.
 
-The gradient reduction of a bucket is a reduce-scatter, so a rank holds the reduced gradient of exactly the elements whose main
-parameters and moments it owns (`Bucket.owned_range`). After the step each bucket of model parameters is all-gathered in place. With
-several instances (--num-distributed-optimizer-instances) each instance does so among its ranks.
+The gradient reduction of a bucket is a reduce-scatter, so a rank holds the reduced gradient of exactly the elements
+whose main parameters and moments it owns (`Bucket.owned_range`). After the step each bucket of model parameters is
+all-gathered in place. With several instances (--num-distributed-optimizer-instances) each instance does so among its
+ranks.
 
-With overlap all gathers are launched at once, in order of use, and run during the next forward: a hook before each module waits for the
-buckets of that module's parameters. The fixed order keeps the collectives of all ranks aligned whatever their forward does.
+With overlap all gathers are launched at once, in order of use, and run during the next forward: a hook before each
+    module waits for the
+buckets of that module's parameters. The fixed order keeps the collectives of all ranks aligned whatever their forward
+does.
 """
 
 import itertools
@@ -91,8 +94,8 @@ class ParamGather:
 class _ForwardHooks:
     """Waits, before each module's forward, for the buckets that it reads.
 
-    Modules whose parameters are read by a parent that never calls them (stacked experts, tied heads) are found by observing the first
-    forward: their nearest called ancestor waits.
+    Modules whose parameters are read by a parent that never calls them (stacked experts, tied heads) are found by
+    observing the first forward: their nearest called ancestor waits.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], bucket_indices: dict[Parameter, int], gather: ParamGather):

@@ -28,7 +28,7 @@ class FlatShard(OptimizerShard):
     """
 
     def __init__(self, buffer: GradBuffer, plan: StatePlan, groups: dict[Parameter, ParamGroup], ps: ParallelState):
-        """Flatten the parameters and allocate the state. Parameters that are stored in fp8 lose their values to the state."""
+        """Flatten the parameters and allocate the state. With fp8 storage only the state has the values."""
         self.layout: FlatLayout = buffer.layout
         self.has_whole_params, self.has_fp8_params = self.layout.has_whole_params, self.layout.is_fp8
         self.device = self.layout.device

@@ -1,13 +1,13 @@
 """Parameters that the model stores in fp8 only (--fp8-param-gather; quantization/fp8_weight.py).
 
 The fp32 main parameters of a rank's shard are the only values; every rank has the fp8 bytes of all shards. After a step
-`quantize_to_model` casts the shard directly to fp8: maximum magnitudes of the shard, their maximum over the ranks that hold the other
-shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any parameters
-(distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima.
+`quantize_to_model` casts the shard directly to fp8: maximum magnitudes of the shard, their maximum over the ranks that
+hold the other shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any
+parameters (distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima.
 
-Other code reads the values through the parameter's accessor, in the parameter's own dtype, rounded from the main parameters, so
-checkpoints and exports do not depend on how weights are stored. Loading exposes this rank's shard in that dtype (`loadable`); the
-optimizer then takes the main parameters from it, unless they were loaded themselves.
+Other code reads the values through the parameter's accessor, in the parameter's own dtype, rounded from the main
+parameters, so checkpoints and exports do not depend on how weights are stored. Loading exposes this rank's shard in
+that dtype (`loadable`); the optimizer then takes the main parameters from it, unless they were loaded themselves.
 """
 
 import bisect

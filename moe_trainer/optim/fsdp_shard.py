@@ -1,13 +1,15 @@
 """Gradients and optimizer state of parameters that torch's fully_shard shards (applied by parallel/fsdp.py).
 
-The parameters are fp32 DTensors with a ParamInfo, sharded along one of the first two dimensions over the ranks that reduce them
-(dense: dp_cp, experts: edp; or the part of them in one instance of the distributed optimizer). Their reductions are plain sums, because
-gloo supports no average; the mean over dp_cp, also for experts, is one pass here. The forward gathers parameters in the training dtype,
-so the shards are the main parameters, and no copy or gather follows a step.
+The parameters are fp32 DTensors with a ParamInfo, sharded along one of the first two dimensions over the ranks that
+reduce them (dense: dp_cp, experts: edp; or the part of them in one instance of the distributed optimizer). Their
+reductions are plain sums, because gloo supports no average; the mean over dp_cp, also for experts, is one pass here.
+The forward gathers parameters in the training dtype, so the shards are the main parameters, and no copy or gather
+follows a step.
 
-torch reduces every microbatch and accumulates the results in `.grad`, in fp32: accumulating unsharded gradients until the last microbatch
-would need the memory that sharding saves. Sums in bf16 (--megatron-fsdp-main-grads-dtype) are fp32 sums rounded to bf16 after every
-microbatch: the numbers of a bf16 buffer in the memory of an fp32 one, since torch gives a gradient the dtype of its parameter.
+torch reduces every microbatch and accumulates the results in `.grad`, in fp32: accumulating unsharded gradients until
+the last microbatch would need the memory that sharding saves. Sums in bf16 (--megatron-fsdp-main-grads-dtype) are fp32
+sums rounded to bf16 after every microbatch: the numbers of a bf16 buffer in the memory of an fp32 one, since torch
+gives a gradient the dtype of its parameter.
 """
 
 import bisect
@@ -31,7 +33,8 @@ from moe_trainer.parallel.state import ParallelState
 class FsdpGrads:
     """Gradients of fully sharded parameters, with the interface of grad_buffer.DataParallelGrads.
 
-    After finish(), `.grad` of every parameter is this rank's shard of the mean over dp_cp (of the sum with per_token_loss).
+    After finish(), `.grad` of every parameter is this rank's shard of the mean over dp_cp (of the sum with
+    per_token_loss).
 
     Args:
         params: in order of use.
@@ -101,7 +104,7 @@ class FsdpGrads:
                 view.mul_(factor)
 
     def gather(self) -> None:
-        """Set `main_grad` of every parameter to its full gradient, after finish(). Collective over the ranks that shard it."""
+        """Set every `main_grad` to the full gradient, after finish(). Collective over the ranks that shard it."""
         for param in self.params:
             param.main_grad = full_tensor(param.grad)
 
@@ -110,7 +113,8 @@ class FsdpShard(OptimizerShard):
     """Main parameters (the FSDP shards themselves), gradients and moments.
 
     Args:
-        names_main_params: the model computes in bf16 or fp16, so checkpoints contain the fp32 shards in addition to its weights.
+        names_main_params: the model computes in bf16 or fp16, so checkpoints contain the fp32 shards in addition to its
+            weights.
     """
 
     def __init__(

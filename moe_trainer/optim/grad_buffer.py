@@ -1,13 +1,14 @@
 """Main gradients: accumulation in flat buffers, and their reduction over data-parallel ranks.
 
-Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16 or --main-grads-dtype bf16). A hook adds
-each fresh `.grad` to it and drops `.grad`. The first microbatch overwrites instead of adding, so nothing is cleared. The factor of the
-data-parallel mean is applied in the same pass. With --gradient-accumulation-fusion the weight gradient GEMMs do all this themselves
-(ops/main_grad.py).
+Every parameter gets `main_grad`, a view of a flat buffer (fp32; bf16 with --grad-reduce-in-bf16 or --main-grads-dtype
+bf16). A hook adds each fresh `.grad` to it and drops `.grad`. The first microbatch overwrites instead of adding, so
+nothing is cleared. The factor of the data-parallel mean is applied in the same pass. With
+--gradient-accumulation-fusion the weight gradient GEMMs do all this themselves (ops/main_grad.py).
 
-Buckets (buckets.py) are all-reduced, or with the distributed optimizer reduce-scattered. With overlap a bucket is launched by the hook
-that completes it in the last microbatch of its model chunk. Buckets are launched in one fixed order, the reverse of use: a rank on which
-some parameter received no gradient would otherwise issue its collectives in another order. docs/design/optimizer.md has more.
+Buckets (buckets.py) are all-reduced, or with the distributed optimizer reduce-scattered. With overlap a bucket is
+launched by the hook that completes it in the last microbatch of its model chunk. Buckets are launched in one fixed
+order, the reverse of use: a rank on which some parameter received no gradient would otherwise issue its collectives in
+another order. docs/design/optimizer.md has more.
 """
 
 import contextlib
@@ -96,8 +97,8 @@ class _Fp32ReduceScatter:
 class _ChainedReduction:
     """A reduction that starts once another one is complete.
 
-    On CUDA both are queued at once, the second after a wait on a side stream. Elsewhere only the host can wait: start_next(), called
-    after the backward pass, starts the second.
+    On CUDA both are queued at once, the second after a wait on a side stream. Elsewhere only the host can wait:
+    start_next(), called after the backward pass, starts the second.
     """
 
     def __init__(self, first: Any, second: Callable[[], Any], side_stream: torch.cuda.Stream | None):
@@ -143,10 +144,11 @@ class _PendingBucket:
 class DataParallelGrads:
     """Accumulates and reduces the gradients of a model.
 
-    Per iteration: zero(); backward of all microbatches but the last inside accumulate(); the last one outside; finish();
-    finalize.finalize_grads. Then `param.main_grad` (with the distributed optimizer: this rank's shard of it) is the mean over data-parallel
-    ranks of the accumulated gradients, or their sum with `per_token_loss`. Gradients of experts are summed over edp but divided by the
-    size of dp_cp: an expert processes the tokens of all ranks that send to it.
+    Per iteration: zero(); backward of all microbatches but the last inside accumulate(); the last one outside;
+        finish();
+    finalize.finalize_grads. Then `param.main_grad` (with the distributed optimizer: this rank's shard of it) is the
+    mean over data-parallel ranks of the accumulated gradients, or their sum with `per_token_loss`. Gradients of experts
+    are summed over edp but divided by the size of dp_cp: an expert processes the tokens of all ranks that send to it.
     """
 
     def __init__(
@@ -219,7 +221,8 @@ class DataParallelGrads:
     def accumulate(self) -> Iterator[None]:
         """Accumulate without reduction inside the context.
 
-        For every backward pass but the last one of each model chunk, and for the weight gradients that such a pass deferred.
+        For every backward pass but the last one of each model chunk, and for the weight gradients that such a pass
+        deferred.
         """
         previous, self._accumulating = self._accumulating, True
         try:
@@ -320,7 +323,7 @@ class DataParallelGrads:
 
 
 def main_grad_dtype(dtype: torch.dtype, precision: PrecisionArgs, main_grads: str = "fp32") -> torch.dtype:
-    """Return bf16 for bf16 parameters with --grad-reduce-in-bf16 and 16-bit ones with --main-grads-dtype bf16, else fp32."""
+    """Return the dtype of main gradients: fp32 unless --grad-reduce-in-bf16 or --main-grads-dtype says bf16."""
     is_bf16 = (
         precision.grad_reduce_in_bf16 and dtype == torch.bfloat16 or main_grads == "bf16" and dtype != torch.float32
     )

@@ -1,21 +1,20 @@
 """Muon: matrices step along the orthogonal factor of their momentum.
 
-The momentum m <- m + (1 - beta) (g - m), or with Nesterov g + beta (m - g) of it, is orthogonalised (ops/newton_schulz.py), scaled to the matrix and
-taken off the decayed weights: W <- (1 - lr wd) W - lr scale O. Which parameters are matrices says param_groups.is_matrix; the
-others follow --muon-scalar-optimizer. Every expert is a matrix of its own, and so are the queries, keys, values and gates of a fused
-linear_qkv (of all query groups together), unless --muon-no-split-qkv is given.
+The momentum m <- m + (1 - beta) (g - m), or with Nesterov g + beta (m - g), is orthogonalized (ops/newton_schulz.py),
+scaled and subtracted from the decayed weights: W <- (1 - lr wd) W - lr scale O. param_groups.is_matrix selects the
+matrices; other parameters follow --muon-scalar-optimizer. Every expert is a separate matrix, and so are the queries,
+keys, values and gates of a fused linear_qkv (of all query groups together), unless --muon-no-split-qkv is given.
 
-This rank has all of the matrices that it updates but for the cut over tensor-parallel ranks (buckets.py deals out whole parameters), whose peers own the
-same ones. What becomes of that cut says --muon-tp-mode:
+This rank owns full matrices (buckets.py), except that tensor parallelism may shard them. Its peers own the other shards
+of the same matrices. --muon-tp-mode:
 
-* duplicated: momenta are gathered, and every rank orthogonalises the whole and keeps its part. One all-gather.
-* distributed: sums over the ranks inside the iteration (one of a square matrix per step). The same numbers up to rounding. Half of the
-  matrices iterate over their larger dimension: it is the cut that decides.
-* blockwise: each rank's part is taken for a matrix of its own. Nothing travels; with more than one rank it is another algorithm, whose
-  results depend on the mapping.
+* duplicated: momenta are all-gathered, every rank orthogonalizes the full matrix and keeps its shard.
+* distributed: the iteration sums over the ranks, one square matrix per step. Equal to duplicated up to rounding, but
+  half of the matrices iterate over their larger dimension, because the sharded dimension decides.
+* blockwise: each shard is treated as a separate matrix, without communication. The result depends on the layout.
 
-The products run in bf16 unless --muon-fp32-matmul-prec is high: then in fp32, or on devices that have it TF32. Stacked experts go through
-batched products; other parameters go one by one: their shapes differ.
+GEMMs run in bf16, or with --muon-fp32-matmul-prec high in fp32 (TF32 on devices that have it). Stacked experts use
+batched GEMMs.
 
 Source: arXiv 2502.16982; order of operations, splits, scales and modes of Megatron-LM and Emerging-Optimizers.
 """
@@ -37,7 +36,7 @@ from moe_trainer.parallel.state import Group, ParallelState
 
 
 def compute_scale(mode: str, rows: int, columns: int) -> float:
-    """--muon-scale-mode: what the orthogonal factor of a matrix is multiplied by."""
+    """Return the factor of a matrix's orthogonal factor: --muon-scale-mode."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns) if mode == "shape_scaling" else rows / columns)
@@ -55,10 +54,7 @@ class Muon:
     def update(
         self, param: Parameter, main: Tensor, grad: Tensor, momentum: Tensor, lr: float, weight_decay: float
     ) -> None:
-        """One step of a parameter whose flat fp32 main values and momentum are overwritten. Collective over the ranks it is cut over.
-
-        Shapes: all but `param` are flat, of all its elements on this rank.
-        """
+        """Update flat fp32 main parameters and momentum in place. Collective over the ranks that shard the matrix."""
         settings = self._settings
         momentum.lerp_(grad, 1.0 - settings.muon_momentum)
         direction = grad.lerp(momentum, settings.muon_momentum) if settings.muon_nesterov else momentum
@@ -66,83 +62,83 @@ class Muon:
         main.sub_(self._orthogonal(get_param_info(param), direction.view(param.shape)).reshape(-1), alpha=lr)
 
     def _orthogonal(self, info: ParamInfo, x: Tensor) -> Tensor:
-        """Orthogonalise and scale this rank's part of a matrix, or of every matrix of a stack."""
+        """Orthogonalize and scale this rank's shard of a matrix, or of every matrix of a stack."""
         stack = x if info.stacked else x.unsqueeze(0)
         mode = self._settings.muon_tp_mode if info.shard_count > 1 else "blockwise"
         group = self._etp if info.kind == "expert" else self._tp
         if mode == "duplicated":
-            found = own_cut(self._by_block(info, gather_cut(stack, info, group), 0), info)
+            direction = _local_shard(self._by_projection(info, _gather_full(stack, info, group), 0), info)
         else:
-            first = info.shard_rank * stack.shape[1] if info.sharded_dim == 0 else 0
-            found = self._by_block(info, stack, first, group if mode == "distributed" else None)
-        return found.view(x.shape)
+            first_row = info.shard_rank * stack.shape[1] if info.sharded_dim == 0 else 0
+            direction = self._by_projection(info, stack, first_row, group if mode == "distributed" else None)
+        return direction.view(x.shape)
 
-    def _by_block(self, info: ParamInfo, stack: Tensor, first: int, group: Group | None = None) -> Tensor:
-        """Every projection of fused matrices by itself.
+    def _by_projection(self, info: ParamInfo, stack: Tensor, first_row: int, group: Group | None = None) -> Tensor:
+        """Orthogonalize every projection of fused matrices separately.
 
-        first: number of the first row in the whole matrix. group: holds the other parts of these matrices; None where there are none.
+        Args:
+            first_row: index of the first row in the full matrix.
+            group: ranks that hold the other shards of these matrices; None if there are none.
         """
         ranks = 1 if group is None else group.size
-        whole = (
-            stack.shape[1] * (ranks if info.sharded_dim == 0 else 1),
-            stack.shape[2] * (ranks if info.sharded_dim == 1 else 1),
-        )
-        cut = None if group is None else info.sharded_dim
+        rows = stack.shape[1] * (ranks if info.sharded_dim == 0 else 1)
+        columns = stack.shape[2] * (ranks if info.sharded_dim == 1 else 1)
+        sharded_dim = None if group is None else info.sharded_dim
         if not info.row_blocks or not self._settings.muon_split_qkv:
-            return self._scaled(stack, whole, cut, group)
-        run = sum(info.row_blocks)
-        # a part of the rows need neither begin nor end with a query group
-        rows = (torch.arange(stack.shape[1]) + first) % run
-        found, start = torch.empty_like(stack), 0
+            return self._scaled(stack, rows, columns, sharded_dim, group)
+        period = sum(info.row_blocks)
+        # a shard need neither start nor end with a query group
+        row_in_group = (torch.arange(stack.shape[1]) + first_row) % period
+        result, start = torch.empty_like(stack), 0
         for count in info.row_blocks:
-            here = to_device(((rows >= start) & (rows < start + count)).nonzero().view(-1), stack.device)
+            is_member = (row_in_group >= start) & (row_in_group < start + count)
+            index = to_device(is_member.nonzero().view(-1), stack.device)
             start += count
-            if group is not None:
-                found[:, here] = self._scaled(stack[:, here], (whole[0] // run * count, whole[1]), cut, group)
-            elif len(here):
-                found[:, here] = self._scaled(stack[:, here], (len(here), whole[1]), cut, group)
-        return found
+            full_rows = len(index) if group is None else rows // period * count
+            if full_rows:
+                result[:, index] = self._scaled(stack[:, index], full_rows, columns, sharded_dim, group)
+        return result
 
-    def _scaled(self, stack: Tensor, whole: tuple[int, int], cut: int | None, group: Group | None) -> Tensor:
-        """whole: rows and columns of the matrices that these are, or are parts of."""
+    def _scaled(self, stack: Tensor, rows: int, columns: int, sharded_dim: int | None, group: Group | None) -> Tensor:
+        """Orthogonalize and scale matrices; `rows` and `columns` are those of the full matrices."""
         settings = self._settings
-        total = None if group is None else lambda part: collectives.all_reduce(part.contiguous(), group)
-        with _tf32_where_there_is_one(stack.is_cuda and self._dtype == torch.float32):
-            found = orthogonalize(
+        sum_over_ranks = None if group is None else lambda x: collectives.all_reduce(x.contiguous(), group)
+        with _allow_tf32(stack.is_cuda and self._dtype == torch.float32):
+            factor = orthogonalize(
                 stack,
                 settings.muon_coefficient_type,
                 settings.muon_num_ns_steps,
                 dtype=self._dtype,
-                cut=cut,
-                total=total,
+                sharded_dim=sharded_dim,
+                sum_over_ranks=sum_over_ranks,
             )
-        return found * (compute_scale(settings.muon_scale_mode, *whole) * settings.muon_extra_scale_factor)
+        return factor * (compute_scale(settings.muon_scale_mode, rows, columns) * settings.muon_extra_scale_factor)
 
 
-def gather_cut(stack: Tensor, info: ParamInfo, group: Group) -> Tensor:
-    """Whole matrices of the parts that the ranks of a group hold. Shapes: [n, rows, columns], like the result. Collective."""
-    every = stack.new_empty((group.size, *stack.shape))
-    collectives.all_gather_flat(every.view(-1), stack.contiguous().view(-1), group)
+def _gather_full(stack: Tensor, info: ParamInfo, group: Group) -> Tensor:
+    """All-gather matrices [n, rows, columns] from their shards."""
+    shards = stack.new_empty((group.size, *stack.shape))
+    collectives.all_gather_flat(shards.view(-1), stack.contiguous().view(-1), group)
     dim = 1 + info.sharded_dim
-    parts = every.split(part_lengths(info, stack.shape[dim]), dim + 1)
-    # [ranks, .., piece, ..] -> [.., ranks, piece, ..]
+    parts = shards.split(part_lengths(info, stack.shape[dim]), dim + 1)
+    # [ranks, .., part, ..] -> [.., ranks, part, ..]
     return torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in parts], dim)
 
 
-def own_cut(whole: Tensor, info: ParamInfo) -> Tensor:
-    """This rank's part of whole matrices [n, rows, columns]."""
+def _local_shard(full: Tensor, info: ParamInfo) -> Tensor:
+    """Return this rank's shard of full matrices [n, rows, columns]."""
     dim = 1 + info.sharded_dim
-    parts = whole.split(part_lengths(info, whole.shape[dim]), dim)
+    parts = full.split(part_lengths(info, full.shape[dim]), dim)
     return torch.cat([part.chunk(info.shard_count, dim)[info.shard_rank] for part in parts], dim)
 
 
 @contextlib.contextmanager
-def _tf32_where_there_is_one(wanted: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    if wanted:
+def _allow_tf32(enabled: bool) -> Iterator[None]:
+    previous = torch.get_float32_matmul_precision()
+    if enabled:
         torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        if wanted:
-            torch.set_float32_matmul_precision(before)
+        if enabled:
+            torch.set_float32_matmul_precision(previous)

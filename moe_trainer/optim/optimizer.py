@@ -1,11 +1,12 @@
 """The optimizer step on flat storage: unscale, check, clip, update, copy to the model.
 
-Main parameters, gradients and moments have one flat order (buckets.py) and the formats and placement of state_plan.py. optimizer_shard.py
-splits them into segments, which update.py updates in fp32. fp32 models are their own main parameters; bf16 and fp16 models have separate
-ones. With the distributed optimizer everything covers this rank's shard of each bucket; the arithmetic is the same.
+Main parameters, gradients and moments have one flat order (buckets.py) and the formats and placement of state_plan.py.
+optimizer_shard.py splits them into segments, which update.py updates in fp32. fp32 models are their own main
+parameters; bf16 and fp16 models have separate ones. With the distributed optimizer everything covers this rank's shard
+of each bucket; the arithmetic is the same.
 
-Numbers follow Megatron-LM: AdamW with bias correction and eps outside the root, SGD with momentum and coupled decay, norm before
-clipping, factor max/(norm + 1e-6) if below 1. The loss scale is divided out together with the clipping.
+Numbers follow Megatron-LM: AdamW with bias correction and eps outside the root, SGD with momentum and coupled decay,
+norm before clipping, factor max/(norm + 1e-6) if below 1. The loss scale is divided out together with the clipping.
 """
 
 import contextlib
@@ -119,12 +120,10 @@ class Optimizer:
             self.wait_params()
 
     def gather_early(self, params: Collection[Parameter]) -> int:
-        """Gather these parameters while the others are still being updated (--overlap-param-gather-with-optimizer-step).
+        """Gather these parameters while the others are updated: --overlap-param-gather-with-optimizer-step.
 
-        They must be the first in order of use, in separate buckets. Parameters that the host updates and fp8 parameters are excluded.
-
-        Returns:
-            The number of buckets.
+        They must be the first in order of use, in separate buckets. Parameters that the host updates and fp8 parameters
+        are excluded. Return the number of buckets.
         """
         assert self._gather is not None
         param_ids = {id(param) for param in params}
@@ -151,10 +150,11 @@ class Optimizer:
 
     @torch.no_grad()
     def grad_norm(self, signal_nonfinite: bool = False) -> float:
-        """Compute the norm of the reduced main gradients, unscaled, before clipping. Collective; the same bits on every rank.
+        """Compute the norm of the reduced main gradients, unscaled, before clipping. Collective.
 
-        One sum over the world counts every element of the model on exactly one rank (`ParamShard.is_counted`), so all ranks get the
-        same clipping factor, overflow decision and loss scale. Separate sums over dense and expert groups are error-prone (M#5916).
+        The result has the same bits on every rank. One sum over the world counts every element of the model on exactly
+        one rank (`ParamShard.is_counted`), so all ranks get the same clipping factor, overflow decision and loss scale.
+        Separate sums over dense and expert groups are error-prone (M#5916).
 
         Args:
             signal_nonfinite: make the norm NaN on all ranks, to report a problem of this rank.
@@ -182,13 +182,13 @@ class Optimizer:
 
         Args:
             norm: result of grad_norm(), if already computed.
-            row_factors: by parameter (before data-parallel sharding), factors of its rows to apply after the update; the same on all
-                ranks that hold the parameter.
+            row_factors: by parameter (before data-parallel sharding), factors of its rows to apply after the update;
+                the same on all ranks that hold the parameter.
             scaled_lr: see ParamGroup.rates.
 
         Raises:
-            NonFiniteGradientError: the gradients overflow and no loss scale can help: immediately without a dynamic one if the NaN
-                check is on, after MAX_OVERFLOWS_AT_MINIMUM consecutive iterations with one at its minimum.
+            NonFiniteGradientError: the gradients overflow and no loss scale can help: immediately without a dynamic one
+                if the NaN check is on, after MAX_OVERFLOWS_AT_MINIMUM consecutive iterations with one at its minimum.
         """
         norm = self.grad_norm() if norm is None else norm
         inverse, found_inf = 1.0 / self.loss_scale, not math.isfinite(norm)
@@ -201,8 +201,9 @@ class Optimizer:
                 and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM
             ):
                 raise NonFiniteGradientError(
-                    f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations were skipped: gradients overflow fp16 although the loss scale "
-                    f"is at its minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or --min-loss-scale, or train with --bf16"
+                    f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations were skipped: gradients overflow fp16 although "
+                    f"the loss scale is at its minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or "
+                    "--min-loss-scale, or train with --bf16"
                 )
             if any(params.has_external_scales for params in self._fp8_params):
                 self._start_param_gather()
@@ -228,7 +229,7 @@ class Optimizer:
         return StepOutcome(True, norm, num_zeros, False)
 
     def _start_param_gather(self) -> None:
-        """Quantize fp8 parameters and start the parameter all-gather of the distributed optimizer. Collective with either."""
+        """Quantize fp8 parameters and start the parameter all-gather. Collective with either."""
         for params in self._fp8_params:
             with self._timer("optimizer-copy-main-to-model-params"):
                 params.quantize_to_model()
@@ -241,14 +242,14 @@ class Optimizer:
         self._grads.zero()
 
     def wait_params(self) -> None:
-        """Wait until every model parameter is gathered. Everything but a forward needs this before reading parameters."""
+        """Wait until every model parameter is gathered. Everything but a forward must call this before reading them."""
         if self._gather is not None:
             self._gather.wait_all()
 
     def tensors(self) -> Iterator[ParamState]:
-        """Iterate over all state of this rank by parameter, in model order; after begin_load() it can be overwritten in place.
+        """Iterate over all state of this rank by parameter, in model order; writable in place after begin_load().
 
-        Names: exp_avg, exp_avg_sq (adam), exp_avg (lion), momentum_buffer (sgd, muon), fp32_param (bf16 and fp16 models).
+        Names: exp_avg, exp_avg_sq (adam), exp_avg (lion), momentum_buffer (sgd, muon), fp32_param (bf16, fp16 models).
         """
         self._wait_host_copies()
         parts = ((part, shard) for shard in self._shards for part in shard.param_shards)

@@ -1,9 +1,10 @@
 """This rank's shard of the optimizer state, divided into segments that are updated at once.
 
-A shard is one flat range of elements. Contiguous segments of equal treatment are split further into update segments: on a CPU short
-enough that gradients and parameters are still cached when they are read again, on a GPU long enough to amortize kernel launches and
-short enough that fp32 copies of narrow formats are small. Formats with a scale are split at parameters as well. State that is on the
-host is the first part of the flat range, because gradients arrive in that order.
+A shard is one flat range of elements. Contiguous segments of equal treatment are split further into update segments: on
+a CPU short enough that gradients and parameters are still cached when they are read again, on a GPU long enough to
+amortize kernel launches and short enough that fp32 copies of narrow formats are small. Formats with a scale are split
+at parameters as well. State that is on the host is the first part of the flat range, because gradients arrive in that
+order.
 """
 
 import functools
@@ -30,8 +31,8 @@ class ParamShard:
     """Elements [start, stop) of a parameter, at [offset, end) of this rank's flat state.
 
     Args:
-        is_counted: this rank counts the elements in norms. Exactly one rank of the world does, because all ranks that hold them
-            have equal values.
+        is_counted: this rank counts the elements in norms. Exactly one rank of the world does, because all ranks that
+            hold them have equal values.
     """
 
     slot: Slot

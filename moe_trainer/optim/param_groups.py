@@ -61,7 +61,7 @@ def get_param_group(param: Parameter, optimizer: OptimizerArgs, expert_parallel:
     info = get_param_info(param)
     name = info.names[0]
     is_decayed = logical_ndim(param) > 1 and not name.endswith(".bias")
-    if "apply_wd_to_qk_layernorm" == optimizer.no_weight_decay_cond_type or optimizer.apply_wd_to_qk_layernorm:
+    if optimizer.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm" or optimizer.apply_wd_to_qk_layernorm:
         is_decayed = is_decayed or any(norm in name for norm in _QK_NORMS)
     is_decoupled = optimizer.decoupled_lr is not None and name.endswith(DECOUPLED_LR_WEIGHTS)
     has_scaled_lr = is_lr_scaled(name, logical_ndim(param), optimizer.optimizer, optimizer.decoupled_lr is not None)

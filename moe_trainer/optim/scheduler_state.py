@@ -1,8 +1,8 @@
 """State of the learning-rate and weight-decay schedules in a checkpoint.
 
-Megatron-LM stores the parameters of its scheduler and requires the same ones on resume, unless --override-opt_param-scheduler (use the
-flags) or --use-checkpoint-opt_param-scheduler (use the checkpoint) is given. Unlike there, the length of a constant weight decay is not
-compared.
+Megatron-LM stores the parameters of its scheduler and requires the same ones on resume, unless
+--override-opt_param-scheduler (use the flags) or --use-checkpoint-opt_param-scheduler (use the checkpoint) is given.
+Unlike there, the length of a constant weight decay is not compared.
 """
 
 import dataclasses

@@ -1,12 +1,12 @@
 """Everything that is a function of samples: learning rate, weight decay, global batch size.
 
-All schedules are frozen values with pure methods, so a resumed run needs nothing but its counters. Lengths given in
-iterations are turned into samples by the (final) global batch size, as Megatron-LM does.
+All schedules are frozen values with pure methods, so a resumed run needs nothing but its counters. Lengths in
+iterations become samples through the final global batch size, as in Megatron-LM.
 
-NOTE: Megatron-LM counts two things. The batch size follows the samples *consumed*; learning rate and weight decay
-follow the samples of *updated* iterations (an iteration skipped for an overflow does not advance them). The caller
-keeps both counters. The rate of an iteration is that of the counter before it, so the first one runs at the start
-of the warmup; the iteration line prints the rate after it.
+NOTE: Megatron-LM has two counters, which the caller keeps. The batch size follows the *consumed* samples. Learning rate
+and weight decay follow the samples of *updated* iterations: an iteration skipped for an overflow does not advance them.
+An iteration uses the value of the counter before it, so the first one runs at the start of the warmup; the log line
+prints the learning rate after it.
 """
 
 import math
@@ -21,10 +21,10 @@ from moe_trainer.pipeline.batch_sizes import batch_stages
 class LrSchedule:
     """Learning rate as a function of the samples of updated iterations.
 
-    warmup: linear from init_lr to the maximum over warmup_samples (may be fractional); then `style` down to the
-    minimum until decay_samples, the minimum afterwards ("constant" stays at the maximum; "inverse-square-root"
-    follows 1/sqrt(samples)). "WSD" holds the maximum and decays over the last wsd_samples in the form `wsd_style`.
-    The decoupled range, if any, is that of the embedding and output layer, on the same curve.
+    The rate grows linearly from init_lr to the maximum over warmup_samples (may be fractional), then decays by `style`
+    to the minimum until decay_samples and stays there. "constant" stays at the maximum, "inverse-square-root" follows
+    1/sqrt(samples), "WSD" holds the maximum and decays over the last wsd_samples by `wsd_style`. The decoupled range,
+    if any, applies to the embedding and the output layer, on the same curve.
     """
 
     style: str
@@ -45,8 +45,8 @@ class LrSchedule:
             raise ValueError(f"--lr-warmup-init {self.init_lr} must not exceed --lr {self.max_lr}")
         if self.decay_samples <= 0:
             raise ValueError(
-                f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else --train-iters or --train-"
-                f"samples) must be longer than 0 samples, got {self.decay_samples}"
+                f"the learning-rate decay (--lr-decay-iters, --lr-decay-samples, else --train-iters or "
+                f"--train-samples) must be longer than 0 samples, got {self.decay_samples}"
             )
         if not 0 <= self.warmup_samples < self.decay_samples:
             raise ValueError(
@@ -57,11 +57,11 @@ class LrSchedule:
             raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
 
     def lr(self, samples: int, multiplier: float = 1.0) -> float:
-        """The learning rate of the iteration that begins after `samples`. multiplier: of its range; the warmup starts where it does for all."""
+        """Return the learning rate after `samples`; `multiplier` scales the range, but not init_lr."""
         return self._rate(samples, self.max_lr * multiplier, self.min_lr * multiplier)
 
     def decoupled_lr(self, samples: int) -> float | None:
-        """The rate of embedding and output layer with --decoupled-lr, else None."""
+        """Return the rate of the embedding and the output layer with --decoupled-lr, else None."""
         if self.decoupled_max_lr is None:
             return None
         low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
@@ -79,7 +79,7 @@ class LrSchedule:
         return low + self._fraction_left(samples) * (high - low)
 
     def _fraction_left(self, samples: int) -> float:
-        """How much of the range above the minimum remains, 1 at the end of the warmup."""
+        """Return the remaining fraction of the range above the minimum, 1 at the end of the warmup."""
         done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         if self.style == "linear":
             return 1.0 - done
@@ -109,7 +109,6 @@ class WeightDecaySchedule:
     style: str = "constant"
 
     def weight_decay(self, samples: int) -> float:
-        """The weight decay of the iteration that begins after `samples`."""
         if self.style == "constant" or samples > self.samples:
             return self.end
         done = samples / self.samples
@@ -121,8 +120,9 @@ class WeightDecaySchedule:
 class BatchSizeSchedule:
     """Global batch size as a function of consumed samples.
 
-    stages: (first consumed sample, global batch size), ascending, the first at 0. With `round_down` a batch that does
-    not divide among the ranks shrinks to the next multiple of micro_batch_size * dp_size.
+    Args:
+        stages: (first consumed sample, global batch size), ascending, the first at 0.
+        round_down: shrink a batch that does not divide among the ranks to a multiple of micro_batch_size * dp_size.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -132,9 +132,8 @@ class BatchSizeSchedule:
 
     def __post_init__(self):
         assert self.stages and self.stages[0][0] == 0, f"the first stage must begin at 0: {self.stages}"
-        unit = self.micro_batch_size * self.dp_size
         if self.round_down:
-            small = [batch for _, batch in self.stages if batch < unit]
+            small = [batch for _, batch in self.stages if batch < self._unit]
             if small:
                 raise ValueError(
                     f"global batch size {small[0]} is smaller than micro-batch size * data-parallel size = "
@@ -142,13 +141,13 @@ class BatchSizeSchedule:
                 )
 
     def global_batch_size(self, consumed: int) -> int:
-        """Samples of the iteration that begins after `consumed` samples.
+        """Return the batch size of the iteration that starts after `consumed` samples.
 
-        Raises: ValueError when they do not divide among micro-batches and ranks. (Only the current stage is checked:
-        a run that was moved to more ranks may have stages behind it that would not fit.)
+        Raises:
+            ValueError: it does not divide among micro-batches and ranks. Only the current stage is checked, because
+                past stages of a run that was moved to more ranks need not fit.
         """
-        unit = self.micro_batch_size * self.dp_size
-        batch = self._stage(consumed)
+        unit, batch = self._unit, self._stage(consumed)
         if batch % unit:
             raise ValueError(
                 f"global batch size {batch} (at {consumed} consumed samples) is not divisible by micro-batch "
@@ -158,16 +157,16 @@ class BatchSizeSchedule:
         return batch
 
     def num_microbatches(self, consumed: int) -> int:
-        """Micro-batches per rank of the iteration that begins after `consumed` samples."""
-        return self.global_batch_size(consumed) // (self.micro_batch_size * self.dp_size)
+        """Return the number of microbatches per rank of the iteration that starts after `consumed` samples."""
+        return self.global_batch_size(consumed) // self._unit
 
     @property
     def final_global_batch_size(self) -> int:
-        """The size that iterations are converted with: that of the last stage, before rounding."""
+        """The size that converts iterations to samples: that of the last stage, before rounding."""
         return self.stages[-1][1]
 
     def iterations_for(self, train_samples: int) -> int:
-        """How many whole iterations `train_samples` samples make."""
+        """Return the number of complete iterations in `train_samples` samples."""
         consumed = iterations = 0
         for begin, _ in self.stages[1:]:
             batch = self._stage(consumed)
@@ -176,29 +175,30 @@ class BatchSizeSchedule:
             iterations += count
         return iterations + (train_samples - consumed) // self._stage(consumed)
 
+    @property
+    def _unit(self) -> int:
+        return self.micro_batch_size * self.dp_size
+
     def _stage(self, consumed: int) -> int:
-        batch = self.stages[0][1]
-        for begin, size in self.stages:
-            if consumed < begin:
-                break
-            batch = size
-        unit = self.micro_batch_size * self.dp_size
-        return batch // unit * unit if self.round_down else batch
+        batch = [size for begin, size in self.stages if begin <= max(consumed, 0)][-1]
+        return batch // self._unit * self._unit if self.round_down else batch
 
 
 def build_batch_size_schedule(training: TrainingArgs, dp_size: int, seq_length: int) -> BatchSizeSchedule:
-    """The schedule that --global-batch-size, --rampup-batch-size or --step-batch-size-schedule ask for.
+    """Build the schedule of --global-batch-size, --rampup-batch-size or --step-batch-size-schedule.
 
-    Raises: ValueError naming the flag when they do not make one.
+    Raises:
+        ValueError: a flag is invalid.
     """
     stages = batch_stages(training, dp_size, seq_length)
     return BatchSizeSchedule(stages, training.micro_batch_size, dp_size, training.decrease_batch_size_if_needed)
 
 
 def build_lr_schedule(optimizer: OptimizerArgs, training: TrainingArgs, final_batch_size: int) -> LrSchedule:
-    """The learning-rate schedule of the flags; iterations become samples by `final_batch_size`.
+    """Build the learning-rate schedule of the flags; `final_batch_size` converts iterations to samples.
 
-    Raises: ValueError naming the flags that contradict each other.
+    Raises:
+        ValueError: the flags are incomplete or contradict each other.
     """
     if optimizer.lr is None:
         raise ValueError("--lr is needed to train")
@@ -230,9 +230,10 @@ def build_lr_schedule(optimizer: OptimizerArgs, training: TrainingArgs, final_ba
 def build_weight_decay_schedule(
     optimizer: OptimizerArgs, training: TrainingArgs, final_batch_size: int
 ) -> WeightDecaySchedule:
-    """The weight-decay schedule of the flags, over the whole training.
+    """Build the weight-decay schedule of the flags, over the entire training.
 
-    Raises: ValueError when a growing weight decay lacks its ends.
+    Raises:
+        ValueError: the ends of an increasing weight decay are missing or in the wrong order.
     """
     style = optimizer.weight_decay_incr_style
     samples = training.train_samples if training.train_samples is not None else training.train_iters * final_batch_size

@@ -1,7 +1,8 @@
 """Number formats of optimizer state, and the conversion between them and fp32.
 
-fp32 and bf16 are stored as they are. fp16 and fp8 (e4m3) have a narrow range, so a span of elements shares one fp32 scale and
-`values = stored * scale` (TransformerEngine's FusedAdam: one scale per tensor). docs/design/optimizer.md explains the choice of scales.
+fp32 and bf16 are stored as they are. fp16 and fp8 (e4m3) have a narrow range, so a span of elements shares one fp32
+scale and `values = stored * scale` (TransformerEngine's FusedAdam: one scale per tensor). docs/design/optimizer.md
+explains the choice of scales.
 """
 
 import math
@@ -19,7 +20,8 @@ class Format:
     """Storage format of elements.
 
     Args:
-        max_magnitude: largest magnitude to store, for formats whose elements share a scale; None for formats without a scale.
+        max_magnitude: largest magnitude to store, for formats whose elements share a scale; None for formats without a
+            scale.
     """
 
     dtype: torch.dtype
@@ -49,7 +51,8 @@ FORMATS = MappingProxyType(
 def compute_scale(values: Tensor, max_magnitude: float) -> Tensor:
     """Return the smallest power of two that scales `values` (fp32, not empty) into the range; 1 for zeros.
 
-    A power of two multiplies exactly, so the rounding of an element does not depend on which other elements share its scale.
+    A power of two multiplies exactly, so the rounding of an element does not depend on which other elements share its
+    scale.
 
     Returns:
         fp32 scalar on the device of `values`, computed without synchronization.
@@ -65,8 +68,8 @@ def encode(values: Tensor, fmt: Format, keep_positive: bool = False) -> tuple[Te
     """Convert fp32 values to a format.
 
     Args:
-        keep_positive: round positive values up to the smallest number of a scaled format instead of to zero. Second moments
-            need it: a first moment divided by eps would be a huge step.
+        keep_positive: round positive values up to the smallest number of a scaled format instead of to zero. Second
+            moments need it: a first moment divided by eps would be a huge step.
 
     Returns:
         The stored values, and their scale if the format has one.

@@ -63,7 +63,7 @@ class StatePlan:
 
 
 def get_update_rule(settings: OptimizerArgs, of_matrices: bool = False) -> str:
-    """Return the update rule (a key of MOMENTS) of matrices or of all other parameters; they differ with --optimizer muon."""
+    """Return the update rule (a key of MOMENTS) of matrices or, with Muon different, of all other parameters."""
     return settings.muon_scalar_optimizer if settings.optimizer == "muon" and not of_matrices else settings.optimizer
 
 

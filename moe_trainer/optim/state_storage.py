@@ -1,10 +1,11 @@
 """Storage of optimizer state between steps: a flat range of numbers, in a format (state_formats.py), on a device.
 
-The update loads a few elements as fp32 (`load_fp32`), changes them and stores them (`store_fp32`). fp32 storage on the update's device
-is passed without a copy; for everything else the fp32 copy lives as long as one segment's update.
+The update loads a few elements as fp32 (`load_fp32`), changes them and stores them (`store_fp32`). fp32 storage on the
+update's device is passed without a copy; for everything else the fp32 copy lives as long as one segment's update.
 
-Checkpoints contain fp32 whatever the format, as Megatron-LM's do, so any run can resume with any format. Saving decodes only what is
-about to be written (`read_fp32`). Loading fills complete tensors: `stage` puts fp32 copies on the host until `unstage`.
+Checkpoints contain fp32 whatever the format, as Megatron-LM's do, so any run can resume with any format. Saving decodes
+only what is about to be written (`read_fp32`). Loading fills complete tensors: `stage` puts fp32 copies on the host
+until `unstage`.
 """
 
 import bisect
@@ -49,8 +50,8 @@ class StateStorage:
     """Elements [start, stop) of a rank's flat state.
 
     Args:
-        spans: ascending ranges that are stored at once, and share a scale if the format has one. Gaps between spans (between
-            parameters) remain zero.
+        spans: ascending ranges that are stored at once, and share a scale if the format has one. Gaps between spans
+            (between parameters) remain zero.
         keep_positive: see `state_formats.encode`.
     """
 
@@ -165,7 +166,8 @@ class MasterRemainderStorage(StateStorage):
     """fp32 main parameters of bf16 parameters, stored as the 16 bits that the model does not have.
 
     Args:
-        model_at: returns the model's own elements of a range inside one span. The caller writes what `store_main` returns there.
+        model_at: returns the model's own elements of a range inside one span. The caller writes what `store_main`
+            returns there.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Update rules on segments of the flat state: AdamW, SGD and Lion in fp32, whatever the formats. muon.py updates matrices.
+"""Update rules on segments of the flat state: AdamW, SGD and Lion in fp32, whatever the formats.
 
-Every segment is loaded as fp32, updated by torch's fused kernels, stored, and copied to the model; gradients are unscaled and clipped on
-the way. No fp32 copy outlives its segment. Adam's kernel scales fp32 gradients in place: after a step they are undefined. Segments that
-the host updates come last, so the device works at the same time.
+Every segment is loaded as fp32, updated by torch's fused kernels, stored, and copied to the model; gradients are
+unscaled and clipped on the way. No fp32 copy outlives its segment. Adam's kernel scales fp32 gradients in place: after
+a step they are undefined. Segments that the host updates come last, so the device works at the same time.
 
-docs/design/optimizer.md says why FusedAdam of TransformerEngine or apex is not used.
+muon.py updates matrices. docs/design/optimizer.md says why FusedAdam of TransformerEngine or apex is not used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +113,8 @@ class Updater:
         factor: float,
     ) -> list[Tensor]:
         """Update segments of one group; return the new values of the model parameters."""
-        # Adam's kernel applies the factor to gradients of every dtype, on the device and on the host: numbers must not depend on placement
+        # Adam's kernel applies the factor to gradients of every dtype, on the device and on the host: numbers must not
+        # depend on placement
         factor_before, factor_inside = (1.0, factor) if self._rule == "adam" else (factor, 1.0)
         grads = [_scaled(grad, factor_before) for grad in grads]
         loaded = [segment.load_fp32() for segment in segments]
@@ -167,7 +168,8 @@ class Updater:
         # a zeroed momentum buffer needs no special first step; without momentum the kernel rejects buffers
         buffers = [moment["momentum_buffer"] for moment in moments if self._settings.sgd_momentum]
         if params[0].device.type == "cpu":
-            # the fused kernel rounds the values that do not fill a vector differently: results would depend on the shard borders
+            # the fused kernel rounds the values that do not fill a vector differently: results would depend on the
+            # shard borders
             grads = torch._foreach_add(grads, params, alpha=weight_decay) if weight_decay else grads
             if buffers:
                 torch._foreach_mul_(buffers, self._settings.sgd_momentum)

@@ -105,8 +105,8 @@ class QuantizationConfig:
         """Make the GEMMs of a linear; None if it stays in high precision.
 
         Args:
-            is_sharded: tensor-parallel ranks hold different shards of it, or apply it to different tokens. Otherwise they
-                round alike.
+            is_sharded: tensor-parallel ranks hold different shards of it, or apply it to different tokens. Otherwise
+                they round alike.
             is_expert: it is the stacked weight of a rank's experts.
             quantizer: see QuantizedGemms.
         """

@@ -153,8 +153,8 @@ class QuantizedGemms(nn.Module):
     """GEMMs of one linear, or of all experts of one, which share the state of delayed scaling.
 
     Attributes:
-        scaling: fp32 buffer [3, 1 + L] of delayed scaling: for x, weight and gradient the scale (0: none yet, used as 1)
-            and the amax history, latest first.
+        scaling: fp32 buffer [3, 1 + L] of delayed scaling: for x, weight and gradient the scale (0: none yet, used as
+            1) and the amax history, latest first.
         amax: fp32 buffer [3], maxima of the current iteration.
         fp8_weight: the weight, if it is stored in fp8.
         evaluation: recipe of evaluation if it differs (then neither is delayed); None for high precision.

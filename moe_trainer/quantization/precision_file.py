@@ -1,4 +1,4 @@
-"""Formats of single layers (--te-precision-config-file), as Megatron-LM's file describes them:
+"""Formats of single layers (--te-precision-config-file), as Megatron-LM's file describes them.
 
     configs:
       mxfp8:
@@ -138,8 +138,8 @@ class _Reader:
         body = self.table(body, where, _RECIPE_KEYS)
         if body.get("override_nonquantized_autocast"):
             raise self.refuse(
-                f"{where}: override_nonquantized_autocast is not run by this version: what the flags keep in high precision "
-                "stays so"
+                f"{where}: override_nonquantized_autocast is not run by this version: what the flags keep in high "
+                "precision stays so"
             )
         overrides = body.get("override_quantized_autocast", True)
         if overrides not in (True, False):

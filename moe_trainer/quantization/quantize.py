@@ -108,7 +108,8 @@ def round_stochastic(x: Tensor, fmt: NumberFormat, generator: torch.Generator | 
     noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
     steps = x / step
     low = torch.floor(steps)
-    # not floor(steps + noise): that sum may be rounded up to the next number, even where x is one, beyond the largest too
+    # not floor(steps + noise): that sum may be rounded up to the next number, even where x is one, beyond the largest
+    # too
     return (low + (steps - low + noise >= 1)) * step
 
 

@@ -78,7 +78,7 @@ def _scales(
 def _works(device: torch.device, a: Scaling, b: Scaling) -> bool:
     """Return whether the device computes such GEMMs as defined; tried once."""
     capability, is_mx = torch.cuda.get_device_capability(device), gemm_kind(a, b) == MX
-    if not ((10, 0) <= capability if is_mx else (9, 0) <= capability < (10, 0)):
+    if not (capability >= (10, 0) if is_mx else (9, 0) <= capability < (10, 0)):
         return False
     generator = torch.Generator(device).manual_seed(0)
 

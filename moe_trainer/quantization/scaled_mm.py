@@ -146,8 +146,8 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     kind = gemm_kind(a, b)
     if kind is None or not kind.device <= torch.cuda.get_device_capability(device) < kind.until:
         logger.warning(
-            "products of %s with %s have no native form here: they are computed by definition, in fp32, which is slower than "
-            "bf16 (--transformer-impl transformer_engine has more forms)",
+            "GEMMs of %s with %s have no native kernel here: they are computed by definition, in fp32, which is slower "
+            "than bf16 (--transformer-impl transformer_engine has more kernels)",
             a,
             b,
         )
@@ -160,7 +160,7 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     return matches_reference(
         lambda: native_mm(left, right, dtype),
         expected,
-        f"torch's scaled_mm {{}} {a} with {b}: these products are computed by definition, in fp32",
+        f"torch's scaled_mm {{}} {a} with {b}: these GEMMs are computed by definition, in fp32",
     )
 
 

@@ -196,7 +196,8 @@ def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tup
     fmt, rows, columns = scaling.fmt, scaling.rows, scaling.cols
     if not can(x_RK, scaling):
         raise ValueError(
-            f"the Triton kernels quantize fp32 and half precision to E4M3 and E5M2, rounding to nearest: not {scaling} of {x_RK.dtype}"
+            "the Triton kernels quantize fp32 and half precision to E4M3 and E5M2, rounding to nearest: not "
+            f"{scaling} of {x_RK.dtype}"
         )
     num_rows, width = x_RK.shape
     out = torch.empty(num_rows, width, dtype=torch.uint8, device=x_RK.device)

@@ -54,9 +54,9 @@ def _head(rank, n, sequence_parallel):
     head.kernels = cross_entropy.LogitKernels(
         lambda logits, rows: (sizes.append(len(logits)), cross_entropy.softmax_in_place(logits, rows))[1]
     )
-    loss = head.loss_BS(mine, labels, weights_BS=mask)
+    loss = head.loss(mine, labels, weights_BS=mask)
     with torch.no_grad():
-        again = head.loss_BS(mine, labels, weights_BS=mask)
+        again = head.loss(mine, labels, weights_BS=mask)
     ((loss * mask).sum() * 0.3).backward()
     return loss.detach(), mine.grad, head.weight.grad, sizes, again
 
@@ -87,7 +87,7 @@ def test_a_weights_gradient_that_may_wait(short_chunks, tied):
     if not tied:
         head.weight = table
     queue.active = True
-    loss = head.loss_BS(x.requires_grad_(), labels, table if tied else None, mask)
+    loss = head.loss(x.requires_grad_(), labels, table if tied else None, mask)
     (loss * mask).sum().backward()
     assert (table.grad is None) != tied
     queue.run()
@@ -133,9 +133,9 @@ def _fp32_logits(rank, n, sequence_parallel):
     with torch.no_grad():
         head.weight.copy_(weight.chunk(n)[rank])
     mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()
-    full, chunked = head.loss_BS(mine, labels), head.loss_BS(mine, labels, weights_BS=mask.float())
+    full, chunked = head.loss(mine, labels), head.loss(mine, labels, weights_BS=mask.float())
     (full * mask).sum().backward()
-    return full.detach(), chunked.detach(), mine.grad, head.weight.grad, head.logits_BSV(mine).detach()
+    return full.detach(), chunked.detach(), mine.grad, head.weight.grad, head.logits(mine).detach()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -389,7 +389,7 @@ def test_quantised_experts_that_stay_local_are_a_warning(double, caplog, flags, 
 def test_widths_that_the_units_do_not_take(double, caplog):
     assert te_layers.experts_problem(
         te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 16
-    ).startswith("its units take widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
+    ).startswith("its kernels need widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
     assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 1) is None
     del sys.modules[PYTORCH].GroupedLinear
     assert "GroupedLinear" in te_layers.experts_problem(te.load(), *_sections(""), ParallelState.single(), 1)

@@ -140,7 +140,7 @@ class _Tied(nn.Module):
         self.head = OutputHead(H, V, **{**_options(ps, sp), "name": "head"}, tied=True)
 
     def forward(self, ids_SB: Tensor) -> Tensor:
-        return self.head.loss_BS(self.embedding(ids_SB).tanh(), _labels(), self.embedding.weight)
+        return self.head.loss(self.embedding(ids_SB).tanh(), _labels(), self.embedding.weight)
 
 
 def _head(ps: ParallelState, sp: bool) -> OutputHead:
@@ -192,12 +192,12 @@ CASES = {
     "latent attention, sinks": _attention(replace(LATENT, softmax_type="learnable")),
     "embedding": Case(lambda ps, sp: VocabParallelEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
     "positions": Case(lambda ps, sp: PositionEmbedding(V, H, **_options(ps, sp)), REPLICATED, ROWS, 0),
-    "head, loss": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x, _labels())),
+    "head, loss": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss(x, _labels())),
     # beyond what exp can hold
     "head, loss of large logits": Case(
-        _head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss_BS(x * 1000, _labels())
+        _head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss(x * 1000, _labels())
     ),
-    "head, logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits_BSV(x)),
+    "head, logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits(x)),
     "tied head": Case(_Tied, REPLICATED, REPLICATED, 0),
 }
 
@@ -447,7 +447,7 @@ def _unknown_token(rank, n, token):
     for layer in (VocabParallelEmbedding(V, H, **_options(ps, False)), _head(ps, False)):
         ids = torch.full((B, S), token)
         with pytest.raises(RuntimeError, match=f"not one of the vocabulary's {V} rows"):
-            layer(ids) if isinstance(layer, VocabParallelEmbedding) else layer.loss_BS(torch.ones(S, B, H), ids)
+            layer(ids) if isinstance(layer, VocabParallelEmbedding) else layer.loss(torch.ones(S, B, H), ids)
 
 
 @pytest.mark.parametrize("token", [-1, V])
