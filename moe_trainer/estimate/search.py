@@ -275,7 +275,7 @@ def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
     left = sorted(found, key=lambda each: each.plan.time.step)
     order: list[RankedConfig] = []
     while left and len(order) < best:
-        tied = [each for each in left if ties(left[0].plan, each.plan)]
+        tied = [each for each in left if _tie(left[0], each)]
         # drop what an equally well supported one clearly beats, even if it ties with the uncertain fastest
         tied = [
             each
@@ -283,7 +283,7 @@ def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
             if not any(
                 other.plan.time.step < each.plan.time.step
                 and other.bar.relative < each.bar.relative + EQUAL_BARS
-                and not ties(other.plan, each.plan)
+                and not _tie(other, each)
                 for other in (*tied, *order)
             )
         ]
@@ -301,10 +301,14 @@ def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
     return order
 
 
-def ties(first: Plan, second: Plan) -> bool:
+def ties(first: Plan, second: Plan, bars: tuple[ErrorBar, ErrorBar] | None = None) -> bool:
     """Return whether the predicted times of two plans differ by less than their comparison can tell."""
     difference = abs(math.log(second.time.step / first.time.step))
-    return difference < ALWAYS_TIED or difference < comparison_bar(first, second)
+    return difference < ALWAYS_TIED or difference < comparison_bar(first, second, bars)
+
+
+def _tie(first: RankedConfig, second: RankedConfig) -> bool:
+    return ties(first.plan, second.plan, (first.bar, second.bar))
 
 
 def _explain_no_fit(

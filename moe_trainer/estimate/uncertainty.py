@@ -341,8 +341,12 @@ def _calibrated_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
     return _sum_terms(base, parts)
 
 
-def comparison_bar(first: Plan, second: Plan) -> float:
-    """Return how far the ratio of two predicted times of one model may be off; common errors cancel."""
+def comparison_bar(first: Plan, second: Plan, bars: tuple[ErrorBar, ErrorBar] | None = None) -> float:
+    """Return how far the ratio of two predicted times of one model may be off; common errors cancel.
+
+    Args:
+        bars: error bars of both, where they are known.
+    """
     base = COMPARISON + (COMPARISON if first.width != second.width else 0.0)
-    mine, theirs = dict(error_bar(first).reasons), dict(error_bar(second).reasons)
+    mine, theirs = (dict(bar.reasons) for bar in bars or (error_bar(first), error_bar(second)))
     return base + sum(mine.get(name, 0.0) + theirs.get(name, 0.0) for name in mine.keys() ^ theirs.keys())
