@@ -257,7 +257,7 @@ def _check(
     if expert is not None:
         raise CheckpointError(
             f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): "
-            "leave the flag out to go on from it"
+            "leave the flag out to continue from it"
         )
     differing = [
         f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"

@@ -15,7 +15,7 @@ One `numpy.random.RandomState(seed)` is consumed by the document index, then by 
 
 The sample index of the reference is a loop over documents. Here each chunk of documents contributes the multiples of
 L that fall between its cumulative token counts, so the whole is one cumulative sum, one division and one repeat per
-chunk: linear, without a Python loop over documents or samples. Chunks bound the memory beside the result.
+chunk: linear, without a Python loop over documents or samples. Chunks bound the memory in addition to the result.
 
 Source: Megatron-Core gpt_dataset semantics (snapshot v0.20).
 """

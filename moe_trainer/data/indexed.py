@@ -16,7 +16,7 @@ map; numpy handles those on every platform. The .bin is memory-mapped, or read b
 Training reads documents in random order, so the map is marked as such: otherwise every touched page drags in its
 neighbours (128 KiB for a document of 1 KiB), which made first reads 40 times dearer when measured.
 
-Writing goes to temporary files beside the targets; `finish` renames them, index last, so a reader never sees half a
+Writing goes to temporary files next to the targets; `finish` renames them, index last, so a reader never sees half a
 dataset and an interrupted run leaves existing files alone. Lengths are kept in compact arrays: 4 bytes a sequence
 while a corpus streams through.
 """

@@ -5,7 +5,7 @@ with the very sample the interrupted one would have read, on any number of ranks
 
 Prefetching uses threads, not processes. Preparing a sample is copying some slices out of a memory map and numpy
 releases the interpreter lock while it copies (and while the kernel reads the pages), so threads keep up; they need no
-fork beside a process group, share the index maps, and raise the original exception in the main thread. Batches come
+fork next to a process group, share the index maps, and raise the original exception in the main thread. Batches come
 back in order whatever the number of workers; no randomness lives in a worker, so the number changes nothing but speed.
 
 Suffixes: B samples of a micro batch, S sequence length.
@@ -153,9 +153,9 @@ def single_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int,
 def cyclic_order(
     total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int, sharded: bool = True
 ) -> Iterator[list[int]]:
-    """Yield this rank's micro batches for ever, every epoch in a new random order seeded by the epoch's number.
+    """Yield this rank's micro batches endlessly, every epoch in a new random order seeded by the epoch's number.
 
-    sharded: each rank shuffles its own contiguous part; otherwise one shuffle of everything is dealt out to the ranks.
+    sharded: each rank shuffles its own contiguous part; otherwise one shuffle of everything is divided among the ranks.
     """
     chunk = micro_batch_size * dp_size
     per_epoch = total - total % chunk

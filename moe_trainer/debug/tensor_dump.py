@@ -94,7 +94,7 @@ class Dumps:
         except (OSError, SafetensorError) as error:
             if what not in self._warned:
                 logger.warning(
-                    "%s cannot be written (%s); the training goes on without, and tries again when they are due",
+                    "%s cannot be written (%s); the training continues without them and retries when they are due",
                     what,
                     getattr(error, "strerror", None) or error,
                 )

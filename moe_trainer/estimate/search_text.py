@@ -31,11 +31,11 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     ]
     for number, each in enumerate(outcome.found, start=1):
         plan, mapping = each.plan, each.mapping
-        room = "" if plan.headroom is None else f"{min(plan.headroom, 99.99):.2f}"
+        fit_text = "" if plan.headroom is None else f"{min(plan.headroom, 99.99):.2f}"
         dispatcher = (mapping.backend or "alltoall") + (" overlapped" if mapping.overlap else "")
         lines.append(
             f"{number:3d} {plan.tokens_per_second:13,.0f} {plan.tflops:8.1f} {plan.time.step:10.3f} "
-            f"{each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} {room:>9s}   {mapping.tp:2d} {mapping.cp:2d} "
+            f"{each.bar.percent:>4s} {plan.peak.total / GIB:11.1f} {fit_text:>9s}   {mapping.tp:2d} {mapping.cp:2d} "
             f"{mapping.pp:2d} {mapping.vpp:3d} {mapping.ep:3d} {mapping.etp:3d} {mapping.mbs:3d}  "
             f"{_gemm_recipe(plan):10s}  {dispatcher:18s} "
             f"{' '.join(sorted(plan.args.training.recomputed_modules - {'mtp'})) or '-'}"
@@ -146,7 +146,7 @@ def _gemm_recipe(plan: Plan) -> str:
 
 def _compare(name: str, plan: Plan, first: Plan) -> list[str]:
     """Return the comparison of another mapping with the first."""
-    room = (
+    fit_text = (
         f"fits with {plan.margin / GIB:.1f} GiB left"
         if plan.margin >= 0
         else f"does not fit by {-plan.margin / GIB:.1f} GiB"
@@ -159,7 +159,7 @@ def _compare(name: str, plan: Plan, first: Plan) -> list[str]:
     )
     return [
         f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- {error_bar(plan).percent}, "
-        f"{compared}; {plan.peak.total / GIB:.1f} GiB, {room}{headroom}",
+        f"{compared}; {plan.peak.total / GIB:.1f} GiB, {fit_text}{headroom}",
         *(
             ["  the first has " + ", ".join(explain_speedup(first, plan)[:3])]
             if explain_speedup(first, plan) and not ties(first, plan)

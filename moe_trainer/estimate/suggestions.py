@@ -177,15 +177,15 @@ def _plan_changes(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> 
 
 def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:
     """Return fitting pairs of changes of different kinds, the most promising first."""
-    room = plan.peak.total + plan.margin
+    budget = plan.peak.total + plan.margin
     able = []
     for (first, one), (second, two) in itertools.combinations(legal, 2):
         if first.kind == second.kind:
             continue
         needs = plan.peak.total * (one.peak.total / plan.peak.total) * (two.peak.total / plan.peak.total)
         slower = (1 + _slowdown(one, plan)) * (1 + _slowdown(two, plan))
-        if needs <= POSSIBLE * room:
-            likely = needs <= LIKELY * room
+        if needs <= POSSIBLE * budget:
+            likely = needs <= LIKELY * budget
             able.append((not likely, slower if likely else needs, first, second))
     found: list[Fix] = []
     for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MOST_PAIRS]:

@@ -100,12 +100,12 @@ class FusedGroupedLinear(nn.Module):
         collect = (
             None
             if self.queue is None
-            else lambda: compute_or_defer(self.queue, weight_eNK, lambda: self._put_off(weight_eNK))
+            else lambda: compute_or_defer(self.queue, weight_eNK, lambda: self._defer(weight_eNK))
         )
         with self.context(), self._showing(_Unstacked.apply(weight_eNK, collect)):
             return self.fused(x_RK, list(counts_e), is_first_microbatch=self.casts.is_first())
 
-    def _put_off(self, weight_eNK: Parameter) -> Tensor:
+    def _defer(self, weight_eNK: Parameter) -> Tensor:
         """Run the oldest deferred weight gradient of the library."""
         views = weight_eNK.detach().unbind(0)
         with self._showing(views):

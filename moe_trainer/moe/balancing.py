@@ -11,7 +11,7 @@ cp. Linear means that all of them share one gradient pass: the c's are added up,
 
     softmax: s * (c - <s, c>),      others: r'(logit) / sum(r) * (c - <s, c>)
 
-so no autograd graph is built: a [T, E] gradient is computed beside the forward pass and added, times grad_scale, when
+so no autograd graph is built: a [T, E] gradient is computed with the forward pass and added, times grad_scale, when
 backward comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the same sum. Counts come from a
 plain top-k of the scores: expert bias, groups and drops take no part; of FineRMoE's experts (finermoe.py) those that
 are chosen are counted. Rejected: returning losses through the pipeline (stages other than the last must
@@ -321,7 +321,7 @@ def start_iteration(chunks) -> None:
 
 
 def reset_iteration(chunks) -> None:
-    """Empty the books of the iteration under way, as if none of its microbatches had run: for one that is repeated or skipped."""
+    """Reset the statistics of the current iteration, as if none of its microbatches had run: for one that is repeated or skipped."""
     for router in _routers(chunks):
         for books in (
             router.loss_sums,

@@ -62,7 +62,7 @@ class PrecisionFile:
 
     def __init__(self, configs: Mapping[str, Formats | None], matchers: list[tuple[str, str]]):
         self._configs, self._matchers = configs, matchers
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     @staticmethod
     def load(path: str, default: QuantizationRecipe) -> "PrecisionFile":
@@ -94,8 +94,8 @@ class PrecisionFile:
         """Return the recipes of a linear by its name; `default` is the recipe of the flags."""
         config = next((config for pattern, config in self._matchers if fnmatch.fnmatchcase(name, pattern)), None)
         found = None if config is None else self._configs[config]
-        if config is not None and config not in self._told:
-            self._told.add(config)
+        if config is not None and config not in self._logged:
+            self._logged.add(config)
             logger.info("%s: %s is the first linear with config %r", FLAG, name, config)
         return Formats(default, default) if found is None else found
 

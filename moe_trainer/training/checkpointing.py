@@ -137,7 +137,7 @@ def _counting_failures(ctx: TrainContext) -> Iterator[None]:
         ctx.save_history.failed(error)
         if ctx.runtime.launch_env.rank == 0:
             logger.error(
-                "WARNING: %s The run goes on and tries again at the next save; failure %d in a row, the run ends at %d",
+                "WARNING: %s The run continues and retries at the next save; failure %d in a row, the run ends at %d",
                 error,
                 ctx.save_history.consecutive_failures,
                 MAX_CONSECUTIVE_FAILURES,

@@ -38,7 +38,7 @@ def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
     if newest is not None and newest > state.iteration:
         logger.warning(
             "--save %s already holds a checkpoint of iteration %d, and this run starts at %d: its saves will move "
-            "latest_checkpointed_iteration.txt back. To go on from there: --load %s; else choose another folder",
+            "latest_checkpointed_iteration.txt back. To continue from there: --load %s; else choose another folder",
             save,
             newest,
             state.iteration,

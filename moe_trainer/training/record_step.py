@@ -68,7 +68,7 @@ def record_step(ctx: TrainContext, state: TrainState, num_microbatches: int) -> 
     numbers = get_sample_numbers(ctx, state, num_microbatches) if ctx.ps.world.rank == 0 else []
     result, problem, size = record_iteration(ctx, state, num_microbatches, folder, numbers)
     if problem is not None:
-        logger.warning("--record-step %d: this iteration is not recorded (%s); the run goes on", number, problem)
+        logger.warning("--record-step %d: this iteration is not recorded (%s); the run continues", number, problem)
     else:
         logger.info(
             "--record-step: iteration %d is recorded in %s (%.1f MB): python scripts/replay.py %s [FLAGS]",

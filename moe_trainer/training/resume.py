@@ -93,8 +93,8 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
         with as_user_error(f"--save {output.save}"):
             if holds_checkpoint(output.save, ctx.ps):
                 raise UserError(
-                    f"--moe-use-upcycling: --save {output.save} has a checkpoint already; to go on from it, --load it "
-                    "without this flag (or give --auto-resume too), else name another folder"
+                    f"--moe-use-upcycling: --save {output.save} has a checkpoint already; to continue from it, "
+                    "--load it without this flag (or give --auto-resume too), else name another folder"
                 )
         # dense parameters without a counterpart in the MoE model are an error unless the flags choose a strictness
         strictness = "raise_unexpected" if options.strictness == "assume_ok_unexpected" else options.strictness
@@ -191,7 +191,7 @@ def _load(folder: str, ctx: TrainContext, options: LoadOptions) -> LoadedState |
             if not resumes_own_run:
                 raise
             if ctx.runtime.launch_env.rank == 0:
-                logger.warning("WARNING: the checkpoint of iteration %d is passed over: %s", options.ckpt_step, error)
+                logger.warning("WARNING: skipping the checkpoint of iteration %d: %s", options.ckpt_step, error)
             find = partial(latest_valid, Path(folder), options.verify_integrity, before=options.ckpt_step)
             newest = run_on_rank0(find, ctx.ps.world)
             logger.info("--auto-resume: going on from iteration %d instead", newest)

@@ -379,7 +379,7 @@ def log_overflow(ctx: TrainContext, state: TrainState, grown: list[tuple[str, fl
             (each for grown, _ in gathered for each in grown), default=(0.0, 0.0, "no layer", 0)
         )
         logger.warning(
-            "iteration %d: experts received more rows than their budgets have room for; nothing of it has taken "
+            "iteration %d: experts received more rows than their budgets allow; nothing of it has taken "
             "effect, and it was repeated with larger ones: the factor of %s on rank %d grew from %g to %g. "
             "--moe-expert-rank-capacity-factor %g would have been enough",
             state.iteration + 1,

@@ -94,8 +94,8 @@ def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
     from moe_trainer.layers.te_experts import FusedGroupedLinear
     from moe_trainer.verification import training_trace
 
-    defer, later = FusedGroupedLinear._put_off, []
-    FusedGroupedLinear._put_off = lambda *args: later.append(None) or defer(*args)
+    defer, later = FusedGroupedLinear._defer, []
+    FusedGroupedLinear._defer = lambda *args: later.append(None) or defer(*args)
     argv = [*make_argv("plain"), *FP8.split(), *flags.split()]
     outcome = training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 2, device="cuda")
     return (

@@ -407,7 +407,7 @@ FAULTS = (
             damage=damage,
             damages_newest=damages_newest,
             flags="--exit-interval 6",
-            resume_message=r"is passed over|skipping the damaged checkpoint|holds .* an iteration number|names iteration \d+; the latest valid",
+            resume_message=r"skipping the checkpoint|skipping the damaged checkpoint|holds .* an iteration number|names iteration \d+; the latest valid",
         )
         for name, damage, damages_newest in (
             ("a bit of a shard", "flip", True),

@@ -392,7 +392,7 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert (
         finished.returncode == 0
         and "this iteration is not recorded" in finished.stderr
-        and "the run goes on" in finished.stderr
+        and "the run continues" in finished.stderr
     )
     assert not (tmp_path / "ck" / "recorded_step_2").exists() and (tmp_path / "ck" / "iter_0000003").is_dir()
 
