@@ -88,6 +88,7 @@ class CoreAttention(nn.Module):
         self.should_save_inputs = False  # instead of what is made of them: where inputs are not saved
         self.value_width: int | None = None  # of values that may come padded; see should_pad_values
         self.window = model.window_size[0] if uses_window(model, layer_number) else None
+        self._local_group = Group.single("one rank")
 
     def forward(
         self,
@@ -109,7 +110,7 @@ class CoreAttention(nn.Module):
         if self._goes_by_blocks(visible):
             block_mask = self.block_mask(visible, q_SBND.device)
             return ring_attention(
-                q_SBND, k_SBGD, v_SBGE, self.scale, block_mask, Group.single("one rank"), self.sinks(q_SBND, sink_N)
+                q_SBND, k_SBGD, v_SBGE, self.scale, block_mask, self._local_group, self.sinks(q_SBND, sink_N)
             )
         dropout_p = self.dropout_p if self.training else 0.0
         mask = None if visible is None else visible.mask

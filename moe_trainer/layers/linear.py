@@ -180,6 +180,7 @@ class _Linear(nn.Module):
     ):
         super().__init__()
         self.group, self.queue = group, queue
+        self._local_group = group if group.size == 1 else Group.single(group.name)
         self.sequence_parallel = sequence_parallel and group.size > 1
         shape = [out_features, in_features]
         cut = {}
@@ -213,12 +214,10 @@ class _Linear(nn.Module):
             else None
         )
 
-    def _without_ranks(self, x: Tensor) -> Tensor:
+    def _forward_local(self, x: Tensor) -> Tensor:
         if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
             return F.linear(x, self.weight, self.bias)
-        return _Column.apply(
-            x, self.weight, self.bias, Group.single(self.group.name), False, self.queue, self.quantized
-        )
+        return _Column.apply(x, self.weight, self.bias, self._local_group, False, self.queue, self.quantized)
 
     def quantized_weights(self) -> Iterator[tuple[Parameter, QuantizedGemms]]:
         """Yield the weight with its GEMMs, if they are quantized here."""
@@ -252,7 +251,7 @@ class ColumnParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [S, ..., in] (S / size tokens with sequence_parallel) to y [S, ..., out / size]."""
         if self.group.size == 1:
-            return self._without_ranks(x)
+            return self._forward_local(x)
         y = _Column.apply(x, self.weight, self.bias, self.group, self.sequence_parallel, self.queue, self.quantized)
         return self.gathered(y) if self.gather_output else y
 
@@ -269,7 +268,7 @@ class RowParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [S, ..., in / size] to y [S, ..., out], or [S / size, ..., out] with sequence_parallel."""
         if self.group.size == 1:
-            return self._without_ranks(x)
+            return self._forward_local(x)
         y = _Row.apply(
             x, self.weight, self.group, self.sequence_parallel, self.queue, self.quantized or UnquantizedGemms()
         )
@@ -284,4 +283,4 @@ class ReplicatedLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to y [..., out]."""
-        return self._without_ranks(x)
+        return self._forward_local(x)

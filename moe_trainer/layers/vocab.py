@@ -32,7 +32,7 @@ from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import (
     gather_last_dim_replicated,
     gather_rows,
-    own_rows,
+    local_rows,
     reduce_from_group,
     reduce_scatter_rows,
     reduce_scatter_rows_to_group,
@@ -112,7 +112,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [S, ...] to [S, ..., H], or to the local tokens with sequence_parallel."""
-        return F.embedding(own_rows(ids, self.group) if self.sequence_parallel else ids, self.weight)
+        return F.embedding(local_rows(ids, self.group) if self.sequence_parallel else ids, self.weight)
 
 
 class _VocabParallelLoss(torch.autograd.Function):

@@ -1,8 +1,4 @@
-"""Run a step on one rank or on all of them, and raise on every rank if it fails on any.
-
-Disks, clocks and shared folders differ by rank. A rank that raised alone would leave the others waiting in the next
-collective.
-"""
+"""Steps that raise on every rank if they fail on any; otherwise the others would hang in the next collective."""
 
 from __future__ import annotations
 

@@ -1,19 +1,13 @@
-"""Full sharding of a model's parameters over its data-parallel ranks, by torch's fully_shard.
+"""FSDP: parameters sharded over the data-parallel ranks with torch's fully_shard.
 
-A unit (a transformer layer) is gathered before its forward and its backward, and its gradients are reduced to shards right
-behind its backward, so a rank holds one or two units whole. The experts of a unit are a unit of their own, over edp instead of
-dp_cp; what belongs to no unit (embedding, final norm, head) is one more, which the whole chunk gathers. A shard is fp32 and is
-the main parameter itself; param_dtype is the format in which units are gathered and computed. With several instances (`outer`
-groups) every instance holds all of the model, and the reduced shards are summed over them behind the reduction.
+Each transformer layer is a unit: it is gathered before its forward and its backward, and its gradients are
+reduce-scattered right after its backward. The experts of a layer are a unit of their own, sharded over edp instead of
+dp_cp. The remaining parameters (embedding, final norm, output layer) are one more unit. Shards are fp32 and serve as
+the main parameters. Tensors are sharded along dimension 0, or along dimension 1 for a stack of experts whose number
+edp does not divide. With several optimizer instances, gradient shards are all-reduced over the instances.
 
-All reductions are plain sums, since gloo knows no average: the mean is taken over shards, by whoever keeps the gradients
-(optim/fsdp_shard.py). All communication of a step goes through collectives.py, so that a hang is told like any other; whole
-tensors for export and proofs are torch's `full_tensor` (shards.py).
-
-Shards are cuts of the first dimension, or of the second for a stack of experts whose number edp does not divide.
-
-Rejected: torch's own hybrid mesh (its all-reduce would run unseen, and its groups are those that ParallelState has), and holding
-gradients back until the last microbatch (it takes the memory that sharding saves).
+Reductions are sums, because gloo has no average; optim/fsdp_shard.py divides. All communication goes through
+collectives.py, so that the trace covers it. That is why torch's hybrid mesh is not used.
 """
 
 import functools
@@ -34,10 +28,12 @@ from moe_trainer.parallel.state import Group, ParallelState
 
 
 class FullSharding:
-    """How one model is sharded. Collective: every rank makes one, and shards the same chunks.
+    """Shards the chunks of one model. Construction and `shard` are collective.
 
-    param_dtype: of the computation; reduce_dtype: of gradients on the wire. keep_gathered: units stay whole between forward
-    and backward.
+    Args:
+        param_dtype: of the gathered parameters and the computation.
+        reduce_dtype: of gradients in the reduce-scatter.
+        keep_gathered: do not reshard units between forward and backward.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class FullSharding:
     ):
         self._groups = {"dense": (ps.dp_cp_inner, ps.dp_cp_outer), "expert": (ps.edp_inner, ps.edp_outer)}
         self._meshes = _meshes({kind: inner for kind, (inner, _) in self._groups.items()}, ps.world.rank, device)
-        self._keep = keep_gathered
+        self._keep_gathered = keep_gathered
         self._policy = MixedPrecisionPolicy(
             param_dtype=None if param_dtype == torch.float32 else param_dtype,
             reduce_dtype=reduce_dtype,
@@ -59,11 +55,7 @@ class FullSharding:
         )
 
     def shard(self, chunk: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Cut the parameters of a chunk, in place: they become fp32 DTensors. `units`: modules inside it, called by forward.
-
-        From here on `chunk.parameters()` are other objects, with the ParamInfo of the old ones.
-        Raises: ValueError when a parameter carries no ParamInfo.
-        """
+        """Replace the parameters of a chunk by fp32 DTensors, which take over the ParamInfo of the old ones."""
         infos = {name: get_param_info(param) for name, param in chunk.named_parameters()}
         for unit in units:
             for experts in expert_modules(unit):
@@ -71,35 +63,34 @@ class FullSharding:
             self._shard(unit, "dense")
         self._shard(chunk, "dense")
         for name, param in chunk.named_parameters():
-            param.info = infos[name]
-        chunk.register_forward_hook(_leave_sharded)
+            param.info = infos[name]  # type: ignore[attr-defined]
+        chunk.register_forward_hook(_reshard_after_eval)
 
     def _shard(self, module: nn.Module, kind: str) -> None:
         inner, outer = self._groups[kind]
         for param in module.parameters():
             if not isinstance(param, DTensor):
                 param.data = param.data.float()
-        fully_shard(
+        fsdp: Any = fully_shard(
             module,
             mesh=self._meshes[kind],
-            reshard_after_forward=not self._keep,
+            reshard_after_forward=not self._keep_gathered,
             mp_policy=self._policy,
             shard_placement_fn=functools.partial(_placement, inner.size),
         )
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
-        if hasattr(
-            module, "set_reduce_scatter_unused_params"
-        ):  # torch 2.13; every rank's experts take part in every backward anyway
-            module.set_reduce_scatter_unused_params(True)
-        module.set_custom_all_gather(_AllGather(inner))
-        module.set_custom_reduce_scatter(_ReduceScatter(inner))
+        fsdp.set_force_sum_reduction_for_comms(True)
+        fsdp.set_gradient_divide_factor(1.0)
+        # torch 2.13; every rank's experts take part in every backward anyway
+        if hasattr(fsdp, "set_reduce_scatter_unused_params"):
+            fsdp.set_reduce_scatter_unused_params(True)
+        fsdp.set_custom_all_gather(_AllGather(inner))
+        fsdp.set_custom_reduce_scatter(_ReduceScatter(inner))
         if outer.size > 1:
-            module.set_all_reduce_hook(functools.partial(collectives.all_reduce, group=outer))
+            fsdp.set_all_reduce_hook(functools.partial(collectives.all_reduce, group=outer))
 
 
 def expert_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of a unit whose parameters are all experts'."""
+    """Yield the outermost modules of a unit that have expert parameters only."""
     for child in unit.children():
         kinds = {get_param_info(param).kind for param in child.parameters()}
         if kinds == {"expert"}:
@@ -109,25 +100,24 @@ def expert_modules(unit: nn.Module) -> Iterator[nn.Module]:
 
 
 def _meshes(groups: dict[str, Group], rank: int, device: torch.device) -> dict[str, DeviceMesh]:
-    """A mesh over every group; one rank alone gets a communicator of its own, since torch's meshes need one."""
-    made: dict[Any, DeviceMesh] = {}
+    """Return a device mesh per group; torch's meshes need a communicator even for one rank."""
+    meshes: dict[Any, DeviceMesh] = {}
     for group in groups.values():
-        if group.handle not in made:
+        if group.handle not in meshes:
             handle = group.handle
             if handle is None:
                 handle = dist.new_group([rank], use_local_synchronization=True, group_desc="one rank")
-            made[group.handle] = DeviceMesh.from_group(handle, device.type)
-    return {kind: made[group.handle] for kind, group in groups.items()}
+            meshes[group.handle] = DeviceMesh.from_group(handle, device.type)
+    return {kind: meshes[group.handle] for kind, group in groups.items()}
 
 
 def _placement(ranks: int, param: Parameter) -> Shard:
-    """The first dimension; the second for a stack of experts that would leave ranks without any, or with one more than others."""
     stacked = param.dim() > 1 and get_param_info(param).stacked
     return Shard(1) if stacked and param.shape[0] % ranks and param.shape[1] % ranks == 0 else Shard(0)
 
 
-def _leave_sharded(chunk: nn.Module, inputs: tuple, output: Any) -> None:
-    """After a forward without backward nothing else would give the gathered parameters back."""
+def _reshard_after_eval(chunk: nn.Module, inputs: tuple, output: Any) -> None:
+    # fully_shard frees the gathered parameters in backward only
     if not torch.is_grad_enabled():
         for module in chunk.modules():
             if isinstance(module, FSDPModule):
@@ -146,21 +136,21 @@ class _AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        _only_sync(async_op)
+        _check_sync(async_op)
         collectives.all_gather_flat(output_tensor, input_tensor, self._group)
 
 
 class _ReduceScatter(_AllGather):
     """torch's ReduceScatter protocol on a Group; always a sum."""
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"reduction {op}"
-        _only_sync(async_op)
+        _check_sync(async_op)
         collectives.reduce_scatter_flat(output_tensor, input_tensor, self._group)
 
 
-def _only_sync(async_op: bool) -> None:
-    """torch waits only for works of its own class; one of ours would never be waited for."""
-    assert not async_op, "fully_shard asks for an asynchronous collective (unshard_async_op)"
+def _check_sync(async_op: bool) -> None:
+    # torch would never wait for a work object that is not its own
+    assert not async_op, "asynchronous collectives of fully_shard are not supported (unshard_async_op)"

@@ -1,9 +1,8 @@
-"""Rank arithmetic: which ranks form which group. Pure integers, no torch.
+"""Rank grids, without torch.
 
-All ranks stand in a grid with one axis per kind of parallelism; the order string lists the axes from the fastest
-varying one, as Megatron does. There are two grids over the same ranks: the dense one (tp, cp, dp, pp) and the expert
-one (etp, ep, edp, pp), which folds expert parallelism over whatever the dense side uses as tp, cp and dp. A group
-along some axes is the set of ranks that agree on all other axes.
+There are two grids over the same ranks: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp), which
+folds expert parallelism over the ranks of tp, cp and dp. The order string lists the axes, fastest varying first, as in
+Megatron. A group along some axes is the set of ranks with equal coordinates on all other axes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks 0 .. size-1 laid out over named axes, the first axis varying fastest."""
+    """Ranks 0 .. size-1 over named axes, the first axis varying fastest."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -26,7 +25,6 @@ class Grid:
         return prod(self.sizes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a rank on every axis."""
         position = {}
         for axis, size in zip(self.axes, self.sizes):
             position[axis] = rank % size
@@ -34,10 +32,7 @@ class Grid:
         return position
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Partition the ranks into groups that vary along `axes` only.
-
-        Returns: groups in order of their first rank, members ascending (that is: in grid order).
-        """
+        """Partition the ranks into groups along `axes`, ordered by their first rank, members ascending."""
         unknown = set(axes) - set(self.axes)
         assert not unknown, f"axes {sorted(unknown)} are not in the grid {self.axes}"
         members: dict[tuple[int, ...], list[int]] = {}
@@ -52,9 +47,10 @@ class Grid:
 
 
 def make_grid(order: str, sizes: Mapping[str, int]) -> Grid:
-    """Lay out ranks in `order`; axes that `sizes` does not name have size one and are left out of the arithmetic.
+    """Return the grid of an order string; axes that `sizes` does not name have size one.
 
-    Raises: ValueError when the order misses an axis of `sizes`, names one twice, or names an unknown one.
+    Raises:
+        ValueError: for an order that lacks an axis of `sizes`, repeats one, or has an unknown one.
     """
     names = order.split("-")
     if len(set(names)) != len(names) or not set(names) <= set(AXES):
@@ -67,27 +63,26 @@ def make_grid(order: str, sizes: Mapping[str, int]) -> Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """Both factorizations of one world."""
+    """The dense and the expert grid over the same ranks."""
 
     dense: Grid
     expert: Grid
 
     def size(self, axis: str) -> int:
-        """Extent of an axis by its global name: tp cp dp pp of the dense grid, etp ep edp of the expert grid."""
+        """Return the size of an axis: tp cp dp pp of the dense grid, etp ep edp of the expert grid."""
         grid, name = _locate(self, axis)
         return grid.sizes[grid.axes.index(name)]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Groups along axes given by their global names, all of one side ("pp" belongs to both)."""
+        """Return the groups along axes, all of the same grid ("pp" is in both)."""
         expert = any(axis in ("etp", "ep", "edp") for axis in axes)
         grid = self.expert if expert else self.dense
         return grid.groups(*(_locate(self, axis)[1] for axis in axes))
 
     def instances(self, which: str, count: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Cut every data-parallel group ("dp_cp" or "edp") into `count` runs of consecutive members.
+        """Split every data-parallel group ("dp_cp" or "edp") into `count` instances of the distributed optimizer.
 
-        Returns: (the runs, the ranks that stand at the same place of all runs of one group).
-        Raises: ValueError when the groups cannot be cut so.
+        Returns: (the instances, the groups of ranks with the same position in all instances).
         """
         groups = self.groups(*(("dp", "cp") if which == "dp_cp" else ("edp",)))
         ranks = len(groups[0])
@@ -95,20 +90,20 @@ class Layout:
             raise ValueError(
                 f"{count} instances of the distributed optimizer do not divide the {ranks} ranks of {which}"
             )
-        return cut_groups(groups, ranks // count)
+        return split_groups(groups, ranks // count)
 
 
-def cut_groups(
+def split_groups(
     groups: Sequence[tuple[int, ...]], length: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Cut every group, whose size `length` divides, into runs of consecutive members.
+    """Split every group into subgroups of `length` consecutive members.
 
-    Returns: (the runs, the ranks that stand at the same place of all runs of one group).
+    Returns: (the subgroups, the groups of ranks with the same position in all subgroups of a group).
     """
     inner, outer = [], []
     for ranks in groups:
         inner += [ranks[start : start + length] for start in range(0, len(ranks), length)]
-        outer += [ranks[place::length] for place in range(length)]
+        outer += [ranks[position::length] for position in range(length)]
     return tuple(sorted(inner)), tuple(sorted(outer))
 
 
@@ -121,9 +116,10 @@ def _locate(layout: Layout, axis: str) -> tuple[Grid, str]:
 def make_layout(
     world_size: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, order: str = DEFAULT_ORDER
 ) -> Layout:
-    """Fold the dense grid tp x cp x dp x pp and the expert grid etp x ep x edp x pp over `world_size` ranks.
+    """Return the dense grid tp x cp x dp x pp and the expert grid etp x ep x edp x pp over `world_size` ranks.
 
-    Raises: ValueError when a size does not divide the world, or when the two grids disagree about the pipeline.
+    Raises:
+        ValueError: if a size does not divide the world size, or if the pipelines of the two grids differ.
     """
     for name, size in (("world_size", world_size), ("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep), ("etp", etp)):
         if size < 1:

@@ -1,10 +1,10 @@
-"""Which groups a layout has: pure rank arithmetic, no torch, so that a command line can be looked at anywhere."""
+"""The process groups of a layout, without torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 
-from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, cut_groups, make_layout
+from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, make_layout, split_groups
 
-# field of ParallelState -> axes that vary inside the group, and the lane whose communicator it may share
+# field of ParallelState, its axes, its lane (groups of a lane with the same ranks share a communicator)
 _GROUPS = (
     ("dp", ("dp",), "gradients"),
     ("dp_cp", ("dp", "cp"), "gradients"),
@@ -34,16 +34,16 @@ def plan_groups(
     cp_levels: Sequence[int] | None = None,
     second_pipeline: bool = False,
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
-    """All groups of a layout, without making any: name -> (the groups that the ranks fall into, lane). Arguments: as for create."""
+    """Return name -> (partition of the ranks into groups, lane); arguments as for ParallelState.create."""
     layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
     plans = {name: (layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
     for name in ("dp_cp", "edp"):
         inner, outer = layout.instances(name, optimizer_instances)
         plans[f"{name}_inner"], plans[f"{name}_outer"] = (inner, "gradients"), (outer, "gradients")
-    neighbours, across = cp_levels or (1, cp)
-    if neighbours * across != cp:
-        raise ValueError(f"hierarchical context-parallel sizes {neighbours} * {across} are not cp = {cp}")
-    inner, outer = cut_groups(layout.groups("cp"), neighbours)
+    a2a_size, p2p_size = cp_levels or (1, cp)
+    if a2a_size * p2p_size != cp:
+        raise ValueError(f"hierarchical context-parallel sizes {a2a_size} * {p2p_size} are not cp = {cp}")
+    inner, outer = split_groups(layout.groups("cp"), a2a_size)
     plans["cp_a2a"], plans["cp_p2p"] = (inner, "context"), (outer, "context")
     plans["pp_second"] = layout.groups("pp"), "second pipeline" if second_pipeline else "pipeline"
     plans["embedding"] = (_embedding_groups(layout, embedding_stages), "embedding")
@@ -51,16 +51,16 @@ def plan_groups(
 
 
 def group_table(plans: Mapping[str, tuple[Sequence[Sequence[int]], str]]) -> str:
-    """One line a group name: how many groups of which size, and their ranks ("0-3" consecutive, "0-12/4" every fourth)."""
+    """Return one line per group name: number of groups, their size, and their ranks ("0-12/4": every fourth)."""
     lines = []
     for name, (groups, _) in plans.items():
         sizes = sorted({len(ranks) for ranks in groups})
-        shown = "each rank alone" if sizes == [1] else " ".join(f"[{_shown(ranks)}]" for ranks in groups)
+        shown = "each rank alone" if sizes == [1] else " ".join(f"[{_format_ranks(ranks)}]" for ranks in groups)
         lines.append(f"  {name:12s} {len(groups):4d} x {'/'.join(map(str, sizes)):<4s} {shown}")
     return "\n".join(lines)
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) < 3 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
         return " ".join(map(str, ranks))
@@ -68,11 +68,10 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def _embedding_groups(layout: Layout, stages: Collection[int] | None) -> tuple[tuple[int, ...], ...]:
-    """The given stages of every pipeline (ascending) form a group; every other rank stands alone."""
     groups = []
     for pipeline in layout.groups("pp"):
-        held = {0, len(pipeline) - 1} if stages is None else set(stages)
-        assert held <= set(range(len(pipeline))), f"embedding stages {sorted(held)} of {len(pipeline)}"
-        groups.append(tuple(rank for stage, rank in enumerate(pipeline) if stage in held))
-        groups.extend((rank,) for stage, rank in enumerate(pipeline) if stage not in held)
+        members = {0, len(pipeline) - 1} if stages is None else set(stages)
+        assert members <= set(range(len(pipeline))), f"embedding stages {sorted(members)} of {len(pipeline)}"
+        groups.append(tuple(rank for stage, rank in enumerate(pipeline) if stage in members))
+        groups.extend((rank,) for stage, rank in enumerate(pipeline) if stage not in members)
     return tuple(sorted(group for group in groups if group))

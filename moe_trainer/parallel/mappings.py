@@ -1,19 +1,13 @@
-"""Differentiable changes of layout over a tensor-parallel group.
+"""Differentiable changes of the sharding of activations over a tensor-parallel group.
 
-An activation is in one of these states over the ranks of a group:
+An activation is replicated, partial (the sum over the ranks is the value), or sharded evenly by rows (dimension 0;
+sequence parallelism) or by columns (the last dimension). The gradient of a replicated tensor is replicated if its
+consumer is, and partial if each rank's consumer is a shard of the model: the `_replicated` variants expect the former.
 
-* replicated: every rank holds the same tensor;
-* partial: the tensor is the sum over the ranks of what they hold;
-* cut by rows (dimension 0; sequence parallelism) or by columns (the last dimension): rank r holds the r-th equal part.
-
-Each mapping goes from one state to another, and its backward takes the gradient the other way. The gradient of a replicated
-tensor is either replicated too (its consumers do the same everywhere) or partial (each rank's consumer is its own part of
-the model): this is what tells `gather_rows_from_group` from `gather_rows_replicated`.
-
-| mapping | forward | gradient that comes in | backward |
+| mapping | forward | incoming gradient | backward |
 |---|---|---|---|
-| copy_to_group | replicated, as it is | partial | all-reduce |
-| reduce_from_group | partial -> replicated: all-reduce | replicated | as it is |
+| copy_to_group | replicated: identity | partial | all-reduce |
+| reduce_from_group | partial -> replicated: all-reduce | replicated | identity |
 | gather_rows_from_group | rows -> replicated: all-gather | partial | reduce-scatter |
 | gather_rows_replicated | rows -> replicated: all-gather | replicated | this rank's rows |
 | scatter_rows_to_group | replicated -> rows: this rank's | rows | all-gather |
@@ -22,8 +16,8 @@ the model): this is what tells `gather_rows_from_group` from `gather_rows_replic
 | gather_last_dim_replicated | columns -> replicated: all-gather | replicated | this rank's columns |
 | columns_to_rows | columns -> rows: all-to-all | rows | all-to-all |
 
-With a group of one rank all of them return their input. Rows must divide evenly; uneven ones are a dispatcher's business
-(collectives.all_gather_rows). Every rank of the group must call them alike, in forward and so in backward.
+In a group of one rank all of them return their input. Rows must divide evenly (ValueError); for uneven shards see
+collectives.all_gather_rows.
 """
 
 import torch
@@ -34,32 +28,31 @@ from moe_trainer.parallel.state import Group
 
 
 def gather_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, object]:
-    """All-gather along dimension 0, without autograd. Returns: [size * rows, ...] and, with async_op, the work to wait for."""
+    """All-gather along dimension 0, without autograd; also return the work object with async_op."""
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     return out, all_gather_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)
 
 
 def reduce_scatter_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, object]:
-    """Sum over the ranks and keep this one's rows, without autograd. Returns: as gather_rows; keep x until then."""
-    out = x.new_empty(_even_part(x, group), *x.shape[1:])
+    """Reduce-scatter along dimension 0, without autograd; returns as gather_rows."""
+    out = x.new_empty(_rows_per_rank(x, group), *x.shape[1:])
     return out, reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)
 
 
-def _even_part(x: Tensor, group: Group) -> int:
-    """Rows of each rank. Raises: ValueError when they do not divide evenly."""
+def _rows_per_rank(x: Tensor, group: Group) -> int:
     if x.shape[0] % group.size:
-        raise ValueError(f"{x.shape[0]} rows cannot be dealt out evenly to the {group.size} ranks of {group.name}")
+        raise ValueError(f"{x.shape[0]} rows do not divide evenly over the {group.size} ranks of {group.name}")
     return x.shape[0] // group.size
 
 
-def own_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of dimension 0, a view."""
-    size = _even_part(x, group)
+def local_rows(x: Tensor, group: Group) -> Tensor:
+    """Return a view of this rank's shard along dimension 0."""
+    size = _rows_per_rank(x, group)
     return x.narrow(0, group.rank * size, size)
 
 
 def _columns_first(x: Tensor, group: Group) -> Tensor:
-    """[..., size * C] -> contiguous [size, ..., C]."""
+    """Change [..., size * C] to contiguous [size, ..., C]."""
     return x.view(*x.shape[:-1], group.size, -1).movedim(-2, 0).contiguous()
 
 
@@ -100,7 +93,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.replicated:
-            return own_rows(grad, ctx.group), None, None
+            return local_rows(grad, ctx.group), None, None
         return reduce_scatter_rows(grad, ctx.group)[0], None, None
 
 
@@ -108,7 +101,7 @@ class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return own_rows(x, group).clone()  # not a view: the whole tensor may be freed
+        return local_rows(x, group).clone()  # a view would keep the full tensor alive
 
     @staticmethod
     def backward(ctx, grad):
@@ -137,16 +130,16 @@ class _GatherLastDim(torch.autograd.Function):
         if ctx.replicated:
             return grad.chunk(ctx.group.size, dim=-1)[ctx.group.rank], None, None
         parts = _columns_first(grad, ctx.group)
-        own = torch.empty_like(parts[0])
-        reduce_scatter_flat(own.view(-1), parts.view(-1), ctx.group)
-        return own, None, None
+        shard = torch.empty_like(parts[0])
+        reduce_scatter_flat(shard.view(-1), parts.view(-1), ctx.group)
+        return shard, None, None
 
 
 class _ColumnsToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        parts = x.new_empty(group.size, _even_part(x, group), *x.shape[1:])
+        parts = x.new_empty(group.size, _rows_per_rank(x, group), *x.shape[1:])
         all_to_all_flat(parts.view(-1), x.contiguous().view(-1), group)
         return parts.movedim(0, -2).flatten(-2)
 
@@ -159,48 +152,37 @@ class _ColumnsToRows(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Use a replicated x in each rank's own part of the model. Backward: all-reduce."""
     return x if group.size == 1 else _CopyToGroup.apply(x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Sum partial results. Backward: identity."""
     return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
 
 
 def gather_rows_from_group(x: Tensor, group: Group) -> Tensor:
-    """Concatenate every rank's rows for consumers that are each rank's own. Backward: reduce-scatter."""
     return x if group.size == 1 else _GatherRows.apply(x, group, False)
 
 
 def gather_rows_replicated(x: Tensor, group: Group) -> Tensor:
-    """Concatenate every rank's rows for a consumer that is itself replicated. Backward: this rank's rows."""
     return x if group.size == 1 else _GatherRows.apply(x, group, True)
 
 
 def scatter_rows_to_group(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of a replicated x. Backward: all-gather. Raises: ValueError when the rows do not divide evenly."""
     return x if group.size == 1 else _ScatterRows.apply(x, group)
 
 
 def reduce_scatter_rows_to_group(x: Tensor, group: Group) -> Tensor:
-    """Sum partial results and keep this rank's rows. Backward: all-gather. Raises: as scatter_rows_to_group."""
     return x if group.size == 1 else _ReduceScatterRows.apply(x, group)
 
 
 def gather_last_dim(x: Tensor, group: Group) -> Tensor:
-    """Concatenate every rank's columns for consumers that are each rank's own. Backward: reduce-scatter."""
     return x if group.size == 1 else _GatherLastDim.apply(x, group, False)
 
 
 def gather_last_dim_replicated(x: Tensor, group: Group) -> Tensor:
-    """Concatenate every rank's columns for a consumer that is itself replicated. Backward: this rank's columns."""
     return x if group.size == 1 else _GatherLastDim.apply(x, group, True)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
-    """From a cut of the last dimension to one of dimension 0: [S, ..., C] -> [S / size, ..., C * size]. Backward: the way back.
-
-    Raises: as scatter_rows_to_group.
-    """
+    """Change [S, ..., C] to [S / size, ..., C * size]."""
     return x if group.size == 1 else _ColumnsToRows.apply(x, group)

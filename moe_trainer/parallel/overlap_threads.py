@@ -1,13 +1,11 @@
-"""Two passes that take turns: forward of one microbatch and backward of another, in two threads, one of them running at a time.
+"""Alternating execution of the forward of one microbatch and the backward of another, in two threads.
 
-While the rows of one pass are under way between ranks the other one computes. Where a pass has started an exchange and would
-wait for it, it passes the overlap_executor; it gets it back when the other one has started an exchange in turn, or has ended. Nothing
-else switches between the two, so every rank goes through the same sequence of computations and collectives, whatever its timing:
-the passes may use the same groups, and results are those of running one after the other.
+A pass that has started an all-to-all yields to the other one, which computes while the tokens are exchanged. Only one
+thread runs at a time, and they switch at yield points only. So all ranks execute the same sequence of computations and
+collectives whatever their timing, the passes may share groups, and results equal those of sequential execution.
 
-`yield_point` is that place in the program, as an identity in the autograd graph: its forward passes the overlap_executor of the forward pass, its
-backward that of the backward pass. It is also where weight gradients that were put off (weight_grads.py) are computed, beside an
-exchange of backward.
+`yield_point` is an identity in the autograd graph that yields in forward and in backward. In backward it also computes
+deferred weight gradients (weight_grads.py) during the exchange.
 """
 
 import threading
@@ -23,28 +21,25 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 FORWARD, BACKWARD = 0, 1
 
 
-class _Stopped(RuntimeError):
-    """This pass ends because the other one failed."""
+class _StoppedError(RuntimeError):
+    """Stops a pass because the other one failed."""
 
 
 class PassState(Protocol):
-    """State of the program that belongs to a pass, not to the rank."""
+    """State that each pass must have for itself (parallel/fsdp_overlap.py)."""
 
     def begin(self) -> None:
-        """Two passes begin: the one that runs keeps the present state, the other one starts with a new one."""
+        """Keep the current state for the running pass and create a new one for the other."""
 
     def switch(self) -> None:
-        """The other pass goes on: exchange its state and the present one."""
+        """Save the current state and restore that of the other pass."""
 
     def end(self) -> None:
-        """Both have ended."""
+        """Discard the state of the other pass."""
 
 
 class AlternatingExecutor:
-    """What the two passes of a rank share. Outside `run` passing it does nothing.
-
-    pass_state: what changes hands with it (parallel/fsdp_overlap.py), if anything does.
-    """
+    """Runs two passes in turn. Outside `run`, yielding does nothing."""
 
     def __init__(self) -> None:
         self.pass_state: PassState | None = None
@@ -53,30 +48,30 @@ class AlternatingExecutor:
         self._failed = False
 
     def run(self, forward: Callable[[], Any], backward: Callable[[], Any], executor: Executor) -> None:
-        """Run both to their ends, `backward` first and in this thread, `forward` in one of the executor's.
+        """Run both passes, starting with `backward` in this thread; `forward` runs in a thread of the executor.
 
-        Raises: what one of them raised; the other one is stopped at its next turn.
+        If one raises, the other is stopped at its next turn.
         """
-        assert all(self._ended), "the overlap_executor is in use"
+        assert all(self._ended), "the executor is already running"
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended, self._failed = [False, False], False
         if self.pass_state is not None:
             self.pass_state.begin()
-        other = executor.submit(self._follow, forward)
-        mine: BaseException | None = None
+        future = executor.submit(self._run_forward, forward)
+        backward_error: BaseException | None = None
         try:
             backward()
-        except BaseException as error:  # noqa: BLE001 - raised again below, once the other side has ended
-            mine, self._failed = error, True
+        except BaseException as exc:  # noqa: BLE001 - raised below, once the other pass has ended
+            backward_error, self._failed = exc, True
         self._end(BACKWARD)
-        theirs = other.exception()  # waits for its end
+        forward_error = future.exception()  # waits for its end
         if self.pass_state is not None:
             self.pass_state.end()
-        for error in (mine, theirs):
-            if error is not None and not isinstance(error, _Stopped):
+        for error in (backward_error, forward_error):
+            if error is not None and not isinstance(error, _StoppedError):
                 raise error
 
-    def _follow(self, forward: Callable[[], Any]) -> None:
+    def _run_forward(self, forward: Callable[[], Any]) -> None:
         self._turns[FORWARD].acquire()
         try:
             if not self._failed:
@@ -97,13 +92,13 @@ class AlternatingExecutor:
         self._turns[side].release()
 
     def yield_turn(self, side: int) -> None:
-        """Let the other pass run until it passes the overlap_executor or ends."""
+        """Let the other pass run until it yields or ends."""
         if self._ended[1 - side] or self._ended[side]:
             return
         self._wake(1 - side)
         self._turns[side].acquire()
         if self._failed:
-            raise _Stopped("the pass of the other microbatch failed")
+            raise _StoppedError("the pass of the other microbatch failed")
 
 
 class _YieldPoint(torch.autograd.Function):
@@ -124,8 +119,5 @@ class _YieldPoint(torch.autograd.Function):
 def yield_point(
     overlap_executor: AlternatingExecutor | None, queue: WeightGradQueue | None, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the tensors, which are under way. In forward and again in backward the other pass may run here.
-
-    queue: whose gradients are computed here in backward, if it is active.
-    """
+    """Return the tensors; yield to the other pass in forward and in backward, and run an active queue in backward."""
     return tensors if overlap_executor is None else _YieldPoint.apply(overlap_executor, queue, *tensors)

@@ -1,4 +1,4 @@
-"""What the machinery must know about a parameter: one record on each, `param.info`."""
+"""Parameter metadata: `param.info`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ INITS = ("normal", "zeros", "ones", "xavier_uniform", "uniform", "log_uniform")
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """The single channel between the model wing and the machinery wing.
+    """All that the optimizer and checkpoints need from the model about a parameter.
 
-    names: global Megatron-Core names; one, or (with `stacked`) one per slice of the leading dimension.
-    kind: which data-parallel group reduces it: "dense" over dp_cp, "expert" over edp.
-    sharded_dim, shard_rank, shard_count: tensor-parallel cut (over tp; over etp for experts); the dimension is that of one
-    named (unstacked) tensor. parts: that dimension holds so many equal parts, each of which is cut by itself (a gated fc1 is
-    [gate; up]: 2); a rank has its piece of every part, one after the other. part_sizes: of parts that are not equal, in the whole
-    tensor. part_names: checkpoints keep every part as a tensor of its own, under the name with this ending (Megatron-Core's
-    gated DeltaNet).
-    row_blocks: the rows are made of equal runs, and each of these of so many rows of one projection, so many of the next (a fused
-    linear_qkv: those of a query group). Whoever treats a matrix as a whole (optim/muon.py) takes every projection by itself.
-    is_grad_partial: its gradient is partial over the tensor-parallel group (tp; etp for experts) and must be summed there.
-    tied: several pipeline stages hold it; its gradient must be summed over ps.embedding.
-    is_replica: an earlier stage owns it: not counted in norms, not written to checkpoints.
-    stacked: the leading dimension enumerates `names` (local experts).
-    init, init_std: initial distribution; init_std is read by "normal" and "uniform" only. log_uniform: the logarithm of a number
-    between 1 and 16 (the decay of a gated DeltaNet head).
+    Attributes:
+        names: global Megatron-Core names: one, or with `stacked` one per slice of the leading dimension.
+        kind: "dense" (gradient reduced over dp_cp) or "expert" (over edp).
+        sharded_dim: dimension of one named tensor that is sharded over tp (experts: etp).
+        parts: number of equal parts along sharded_dim that are sharded separately (2 for a gated fc1: [gate; up]).
+        part_sizes: sizes of unequal parts, in the full tensor.
+        part_names: suffixes, if checkpoints store every part as a tensor (gated DeltaNet in Megatron-Core).
+        row_blocks: rows of each projection within a period of a fused matrix (linear_qkv: within a query group). Muon
+            orthogonalizes the projections separately.
+        is_grad_partial: the gradient is partial over tp (experts: etp) and must be all-reduced.
+        tied: several pipeline stages hold it; the gradient must be all-reduced over ps.embedding.
+        is_replica: an earlier stage owns it; not counted in norms and not saved.
+        stacked: the leading dimension enumerates `names` (local experts).
+        init: initial distribution; "log_uniform" is the logarithm of uniform values (decay of a gated DeltaNet head).
+        init_std: used by "normal" and "uniform" only.
     """
 
     names: tuple[str, ...]
@@ -54,29 +54,26 @@ class ParamInfo:
         assert self.kind in KINDS, f"ParamInfo.kind {self.kind!r} of {self.names[0]}: one of {KINDS}"
         assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
         assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
-        assert self.parts == 1 or self.sharded_dim is not None, f"{self.names[0]}: parts of an uncut tensor"
+        assert self.parts == 1 or self.sharded_dim is not None, f"{self.names[0]}: parts of an unsharded tensor"
         assert all(len(each) in (0, self.parts) for each in (self.part_sizes, self.part_names)), (
             f"{self.names[0]}: {self.parts} parts"
         )
-        assert not self.is_replica or self.tied, f"{self.names[0]}: a copy is tied to its owner"
+        assert not self.is_replica or self.tied, f"{self.names[0]}: a replica must be tied"
 
 
 def part_lengths(info: ParamInfo, length: int) -> list[int]:
-    """Lengths of the parts of the cut dimension of a tensor, or of a rank's piece of it, which has so many rows (or columns)."""
+    """Return the lengths of the parts along sharded_dim of a full tensor or a shard that has `length` there."""
     sizes = info.part_sizes or (1,) * info.parts
     assert all(size * length % sum(sizes) == 0 for size in sizes), f"{info.names[0]}: {length} in parts like {sizes}"
     return [size * length // sum(sizes) for size in sizes]
 
 
 def get_param_info(param: Parameter) -> ParamInfo:
-    """Return `param.info`.
-
-    Raises: ValueError when the parameter was built without one.
-    """
+    """Return `param.info`; raise ValueError if there is none."""
     info = getattr(param, "info", None)
     if info is None:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} carries no ParamInfo; set `param.info` where it is created"
+            f"a parameter of shape {tuple(param.shape)} has no ParamInfo; set `param.info` where it is created"
         )
     if info.stacked and len(info.names) != param.shape[0]:
         raise ValueError(f"{info.names[0]}: {len(info.names)} names for a stack of {param.shape[0]}")
@@ -84,39 +81,31 @@ def get_param_info(param: Parameter) -> ParamInfo:
 
 
 def is_fp8_param(param: Parameter) -> bool:
-    """Whether the model keeps a parameter in 8 bits (`param.fp8_weight`, quantization/fp8_weight.py), so that the parameter itself has no values."""
+    """Whether the values are in `param.fp8_weight` (quantization/fp8_weight.py); the parameter itself has none then."""
     return getattr(param, "fp8_weight", None) is not None
 
 
 def replica_group(kind: str, ps: ParallelState) -> Group:
-    """The group in which a parameter of this kind has its replicas, and which reduces its gradient."""
+    """Return the data-parallel group of a parameter kind."""
     return ps.edp if kind == "expert" else ps.dp_cp
 
 
 def is_unique_replica(info: ParamInfo, ps: ParallelState) -> bool:
-    """Whether, of the ranks of one model replica that hold the same values, this is the one that counts for them: the first of its
-    tensor-parallel group where the tensor is not cut, the owner where several stages hold it.
-    """
-    cut = ps.etp if info.kind == "expert" else ps.tp
-    return not info.is_replica and (info.shard_count > 1 or cut.rank == 0)
+    """Whether this rank counts a parameter in norms: unsharded and tied ones are counted once per model replica."""
+    tp = ps.etp if info.kind == "expert" else ps.tp
+    return not info.is_replica and (info.shard_count > 1 or tp.rank == 0)
 
 
 def is_global_owner(info: ParamInfo, ps: ParallelState) -> bool:
-    """Whether this rank is the one of the whole world that counts for its piece of a tensor."""
+    """Whether this rank is the one of the world that saves its shard of a parameter."""
     return is_unique_replica(info, ps) and replica_group(info.kind, ps).rank == 0
 
 
 def logical_ndim(param: Parameter) -> int:
-    """Number of dimensions of one named tensor: a stack of matrices counts as a matrix."""
+    """Return the number of dimensions of one named tensor."""
     return param.dim() - int(get_param_info(param).stacked)
 
 
 def unique_params(params: Iterable[Parameter]) -> list[Parameter]:
-    """The parameters in order, each once (a tied parameter appears in several modules)."""
-    seen: set[int] = set()
-    kept = []
-    for param in params:
-        if id(param) not in seen:
-            seen.add(id(param))
-            kept.append(param)
-    return kept
+    """Return the parameters in order, tied ones once."""
+    return list({id(param): param for param in params}.values())

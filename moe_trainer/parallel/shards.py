@@ -1,12 +1,11 @@
-"""Which part of a parameter this rank holds, and how to get at its values.
+"""This rank's data-parallel shards of a parameter: plain, sharded by FSDP, or fp8.
 
-A plain parameter is its own storage. torch's fully_shard cuts parameters over data-parallel ranks. A weight that is stored in 8 bits has
-its values with the optimizer, which gives them in parts, too (`stored.home`, optim/fp8_params.py). Whoever saves, loads or exports
-parameters comes here.
+The values of an fp8 parameter are those of the optimizer's main parameter (optim/fp8_params.py).
 """
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -14,56 +13,60 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_shards(x: Tensor) -> list[tuple[Tensor, int, int]]:
-    """This rank's part of a parameter or its gradient: live flat storage, and where it lies, elements [start, stop) of the whole
-    tensor, flattened. A plain tensor is its own part.
+    """Return flat views of this rank's shards, each with its range [start, stop) in the flattened full tensor.
 
-    One entry where the first dimension is cut (maybe an empty one), one per index of the first where the second is.
+    There is one shard (possibly empty) if dimension 0 is sharded, and one per index of dimension 0 if dimension 1 is.
     """
-    local = x.detach()
     if not isinstance(x, DTensor):
+        local = x.detach()
         return [(local.view(-1), 0, local.numel())]
-    cut = [p.dim for p in x.placements if isinstance(p, Shard)]
-    assert len(cut) == 1 and cut[0] in (0, 1), f"cut along other dimensions than the first or second: {x.placements}"
-    local = local.to_local()
+    dims = [p.dim for p in x.placements if isinstance(p, Shard)]
+    assert len(dims) == 1 and dims[0] in (0, 1), f"sharded along another dimension than 0 or 1: {x.placements}"
+    local = _to_local(x)
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    if cut == [0]:
+    if dims == [0]:
         start = offset[0] * math.prod(x.shape[1:]) if local.numel() else 0
         return [(local.view(-1), start, start + local.numel())]
     first = offset[1] * math.prod(x.shape[2:])
     starts = (index * math.prod(x.shape[1:]) + first for index in range(x.shape[0]))
-    return [(part.view(-1), start, start + part.numel()) for part, start in zip(local.unbind(0), starts, strict=True)]
+    return [
+        (shard.view(-1), start, start + shard.numel()) for shard, start in zip(local.unbind(0), starts, strict=True)
+    ]
 
 
 def shards_to_save(x: Tensor) -> list[tuple[Tensor, int, int, Callable[[int, int], Tensor] | None]]:
-    """As local_shards, to be read only. The last item reads a range of a part where no storage has the values; the first has only shape and
-    type then."""
-    home = _home(x)
-    return [(*part, None) for part in local_shards(x)] if home is None else home.shards_to_save()
+    """Return shards as local_shards, each with a function that reads a range of it if no storage holds its values."""
+    source = _master_source(x)
+    return [(*shard, None) for shard in local_shards(x)] if source is None else source.shards_to_save()
 
 
 def shards_to_load(x: Tensor) -> list[tuple[Tensor, int, int]]:
-    """As local_shards, to be overwritten in place before the optimizer's after_load."""
-    home = _home(x)
-    return local_shards(x) if home is None else home.shards_to_load()
+    """Return shards as local_shards, to be overwritten before the optimizer's after_load."""
+    source = _master_source(x)
+    return local_shards(x) if source is None else source.shards_to_load()
 
 
-def _home(x: Tensor):
-    stored = getattr(x, "fp8_weight", None)
-    return None if stored is None else stored.home
+def _master_source(x: Tensor) -> Any:
+    fp8_weight = getattr(x, "fp8_weight", None)
+    return None if fp8_weight is None else fp8_weight.home
+
+
+def _to_local(x: DTensor) -> Tensor:
+    return cast(DTensor, x.detach()).to_local()
 
 
 def shard_at(x: Tensor, start: int) -> Tensor:
-    """The held part that begins at element `start` of the whole tensor."""
+    """Return the local shard that starts at element `start` of the full tensor."""
     if isinstance(x, DTensor) and any(isinstance(p, Shard) and p.dim == 1 for p in x.placements):
-        return x.detach().to_local()[start // math.prod(x.shape[1:])].view(-1)  # not by a search among as many parts
-    ((part, begin, _),) = local_shards(x)
-    assert begin == start, f"the part held begins at element {begin}, not {start}"
-    return part
+        return _to_local(x)[start // math.prod(x.shape[1:])].view(-1)  # faster than a search among the local shards
+    ((shard, shard_start, _),) = local_shards(x)
+    assert shard_start == start, f"the local shard starts at element {shard_start}, not {start}"
+    return shard
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """All of a parameter or its gradient, on every rank that holds a part. Collective over those; a plain tensor is whole."""
-    home = _home(x)
-    if home is not None:
-        return home.full_tensor()
-    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+    """Gather a parameter or its gradient. Collective over the ranks that hold shards."""
+    source = _master_source(x)
+    if source is not None:
+        return source.full_tensor()
+    return cast(DTensor, x.detach()).full_tensor() if isinstance(x, DTensor) else x.detach()

@@ -1,15 +1,14 @@
-"""Process groups of one rank: made once, at start-up, and passed down as values.
+"""Process groups of one rank.
 
-Every communicator is created on every rank in one order (a rank that skips a group it is not in deadlocks the
-others). A group of one rank has no communicator: `handle is None`, and its collectives return their input.
-Groups that carry the same kind of traffic over the same ranks share one communicator ("lanes"), so a plain
-data-parallel run opens a single one for gradients; traffic of different kinds never shares, so that an overlapped
-reduction cannot stand in front of a small statistic.
+All ranks create all communicators in the same order, including those of groups they are not in. A group of one rank
+has no communicator. Groups with the same kind of traffic ("lane") and the same ranks share one; different lanes never
+do, so that a small all-reduce does not queue behind overlapped gradient reductions.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from moe_trainer.parallel.trace import Trace, communicate
 
 @dataclass(frozen=True)
 class Group:
-    """One communicator, seen from this rank. `handle` is None when the group has one member."""
+    """A process group and this rank in it. `handle` is None for one rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -33,22 +32,21 @@ class Group:
 
     @staticmethod
     def single(name: str, rank: int = 0) -> "Group":
-        """A group of one: the given global rank."""
-        return Group(name, (rank,), 0, 1, None)
+        """Return a group of one global rank."""
+        return Group(name, (rank,), 0, 1)
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """All groups this rank belongs to.
+    """The groups of this rank.
 
-    Dense side: tp cp dp pp, and dp_cp (reduces dense gradients), tp_cp, tp_dp_cp (router statistics).
-    Expert side: etp ep edp (reduces expert gradients), tp_ep (etp x ep).
-    dp_cp_inner, edp_inner: the part of dp_cp and of edp inside one instance of the distributed optimizer, which shards its state
-    over it; dp_cp_outer, edp_outer: the ranks of all instances that hold the same shard. One instance: inner is everything.
-    cp_a2a, cp_p2p: the two levels of cp (neighbours; across them) when hierarchical context parallelism gives their sizes;
-    otherwise one rank and all of cp.
-    pp_second: the ranks of pp, by a communicator of its own where messages of interleaved stages overlap (pipeline/p2p_program.py: channel).
-    embedding: the pipeline stages that hold the word embeddings; any other stage has a group of its own.
+    * Dense grid: tp, cp, dp, pp; dp_cp reduces dense gradients; tp_cp and tp_dp_cp reduce router statistics.
+    * Expert grid: etp, ep, edp (reduces expert gradients), tp_ep (etp x ep).
+    * dp_cp_inner, edp_inner: one instance of the distributed optimizer, which shards its state over it; dp_cp_outer,
+      edp_outer: the ranks of all instances with the same shard.
+    * cp_a2a, cp_p2p: the two levels of hierarchical context parallelism; otherwise one rank and all of cp.
+    * pp_second: the ranks of pp, with a second communicator if messages of interleaved stages overlap.
+    * embedding: the pipeline stages with the word embeddings; each other stage is a group of one.
     """
 
     world: Group
@@ -78,14 +76,10 @@ class ParallelState:
 
     @property
     def trace(self) -> Trace:
-        """What this rank waits for, and where its program stands."""
         return self.world.trace
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of every communicator, from its next collective on.
-
-        Raises: RuntimeError when this torch cannot.
-        """
+        """Change the timeout of every communicator, from its next collective on."""
         set_timeout = getattr(distributed_c10d, "_set_pg_timeout", None)  # torch has no public name for it
         if set_timeout is None:
             raise RuntimeError(
@@ -97,7 +91,7 @@ class ParallelState:
 
     @staticmethod
     def single() -> "ParallelState":
-        """Everything of size one: any layer or optimizer runs without torch.distributed."""
+        """Return groups of size one, which need no torch.distributed."""
         return ParallelState(**{field.name: Group.single(field.name) for field in fields(ParallelState)})
 
     @staticmethod
@@ -118,16 +112,26 @@ class ParallelState:
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> "ParallelState":
-        """Create every communicator. Collective: all ranks call it with the same arguments.
+        """Create every communicator. Collective: all ranks pass the same arguments.
 
-        optimizer_instances: parts of dp_cp, and of edp, that each hold all of the sharded optimizer state.
-        embedding_stages: pipeline ranks that hold the word embeddings; None: the first and the last.
-        cp_levels: sizes of cp_a2a and cp_p2p, whose product is cp; None: 1 and cp.
-        second_pipeline: whether pp_second has a communicator of its own; else it is that of pp.
+        Args:
+            world_size: torch.distributed must be initialized if it is more than 1.
+            rank: global rank.
+            tp: tensor-parallel size of the dense grid.
+            cp: context-parallel size.
+            pp: pipeline-parallel size.
+            ep: expert-parallel size.
+            etp: tensor-parallel size of the expert grid.
+            order: axes, fastest varying first.
+            optimizer_instances: dp_cp and edp are split into so many instances of the distributed optimizer.
+            embedding_stages: pipeline ranks with the word embeddings; default: the first and the last.
+            cp_levels: sizes of cp_a2a and cp_p2p; default: 1 and cp.
+            second_pipeline: create a separate communicator for pp_second.
+            backend: default: that of the default group.
+            timeout: default: torch's default (NOTE: not that of the default group).
 
-        torch.distributed must be initialized when world_size > 1. backend None: that of the default group.
-        timeout None: torch's default (NOTE: not that of the default group).
-        Raises: ValueError when the sizes do not fit (see grid.make_layout).
+        Raises:
+            ValueError: see grid.make_layout.
         """
         partitions = plan_groups(
             world_size,
@@ -142,7 +146,7 @@ class ParallelState:
             cp_levels=cp_levels,
             second_pipeline=second_pipeline,
         )
-        factory = _Factory(rank, backend, timeout)
+        factory = _GroupFactory(rank, backend, timeout)
         world = Group(
             "world",
             tuple(range(world_size)),
@@ -154,42 +158,38 @@ class ParallelState:
         return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in partitions.items()})
 
 
-class _Factory:
-    """Creates communicators for whole partitions, remembering those of the same lane and membership."""
+class _GroupFactory:
+    """Creates the communicators of partitions, one per lane and set of ranks."""
 
     def __init__(self, rank: int, backend: str | None, timeout: timedelta | None):
         self.rank = rank
         self.trace = Trace(rank)
-        self.options = {"backend": backend, "timeout": timeout}
+        self.options: dict[str, Any] = {"backend": backend, "timeout": timeout}
         self.handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
 
     def make(self, name: str, partition: Iterable[tuple[int, ...]], lane: str) -> Group:
-        mine = None
+        group = None
         for ranks in partition:
             if len(ranks) > 1 and (lane, ranks) not in self.handles:
                 self.handles[lane, ranks] = dist.new_group(list(ranks), group_desc=f"{lane}: {name}", **self.options)
             if self.rank in ranks:
-                mine = Group(
-                    name, ranks, ranks.index(self.rank), len(ranks), self.handles.get((lane, ranks)), self.trace
-                )
-        assert mine is not None, f"rank {self.rank} is in no {name} group"
-        return mine
+                handle = self.handles.get((lane, ranks))
+                group = Group(name, ranks, ranks.index(self.rank), len(ranks), handle, self.trace)
+        assert group is not None, f"rank {self.rank} is in no {name} group"
+        return group
 
 
 def communicator_timeout(seconds: float, device: torch.device) -> timedelta:
-    """The timeout to give the communicators themselves, for collectives that may take so many seconds.
+    """Return the timeout to set on communicators.
 
-    On the CPU the same. NCCL's own is longer: it kills the process with a message of its own, and resilience/watchdog.py, which
-    can say where in the program and what the others are doing, should be first.
+    NCCL's is longer than `seconds`, because NCCL kills the process; resilience/watchdog.py, which reports the place
+    and the other ranks, should be first.
     """
     return timedelta(seconds=seconds if device.type == "cpu" else seconds + 120.0)
 
 
 def close_groups(ps: ParallelState) -> None:
-    """End of a run that went well: leave every communicator together. Collective.
-
-    A process that simply exits leaves its peers' communication threads behind, and they may abort.
-    """
+    """Destroy all communicators. Collective: a peer's communication threads may abort if a process simply exits."""
     if ps.world.size > 1:
         world = ps.world
         communicate(

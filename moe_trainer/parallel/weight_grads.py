@@ -1,10 +1,10 @@
-"""Weight gradients that may wait: computed when the schedule says so, instead of inside backward.
+"""Deferred weight gradients (zero-bubble schedules, overlap with the all-to-all).
 
-Backward of a linear layer makes two products: the gradient of its input, which the previous layer waits for, and that of
-its weight, which nobody waits for until the end of the iteration. A layer built with a queue hands the second one over
-while the queue is active; the schedule runs it where the rank would otherwise idle (zero bubble, exchange of tokens).
+The previous layer needs the gradient of a linear's input, but nothing needs that of its weight before the end of the
+iteration. A layer built with a queue defers the wgrad GEMM while the queue is active, and the schedule runs it where
+the rank would otherwise wait.
 
-NOTE: torch runs a parameter's post-accumulate hooks in the pass that put its gradient off, too, with `.grad` still unset.
+NOTE: torch also runs a parameter's post-accumulate hooks in the backward that defers its gradient, with `.grad` unset.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,58 +15,49 @@ from torch.nn import Parameter
 
 
 class PendingGrads:
-    """The deferred gradients of one backward pass, in the order in which that pass reached them."""
+    """The deferred weight gradients of one backward pass, in its order."""
 
     def __init__(self) -> None:
-        self.parts: dict[Parameter, list[Callable[[], Tensor]]] = {}
-        self.afterwards: list[Callable[[], None]] = []  # called once by `run`, when every gradient is there
+        self.wgrad_fns: dict[Parameter, list[Callable[[], Tensor]]] = {}
+        self.callbacks: list[Callable[[], None]] = []
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute every gradient and feed it to its parameter as autograd would: `.grad`, then the hooks, once per
-        parameter. What is computed is forgotten; a second call does nothing."""
-        while self.parts:
-            param = next(iter(self.parts))
-            computes = self.parts.pop(param)
-            grad = computes.pop(0)()
-            for compute in computes:
-                grad = grad + compute()
+        """Compute and accumulate every gradient, with one call of the hooks per parameter; then run the callbacks."""
+        while self.wgrad_fns:
+            param = next(iter(self.wgrad_fns))
+            first, *others = self.wgrad_fns.pop(param)
+            grad = first()
+            for wgrad_fn in others:
+                grad = grad + wgrad_fn()
             param.backward(gradient=grad.to(param.dtype))
-        calls, self.afterwards = self.afterwards, []
-        for call in calls:
-            call()
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 class WeightGradQueue:
-    """Where the layers of one model chunk put their weight gradients while `active`.
-
-    One backward pass (one microbatch) at a time: `take` what it left before the next one begins, or `run` it.
-    """
+    """Collects the weight gradients of one model chunk while `active`, for one backward pass (microbatch) at a time."""
 
     def __init__(self) -> None:
         self.active = False
         self._pending = PendingGrads()
 
     def defer(self, param: Parameter, compute: Callable[[], Tensor]) -> None:
-        """Keep `compute`, which returns the gradient of `param` in its shape, for later."""
         assert self.active, "gradients are deferred only while the queue is active"
-        self._pending.parts.setdefault(param, []).append(compute)
+        self._pending.wgrad_fns.setdefault(param, []).append(compute)
 
-    def run_after_pending(self, params: Iterable[Parameter], call: Callable[[], None]) -> bool:
-        """Call `call` once everything that waits is computed, if a gradient of one of these parameters is part of it.
-
-        Returns: whether one is; if not, nothing is called.
-        """
-        waits = any(param in self._pending.parts for param in params)
-        if waits:
-            self._pending.afterwards.append(call)
-        return waits
+    def run_after_pending(self, params: Iterable[Parameter], callback: Callable[[], None]) -> bool:
+        """Run a callback after all pending gradients, if one of `params` has one; otherwise return False."""
+        is_pending = any(param in self._pending.wgrad_fns for param in params)
+        if is_pending:
+            self._pending.callbacks.append(callback)
+        return is_pending
 
     def take(self) -> PendingGrads:
-        """What was deferred since the last call; the caller runs it."""
-        taken, self._pending = self._pending, PendingGrads()
-        return taken
+        """Return the gradients deferred since the last call; the caller runs them."""
+        pending, self._pending = self._pending, PendingGrads()
+        return pending
 
     def run(self) -> None:
-        """Compute everything that waits."""
         self.take().run()

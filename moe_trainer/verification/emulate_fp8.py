@@ -43,7 +43,7 @@ def emulate_fp8(run: TrainContext, mapping: ParallelMapping, sequence_parallel: 
                 has_sequence_shards = sequence_parallel or "_latent_proj." in info.names[0]
                 sharding = SequenceSharding(mapping.tp if is_replicated and has_sequence_shards else 1, mapping.cp)
                 positions = [sharding.positions(index, length) for index in range(sharding.num_shards)]
-                module._without_ranks = make_sharded_forward(module, positions, 1 if is_replicated else mapping.tp)
+                module._forward_local = make_sharded_forward(module, positions, 1 if is_replicated else mapping.tp)
         for layer in chunk.moe_layers():
             experts = layer.experts
             if mapping.etp > 1 and experts.quantized is not None and _has_own_scales(experts.quantized[0]):

@@ -259,7 +259,7 @@ def _overlapped(rank, n, layout):
             return sent
 
         def look(*_, handles=handles):
-            in_flight.append(bool(handles and handles[0].flight))
+            in_flight.append(bool(handles and handles[0].pending))
 
         layer.dispatcher.start_token_dispatch = start_and_remember
         layer.shared_experts.register_forward_pre_hook(look)
@@ -282,7 +282,7 @@ def test_shared_experts_run_while_rows_are_in_flight_and_change_no_bit(layout):
 
 def _uneven(rank, n):
     layer = build_layer(sections(), ParallelState.create(n, rank, tp=n))
-    with pytest.raises(ValueError, match="5 rows cannot be dealt out evenly"):
+    with pytest.raises(ValueError, match="5 rows do not divide evenly"):
         layer(torch.zeros(5, 1, HIDDEN, dtype=torch.float64))
 
 

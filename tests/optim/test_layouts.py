@@ -306,7 +306,7 @@ def _two_arrivals(rank, n, distributed):
         grads.zero()
         (model.shared * 1.0 + model.plain).sum().backward()
         pending = PendingGrads()
-        pending.parts[model.shared] = [lambda: torch.full((8,), 2.0)]
+        pending.wgrad_fns[model.shared] = [lambda: torch.full((8,), 2.0)]
         pending.run()
         launched = grads._next
         grads.finish()
