@@ -3,6 +3,8 @@
 Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, H hidden.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from arguments import Arguments
@@ -36,10 +38,10 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = factory.norm(
             model.hidden_size, model, name=f"{name}.input_layernorm", partial=has_local_tokens
         )
-        attention = MultiLatentAttention if model.multi_latent_attention else SelfAttention
+        attention: type[nn.Module] = MultiLatentAttention if model.multi_latent_attention else SelfAttention
         if is_linear(model, layer_number - 1):
             attention = GatedDeltaNet
-        self.is_sparse = model.experimental_attention_variant == "dsa"  # it has its own loss
+        self.is_sparse = model.experimental_attention_variant == "dsa"  # with the indexer's loss
         loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
         self.self_attention = attention(
             model,
@@ -54,6 +56,7 @@ class TransformerLayer(nn.Module):
             model.hidden_size, model, name=f"{name}.pre_mlp_layernorm", partial=has_local_tokens
         )
         self.is_moe = is_moe
+        self.mlp: Any
         if is_moe:
             self.mlp = MoELayer(
                 model,
@@ -132,6 +135,9 @@ class TransformerLayer(nn.Module):
         return self.graphs.run(part, run, [self.pre_mlp_layernorm, self.mlp], x_SBH, *forced)
 
     def _add_residual(self, x_SBH: Tensor, normed: Tensor | None, y_SBH: Tensor) -> Tensor:
-        residual = normed if self.residual_after_norm else x_SBH
+        residual = x_SBH
+        if self.residual_after_norm:
+            assert normed is not None
+            residual = normed
         y_SBH = self.hidden_dropout(y_SBH)
         return (residual.float() if self.fp32_residual else residual) + y_SBH

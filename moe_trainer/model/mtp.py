@@ -1,27 +1,21 @@
 """Multi-token prediction: extra layers that predict the tokens after the next one.
 
-Depth d (from 1) joins the hidden state of depth d-1 (depth 0: the decoder's, after its final norm) with the embedding
-of the token d places ahead, runs one transformer layer and its own final norm, and predicts the label d places ahead
-with the model's own output head. Tokens, labels and mask are shifted left by one per depth; the places freed at the end
-are masked. Its loss never leaves the module: it is attached to the hidden state that the main loss reads, with weight
-factor / depths over the valid tokens of the microbatch, and its value goes to a counter for the log. In evaluation none
-of it runs. With --mtp-detach-heads the main model learns nothing from these losses: hidden state, embeddings and output head are
-constants to them.
+Depth d (from 1) combines the hidden state of depth d-1 (depth 0: the decoder's output) with the embedding of the token
+d positions ahead, and predicts the label d positions ahead with the model's output layer. Tokens, labels and mask are
+shifted left by one per depth, before they are sharded over cp. The losses are attached to the hidden state that the
+main loss reads. Evaluation skips all of it. With --mtp-detach-heads the losses do not train the main model.
 
-Under context parallelism tokens, labels and mask are shifted whole and cut then, so the last position of one chunk predicts
-the first of the next. As in Megatron-LM each context rank divides by the valid tokens that it holds, and the ranks' means
-are averaged: with masked or shifted-out tokens unevenly spread, that is not the mean over all of them. It is one of the few
-quantities that depend on the topology (moe/balancing.py lists them, verification/emulate_topology.py computes them in one process).
-
-The layers (`MultiTokenPrediction`) and the losses (`MTPLosses`) are two modules, because they may stand on two pipeline
-stages: the losses always stand with the output head.
+As in Megatron-LM each context-parallel rank divides by its own number of valid tokens and the means are averaged, so
+the loss depends on the layout (docs and list in moe/balancing.py). The layers and the losses are separate modules,
+because they may be on different pipeline stages; the losses are with the output layer.
 
 Source: DeepSeek-V3 report, section 2.2; shapes, names and normalization of Megatron-Core.
-Shapes: S sequence (of one rank in hidden states, whole in tokens, labels and masks), B microbatch, H hidden.
+Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks), B microbatch, H hidden.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +33,14 @@ from moe_trainer.parallel.state import ParallelState
 
 
 def shift_left(x_BS: Tensor) -> Tensor:
-    """The next position's value at every position, zero at the last."""
+    """Return the next position's value at every position, zero at the last."""
     shifted = torch.roll(x_BS, -1, dims=1)
     shifted[:, -1] = 0
     return shifted
 
 
-class _NoGradient(torch.autograd.Function):
-    """The same values; their gradient is zero. Unlike a detached tensor it leaves every parameter with a gradient."""
+class _ZeroGrad(torch.autograd.Function):
+    """Identity with a zero gradient. Unlike with detach, every parameter gets a gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -58,17 +52,17 @@ class _NoGradient(torch.autograd.Function):
 
 
 class MTPLayer(nn.Module):
-    """One depth. name: global name, e.g. "mtp.layers.0"."""
+    """One depth; `name` is global (mtp.layers.0)."""
 
     def __init__(
         self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, factory: LayerFactory
     ):
         super().__init__()
         model, sp, factory = args.model, args.parallel.sequence_parallel, factory.for_layer(layer_number)
-        size, rows_cut = model.hidden_size, sp and ps.tp.size > 1
+        size, has_local_tokens = model.hidden_size, sp and ps.tp.size > 1
         self.activations = factory.activations
-        self.enorm = factory.norm(size, model, name=f"{name}.enorm", partial=rows_cut)
-        self.hnorm = factory.norm(size, model, name=f"{name}.hnorm", partial=rows_cut)
+        self.enorm = factory.norm(size, model, name=f"{name}.enorm", partial=has_local_tokens)
+        self.hnorm = factory.norm(size, model, name=f"{name}.hnorm", partial=has_local_tokens)
         self.eh_proj = factory.column_linear(
             2 * size,
             size,
@@ -84,10 +78,10 @@ class MTPLayer(nn.Module):
             name=f"{name}.mtp_model_layer",
             layer_number=layer_number,
             is_moe=is_moe,
-            # a part is one node of a pass: its parameters' gradients are taken before the next one's
+            # a captured part can run once per pass only
             factory=replace(factory, graphs=CudaGraphs()) if model.mtp_use_repeated_layer else factory,
         )
-        self.final_layernorm = factory.norm(size, model, name=f"{name}.final_layernorm", partial=rows_cut)
+        self.final_layernorm = factory.norm(size, model, name=f"{name}.final_layernorm", partial=has_local_tokens)
 
     def forward(
         self,
@@ -97,30 +91,23 @@ class MTPLayer(nn.Module):
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
     ) -> Tensor:
-        """x_SBH: normed hidden state of the previous depth; embedded_SBH: of the shifted tokens."""
-        return self.activations.recompute_region(
-            "mtp", lambda *tensors: self._run(*tensors, rope, visible, grad_scale), x_SBH, embedded_SBH
-        )
+        """Run the depth on the normed hidden state of the previous one and the embeddings of the shifted tokens."""
 
-    def _run(
-        self,
-        x_SBH: Tensor,
-        embedded_SBH: Tensor,
-        rope: Tables | None,
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-    ) -> Tensor:
-        joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
-        return self.final_layernorm(self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale))
+        def run(x_SBH: Tensor, embedded_SBH: Tensor) -> Tensor:
+            joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
+            return self.final_layernorm(self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale))
+
+        return self.activations.recompute_region("mtp", run, x_SBH, embedded_SBH)
 
 
 class MultiTokenPrediction(nn.Module):
-    """The layers of all depths (--mtp-num-layers); with --mtp-use-repeated-layer one layer serves them all."""
+    """The layers of all depths, or the one that all use (--mtp-use-repeated-layer)."""
 
     def __init__(self, args: Arguments, ps: ParallelState, *, is_moe: bool, factory: LayerFactory):
         super().__init__()
         model = args.model
         self.sequence = SequenceShard(ps.cp)
+        assert model.mtp_num_layers is not None
         self.num_depths, self.detached = model.mtp_num_layers, model.mtp_detach_heads
         num_layers = 1 if model.mtp_use_repeated_layer else self.num_depths
         self.layers = nn.ModuleList(
@@ -140,30 +127,36 @@ class MultiTokenPrediction(nn.Module):
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
     ) -> list[Tensor]:
-        """Return the normed hidden state of every depth. x_SBH: the decoder's normed output."""
+        """Return the normed hidden state of every depth, from the decoder's normed output."""
         local, states = self.sequence.local, []
-        hidden = _NoGradient.apply(x_SBH) if self.detached else x_SBH
+        hidden = _ZeroGrad.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
             tokens_BS, position_ids_BS = shift_left(tokens_BS), shift_left(position_ids_BS)
             layer = self.layers[min(depth, len(self.layers) - 1)]
             embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
-            hidden = layer(
-                hidden, _NoGradient.apply(embedded) if self.detached else embedded, rope, visible, grad_scale
-            )
+            if self.detached:
+                embedded = _ZeroGrad.apply(embedded)
+            hidden = layer(hidden, embedded, rope, visible, grad_scale)
             states.append(hidden)
         return states
 
 
 class MTPLosses(nn.Module):
-    """The losses of all depths; no parameters."""
+    """The losses of all depths.
+
+    Attributes:
+        losses: per depth the sum over microbatches of the mean loss; last, the number of microbatches.
+    """
+
+    losses: Tensor
 
     def __init__(self, args: Arguments, ps: ParallelState):
         super().__init__()
         self.sequence = SequenceShard(ps.cp)
+        assert args.model.mtp_num_layers is not None
         self.num_depths = args.model.mtp_num_layers
         self.loss_weight = args.model.mtp_loss_scaling_factor / self.num_depths
         self.per_token_loss = args.training.calculate_per_token_loss
-        # per depth: sum over microbatches of the mean loss; last: number of microbatches
         self.register_buffer("losses", torch.zeros(self.num_depths + 1, dtype=torch.float32), persistent=False)
 
     def forward(
@@ -181,26 +174,25 @@ class MTPLosses(nn.Module):
         original_count = local(mask_BS, 1).sum()
         for depth, state in enumerate(states):
             labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
-            mine_BS = local(mask_BS, 1)
-            masked_BS = loss_BS(state, local(labels_BS, 1), mine_BS) * mine_BS
-            count = mine_BS.sum().clamp(min=1)
+            local_mask_BS = local(mask_BS, 1)
+            masked_BS = loss_BS(state, local(labels_BS, 1), local_mask_BS) * local_mask_BS
+            count = local_mask_BS.sum().clamp(min=1)
             self.losses[depth] += masked_BS.detach().sum() / count
-            # grad_scale makes a sum over cp out of the mean over dp_cp, but these means of each rank are to be averaged
+            # with grad_scale losses are summed over cp, but these means of the ranks must be averaged
             norm = original_count / count if self.per_token_loss else 1.0 / (count * self.sequence.cp.size)
             x_SBH = attach_loss(x_SBH, masked_BS, norm * self.loss_weight * grad_scale)
         self.losses[-1] += 1
         return x_SBH
 
 
-def reset_mtp_metrics(chunks: Sequence[nn.Module]) -> None:
-    """Forget the sums of the iteration under way."""
+def reset_mtp_metrics(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         if chunk.mtp_losses is not None:
             chunk.mtp_losses.losses.zero_()
 
 
-def get_mtp_sums(chunks: Sequence[nn.Module]) -> Tensor:
-    """What mtp_metrics takes, to be added over ps.dp_cp: fp64 [depths + 1], zeros but on the last stage; [0] without MTP."""
+def get_mtp_sums(chunks: Sequence[Any]) -> Tensor:
+    """Return the input of mtp_metrics, to be all-reduced: fp64 [depths + 1], zero except on the last stage."""
     depths, losses = chunks[0].mtp_depths, chunks[-1].mtp_losses
     if losses is None:
         return torch.zeros(depths + 1 if depths else 0, dtype=torch.float64, device=chunks[-1].device)
@@ -208,6 +200,6 @@ def get_mtp_sums(chunks: Sequence[nn.Module]) -> Tensor:
 
 
 def mtp_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Mean loss of every depth over microbatches and ranks since the last reset_mtp_metrics: {"mtp_1 loss": ...}."""
+    """Return the mean loss of every depth over microbatches and ranks: {"mtp_1 loss": ...}."""
     *losses, count = sums or (1.0,)
     return {f"mtp_{depth} loss": value / max(count, 1.0) for depth, value in enumerate(losses, start=1)}

@@ -1,10 +1,8 @@
-"""A decoder-only language model, or one chunk of it: embedding, blocks, final norm, head; per-token loss or logits.
+"""A decoder-only language model, or one chunk of it (arguments/stage_layout.py: ChunkLayout).
 
-What a chunk holds is a ChunkLayout (age_layout.py); with one chunk it is everything. Module paths then equal Megatron-Core's
-names (`decoder.layers.0.self_attention.linear_qkv.weight`), so a name in an error, a checkpoint or a golden file leads straight
-to the code.
+Module paths are Megatron-Core's names (`decoder.layers.0.self_attention.linear_qkv.weight`).
 
-Shapes: S sequence (this rank's part in hidden states; whole in tokens, labels and masks), B microbatch, H hidden, V padded
+Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks), B microbatch, H hidden, V padded
 vocabulary.
 """
 
@@ -12,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,12 @@ LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
 
 class Embedding(nn.Module):
-    """Token embedding, learned positions if asked for, dropout."""
+    """Token embedding, optional learned positions, dropout.
+
+    Args:
+        tied: other pipeline stages hold the word embeddings too.
+        copy: this is a replica; an earlier stage owns the word embeddings and has the positions.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,6 @@ class Embedding(nn.Module):
         tied: bool = False,
         copy: bool = False,
     ):
-        """tied: other pipeline stages hold the word embeddings too; copy: an earlier one owns them, and the positions."""
         super().__init__()
         model, sp = args.model, args.parallel.sequence_parallel
         self.dropout = Dropout(model.hidden_dropout, factory.stream if sp else None)
@@ -83,7 +86,7 @@ class Embedding(nn.Module):
             )
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
-        """Returns: x_SBH, this rank's rows of it under sequence parallelism; fp32 with --fp32-residual-connection."""
+        """Return x_SBH: local tokens under sequence parallelism, fp32 with --fp32-residual-connection."""
         x_SBH = self.word_embeddings(tokens_BS.t())
         if self.position_embeddings is not None:
             x_SBH = x_SBH + self.position_embeddings(position_ids_BS.t())
@@ -95,10 +98,7 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The blocks of one chunk and, where it stands here, the final norm.
-
-    `layers` counts from the chunk's first layer; global numbers are in the parameters' names and in `layer_number`.
-    """
+    """The transformer layers of one chunk, and the final norm on the last stage."""
 
     def __init__(
         self, args: Arguments, ps: ParallelState, factory: LayerFactory, pattern: tuple[bool, ...], layout: ChunkLayout
@@ -121,7 +121,17 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One chunk of the model, or all of it. Built by build.build_chunks, which also gives the parameters their values."""
+    """One chunk of the model, built by build.build_chunks, which also initializes the parameters.
+
+    Args:
+        shared_embedding: other pipeline stages hold the word embeddings too.
+        params_dtype: of the parameters after initialization.
+        device: of the parameters after initialization.
+        queue: for deferred weight gradients.
+        overlap_executor: for overlapped forward and backward passes.
+        activations: makes the recompute and offload policy, from the chunk's RNG.
+        graphs: the parts captured as CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -139,25 +149,19 @@ class Transformer(nn.Module):
         activations: Callable[[ShardRNG | None], ActivationPolicy] | None = None,
         graphs: CudaGraphs | None = None,
     ):
-        """shared_embedding: other pipeline stages hold the word embeddings too. params_dtype, device: where it is going to be.
-
-        queue: where its weight gradients can wait, for schedules that compute them apart. overlap_executor: of this rank, for schedules that
-        run two passes in turns; also where gradients that wait are computed beside the exchange of tokens. activations: makes what
-        decides about its activations, given its stream. graphs: which of its parts are captured; None for none.
-        """
         super().__init__()
         model = args.model
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         self.layout, self.params_dtype, self.device = layout, params_dtype, device
         self.stream = None
         if ps.tp.size > 1:
-            place = (
+            name = (
                 f"pp {ps.pp.rank}",
                 f"first layer {layout.layers[:1]}",
                 f"dp_cp {ps.dp_cp.rank}",
                 f"tp {ps.tp.rank}",
             )
-            self.stream = ShardRNG(args.training.seed, "dropout", *place)
+            self.stream = ShardRNG(args.training.seed, "dropout", *name)
         self.weight_grads, self.overlap_executor = queue, overlap_executor
         self.activations = ActivationPolicy() if activations is None else activations(self.stream)
         self.graphs = graphs or CudaGraphs()
@@ -172,7 +176,7 @@ class Transformer(nn.Module):
         self.spans = args.training.recompute_spans(len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence = SequenceShard(ps.cp)
-        self.rows_cut = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
+        self.num_sequence_shards = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
@@ -198,34 +202,28 @@ class Transformer(nn.Module):
                 sequence_parallel=args.parallel.sequence_parallel,
                 queue=queue,
                 kernels=factory.kernels.logit_kernels,
-                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype),
+                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype or ""),
                 quantize=factory.lm_head_quantizer(),
                 multiplier=model.mup_output_mult if model.use_mup else 1.0,
             )
         self.quantized = find_quantized_gemms(self)
-        # not where weights are whole for the time of a layer only, or where a graph reads what others may let go
+        # FSDP gathers weights per layer, and graphs read casts at fixed addresses
         self.casts = () if args.parallel.has_sharded_params or self.graphs.parts else find_weight_casts(self)
 
     def generators(self) -> dict[str, torch.Generator]:
-        """The chunk's own streams of random numbers, which a checkpoint keeps beside torch's global one.
-
-        Those that are the same on all ranks (forced expert biases) carry a global name.
-        """
-        found = {} if self.stream is None else {"tensor_parallel": self.stream.generator(self.device)}
-        routers = (layer.router for layer in self.moe_layers())
-        return found | {
-            f"{router.name}.bias_stream": router.bias_stream for router in routers if router.bias_stream is not None
-        }
+        """Return the RNGs to checkpoint; those that are equal on all ranks (forced expert biases) by global name."""
+        generators = {} if self.stream is None else {"tensor_parallel": self.stream.generator(self.device)}
+        for router in (layer.router for layer in self.moe_layers()):
+            if router.bias_stream is not None:
+                generators[f"{router.name}.bias_stream"] = router.bias_stream
+        return generators
 
     def input_spec(self, micro_batch_size: int, seq_length: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of the x_SBH that this chunk receives from the one before it (in training mode or not, as it is)."""
-        states = 1 + (self.layout.receives_depths if self.training else 0)
-        fp32 = self.fp32_residual and not self.layout.receives_normed
-        return (
-            states * seq_length // self.rows_cut,
-            micro_batch_size,
-            self.hidden_size,
-        ), torch.float32 if fp32 else self.params_dtype
+        """Return shape and dtype of the x_SBH that this chunk receives in its current mode."""
+        num_states = 1 + (self.layout.receives_depths if self.training else 0)
+        shape = (num_states * seq_length // self.num_sequence_shards, micro_batch_size, self.hidden_size)
+        is_fp32 = self.fp32_residual and not self.layout.receives_normed
+        return shape, torch.float32 if is_fp32 else self.params_dtype
 
     def forward(
         self,
@@ -238,21 +236,29 @@ class Transformer(nn.Module):
         x_SBH: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
     ) -> Tensor:
-        """Run the chunk. Everything per token is given whole, on every rank; the chunk takes its part over cp itself.
+        """Run the chunk. All per-token inputs have the full sequence; the chunk shards them over cp.
 
-        x_SBH: the previous chunk's output; None on the first one.
-        attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
-        document_ids_BS: packed documents, instead of a mask: a position attends to its own document only. In the host's memory: see Documents.
-        loss_mask_BS: the caller multiplies the returned loss by it, and differentiates that times one number.
-        grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
-        Returns: the last chunk: per-token LM loss of this cp rank's tokens, fp32 [B, S/cp], when labels are given, else
-        logits_BSV. Other chunks: x_SBH for the next one (behind it, along S, the states of MTP depths: see ChunkLayout).
+        Args:
+            tokens_BS: token ids.
+            position_ids_BS: position ids.
+            labels_BS: None to compute logits.
+            loss_mask_BS: the caller multiplies the returned loss by it, and differentiates that times one number.
+            attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
+            grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
+            x_SBH: the previous chunk's output; None on the first one.
+            document_ids_BS: packed documents, instead of a mask; on the CPU (see Documents).
+
+        Returns:
+            The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
+            the next one, concatenated along S with the states of MTP depths (see ChunkLayout).
         """
         local, with_mtp = self.sequence.local, self.training and labels_BS is not None
         states: list[Tensor] = []
         if self.layout.has_embedding:
+            assert self.embedding is not None
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
         elif self.layout.receives_depths and with_mtp:
+            assert x_SBH is not None
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device)
         rope = None
@@ -260,6 +266,7 @@ class Transformer(nn.Module):
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
         self.activations.begin_pass(*(rope or ()))
         self.graphs.begin_pass(self.training, grad_scale)
+        assert x_SBH is not None
         x_SBH = self._layers(x_SBH, rope, visible, grad_scale)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
@@ -268,17 +275,19 @@ class Transformer(nn.Module):
         if not self.layout.has_loss:
             return torch.cat([x_SBH, *states]) if states else x_SBH
         if labels_BS is None:
+            assert self.output_layer is not None
             return self.output_layer.logits(x_SBH, self._tied_weight())
         if states:
+            assert self.mtp_losses is not None
             x_SBH = self.mtp_losses(
-                x_SBH, states, labels_BS, loss_mask_BS, partial(self._loss_BS, detached=self.mtp_detached), grad_scale
+                x_SBH, states, labels_BS, loss_mask_BS, partial(self._lm_loss, detached=self.mtp_detached), grad_scale
             )
-        return self._loss_BS(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
+        return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
     def _layers(
         self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
     ) -> Tensor:
-        """Run the decoder's layers, those of a span as one recomputed region."""
+        """Run the decoder's layers; those of a span are one recomputed region."""
 
         def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
             for index in range(first, stop):
@@ -291,34 +300,34 @@ class Transformer(nn.Module):
             x_SBH = self.activations.recompute_region("full", part, x_SBH) if recomputed else part(x_SBH)
         return x_SBH
 
-    def _tied_weight(self) -> Tensor | None:
-        return self.embedding.word_embeddings.weight if self.tied else None
+    def _tied_weight(self) -> Any:
+        return self.embedding.word_embeddings.weight if self.tied and self.embedding is not None else None
 
-    def _loss_BS(
+    def _lm_loss(
         self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None, detached: bool = False
     ) -> Tensor:
-        """detached: the head's weight is a constant."""
+        assert self.output_layer is not None
         weight = self._tied_weight()
         if detached:
-            weight = (self.output_layer.weight if weight is None else weight).detach()
+            source: Any = self.output_layer.weight if weight is None else weight
+            weight = source.detach()
         return self.output_layer.loss(x_SBH, labels_BS, weight, weights_BS)
 
     def moe_layers(self) -> list[MoELayer]:
-        """The chunk's MoE layers: the decoder's in order, then those of multi-token prediction."""
+        """Return the MoE layers of the decoder, then those of multi-token prediction."""
         layers = [*self.decoder.layers]
         if self.mtp is not None:
             layers += [depth.mtp_model_layer for depth in self.mtp.layers]
         return [layer.mlp for layer in layers if layer.is_moe]
 
     def sparse_attentions(self) -> list[SparseAttention]:
-        """The core attentions of the chunk that choose keys."""
         return [*iter_sparse_attentions([self])]
 
     def named_state_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers that belong to a checkpoint (routers' expert_bias), under their global names."""
+        """Yield the buffers to checkpoint (routers' expert_bias) by global name."""
         for layer in self.moe_layers():
             yield from layer.named_state_buffers()
 
     def named_scaling_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The state of delayed scaling, which belongs to a checkpoint but not to the weights."""
+        """Return the state of delayed scaling, which is checkpointed but not exported."""
         return scaling_state(self)

@@ -1,15 +1,10 @@
-"""Model weights by global name: out of the chunks and into them (--export-weights, --init-from, --dump-step).
+"""Full model weights by global name, gathered to rank 0 or loaded (--export-weights, --init-from, --dump-step).
 
-Every tensor of the model lives somewhere on the grid: its stage (pp, virtual chunk), its experts (ep), its piece of a cut
-dimension (tp; etp for experts), with replicas over the rest. Each piece has one representative, which every rank knows without
-asking: the first of its data-parallel group and, where the tensor is not cut, of its tensor-parallel group. Rank 0 of the world
-learns from the representatives which pieces there are and receives them one by one, in the order of the model,
-so that it holds one tensor at a time (one rank's stack, for experts) and no other rank more than its own. Names on the receiving
-side do not tell the layout. What comes in is read by every rank for itself, cut, and judged by all together.
-
-Rejected: gathers over tp, ep and pp one after the other (three orders to keep in step, and ranks that only pass data on).
+Every shard has one owner in the world (params.is_global_owner), which sends it to rank 0 in the order of the model.
+Rank 0 holds one full tensor at a time (for experts: one rank's stack).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -20,30 +15,31 @@ from torch.nn import Parameter
 
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives, p2p
+from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.params import ParamInfo, get_param_info, is_global_owner, part_lengths, unique_params
 from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
 
-_SHOWN = 10
-# what a tensor may be on the wire; its position is sent ahead of it
+_MAX_SHOWN_NAMES = 10
+# the index of the dtype is sent before the tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tensor of this rank. place: (virtual stage, position in its chunk); get: called once, in order, on every rank."""
+class _LocalTensor:
+    """A tensor of this rank; `index` is (virtual stage, position in its chunk), `get` may be collective."""
 
-    place: tuple[int, int]
+    index: tuple[int, int]
     info: ParamInfo
     shape: tuple[int, ...]
     get: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What rank 0 must know of a tensor that `rank` is going to send. place: as above, and the rank in the expert group."""
+class _ShardHeader:
+    """A shard that `rank` will send; `index` is that of the local tensor, and the expert-parallel rank."""
 
-    place: tuple[int, int, int]
+    index: tuple[int, int, int]
     rank: int
     info: ParamInfo
     shape: tuple[int, ...]
@@ -52,37 +48,47 @@ class _Part:
 def gather_named_tensors(
     chunks: Iterable[Transformer], ps: ParallelState, value: Callable[[Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Megatron-Core name, whole tensor) for every parameter of the model, stacked experts one by one, tied tensors once.
+    """Yield (Megatron-Core name, full tensor) on rank 0: stacked experts one by one, tied tensors once.
 
-    value: what to take of a parameter, in its shape (the parameter itself, its main gradient). Called on every rank for each
-    of its parameters in the model's order, so it may be collective over ranks that hold the same ones.
-    Only rank 0 of the world gets anything; where nothing is cut the tensors are views of what value() gave.
-    Collective over ps.world: every rank must run through the whole iteration.
+    Collective over ps.world: every rank must exhaust the iterator.
+
+    Args:
+        chunks: of this rank.
+        ps: parallel state.
+        value: returns what to gather of a parameter, in its shape; may be collective over its replicas. Unsharded
+            tensors are yielded as views of it.
     """
     chunks = list(chunks)
-    held = [
-        _Held((stage, position), get_param_info(param), tuple(param.shape), lambda param=param: value(param).detach())
+    tensors = [
+        _LocalTensor(
+            (stage, position),
+            get_param_info(param),
+            tuple(param.shape),
+            functools.partial(_call_detached, value, param),
+        )
         for stage, chunk in chunk_stages(chunks, ps)
         for position, param in enumerate(unique_params(chunk.parameters()))
     ]
-    return _gather(held, ps, _device(chunks))
+    return _gather(tensors, ps, _device(chunks))
+
+
+def _call_detached(value: Callable[[Parameter], Tensor], param: Parameter) -> Tensor:
+    return value(param).detach()
 
 
 def get_main_grad(param: Parameter) -> Tensor:
-    """The main gradient, after it was gathered; zeros of a parameter that is frozen."""
-    return param.main_grad if param.requires_grad else torch.zeros_like(param)
+    """Return the gathered main gradient; zeros for a frozen parameter."""
+    return param.main_grad if param.requires_grad else torch.zeros_like(param)  # type: ignore[attr-defined]
 
 
 def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Megatron-Core name, whole tensor) of every parameter and checkpointed buffer, stacked experts one by one.
-
-    On one rank the tensors are views of the live storage. Only rank 0 of the world gets anything.
-    Collective over ps.world: every rank must run through the whole iteration.
-    """
+    """Yield full parameters and checkpointed buffers on rank 0; see gather_named_tensors."""
     chunks = list(chunks)
     yield from gather_named_tensors(chunks, ps, full_tensor)
     buffers = [
-        _Held((stage, position), ParamInfo((name,)), tuple(buffer.shape), lambda buffer=buffer: buffer)
+        _LocalTensor(
+            (stage, position), ParamInfo((name,)), tuple(buffer.shape), functools.partial(torch.detach, buffer)
+        )
         for stage, chunk in chunk_stages(chunks, ps)
         for position, (name, buffer) in enumerate(chunk.named_state_buffers())
     ]
@@ -90,7 +96,7 @@ def export_named_weights(chunks: Iterable[Transformer], ps: ParallelState) -> It
 
 
 def chunk_stages(chunks: Iterable[Transformer], ps: ParallelState) -> list[tuple[int, Transformer]]:
-    """(virtual stage, chunk): chunk c of pipeline rank r is number c * pp + r from the front of the model."""
+    """Return (virtual stage, chunk) pairs."""
     return [(index * ps.pp.size + ps.pp.rank, chunk) for index, chunk in enumerate(chunks)]
 
 
@@ -98,73 +104,79 @@ def _device(chunks: Iterable[Transformer]) -> torch.device:
     return next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
 
 
-def _gather(held: Sequence[_Held], ps: ParallelState, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Bring tensors to rank 0; all ranks walk through them in the order of the model."""
-    parts = [
-        _Part((*entry.place, ps.ep.rank if entry.info.kind == "expert" else 0), ps.world.rank, entry.info, entry.shape)
-        for entry in held
-        if is_global_owner(entry.info, ps)
+def _gather(tensors: Sequence[_LocalTensor], ps: ParallelState, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    local_headers = [
+        _ShardHeader(
+            (*local.index, ps.ep.rank if local.info.kind == "expert" else 0), ps.world.rank, local.info, local.shape
+        )
+        for local in tensors
+        if is_global_owner(local.info, ps)
     ]
-    everything = collectives.gather_object(parts, ps.world)
-    if everything is None:
-        for entry in held:
-            tensor = entry.get()
-            if is_global_owner(entry.info, ps):
-                header = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
-                for message in (header, tensor.contiguous()):
+    headers = collectives.gather_object(local_headers, ps.world)
+    if headers is None:
+        for local in tensors:
+            tensor = local.get()
+            if is_global_owner(local.info, ps):
+                dtype = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
+                for message in (dtype, tensor.contiguous()):
                     p2p.isend(message, ps.world, 0).wait()
         return
-    own = {entry.place: entry.get for entry in held}
+    get_by_index = {local.index: local.get for local in tensors}
     seen: set[str] = set()
-    ordered = sorted(chain.from_iterable(everything), key=lambda part: (part.place, part.info.shard_rank))
-    for place, group in groupby(ordered, key=lambda part: part.place):
-        shards = list(group)
-        info = shards[0].info
-        assert len(shards) == info.shard_count, f"{info.names[0]}: {len(shards)} pieces of {info.shard_count}"
-        assert seen.isdisjoint(info.names), f"{info.names[0]} is held twice; is one of them a copy?"
-        seen.update(info.names)
-        whole = join_shards(
-            [own[place[:2]]() if part.rank == 0 else _receive(part, ps, device) for part in shards], info
+    ordered = sorted(chain.from_iterable(headers), key=lambda header: (header.index, header.info.shard_rank))
+    for index, group in groupby(ordered, key=lambda header: header.index):
+        shard_headers = list(group)
+        info = shard_headers[0].info
+        assert len(shard_headers) == info.shard_count, (
+            f"{info.names[0]}: {len(shard_headers)} shards of {info.shard_count}"
         )
-        yield from zip(info.names, whole.unbind(0) if info.stacked else (whole,))
+        assert seen.isdisjoint(info.names), f"{info.names[0]} has two owners; is one of them a replica?"
+        seen.update(info.names)
+        shards = [
+            get_by_index[index[:2]]() if header.rank == 0 else _receive(header, ps, device) for header in shard_headers
+        ]
+        full = join_shards(shards, info)
+        yield from zip(info.names, full.unbind(0) if info.stacked else (full,))
 
 
-def _receive(part: _Part, ps: ParallelState, device: torch.device) -> Tensor:
-    header = torch.zeros(1, dtype=torch.int64, device=device)
-    p2p.irecv(header, ps.world, part.rank).wait()
-    tensor = torch.empty(part.shape, dtype=_DTYPES[int(header)], device=device)
-    p2p.irecv(tensor, ps.world, part.rank).wait()
+def _receive(header: _ShardHeader, ps: ParallelState, device: torch.device) -> Tensor:
+    dtype = torch.zeros(1, dtype=torch.int64, device=device)
+    p2p.irecv(dtype, ps.world, header.rank).wait()
+    tensor = torch.empty(header.shape, dtype=_DTYPES[int(dtype)], device=device)
+    p2p.irecv(tensor, ps.world, header.rank).wait()
     return tensor
 
 
 def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
-    """Put the pieces of a cut tensor (or stack of tensors) together, in shard order; `info` is that of any of them."""
+    """Concatenate the tensor-parallel shards of a tensor (or stack); `info` is that of any of them."""
     if len(shards) == 1:
         return shards[0]
+    assert info.sharded_dim is not None
     dim = info.sharded_dim + int(info.stacked)
-    cut = [shard.split(part_lengths(info, shard.shape[dim]), dim) for shard in shards]
-    return torch.cat([pieces[part] for part in range(info.parts) for pieces in cut], dim)
+    shard_parts = [shard.split(part_lengths(info, shard.shape[dim]), dim) for shard in shards]
+    return torch.cat([parts[index] for index in range(info.parts) for parts in shard_parts], dim)
 
 
-def take_local_shard(whole: Tensor, info: ParamInfo) -> Tensor:
-    """This rank's piece of one named (unstacked) tensor: a view, unless the tensor has several parts."""
+def take_local_shard(full: Tensor, info: ParamInfo) -> Tensor:
+    """Return this rank's shard of one named tensor; a view unless it has several parts."""
     if info.shard_count == 1:
-        return whole
-    parts = whole.split(part_lengths(info, whole.shape[info.sharded_dim]), info.sharded_dim)
-    pieces = [part.chunk(info.shard_count, info.sharded_dim)[info.shard_rank] for part in parts]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, info.sharded_dim)
+        return full
+    dim = info.sharded_dim
+    assert dim is not None
+    parts = full.split(part_lengths(info, full.shape[dim]), dim)
+    shards = [part.chunk(info.shard_count, dim)[info.shard_rank] for part in parts]
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
 
 
-def _whole_shape(shape: Sequence[int], info: ParamInfo) -> list[int]:
-    """The shape of a named tensor from that of this rank's piece."""
-    whole = list(shape)
+def _full_shape(shape: Sequence[int], info: ParamInfo) -> list[int]:
+    full = list(shape)
     if info.sharded_dim is not None:
-        whole[info.sharded_dim] *= info.shard_count
-    return whole
+        full[info.sharded_dim] *= info.shard_count
+    return full
 
 
 def _named_tensors(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor, ParamInfo]]:
-    """Live tensors of all parameters, stacks split by expert."""
+    """Yield the storage of all parameters, stacks split by expert."""
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
             info = get_param_info(param)
@@ -176,12 +188,16 @@ def _named_tensors(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor,
 def load_named_weights(
     chunks: Iterable[Transformer], mapping: Mapping[str, Tensor], ps: ParallelState, strict: bool = True
 ) -> None:
-    """Copy tensors into the model by name, converting dtypes.
+    """Copy full tensors into the model by name. Collective over ps.world.
 
-    `mapping` has the whole model on every rank; a rank takes its stages, its experts and its piece of cut tensors. Buffers
-    (expert_bias) may be missing. strict False lets parameters be missing and ignores unexpected names; shapes must fit
-    in either case. Nothing is copied on any rank when anything is wrong on one. Collective over ps.world.
-    Raises: ValueError that lists all missing and unexpected names and all shape mismatches, the same on every rank.
+    Args:
+        chunks: of this rank.
+        mapping: the full model, on every rank; buffers (expert_bias) may be missing.
+        ps: parallel state.
+        strict: require all parameters and no other names.
+
+    Raises:
+        ValueError: on every rank, with all missing and unexpected names and shape mismatches; nothing is copied.
     """
     chunks = list(chunks)
     params = list(_named_tensors(chunks))
@@ -189,38 +205,35 @@ def load_named_weights(
     present = [(target, info, mapping[name], name) for name, target, info in params + buffers if name in mapping]
     missing = [name for name, _, _ in params if name not in mapping]
     misshapen = [
-        f"{name}: given {list(value.shape)}, the model has {_whole_shape(target.shape, info)}"
+        f"{name}: given {list(value.shape)}, the model has {_full_shape(target.shape, info)}"
         for target, info, value, name in present
-        if list(value.shape) != _whole_shape(target.shape, info)
+        if list(value.shape) != _full_shape(target.shape, info)
     ]
     known = [name for name, _, info in params + buffers if is_global_owner(info, ps)]
-    problem = collectives.broadcast_object(
-        _judge(collectives.gather_object((known, missing, misshapen), ps.world), mapping, strict), ps.world
-    )
-    if problem:
-        raise ValueError("the weights do not fit the model:\n" + problem)
+    by_rank = collectives.gather_object((known, missing, misshapen), ps.world) or []
+    run_on_rank0(lambda: _check_names_and_shapes(by_rank, mapping, strict), ps.world)
     for target, info, value, _ in present:
         target.copy_(take_local_shard(value, info))
 
 
-def _judge(
-    found: Sequence[tuple[list[str], list[str], list[str]]] | None, mapping: Mapping[str, Tensor], strict: bool
-) -> str:
-    """On rank 0: what is wrong, over all ranks. found: of every rank the names it speaks for, and what it misses or cannot fit."""
-    if found is None:
-        return ""
-    everywhere, missing, misshapen = (
-        list(dict.fromkeys(item for rank in found for item in rank[part])) for part in range(3)
+def _check_names_and_shapes(
+    by_rank: Sequence[tuple[list[str], list[str], list[str]]], mapping: Mapping[str, Tensor], strict: bool
+) -> None:
+    known, missing, misshapen = (
+        list(dict.fromkeys(chain.from_iterable(lists[index] for lists in by_rank))) for index in range(3)
     )
-    problems = []
+    lines = []
     if strict:
-        problems += _listing("missing", missing)
-        problems += _listing("unexpected", sorted(set(mapping) - set(everywhere)))
-    return "\n".join(problems + _listing("of another shape", misshapen))
+        lines += _format_names("missing", missing)
+        lines += _format_names("unexpected", sorted(set(mapping) - set(known)))
+    lines += _format_names("of another shape", misshapen)
+    if lines:
+        raise ValueError("\n".join(["the weights do not fit the model:", *lines]))
 
 
-def _listing(what: str, items: list[str]) -> list[str]:
-    if not items:
+def _format_names(problem: str, names: list[str]) -> list[str]:
+    if not names:
         return []
-    more = [f"    ... and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
-    return [f"  {len(items)} {what}:"] + [f"    {item}" for item in items[:_SHOWN]] + more
+    rest = len(names) - _MAX_SHOWN_NAMES
+    more = [f"    ... and {rest} more"] if rest > 0 else []
+    return [f"  {len(names)} {problem}:"] + [f"    {name}" for name in names[:_MAX_SHOWN_NAMES]] + more

@@ -4,11 +4,11 @@ All groups of a rank share one `Trace`. Every collective and message is a `Call`
 fails, a `CommunicationError` names the operation, the group, the place in the program and the time. The watchdog
 thread (resilience/watchdog.py) reads the trace, publishes it and terminates a process that hangs.
 
-The place is the iteration and phase (set by the loop), the layer and direction (set by hooks, resilience/layer_trace.py)
+The place is iteration and phase (set by the loop), the layer and direction (set by hooks, resilience/layer_trace.py)
 and the innermost frame outside parallel/ and torch, which is stored as a code object and formatted on demand.
 
 Cost: about 2 microseconds per call (tests/parallel/test_trace.py), on CUDA also an event, because the host returns
-before the GPU has finished.
+first.
 """
 
 import re

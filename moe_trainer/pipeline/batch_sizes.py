@@ -88,8 +88,8 @@ def deadlocking_batch_sizes(args: Arguments, data_ranks: int) -> list[str]:
             simulate_schedule(orders, chunks)
         except ValueError:
             problems.append(
-                f"global batch size {size} makes {count} microbatches per iteration, with which the {chunks} virtual stages of "
-                f"{ranks} pipeline ranks would deadlock (wait for each other); choose a multiple of "
+                f"global batch size {size} makes {count} microbatches per iteration, with which the {chunks} virtual "
+                f"stages of {ranks} pipeline ranks would deadlock (wait for each other); choose a multiple of "
                 "--microbatch-group-size-per-virtual-pipeline-stage (default: the pipeline size)"
             )
     return problems

@@ -24,13 +24,11 @@ def make_orders(
     pairs: bool = False,
     head_lag: int | None = None,
 ) -> list[Order]:
-    """Return the actions of every rank.
+    """Return the actions of every rank, for kind "1f1b", "interleaved" or "zero-bubble".
 
-    Args:
-        kind: "1f1b", "interleaved" or "zero-bubble".
-        group_size: consecutive microbatches per virtual stage; None for the number of ranks.
-        pairs: run forwards and backwards in pairs (--overlap-moe-expert-parallel-comm).
-        head_lag: microbatches by which the output layer's weight gradient is deferred, in the last chunk; 0 defers all.
+    * group_size: consecutive microbatches per virtual stage; default: the number of ranks.
+    * pairs: run forwards and backwards in pairs (--overlap-moe-expert-parallel-comm).
+    * head_lag: microbatches by which the output layer's weight gradient is deferred, in the last chunk; 0 defers all.
     """
     if num_chunks == 1:
         orders = [one_f_one_b_order(rank, num_ranks, num_microbatches, pairs) for rank in range(num_ranks)]
@@ -63,9 +61,9 @@ def interleaved_order(
 ) -> Order:
     """Return one rank's interleaved 1F1B order.
 
-    A group of microbatches (--microbatch-group-size-per-virtual-pipeline-stage; the last one may be smaller) runs through
-    the rank's first chunk, then through its second, and so on, before the next group starts. Backwards take the same groups
-    with the chunks reversed. The bubble shrinks by the number of chunks, for as many times the messages.
+    A group of microbatches (--microbatch-group-size-per-virtual-pipeline-stage; the last one may be smaller) runs
+    through the rank's first chunk, then through its second, and so on, before the next group starts. Backwards take the
+    same groups with the chunks reversed. The bubble shrinks by the number of chunks, for as many times the messages.
     """
     table = [
         (chunk, microbatch)
@@ -81,8 +79,8 @@ def interleaved_order(
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int, pairs: bool) -> Order:
     """Return `warmup` forwards, then forwards and backwards in alternation, then the remaining backwards.
 
-    With `pairs` a forward and a backward form one step. The warm-up is one forward longer then: on the last stage a backward
-    would otherwise need the forward of its own pair.
+    With `pairs` a forward and a backward form one step. The warm-up is one forward longer then: on the last stage a
+    backward would otherwise need the forward of its own pair.
     """
     warmup = min(warmup + pairs, len(forwards))
     order: list[Action | Pair] = [*forwards[:warmup]]
@@ -95,13 +93,10 @@ def split_backward(order: Order, lag: int | None, chunk: int | None = None) -> O
     """Insert a W action (weight gradients) after every backward, `lag` backwards late; the remaining ones come last.
 
     Only the gradient of a chunk's input delays the previous stage. Backward therefore leaves out the weight gradients
-    (parallel/weight_grads.py), and W computes them where the rank would otherwise be idle. With `lag` equal to the rank, the
-    last rank defers longest and no rank holds more microbatches than the first rank does under 1F1B. The bubble shrinks from
-    (pp - 1)(F + B + W) to (pp - 1)(F + B - W).
-
-    Args:
-        lag: None defers all weight gradients to the end.
-        chunk: only the backwards of this chunk are split; None for all chunks.
+    (parallel/weight_grads.py), and W computes them where the rank would otherwise be idle. With `lag` equal to the
+    rank, the last rank defers longest and no rank holds more microbatches than the first rank does under 1F1B. The
+    bubble shrinks from (pp - 1)(F + B + W) to (pp - 1)(F + B - W). Without `lag` all W actions come last; with `chunk`
+    only the backwards of that chunk are split.
     """
     split: list[Action | Pair] = []
     deferred: list[Action] = []

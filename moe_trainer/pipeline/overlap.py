@@ -1,8 +1,8 @@
 """Forward of one microbatch overlapped with backward of another (--overlap-moe-expert-parallel-comm).
 
-A forward-backward pair of a schedule runs in two threads that alternate (parallel/overlap_threads.py) wherever tokens are exchanged between
-expert-parallel ranks: while one pass communicates, the other computes. With --delay-wgrad-compute the weight gradients are computed at the
-same points. docs/design/pipeline.md discusses streams and alternatives.
+A forward-backward pair of a schedule runs in two threads that alternate (parallel/overlap_threads.py) wherever tokens
+are exchanged between expert-parallel ranks: while one pass communicates, the other computes. With --delay-wgrad-compute
+the weight gradients are computed at the same points. docs/design/pipeline.md discusses streams and alternatives.
 """
 
 from collections.abc import Callable

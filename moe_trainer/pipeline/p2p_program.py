@@ -1,9 +1,10 @@
 """Program of one pipeline rank: its actions, and the messages between them. Pure, no torch.
 
-All messages of the pipeline have one total order, by the simulated time at which they exist. Every rank starts its sends and receives in
-that order, each send directly after the action that produced it. Therefore no schedule deadlocks, even if a send completes only when the
-peer receives it: what the two ranks of the first incomplete message do before it waits only for earlier messages. The order also keeps
-both ends of a channel at the same message. The argument also covers messages that are started as one batch.
+All messages of the pipeline have one total order, by the simulated time at which they exist. Every rank starts its
+sends and receives in that order, each send directly after the action that produced it. Therefore no schedule deadlocks,
+even if a send completes only when the peer receives it: what the two ranks of the first incomplete message do before it
+waits only for earlier messages. The order also keeps both ends of a channel at the same message. The argument also
+covers messages that are started as one batch.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class P2PBatch(NamedTuple):
 def channel(rank: int, message: Message, num_ranks: int) -> int:
     """Return the index (0 or 1) of the communicator of a message, equal at both ends.
 
-    An NCCL communicator processes its messages one by one, so a late one delays all later ones. Between two ranks each direction has
-    its communicator, so receives never delay sends. With more ranks forward has one and backward the other.
+    An NCCL communicator processes its messages one by one, so a late one delays all later ones. Between two ranks each
+    direction has its communicator, so receives never delay sends. With more ranks forward has one and backward the
+    other.
     """
     if num_ranks == 2:
         return rank if message.is_send else 1 - rank
@@ -53,8 +55,7 @@ def program(
 ) -> list[Action | Pair | P2PBatch]:
     """Return the actions of one rank in order, with the messages to start before them.
 
-    Args:
-        ahead: number of actions before its use at which a receive is started; 0 for no overlap.
+    A receive is started `ahead` actions before its use; 0 for no overlap.
     """
     ends = simulate_schedule(orders, num_chunks, costs)
     order, num_ranks = orders[rank], len(orders)

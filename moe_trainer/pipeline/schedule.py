@@ -1,11 +1,13 @@
 """Executes a pipeline schedule: runs the microbatches of an iteration through this rank's chunks of the model.
 
-A `Schedule` is built once (`make_schedule`). `run` executes the rank's program (p2p_program.py) with a callable of the caller:
+A `Schedule` is built once (`make_schedule`). `run` executes the rank's program (p2p_program.py) with a callable of the
+caller:
 
     forward_step(chunk, microbatch, x) -> (output, result)
 
-chunk is a local index, x the output of the previous chunk or None on the first chunk of the model. On the last chunk output is the scalar
-loss, and result is returned to the caller; elsewhere result is ignored. Shapes are known in advance (`Spec`), so no messages carry them.
+chunk is a local index, x the output of the previous chunk or None on the first chunk of the model. On the last chunk
+output is the scalar loss, and result is returned to the caller; elsewhere result is ignored. Shapes are known in
+advance (`Spec`), so no messages carry them.
 
 docs/design/pipeline.md describes memory and messages.
 """
@@ -314,14 +316,11 @@ def make_schedule(
     head_lag: int | None = None,
     overlap_executor: AlternatingExecutor | None = None,
 ) -> Schedule:
-    """Build a schedule.
+    """Build a schedule; see Schedule and make_orders.
 
-    Args:
-        kind: "1f1b", "interleaved" or "zero-bubble"; None to choose by the number of chunks per rank.
-        group_size: consecutive microbatches per virtual stage; None for the pipeline size.
-        queues: required by "zero-bubble" and head_lag.
-        head_lag: the last chunk's queue holds only the output layer's gradients, of at most this many microbatches (0: of all).
-        overlap_executor: shared with the model's layers; forwards and backwards run in pairs.
+    The default kind depends on the number of chunks per rank. "zero-bubble" and head_lag require queues; with head_lag
+    the last chunk's queue holds the output layer's gradients only. An overlap_executor, which the model's layers share,
+    runs forwards and backwards in pairs.
     """
     kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
     assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), (

@@ -1,8 +1,9 @@
 """Actions of a pipeline schedule, their dependencies, and a simulation of their timing. Pure, no torch.
 
-A schedule (orders.py) gives for every rank the order of its actions: forward F, backward B, weight gradients W if they are computed
-separately, and pairs of F and B. A chunk's forward needs the output of the previous chunk, its backward the gradient from the next one.
-`simulate_schedule` runs all ranks with a cost for every action, which shows whether an order can run and how long it takes.
+A schedule (orders.py) gives for every rank the order of its actions: forward F, backward B, weight gradients W if they
+are computed separately, and pairs of F and B. A chunk's forward needs the output of the previous chunk, its backward
+the gradient from the next one. `simulate_schedule` runs all ranks with a cost for every action, which shows whether an
+order can run and how long it takes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Order = tuple[Action | Pair, ...]
 
 @dataclass(frozen=True)
 class UniformCosts:
-    """Time of one action of each kind, in any unit, equal on all ranks; `backward` excludes separate weight gradients."""
+    """Time of one action of each kind, in any unit; `backward` excludes separate weight gradients."""
 
     forward: float = 1.0
     backward: float = 2.0
