@@ -1,47 +1,35 @@
-"""Balance of the experts: auxiliary losses, z-loss, expert bias, and what is logged of them.
+"""Balancing losses, z-loss, expert bias and their metrics.
 
-Design: with normalised scores s_te (softmax, or sigmoid / sqrt-softplus divided by their sum over experts) every
-balancing loss is linear in s once the counts n are taken as constants:
+With normalized scores s_te (softmax, or sigmoid / sqrt-softplus divided by their sum over experts) and constant counts
+n, every balancing loss is linear in s:
 
     L = sum_te c_e * s_te,      c_e = coeff * E / (k * N^2) * n_e
 
-N tokens; aux_loss takes n and N over the microbatch (all tp x cp ranks), seq_aux_loss over each sequence and
-averages, and global_aux_loss takes the running mean of n over the iteration's microbatches so far and over tp x dp x
-cp. Linear means that all of them share one gradient pass: the c's are added up, and dL/dlogits has a closed form,
+For aux_loss, n and the number of tokens N are of the microbatch (all tp x cp ranks), for seq_aux_loss of each sequence;
+for global_aux_loss n is the running mean over the iteration's microbatches so far and tp x dp x cp. The sum of the
+losses has a closed gradient with respect to the logits,
 
     softmax: s * (c - <s, c>),      others: r'(logit) / sum(r) * (c - <s, c>)
 
-so no autograd graph is built: a [T, E] gradient is computed with the forward pass and added, times grad_scale, when
-backward comes by (`attach_gradient`). The z-loss, coeff * mean(logsumexp^2), joins the same sum. Counts come from a
-plain top-k of the scores: expert bias, groups and drops take no part; of FineRMoE's experts (finermoe.py) those that
-are chosen are counted. Rejected: returning losses through the pipeline (stages other than the last must
-back-propagate them too), and a global scale (a hidden argument).
+so no autograd graph is built: forward computes a [T, E] gradient, with the z-loss's, and backward adds it times
+grad_scale (`attach_gradient`). Counts are those of a plain top-k of the scores, without expert bias, groups and drops,
+except for FineRMoE (finermoe.py). Every rank computes the losses of its own tokens. Over tp they are summed in the
+router's gradient (ParamInfo.is_grad_partial), over cp because grad_scale contains cp, which the mean over dp_cp
+removes.
 
-A rank computes its own tokens' share of these losses: over tp the shares add up in the router's gradient
-(ParamInfo.is_grad_partial), over cp because the gradient scale that the loop passes contains the size of cp, which the mean
-over dp_cp takes away again.
+By Megatron-Core's definition these results depend on the layout, and the reference of one process emulates them
+(verification/emulate_topology.py):
 
-What depends on the mapping by definition. Everything else here is the same for every tp, cp, ep, etp, pp and dp;
-these few are as Megatron-Core defines them, and a one-process oracle has to compute them for the mapping in question:
-
-* capacity (--moe-expert-capacity-factor): an expert's limit and what it drops are found on each rank's own tokens,
-  that is per sequence shard under cp and under tp (with or without sequence parallelism), and per microbatch of each
-  data rank;
-* aux_loss and seq_aux_loss: one value per microbatch and data rank, averaged; aux_loss is not linear in the counts,
-  so it depends on the micro-batch size and on the number of data ranks, seq_aux_loss (per sequence) does not;
-* global_aux_loss: its counts are a running mean over the microbatches so far of sums over tp, cp and dp, so it
-  depends on how many data ranks share the global batch and in which order microbatches come;
-* quantile_balancing: its estimates are of one microbatch, so they depend on the micro-batch size, and on nothing else;
-* sinkhorn: its iteration runs over each rank's own tokens, so it depends on tp, cp, the micro-batch size and the data
-  ranks;
-* multi-token prediction under cp (model/mtp.py): each cp rank divides its loss by its own number of valid tokens;
-* --moe-input-jitter-eps and the forced routings of benchmarks: every rank draws its own random numbers.
-* GEMMs in fp8 or fp4 (quantization/gemms.py). A scale for a whole tensor, and the first level of NVFP4's, is that
-  of what a rank holds: its part of a weight, its rows. Blocks begin with a rank's part; along the rows (weights'
-  gradients) also with an expert's rows on its rank, which come from all microbatches that are dispatched together.
-  Gradients are quantised as large as they are inside a backward pass, which depends on the number of microbatches of
-  a data rank and on cp. Padded routing adds to what each rank's tokens choose. Noise of stochastic rounding is every
-  rank's own. Delayed scaling has the same scales for every mapping (quantization/iteration.py).
+* --moe-expert-capacity-factor: capacity and drops are per rank (sequence shard over cp and tp) and microbatch;
+* aux_loss: the mean over microbatches and data ranks of a quadratic function of their counts;
+* global_aux_loss: counts are a running mean, so the order of microbatches and the number of data ranks matter;
+* quantile_balancing: estimates are per microbatch, so the micro-batch size matters;
+* sinkhorn: normalizes over the tokens of one rank and microbatch;
+* multi-token prediction under cp (model/mtp.py): each cp rank divides by its own number of valid tokens;
+* --moe-input-jitter-eps, forced routing, stochastic rounding: every rank has its own random numbers;
+* fp8 and fp4 GEMMs (quantization/gemms.py): scales are of a rank's shard of a tensor, and blocks start with it or with
+  an expert's tokens on the rank. Gradients are quantized at their magnitude in backward, which depends on cp and the
+  number of microbatches. Padded routing is per rank. Delayed scaling does not depend on the layout.
 
 Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
@@ -72,10 +60,10 @@ BALANCING_TYPES = (
 
 
 def loss_coefficients(moe: MoEArgs) -> dict[str, float]:
-    """Coefficient of each balancing loss by its logged name; 0.0 for those not asked for.
+    """Return the coefficient of each balancing loss by its logged name; 0.0 if unused.
 
-    Raises: ValueError when --moe-router-load-balancing-type and --moe-aux-loss-coeff have different lengths or do not
-    go together.
+    Raises:
+        ValueError: if --moe-router-load-balancing-type and --moe-aux-loss-coeff do not match.
     """
     kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
@@ -87,9 +75,12 @@ def loss_coefficients(moe: MoEArgs) -> dict[str, float]:
         )
     for kind in ("sinkhorn", QUANTILE_BALANCING):
         if kind in kinds and (len(kinds) > 1 or any(coeffs)):
-            raise ValueError(f"--moe-router-load-balancing-type {kind} stands alone and needs --moe-aux-loss-coeff 0")
-    asked = dict(zip(kinds, coeffs))
-    return {name: float(asked.get(kind, 0.0)) for kind, name in BALANCING_TYPES}
+            raise ValueError(
+                f"--moe-router-load-balancing-type {kind} cannot be combined with others and needs "
+                "--moe-aux-loss-coeff 0"
+            )
+    by_kind = dict(zip(kinds, coeffs))
+    return {name: float(by_kind.get(kind, 0.0)) for kind, name in BALANCING_TYPES}
 
 
 class _AttachGradient(torch.autograd.Function):
@@ -113,14 +104,14 @@ def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tens
 
 @dataclass(frozen=True)
 class BalancingLosses:
-    """values: [4], order LOSS_NAMES, without coefficients, this rank's part; grad_TE: gradient of their weighted sum."""
+    """This rank's losses [4] (order LOSS_NAMES), without coefficients, and the gradient of their weighted sum."""
 
     values: Tensor
     grad_TE: Tensor
 
 
 def normalized_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
-    """Scores that sum to one over the experts, and r'(logit) / sum(r) of their unnormalised form r (for softmax, r = exp)."""
+    """Return scores r / sum(r), which sum to one over the experts, and r'(logit) / sum(r) (softmax: r = exp)."""
     if score_function == "softmax":
         scores_TE = torch.softmax(logits_TE, dim=-1)
         return scores_TE, scores_TE
@@ -137,9 +128,9 @@ def normalized_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, T
 def scores_and_counts(
     logits_TE: Tensor, topk: int, score_function: str, num_sequences: int, chosen_TE: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalised scores and slopes, and per sequence the sums of scores and the counts of the plain top-k, both [B, E].
+    """Return scores and slopes [T, E], and per sequence sums of scores and counts of the chosen experts [B, E].
 
-    chosen_TE: the choice that is counted, if it is known or another one; bool.
+    Without chosen_TE (bool) the plain top-k is counted.
     """
     scores_TE, slope_TE = normalized_scores(logits_TE, score_function)
     if chosen_TE is None:
@@ -165,19 +156,19 @@ def balancing_losses(
     counts: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = scores_and_counts,
     kernels: Balancing | None = None,
 ) -> BalancingLosses:
-    """Values and summed gradient of all balancing losses of one microbatch.
+    """Compute all balancing losses of one microbatch.
 
-    Shapes: logits_TE; running = (counts_E summed over the iteration's earlier microbatches and over tp_dp_cp, number
-    of microbatches), both updated in place, needed by global_aux_loss. per_token_loss multiplies the gradient by the
-    microbatch's token count (all tp x cp ranks), which the later division by the token count takes away. counts: of
-    the experts that are chosen. kernels: stand in for all of it.
+    `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
+    global_aux_loss, updated in place. per_token_loss multiplies the gradient by the microbatch's token count over tp
+    and cp, because the gradients are divided by the token count later. `kernels` compute all of it, if given.
+
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
     """
-    num_tokens, num_experts = logits_TE.shape
-    cut = ps.tp_cp.size
+    num_tokens = logits_TE.shape[0]
+    num_shards = ps.tp_cp.size
     if kernels is not None:
-        z = None if z_loss_coeff is None else 2 * z_loss_coeff / (cut * max(1, num_tokens))
-        factor = float(num_tokens * cut) if per_token_loss else 1.0
+        z = None if z_loss_coeff is None else 2 * z_loss_coeff / (num_shards * max(1, num_tokens))
+        factor = float(num_tokens * num_shards) if per_token_loss else 1.0
         return _by_kernels(
             kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps
         )
@@ -186,10 +177,10 @@ def balancing_losses(
     grad_TE = None
     scores_TE = None
     if any(coefficients.values()):
-        rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
-        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, rows)
+        num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
+        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows)
         weights_BE = _loss_weights(probs_BE, counts_BE, num_tokens, topk, coefficients, running, ps, values)
-        weights_TE = weights_BE.repeat(num_tokens // rows, 1)
+        weights_TE = weights_BE.repeat(num_tokens // num_rows, 1)
         if slope_TE is scores_TE:
             grad_TE = torch._softmax_backward_data(weights_TE, scores_TE, -1, scores_TE.dtype)
         else:
@@ -199,14 +190,14 @@ def balancing_losses(
         log_sum_T1 = logits_TE[:, :1] - log_softmax_TE[:, :1]
         torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
-        factor = 2 * z_loss_coeff / (cut * num_tokens)
+        factor = 2 * z_loss_coeff / (num_shards * num_tokens)
         grad_TE = (
             softmax_TE * (log_sum_T1 * factor)
             if grad_TE is None
             else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
         )
     if per_token_loss:
-        grad_TE *= num_tokens * cut
+        grad_TE *= num_tokens * num_shards
     return BalancingLosses(values, grad_TE)
 
 
@@ -218,7 +209,7 @@ def _scales(
     topk: int,
     ps: ParallelState,
 ) -> tuple[float, float, float]:
-    """What counts of chosen experts are multiplied with in the three losses; 0 for those not asked for."""
+    """Return the factors of the counts in the three losses; 0 for unused ones."""
     tokens, length = num_tokens * ps.tp_cp.size, num_tokens // num_sequences * ps.tp_cp.size
     divisors = (tokens**2, length**2 * num_sequences, (num_tokens * ps.tp_dp_cp.size) ** 2)
     return tuple(
@@ -273,32 +264,30 @@ def _loss_weights(
     ps: ParallelState,
     values: Tensor,
 ) -> Tensor:
-    """The sum of the c's of the losses in use, [1 or B, E]; writes the losses' values."""
+    """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`."""
     num_sequences, num_experts = counts_BE.shape
-    of_all, of_each, of_running = _scales(coefficients, num_tokens, num_sequences, num_experts, topk, ps)
+    aux_scale, seq_scale, global_scale = _scales(coefficients, num_tokens, num_sequences, num_experts, topk, ps)
     probs_E, counts_E = (probs_BE[0], counts_BE[0]) if num_sequences == 1 else (probs_BE.sum(0), counts_BE.sum(0))
-    found = []
+    weights = []
     if coefficients["load_balancing_loss"]:
-        weight_E = _over_ranks(counts_E, ps.tp_cp) * of_all
+        weight_E = _sum_over_ranks(counts_E, ps.tp_cp) * aux_scale
         torch.dot(probs_E, weight_E, out=values[0])
-        found.append(coefficients["load_balancing_loss"] * weight_E)
+        weights.append(coefficients["load_balancing_loss"] * weight_E)
     if coefficients["seq_load_balancing_loss"]:
-        weight_BE = _over_ranks(counts_BE, ps.tp_cp) * of_each
+        weight_BE = _sum_over_ranks(counts_BE, ps.tp_cp) * seq_scale
         torch.dot(probs_BE.flatten(), weight_BE.flatten(), out=values[1])
-        found.append(coefficients["seq_load_balancing_loss"] * weight_BE)
+        weights.append(coefficients["seq_load_balancing_loss"] * weight_BE)
     if coefficients["global_load_balancing_loss"]:
         sums_E, steps = running
-        sums_E += _over_ranks(counts_E, ps.tp_dp_cp)
+        sums_E += _sum_over_ranks(counts_E, ps.tp_dp_cp)
         steps += 1
-        weight_E = (sums_E / steps).to(probs_E.dtype) * of_running
+        weight_E = (sums_E / steps).to(probs_E.dtype) * global_scale
         torch.dot(probs_E, weight_E, out=values[2])
-        found.append(coefficients["global_load_balancing_loss"] * weight_E)
-    weights = functools.reduce(torch.add, found)
-    return weights.view(-1, num_experts)
+        weights.append(coefficients["global_load_balancing_loss"] * weight_E)
+    return functools.reduce(torch.add, weights).view(-1, num_experts)
 
 
-def _over_ranks(counts: Tensor, group: Group) -> Tensor:
-    """The sums over a group; the counts of this rank stay as they are."""
+def _sum_over_ranks(counts: Tensor, group: Group) -> Tensor:
     return counts if group.size == 1 else all_reduce(counts.clone(), group)
 
 
@@ -313,7 +302,7 @@ def _routers(chunks) -> Iterator[Any]:
 
 
 def start_iteration(chunks) -> None:
-    """Forget the counts of the previous iteration's microbatches (global_aux_loss)."""
+    """Reset the running counts of global_aux_loss."""
     for router in _routers(chunks):
         if router.coefficients["global_load_balancing_loss"]:
             router.global_tokens_per_expert.zero_()
@@ -321,16 +310,12 @@ def start_iteration(chunks) -> None:
 
 
 def reset_iteration(chunks) -> None:
-    """Reset the statistics of the current iteration, as if none of its microbatches had run: for one that is repeated or skipped."""
+    """Discard the statistics of the current iteration, which is repeated or skipped."""
     for router in _routers(chunks):
-        for books in (
-            router.loss_sums,
-            router.dropped,
-            router.tokens_per_expert,
-            getattr(router, "local_tokens_per_expert", None),
-        ):
-            if books is not None:
-                books.zero_()
+        local_tokens_per_expert = getattr(router, "local_tokens_per_expert", None)
+        for counter in (router.loss_sums, router.dropped, router.tokens_per_expert, local_tokens_per_expert):
+            if counter is not None:
+                counter.zero_()
         if router.quantile is not None:
             router.quantile.reset()
     for layer in _layers(chunks):
@@ -338,7 +323,7 @@ def reset_iteration(chunks) -> None:
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:
-    """Move what biases the choice of experts: expert bias and quantile balancing; once per global batch. frozen: they stay."""
+    """Update expert biases and those of quantile balancing, once per global batch; `frozen` only resets the counts."""
     update_expert_bias(chunks, ps, frozen)
     quantiles = [router for router in _routers(chunks) if router.quantile is not None]
     if quantiles:
@@ -348,9 +333,9 @@ def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:
 
 @torch.no_grad()
 def update_expert_bias(chunks, ps: ParallelState, frozen: bool = False) -> None:
-    """Move every expert's bias by the update rate towards balance; once per global batch. frozen: the biases stay, the counts go.
+    """Move every expert's bias by the update rate towards balance; `frozen` only resets the counts.
 
-    Communication: all layers' counts in one all-reduce over tp_dp_cp.
+    Communication: one all-reduce of all layers' counts over tp_dp_cp.
     Source: auxiliary-loss-free load balancing (arXiv 2408.15664); DeepSeek-V3, section 2.1.2.
     """
     routers = [router for router in _routers(chunks) if router.expert_bias is not None]
@@ -369,11 +354,12 @@ def update_expert_bias(chunks, ps: ParallelState, frozen: bool = False) -> None:
 
 @dataclass(frozen=True)
 class MoeMetrics:
-    """Balance of one iteration, as it is logged.
+    """Balance of one iteration.
 
-    losses: name -> mean over MoE layers and microbatches, without coefficient; names in the log line's order.
-    per_layer: name -> mean over microbatches of every layer, 0 for dense ones; multi-token-prediction layers follow
-    the decoder's. dropped_tokens: (token, expert) pairs beyond capacity, all layers, microbatches and ranks.
+    Attributes:
+        losses: mean over MoE layers and microbatches by name, without coefficient, in the log line's order.
+        per_layer: mean over microbatches of every layer by name, 0 for dense layers; MTP layers come last.
+        dropped_tokens: (token, expert) pairs beyond capacity in all layers, microbatches and ranks.
     """
 
     losses: dict[str, float]
@@ -382,10 +368,10 @@ class MoeMetrics:
 
 
 def logged_losses(moe: MoEArgs) -> tuple[str, ...]:
-    """Names that an iteration's record carries, in order: a name is there when its loss is asked for, even at coefficient 0.
+    """Return the names of the logged losses, in order, including those with coefficient 0.
 
-    As in Megatron-LM the test on a single type is one on substrings: seq_aux_loss and global_aux_loss bring
-    load_balancing_loss (0) along.
+    As in Megatron-LM a single type is tested by substring: seq_aux_loss and global_aux_loss also log
+    load_balancing_loss (0).
     """
     kinds = moe.moe_router_load_balancing_type
     names = [name for kind, name in BALANCING_TYPES if kind in kinds]
@@ -395,11 +381,10 @@ def logged_losses(moe: MoEArgs) -> tuple[str, ...]:
 def collect_moe_metrics(
     chunks, ps: ParallelState, num_microbatches: int, moe: MoEArgs, num_layers: int, device: torch.device | str = "cpu"
 ) -> MoeMetrics:
-    """Read and reset the routers' accumulators; every rank gets the same values.
+    """Read and reset the routers' statistics; all ranks get the same values.
 
-    Called on every rank of a model with experts, also where a pipeline stage has none. num_layers: of the whole model,
-    multi-token-prediction layers included. device: where collectives take place.
-    Communication: 6 * num_layers fp64 values over tp_dp_cp, then over pp; nothing on one rank.
+    Collective over the world, including pipeline stages without experts. `num_layers` is that of the full model with
+    MTP layers.
     """
     if not moe.num_experts:
         return MoeMetrics({}, {}, 0)
@@ -409,10 +394,10 @@ def collect_moe_metrics(
         row = table[router.layer_number - 1]
         row[:4] = router.loss_sums
         row[4] = router.dropped
-        row[5].fill_(1.0)  # an assignment would copy a number of the host, and wait for it
+        row[5].fill_(1.0)  # an assignment would copy from the host and wait
         router.loss_sums.zero_()
         router.dropped.zero_()
-    # each rank holds its part of the sum over tp_cp (aux, seq) or tp_dp_cp (global); z-loss is a mean of local tokens
+    # aux and seq are summed over tp_cp, global over tp_dp_cp; z-loss is a mean of local tokens
     all_reduce(table, ps.tp_dp_cp)
     table[:, :2] /= ps.dp.size
     table[:, 3] /= ps.tp_dp_cp.size

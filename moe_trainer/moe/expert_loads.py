@@ -1,8 +1,4 @@
-"""Where the tokens of an iteration went, expert by expert and layer by layer (--moe-per-layer-logging).
-
-Counted is what the router chose, before anything is dropped or padded. Every rank counts its own tokens; one
-reduction an iteration adds them up.
-"""
+"""Tokens per expert and layer of an iteration, before drops and padding (--moe-per-layer-logging)."""
 
 import torch
 from torch import Tensor
@@ -17,14 +13,15 @@ EXTRA_COLUMNS = ("dropped", "cloned", "bias_drift", "is_moe")
 def collect_expert_loads(
     chunks, ps: ParallelState, num_experts: int, num_layers: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Read and reset the routers' counts of this iteration; read their drops, so call it before `collect_moe_metrics` forgets these.
+    """Read and reset the routers' counts; call it before `collect_moe_metrics`, which resets the drops.
 
-    Called on every rank, also where a pipeline stage has no experts. num_layers: of the whole model, with
-    multi-token-prediction layers.
-    Returns: fp64 [num_layers, num_experts + 4], the same on every rank: tokens that chose each expert, in the global
-    batch; pairs of token and expert that were dropped, and that clones of hot experts took over; how far the bias of
-    an expert is from the mean one; 1 for MoE layers (rows of others are 0).
-    Communication: this table over tp_dp_cp, then over pp; nothing on one rank.
+    Collective over the world, including pipeline stages without experts. `num_layers` is that of the full model with
+    MTP layers.
+
+    Returns:
+        fp64 [num_layers, num_experts + 4], equal on all ranks: tokens of the global batch that chose each expert;
+        (token, expert) pairs that were dropped, and those that clones computed; largest deviation of an expert bias
+        from the mean; 1 for MoE layers. Dense layers are 0.
     """
     table = torch.zeros(num_layers, num_experts + len(EXTRA_COLUMNS), dtype=torch.float64, device=device)
     for chunk in chunks:
@@ -32,7 +29,7 @@ def collect_expert_loads(
             router, row = layer.router, table[layer.layer_number - 1]
             row[:num_experts] = router.tokens_per_expert
             row[num_experts] = router.dropped
-            row[num_experts + 1] = layer.num_cloned_tokens / ps.tp_ep.size  # whose ranks all know the whole plan
+            row[num_experts + 1] = layer.num_cloned_tokens / ps.tp_ep.size  # equal on the ranks of tp_ep
             layer.num_cloned_tokens = 0
             bias_E = router.expert_bias if router.quantile is None else router.quantile.bias_E
             if bias_E is not None:

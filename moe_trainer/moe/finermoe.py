@@ -1,16 +1,15 @@
-"""FineRMoE: experts that are narrow on both sides, each making one slice of the output.
+"""FineRMoE: every expert computes one slice of the output.
 
-The experts are laid out as [slices, candidates, group_size] (ExpertGrid), the last fastest. For every slice of the
-output the router takes the candidate group whose logits have the largest sum, and in it the experts with the largest
-logits; the weights are one softmax over all that were chosen. A token's output is its slices side by side, each the
-weighted sum of its experts'.
+The experts form a grid [slices, candidates, group_size] (ExpertGrid), the last dimension fastest. For every slice the
+router selects the candidate group with the largest sum of logits and in it the experts with the largest logits; the
+weights are one softmax over all selected experts. A token's output is the concatenation of its slices, each the
+weighted sum of its experts' results.
 
-A row that comes out of an expert is as wide as a slice. Rows stay so until they are at home: an all-to-all brings
-back a slice for every pair of token and expert. `SlicedPermutation` then adds them up, by treating every slice of
-every token as a token of its own: the rows of token t and slice i are those of "token" t * slices + i, and its sums,
-laid out one after the other, are the whole tokens.
+Results have the width of a slice until they are combined. `SlicedPermutation` sums them by treating slice i of token t
+as token t * slices + i.
 
-Source: FineRMoE, arXiv 2603.13364. Shape letters: T tokens, E experts, K chosen of a token, R rows, W width of a slice.
+Source: FineRMoE, arXiv 2603.13364.
+Shape letters: T tokens, E experts, K selected experts per token, R routed tokens, W width of a slice.
 """
 
 from dataclasses import dataclass, replace
@@ -24,10 +23,7 @@ from moe_trainer.ops.permute import Permutation, PermuteMap, unpermute
 
 @torch.no_grad()
 def choose_slices(logits_TE: Tensor, grid: ExpertGrid, topk: int) -> Tensor:
-    """The experts of every token, topk / slices of them for each slice. Returns: indices_TK int64, slice after slice.
-
-    The first of equal groups wins. Sums are taken in fp32 at least.
-    """
+    """Return indices_TK (int64) of topk / slices experts per slice, ordered by slice."""
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     groups = wide_TE.view(-1, grid.slices, grid.candidates, grid.group_size)
     winner = groups.sum(-1).argmax(-1)[..., None, None]
@@ -40,44 +36,43 @@ def choose_slices(logits_TE: Tensor, grid: ExpertGrid, topk: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SlicedRoutes:
-    """Where rows come from (`tokens`), and of which slice of which token they are a part (`slices`)."""
+    """Maps of routed tokens to tokens and to slices of tokens."""
 
     tokens: PermuteMap
     slices: PermuteMap
 
     @property
-    def counts_E(self) -> Tensor:
-        """Rows of each expert."""
+    def counts_E(self) -> Tensor:  # noqa: N802 - as PermuteMap.counts_E
         return self.tokens.counts_E
 
 
 class SlicedPermutation(Permutation):
-    """Whole tokens into expert order; slices back, side by side.
+    """Sorts tokens by expert and combines slices.
 
-    experts_of_slice: how many experts make the same slice. first: the expert of the first column of a routing map.
+    Args:
+        slices: slices of a token.
+        experts_per_slice: experts that compute the same slice.
+        first: the expert of the first column of a routing map.
     """
 
-    takes_order = False  # it tells slices by the columns
+    takes_order = False  # slices are identified by column
 
-    def __init__(self, slices: int, experts_of_slice: int, first: int = 0):
-        self.slices, self.experts_of_slice, self.first = slices, experts_of_slice, first
+    def __init__(self, slices: int, experts_per_slice: int, first: int = 0):
+        self.slices, self.experts_per_slice, self.first = slices, experts_per_slice, first
 
     def permute(
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: None = None, num_rows: int | None = None
     ) -> tuple[Tensor, Tensor, SlicedRoutes]:
-        """As Permutation.permute, with columns in the order of the experts."""
+        """Sort tokens by expert; columns must be in the order of the experts."""
         x_RH, probs_R, routes = super().permute(x_TH, probs_TE, routing_TE, num_rows=num_rows)
-        slice_R = (routes.cell_R % routing_TE.shape[1] + self.first) // self.experts_of_slice
-        place_R = routes.token_R * self.slices + slice_R
-        # in token order rows are in the order of their slices, too
-        num_places = routes.num_tokens * self.slices
-        offsets = torch.searchsorted(place_R[routes.row_R], torch.arange(num_places + 1, device=place_R.device))
-        return (
-            x_RH,
-            probs_R,
-            SlicedRoutes(routes, replace(routes, token_R=place_R, offsets_T=offsets, num_tokens=num_places)),
-        )
+        slice_R = (routes.cell_R % routing_TE.shape[1] + self.first) // self.experts_per_slice
+        target_R = routes.token_R * self.slices + slice_R
+        # token order is also slice order
+        num_targets = routes.num_tokens * self.slices
+        offsets = torch.searchsorted(target_R[routes.row_R], torch.arange(num_targets + 1, device=target_R.device))
+        slice_routes = replace(routes, token_R=target_R, offsets_T=offsets, num_tokens=num_targets)
+        return x_RH, probs_R, SlicedRoutes(routes, slice_routes)
 
     def unpermute(self, y_RW: Tensor, routes: SlicedRoutes) -> Tensor:
-        """Sum the rows of each slice. Returns: [T, slices * W]; slices without rows get zeros."""
+        """Sum the results of each slice to [T, slices * W]; slices without results are zero."""
         return unpermute(y_RW, routes.slices).view(routes.tokens.num_tokens, -1)

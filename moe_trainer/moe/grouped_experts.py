@@ -1,12 +1,10 @@
-"""The experts' feed-forward with linears of a library: fc1 -> activation * probability -> fc2, each linear one grouped call.
+"""The experts' MLP with a library's grouped linears: fc1 -> activation * probability -> fc2.
 
-The linears (layers/te_experts.py) know nothing but products of rows in multiples that their units take. So here every
-expert's rows are filled up with zeros first and picked out again at the end, unless they come in such multiples
-(--moe-router-padding-for-quantization). Zero rows have zero gradients and add nothing. The activation is computed by
-the same block functions as in ops/expert_mlp.py; it keeps fc1's output and the probabilities, fc2 keeps what it was
-given, or, where moe_act is recomputed, gets it again.
+The linears (layers/te_experts.py) need a multiple of tokens per expert, so tokens are padded with zeros and the results
+unpadded, unless --moe-router-padding-for-quantization has padded the routing. The activation is that of
+ops/expert_mlp.py.
 
-Shape letters: R rows sorted by expert, P rows with padding, e experts, H hidden, F expert FFN width, G fc1 output
+Shape letters: R routed tokens sorted by expert, P with padding, e experts, H hidden, F expert FFN width, G fc1 output
 width (2F when gated).
 """
 
@@ -18,13 +16,13 @@ from torch import Tensor
 
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.host_read import integer_tensor
-from moe_trainer.moe.padding import RowPadding
+from moe_trainer.moe.padding import TokenPadding
 from moe_trainer.ops.expert_mlp import ActivationFns
 
 GroupedLinear = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
-class _Weighed(torch.autograd.Function):
+class _ActivationTimesProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h_PG: Tensor, probs_P: Tensor | None, activation_fns: ActivationFns) -> Tensor:
         ctx.save_for_backward(h_PG, probs_P)
@@ -52,36 +50,36 @@ def grouped_expert_mlp(
     b2_eH: Tensor | None = None,
     unused: int = 0,
 ) -> Tensor:
-    """Run every expert on its rows, at least one in all. linears: fc1 and fc2, of (rows, weights, row counts).
+    """Run every expert on its tokens, of which there must be at least one in all; see expert_mlp.expert_mlp.
 
-    pad_multiple: of the linears. Everything else as expert_mlp.expert_mlp. Raises: ValueError when the counts do not
-    add up to R.
+    The linears are fc1 and fc2, functions of (tokens, weights, tokens per expert) with counts in multiples of
+    pad_multiple.
     """
-    num_rows = x_RH.shape[0] - unused
-    if sum(counts) != num_rows:
+    num_tokens = x_RH.shape[0] - unused
+    if sum(counts) != num_tokens:
         raise ValueError(
-            f"grouped_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
+            f"grouped_expert_mlp: the tokens per expert add up to {sum(counts)}, but there are {num_tokens} tokens"
         )
     fc1, fc2 = linears
-    padding = RowPadding(counts, pad_multiple, x_RH.device)
-    probs_R = None if probs_R is None else probs_R[:num_rows]
+    padding = TokenPadding(counts, pad_multiple, x_RH.device)
+    probs_R = None if probs_R is None else probs_R[:num_tokens]
     probs_P = None if probs_R is None else padding.pad(probs_R)
     with activations.offload_scope("expert_fc1"):
-        h_PG = fc1(padding.pad(x_RH[:num_rows]), w1_eGH, padding.counts)
+        h_PG = fc1(padding.pad(x_RH[:num_tokens]), w1_eGH, padding.counts)
     if b1_eG is not None:
-        h_PG = h_PG + _per_row(b1_eG, padding.counts)
-    given = (h_PG,) if probs_P is None else (h_PG, probs_P)
+        h_PG = h_PG + _repeat_per_token(b1_eG, padding.counts)
+    inputs = (h_PG,) if probs_P is None else (h_PG, probs_P)
     with activations.offload_scope("moe_act"):
-        a_PF, inside = activations.recompute_output(
-            "moe_act", lambda h, p=None: _Weighed.apply(h, p, activation_fns), *given
+        a_PF, scope = activations.recompute_output(
+            "moe_act", lambda h, p=None: _ActivationTimesProb.apply(h, p, activation_fns), *inputs
         )
-        with inside:
+        with scope:
             y_RH = padding.unpad(fc2(a_PF, w2_eHF, padding.counts))
     if b2_eH is not None:
-        bias_RH = _per_row(b2_eH, counts)
+        bias_RH = _repeat_per_token(b2_eH, counts)
         y_RH = y_RH + (bias_RH if probs_R is None else (bias_RH * probs_R.unsqueeze(1)).to(bias_RH.dtype))
     return F.pad(y_RH, (0, 0, 0, unused)) if unused else y_RH
 
 
-def _per_row(bias_eN: Tensor, counts: Sequence[int]) -> Tensor:
+def _repeat_per_token(bias_eN: Tensor, counts: Sequence[int]) -> Tensor:
     return bias_eN.repeat_interleave(integer_tensor(counts, bias_eN.device), dim=0, output_size=sum(counts))

@@ -1,14 +1,10 @@
-"""Quantile balancing (--moe-router-load-balancing-type quantile_balancing): a bias per expert instead of a balancing loss.
+"""Quantile balancing: a bias per expert instead of a loss (--moe-router-load-balancing-type quantile_balancing).
 
-A token chooses the experts with the largest logits minus bias. While it trains, every microbatch yields a new
-estimate of the bias: per expert the value that exactly an even share of the microbatch's tokens exceed by more than
-their own threshold, which is the best logit that they did not choose. After a global batch the bias moves to the mean
-of these estimates (`update_quantile_bias`). The bias chooses only: weights come from the score function, as in any
-other routing.
+Experts are selected by logits minus bias; weights come from the score function. In training every microbatch, over
+all ranks of tp and cp, yields an estimate of the bias: for each expert the value with which an even share of the
+tokens would select it, given each token's best logit that is not selected. After a global batch the bias moves to the
+mean of the estimates over microbatches and data ranks (`update_quantile_bias`).
 
-The tokens of a microbatch are those of all ranks of tp and cp, so the estimates do not depend on tp, cp, ep, etp and
-pp; their mean over the microbatches of all data ranks does not depend on dp. The micro-batch size is part of the
-definition.
 Source: Megatron-Core, qb_dual_update (moe_utils.py) and _update_router_qb_beta (finalize_model_grads.py).
 
 Shape letters: T tokens of this rank, M tokens of the microbatch, E experts, K top-k, L routers.
@@ -26,10 +22,7 @@ KIND = "quantile_balancing"
 
 
 def choose_and_estimate(logits_ME: Tensor, topk: int, bias_E: Tensor, estimate: bool) -> tuple[Tensor, Tensor | None]:
-    """Choose experts by biased logits, and estimate the bias that would have balanced them.
-
-    Returns: indices_MK; the estimate [E], None without `estimate`. M * topk must be a multiple of E for an estimate.
-    """
+    """Return indices_MK by biased logits, and with `estimate` the bias [E] that would balance the experts."""
     best = (logits_ME - bias_E).topk(topk + 1, dim=1)
     indices_MK = best.indices[:, :topk].contiguous()
     if not estimate:
@@ -39,7 +32,7 @@ def choose_and_estimate(logits_ME: Tensor, topk: int, bias_E: Tensor, estimate: 
 
 
 class QuantileBias(nn.Module):
-    """The bias of one router. Buffers: bias_E, which a checkpoint keeps; the sum and the number of this global batch's estimates."""
+    """The bias of one router, which is checkpointed, and the sum and number of this global batch's estimates."""
 
     def __init__(self, num_experts: int, tp_cp: Group):
         super().__init__()
@@ -49,7 +42,7 @@ class QuantileBias(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float32), persistent=False)
 
     def _apply(self, fn, recurse=True):
-        # fp32 whatever the model is cast to, as the router's other buffers
+        # fp32 whatever the model is cast to
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers(recurse=False):
             setattr(self, name, buffer.float())
@@ -57,10 +50,7 @@ class QuantileBias(nn.Module):
 
     @torch.no_grad()
     def choose(self, logits_TE: Tensor, topk: int, estimate: bool) -> Tensor:
-        """Choose experts for this rank's tokens; with `estimate` also take the microbatch's estimate into account.
-
-        Returns: indices_TK. Communication: T*E fp32 gathered over tp_cp.
-        """
+        """Return indices_TK; with `estimate` accumulate an estimate, for which logits are all-gathered over tp_cp."""
         logits_ME = logits_TE.float()
         if self._tp_cp.size > 1 and estimate:
             local_TE = logits_ME.contiguous()
@@ -75,20 +65,15 @@ class QuantileBias(nn.Module):
         return indices_MK[first : first + logits_TE.shape[0]]
 
     def reset(self) -> None:
-        """Drop the estimates of this global batch."""
         self.sum_E.zero_()
         self.count.zero_()
 
 
 @torch.no_grad()
 def update_quantile_bias(biases: Iterable[QuantileBias], ps: ParallelState, ema: float, frozen: bool = False) -> None:
-    """Move the biases to the mean estimate of the global batch, centered; once per global batch. frozen: they stay.
+    """Move the biases to the centered mean estimate of the global batch; `frozen` only discards the estimates.
 
-    Args:
-        biases: of this rank's routers.
-        ema: share of the old bias in the new one.
-
-    Communication: all routers' estimates in one all-reduce over dp_cp.
+    `ema` is the weight of the old bias. Communication: one all-reduce over dp_cp.
     """
     biases = list(biases)
     if biases and not frozen:

@@ -116,7 +116,7 @@ class TopKRouter(nn.Module):
         self.recorder: list | None = None
         self.fused_topk: Callable | None = None  # kernels: set when the model is built; see dispatch/select.py
         self.balancing: Balancing | None = None
-        init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes rows of its own
+        init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes its own tokens
         self.weight = make_parameter(
             (self.num_experts, model.hidden_size),
             ParamInfo((f"{name}.weight",), is_grad_partial=partial, init=init.kind, init_std=init.std),

@@ -1,6 +1,6 @@
-"""How clear a router's choice of experts is: what rounding could have turned, and what it could not (verification/compare_records.py).
+"""The margin of a router's decisions: whether rounding could change them (verification/compare_records.py).
 
-Shapes: T tokens, E experts, G groups of them, M experts a group, K sorted scores.
+Shapes: T tokens, E experts, G groups, M experts per group, K sorted scores.
 """
 
 from types import MappingProxyType
@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_STEEPEST = MappingProxyType({"sigmoid": 0.25, "sqrtsoftplus": 0.32})
-"""The largest slope of a score over its logit."""
+_MAX_SLOPE = MappingProxyType({"sigmoid": 0.25, "sqrtsoftplus": 0.32})  # of a score over its logit
 
 
 @torch.no_grad()
@@ -22,10 +21,9 @@ def compute_routing_margin(
     group_topk: int | None = None,
     expert_bias_E: Tensor | None = None,
 ) -> Tensor:
-    """How clear a choice of experts is: by how much the last one chosen leads the next, and so the groups; [T] fp32, 0 a tie.
+    """Return the lead of the last selected expert (and group) over the next one, [T] fp32; 0 is a tie.
 
-    In units of logits (at most what logits must change by for another choice), relative to the root mean square of
-    the token's.
+    It is a lower bound of the change of logits that changes the selection, divided by the token's RMS logit.
     """
 
     def lead(sorted_TK: Tensor, rank: int) -> Tensor:
@@ -42,7 +40,7 @@ def compute_routing_margin(
         scores_TE = torch.sigmoid(logits_TE) if score_function == "sigmoid" else F.softplus(logits_TE).sqrt()
         scores_TE, slope = (
             (scores_TE if expert_bias_E is None else scores_TE + expert_bias_E),
-            _STEEPEST[score_function],
+            _MAX_SLOPE[score_function],
         )
     if not group_topk:
         margin_T = lead(scores_TE.sort(dim=-1, descending=True)[0], topk) / slope
@@ -57,7 +55,7 @@ def compute_routing_margin(
 
 
 def mask_to_best_groups(scores_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
-    """The groups' scores TG, and the experts', -inf outside the best groups."""
+    """Return group scores TG, and expert scores TE with -inf outside the best groups."""
     scores_TGM = scores_TE.view(scores_TE.shape[0], num_groups, -1)
     group_scores_TG = scores_TGM.topk(topk // group_topk, dim=-1)[0].sum(-1)
     best_TG = group_scores_TG.topk(group_topk, dim=-1, sorted=False)[1]

@@ -25,7 +25,7 @@ from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
 from moe_trainer.layers.te_layers import FusedColumnLinear
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
-from moe_trainer.moe.padding import RowPadding
+from moe_trainer.moe.padding import TokenPadding
 from moe_trainer.ops.expert_mlp import expert_mlp, get_activation_fns
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
@@ -176,7 +176,7 @@ def test_weights_are_no_activations(double):
 
 def test_rows_of_zeros_fill_up():
     x = torch.arange(1.0, 29.0, requires_grad=True)
-    padding = RowPadding(COUNTS, 8, x.device)
+    padding = TokenPadding(COUNTS, 8, x.device)
     padded = padding.pad(x)
     assert padding.counts == [16, 0, 16, 8] and padded.tolist() == [
         *range(1, 10),
@@ -188,7 +188,7 @@ def test_rows_of_zeros_fill_up():
     back = padding.unpad(padded * 2)
     (back * torch.arange(28.0)).sum().backward()
     assert torch.equal(back, x * 2) and torch.equal(x.grad, 2 * torch.arange(28.0))
-    even = RowPadding((8, 0, 16), 8, x.device)
+    even = TokenPadding((8, 0, 16), 8, x.device)
     assert even.pad(x) is x and even.unpad(x) is x
 
 

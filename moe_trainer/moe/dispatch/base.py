@@ -5,8 +5,8 @@
 
 Only token_dispatch and token_combine wait for other ranks; dispatch_preprocess may start the exchange of token
 counts. Both are split into a start, which returns while tokens are in flight where the backend allows it, and a
-finish, so that an overlapping schedule can compute in between. State travels in the returned `DispatchState`: a
-dispatcher holds constants only, so recompute and two microbatches in flight are safe.
+finish, so that an overlapping schedule can compute in between. State is in the returned `DispatchState`: a dispatcher
+holds constants only, so recompute and two microbatches in flight are safe.
 
 Shape letters: T local tokens, E experts, e local experts, R routed tokens received by this rank, H hidden.
 """
@@ -163,7 +163,7 @@ class TokenDispatcher(ABC):
         return y_RH, None
 
     def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        """Wait for the results. BackendPolicy that cannot return while tokens are in flight communicate here."""
+        """Wait for the results. Backends without asynchronous communication communicate here."""
         return y_RH
 
     @abstractmethod

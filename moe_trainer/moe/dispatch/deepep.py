@@ -178,7 +178,7 @@ class _StartDispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        handle = ctx.handle  # _FinishDispatch has state the gradients
+        handle = ctx.handle  # _FinishDispatch.backward has started the combine of the gradients
         handle.wait()
         (grad_x, grad_weights), handle.gradients = handle.gradients, ()
         return None, None, grad_x, grad_weights, None
@@ -209,7 +209,7 @@ class _StartCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        handle = ctx.handle  # _FinishCombine has state the gradient
+        handle = ctx.handle  # _FinishCombine.backward has started the dispatch of the gradient
         handle.wait()
         (grad_NH,), handle.gradients = handle.gradients, ()
         return None, grad_NH
