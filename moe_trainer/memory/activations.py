@@ -2,11 +2,10 @@
 
 Layers name their parts and leave the rest to the chunk's `ActivationPolicy`, which the kit carries:
 
-    activations.recompute_region("core_attn", fn, q, k, v)       run fn; if this part is recomputed, save its inputs
-    only y, scope = activations.recompute_output("layernorm", fn, x)  run fn; consumers in `with scope:` do not save
-    its output with activations.offload_scope("qkv_linear"):                tensors saved here are offloaded
-    activations.cached_for_recompute(compute)                    a value that the second pass of a region must not
-    recompute
+* `recompute_region("core_attn", fn, q, k, v)`: run fn; if this part is recomputed, save its inputs only;
+* `y, scope = recompute_output("layernorm", fn, x)`: run fn; consumers inside `with scope:` do not save its output;
+* `with offload_scope("qkv_linear"):` tensors saved inside are offloaded;
+* `cached_for_recompute(compute)`: a value that the second pass of a region must not recompute.
 
 The model build decides which parts these are (model/build.py). Parts inside a recomputed region are left alone:
 nothing of them is saved.
