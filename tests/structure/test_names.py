@@ -41,13 +41,6 @@ ALLOWED = {
 }
 """(file, word) that may stay, and why."""
 
-PENDING: tuple[str, ...] = (
-    "moe_trainer/model/",
-    "moe_trainer/parallel/",
-    "tests/moe/test_dispatch_ranks.py",  # quotes parallel/mappings.py
-)
-"""Files and folders whose words are not replaced yet."""
-
 _GAP = r"(?:[\s#]|//)+"  # a phrase may continue on the next line of a comment
 _BANNED = re.compile(
     r"\b(?:" + "|".join([*WORDS, *(phrase.replace(" ", _GAP) for phrase in PHRASES)]) + r")\b", re.IGNORECASE
@@ -78,8 +71,7 @@ def test_no_private_words():
         name = path.relative_to(ROOT).as_posix()
         found = [(0, word) for _, word in banned_words(name)] + banned_words(path.read_text(encoding="utf-8"))
         used |= {(name, word) for _, word in found} & ALLOWED.keys()
-        if not name.startswith(PENDING):
-            problems += [f"{name}:{line}: {word}" for line, word in found if (name, word) not in ALLOWED]
+        problems += [f"{name}:{line}: {word}" for line, word in found if (name, word) not in ALLOWED]
     assert not problems, "\n".join(problems)
     assert used == ALLOWED.keys(), f"remove from ALLOWED: {sorted(ALLOWED.keys() - used)}"
 
