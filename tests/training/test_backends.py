@@ -84,7 +84,7 @@ def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
     """Not only that it is absent: a library built for another torch, or one that lacks a library of its own."""
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in {
-        "whole": "",
+        "full": "",
         "half": "import the_other_half",
         "foreign": "raise OSError('libcudart.so.11: cannot open\\nmore')",
     }.items():

@@ -89,7 +89,7 @@ def _gpt2(path: Path) -> None:
 
 def _preprocess(path: Path) -> None:
     line = path.read_bytes()
-    _Encoder.__call__(_bare_encoder(), _Chunk(str(path), 1, [1], [line], True, len(line)))
+    _Encoder.__call__(_bare_encoder(), _Chunk(str(path), [1], [line], True, len(line)))
 
 
 def _weights(path: Path) -> None:

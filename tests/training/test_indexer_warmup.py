@@ -107,7 +107,7 @@ def test_ranks_warm_up_as_one_process(mapping):
     outcome, *others = run_ranks(train_ranks, 2, [[*WARMUP, *mapping.split()]])
     full = SequenceSharding(1, 2 if "context" in mapping else 1)
     expected = training_trace.train(
-        parse_args(WARMUP, 1), 0, ParallelState.single(), prepare=lambda run: emulate_topology(run, full)
+        parse_args(WARMUP, 1), 0, ParallelState.single(), 2, prepare=lambda run: emulate_topology(run, full)
     )
     differences = compare(expected, outcome[0])
     assert not differences, "\n".join(map(str, differences[:8]))
