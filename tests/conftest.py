@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy
@@ -31,6 +32,9 @@ def pytest_configure(config):
     and commands that tests start would train on the GPUs, all ranks on the same one.
     """
     parallel_runner.pytest_configure(config)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # inherited from nohup or a script's background job; the processes that tests interrupt would inherit it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
     if not all(path.resolve().is_relative_to(GPU_TESTS) for path in paths):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -248,7 +248,7 @@ def test_ctrl_c_writes_a_report(tmp_path):
     )
     assert process.stdout.readline() == "made: fine: passed: it is\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "1 passed, 0 failed" in out and not err
     assert "- stopped: by Ctrl-C" in (tmp_path / "out/report.md").read_text()
 
