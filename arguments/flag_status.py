@@ -22,8 +22,7 @@ _NCCL = "a transport setting of NCCL; results do not depend on it"
 _STORAGE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
 _INTERLEAVING = (
     "the order of gate and up in memory for a kernel of TransformerEngine; checkpoints hold [gate; up] with and "
-    "without "
-    "it, in Megatron-LM too, and results are the same"
+    "without it, in Megatron-LM too, and results are the same"
 )
 _FSDP = (
     "a buffer setting of Megatron's FSDP; torch's fully_shard manages its own buffers, and results do not depend on it"
@@ -53,8 +52,7 @@ NO_EFFECT = MappingProxyType(
         "flash_attention_version": "every version computes the same attention",
         "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
         "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in fp32, unless --grad-reduce-in-bf16 "
-        "or "
-        "--main-grads-dtype bf16 is set",
+        "or --main-grads-dtype bf16 is set",
         "attention_softmax_in_fp32": "the attention softmax is always computed in fp32",
         "apply_query_key_layer_scaling": "its two factors cancel, and the softmax is always computed in fp32 here",
         "perform_initialization": "weights are always initialized; a checkpoint then replaces them",
@@ -67,8 +65,7 @@ NO_EFFECT = MappingProxyType(
         "iteration on",
         "fp8_interval": "delayed scales are updated in every iteration, as in Megatron-LM, which ignores this flag",
         "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 weights are stored and gathered in the model's format, in a "
-        "separate "
-        "buffer; GEMMs quantize them",
+        "separate buffer; GEMMs quantize them",
         **_each("moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size", _INTERLEAVING),
         **_each("moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias", _STORAGE),
         "moe_enable_routing_replay": "it lets another program supply the experts of every token, and pretraining has "
@@ -91,8 +88,7 @@ NO_EFFECT = MappingProxyType(
         "on it",
         "use_gloo_process_groups": "gloo groups are created where they are needed",
         "use_layer_wise_param_layout": "parameters that are updated as full matrices are always placed unsharded on "
-        "the "
-        "rank that updates them",
+        "the rank that updates them",
         "align_grad_reduce": "every stage reduces a bucket of gradients as soon as it is complete",
         "align_param_gather": "every stage gathers its parameters right after its optimizer step, in order of use",
         "data_parallel_random_init": "all data-parallel ranks start with the first one's weights, as in Megatron-LM; "
@@ -246,8 +242,7 @@ class Unsupported(NamedTuple):
 
 _NON_PERSISTENT = Unsupported(
     "there is one kind of checkpoint here: complete in the shared directory, or absent. Save more often "
-    "(--save-interval, "
-    "--async-save) and retain fewer checkpoints (--save-retain-interval)"
+    "(--save-interval, --async-save) and retain fewer checkpoints (--save-retain-interval)"
 )
 
 UNSUPPORTED = MappingProxyType(
@@ -292,8 +287,7 @@ UNSUPPORTED = MappingProxyType(
         ),
         "optimizer": Unsupported(
             "soap and adaptive_muon are not supported: their published versions differ, and Megatron-LM has no flags "
-            "that "
-            "select one. Use --optimizer muon",
+            "that select one. Use --optimizer muon",
             ("soap", "adaptive_muon"),
         ),
     }
@@ -358,12 +352,10 @@ REQUIRES = (
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff "
         "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
         "moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
-        "moe_router_dtype "
-        "moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_force_biased moe_input_jitter_eps "
-        "moe_router_padding_for_quantization moe_router_load_balancing_type moe_expert_capacity_factor "
-        "moe_pad_expert_input_to_capacity "
-        "moe_token_drop_policy moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type "
-        "moe_dispatch_fwd_dtype "
+        "moe_router_dtype moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_force_biased "
+        "moe_input_jitter_eps moe_router_padding_for_quantization moe_router_load_balancing_type "
+        "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
+        "moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
         "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash moe_routing_trace_path "
         "save_tokens_per_expert_interval",
     ),
@@ -447,8 +439,7 @@ REQUIRES_VALUE = (
         "optimizer",
         "muon",
         "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_fp32_matmul_prec "
-        "muon_coefficient_type "
-        "muon_num_ns_steps muon_tp_mode muon_scalar_optimizer",
+        "muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_scalar_optimizer",
     ),
     (
         "experimental_attention_variant",
@@ -460,9 +451,8 @@ REQUIRES_VALUE = (
         "experimental_attention_variant",
         "dsa",
         "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_warmup "
-        "dsa_indexer_use_sparse_loss "
-        "dsa_kernel_backend dsa_attention_form dsa_indexer_rope_interleaved dsa_indexer_rotate_activation "
-        "dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form dsa_indexer_rope_interleaved "
+        "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
     ),
     ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     ("moe_router_load_balancing_type", "quantile_balancing", "moe_router_quantile_balancing_ema"),
@@ -609,8 +599,8 @@ _WITHOUT_EFFECT = (
     ),
     (
         "--enable-gpt-oss",
-        "it tells Megatron-LM's ModelOpt builder which model to convert; here the architecture's flags do "
-        "(--preset gpt_oss_20b has them)",
+        "it tells Megatron-LM's ModelOpt builder which model to convert; here the architecture's flags do (--preset "
+        "gpt_oss_20b has them)",
     ),
     (
         "--export-force-local-attention",

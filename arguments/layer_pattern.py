@@ -29,8 +29,8 @@ def moe_layer_pattern(
     entries = tuple(moe_layer_freq)
     if len(entries) != num_layers:
         raise ValueError(
-            f"--moe-layer-freq lists {len(entries)} layers, but --num-layers is {num_layers}; "
-            "one entry per layer is needed"
+            f"--moe-layer-freq lists {len(entries)} layers, but --num-layers is {num_layers}; one entry per layer is "
+            "needed"
         )
     if any(entry not in (0, 1) for entry in entries):
         raise ValueError(f"--moe-layer-freq {list(entries)}: every entry must be 0 (dense) or 1 (MoE)")

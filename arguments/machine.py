@@ -191,17 +191,15 @@ def expandable_segments(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _
     if EXPANDABLE not in env[allocator]:
         if s.num_experts:
             message = (
-                f"{_env(env, allocator)} is kept: without {EXPANDABLE} memory fragments, since "
-                f"{s.flag('num_experts')} makes sizes "
-                "vary with the routing."
+                f"{_env(env, allocator)} is kept: without {EXPANDABLE} memory fragments, since {s.flag('num_experts')} "
+                "makes sizes vary with the routing."
             )
             yield _finding(s, message, "num_experts", kind="note")
         return
     if s.cuda_graph_impl == "transformer_engine" and env.get("NCCL_GRAPH_REGISTER") != "0":
         message = (
             f"{s.describe('cuda_graph_impl')} with {_env(env, allocator)} needs NCCL_GRAPH_REGISTER=0 in the "
-            "environment "
-            f"({_env(env, 'NCCL_GRAPH_REGISTER')}): registered buffers may move."
+            f"environment ({_env(env, 'NCCL_GRAPH_REGISTER')}): registered buffers may move."
         )
         yield _finding(s, message, "cuda_graph_impl")
     if s.nccl_ub:

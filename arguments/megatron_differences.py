@@ -265,8 +265,8 @@ def note_flex_without_expert_ranks(s: Settings, f: DerivedSizes) -> None:
 def note_experts_without_sequence_parallel(s: Settings, f: DerivedSizes) -> None:
     if f.experts and f.tp > 1 and not s.sequence_parallel:
         s.note(
-            f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor "
-            "rank then holds all tokens; --sequence-parallel saves memory and time."
+            f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor rank "
+            "then holds all tokens; --sequence-parallel saves memory and time."
         )
 
 

@@ -17,15 +17,14 @@ COMBINATIONS = (
     # (flags, why)
     (
         "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
-        "a graph of the full iteration needs padded experts "
-        f"(`{PADDED}`); dropless MoE, with or without a paged stash, is captured module by module",
+        f"a graph of the full iteration needs padded experts (`{PADDED}`); dropless MoE, with or without a paged "
+        "stash, is captured module by module",
     ),
     (
-        f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED} "
-        "--pipeline-model-parallel-size 2",
+        f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED} --pipeline-model-parallel-size "
+        "2",
         "the host waits for messages between stages, and for the collectives of `--overlap-grad-reduce`, "
-        "`--overlap-param-gather` and "
-        "`--context-parallel-size`",
+        "`--overlap-param-gather` and `--context-parallel-size`",
     ),
     ("--cuda-graph-impl local", f"full layers are captured only with padded experts (`{PADDED}`)"),
     (f"{GRAPHS} attn --fp4-format e2m1", "stochastic rounding has one generator per tensor"),
@@ -44,15 +43,15 @@ COMBINATIONS = (
     ),
     (
         f"{GRAPHS} attn --attention-dropout 0.1 --recompute-granularity selective",
-        "dropout inside a graph cannot be drawn twice with the same result; this also holds for "
-        "`--hidden-dropout` and `--moe-input-jitter-eps`, and under tensor parallelism without recompute",
+        "dropout inside a graph cannot be drawn twice with the same result; this also holds for `--hidden-dropout` and "
+        "`--moe-input-jitter-eps`, and under tensor parallelism without recompute",
     ),
     (f"{GRAPHS} moe_router --moe-router-load-balancing-type sinkhorn", "the host decides when it has converged"),
     (f"{GRAPHS} moe_router --moe-router-force-biased 1.0", "forced biases are drawn on the host"),
     (
         f"{GRAPHS} moe_router moe_preprocess --moe-expert-capacity-factor 1.0",
-        "with the all-to-all, as in Megatron-LM: the number of local tokens depends on "
-        "the routing; the same holds for `--moe-router-padding-for-quantization`",
+        "with the all-to-all, as in Megatron-LM: the number of local tokens depends on the routing; the same holds for "
+        "`--moe-router-padding-for-quantization`",
     ),
     ("--optimizer muon --chunked-optimizer-state-offload", "Muon keeps its fp32 state on the device"),
     (
@@ -61,14 +60,13 @@ COMBINATIONS = (
         "bf16",
     ),
     (
-        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-schedule zero-bubble "
-        "--pipeline-model-parallel-size 2",
+        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-schedule zero-bubble --pipeline-model-parallel-size "
+        "2",
         "the parameters are sharded again when deferred weight gradients are computed",
     ),
     (
         "--overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --recompute-granularity full "
-        "--recompute-method uniform "
-        "--recompute-num-layers 1",
+        "--recompute-method uniform --recompute-num-layers 1",
         "as in Megatron-LM: recompute selected modules instead",
     ),
     (
@@ -82,8 +80,7 @@ COMBINATIONS = (
     ),
     (
         "--moe-paged-stash --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
-        "--moe-expert-rank-capacity-factor 1.2 "
-        "--expert-model-parallel-size 2 --cpu-offloading-num-layers 2",
+        "--moe-expert-rank-capacity-factor 1.2 --expert-model-parallel-size 2 --cpu-offloading-num-layers 2",
         "the same tensors would be offloaded twice",
     ),
 )

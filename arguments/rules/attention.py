@@ -45,8 +45,7 @@ def check_mla_without_output_gate(s: Settings, _f: DerivedSizes) -> Iterator[Vio
     if s.multi_latent_attention and s.attention_output_gate:
         yield s.violation(
             f"{s.flag('attention_output_gate')} cannot be combined with {s.flag('multi_latent_attention')}: the gate "
-            "is part of the "
-            "fused projection of queries, keys and values, which latent attention does not have.",
+            "is part of the fused projection of queries, keys and values, which latent attention does not have.",
             "attention_output_gate",
             "multi_latent_attention",
         )
@@ -56,8 +55,7 @@ def check_rope_type(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.multi_latent_attention and s.apply_rope_fusion and s.rope_type != "yarn":
         yield s.violation(
             f"{s.flag('multi_latent_attention')} with {s.describe('rope_type')} needs --no-rope-fusion: the fused "
-            "kernel "
-            "knows only yarn.",
+            "kernel knows only yarn.",
             "rope_type",
             "apply_rope_fusion",
             "multi_latent_attention",
@@ -65,8 +63,7 @@ def check_rope_type(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.multi_latent_attention and s.rope_type == "yarn":
         yield s.violation(
             f"{s.describe('rope_type')} needs --multi-latent-attention; other attention takes "
-            "--position-embedding-type "
-            "yarn.",
+            "--position-embedding-type yarn.",
             "rope_type",
             "multi_latent_attention",
         )
@@ -98,8 +95,7 @@ def check_no_position_embedding(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     if not s.add_position_embedding and s.position_embedding_type not in MTP_POSITIONS:
         yield s.violation(
             f"{s.flag('add_position_embedding')} contradicts {s.describe('position_embedding_type')}; say what is "
-            "meant "
-            "with --position-embedding-type rope or none.",
+            "meant with --position-embedding-type rope or none.",
             "add_position_embedding",
             "position_embedding_type",
         )
@@ -121,8 +117,8 @@ def check_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("qk_clip", "log_max_attention_logit"):
         if getattr(s, dest) and s.cuda_graph_impl != "none":
             yield s.violation(
-                f"{s.flag(dest)} cannot be combined with {s.describe('cuda_graph_impl')}: a captured attention "
-                "records nothing.",
+                f"{s.flag(dest)} cannot be combined with {s.describe('cuda_graph_impl')}: a captured attention records "
+                "nothing.",
                 dest,
                 "cuda_graph_impl",
             )
@@ -132,8 +128,7 @@ def check_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         if getattr(s, norm) and not s.multi_latent_attention:
             yield s.violation(
                 f"{s.flag('qk_clip')} cannot be combined with {s.flag(norm)}: the norm sets the length of queries and "
-                "keys, "
-                "so the weights do not change the logits.",
+                "keys, so the weights do not change the logits.",
                 "qk_clip",
                 norm,
             )
@@ -171,8 +166,7 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not s.swiglu and s.experimental_attention_variant == "gdn":
         yield s.violation(
             f"{s.describe('experimental_attention_variant')} needs --swiglu: its convolution and its output gate use "
-            "the activation of the "
-            "feed-forward layers, and only SiLU is built.",
+            "the activation of the feed-forward layers, and only SiLU is built.",
             "experimental_attention_variant",
             "swiglu",
         )
@@ -186,8 +180,7 @@ def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         if isinstance(value, list | tuple) and f.layers is not None and len(value) != f.layers:
             yield s.violation(
                 f"{s.flag(dest)} describes {len(value)} layers, but {s.describe('num_layers')}; give one entry for "
-                "each "
-                "layer.",
+                "each layer.",
                 dest,
                 "num_layers",
             )

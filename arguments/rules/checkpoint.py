@@ -175,8 +175,7 @@ def check_upcycling(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.given("moe_upcycling_granularity") and pieces is not None and s.moe_upcycling_granularity != pieces:
         yield s.violation(
             f"{s.describe('moe_upcycling_granularity')} must be {pieces}: {s.describe('ffn_hidden_size')} / "
-            f"{s.describe('moe_ffn_hidden_size')}; or "
-            "leave one of them out.",
+            f"{s.describe('moe_ffn_hidden_size')}; or leave one of them out.",
             "moe_upcycling_granularity",
             "ffn_hidden_size",
             "moe_ffn_hidden_size",
@@ -188,8 +187,7 @@ def check_upcycling(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if shared is not None and not (fine and shared == dense):
         yield s.violation(
             f"{s.flag('moe_use_upcycling')} makes no {s.describe('moe_shared_expert_intermediate_size')}: only "
-            "FineRMoE's shared expert is the "
-            f"dense network, as wide as it ({dense}).",
+            f"FineRMoE's shared expert is the dense network, as wide as it ({dense}).",
             "moe_use_upcycling",
             "moe_shared_expert_intermediate_size",
         )

@@ -69,8 +69,7 @@ def check_split_needs_one_corpus(s: Settings, _f: DerivedSizes) -> Iterator[Viol
     if per_split and s.given("split"):
         yield s.violation(
             f"{s.describe('split')} cannot be combined with {s.flag(per_split[0])}, which already says what is "
-            "training "
-            "text.",
+            "training text.",
             "split",
             per_split[0],
         )
@@ -88,8 +87,8 @@ def check_blends(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             continue
         if len(words) % 2 or None in weights[::2]:
             text = (
-                "weights and data prefixes do not alternate; give a weight before every prefix, or none (a prefix "
-                "that is a number: ./7)"
+                "weights and data prefixes do not alternate; give a weight before every prefix, or none (a prefix that "
+                "is a number: ./7)"
             )
             yield s.violation(f"{s.describe(dest)}: {text}.", dest)
         elif not _are_blend_weights([weight for weight in weights[::2] if weight is not None]):

@@ -55,8 +55,8 @@ def note_deepep_padding(s: Settings, f: DerivedSizes) -> None:
         dest = "moe_router_padding_for_quantization"
         s.note(
             f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: DeepEP sends a token to as many "
-            "experts as the router "
-            "selects, so experts are not padded with further tokens; GEMMs that need padding use zeros."
+            "experts as the router selects, so experts are not padded with further tokens; GEMMs that need padding use "
+            "zeros."
         )
 
 
@@ -130,8 +130,7 @@ def check_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         if s.values[dest] != "bf16" and s.moe_token_dispatcher_type != "alltoall":
             yield s.violation(
                 f"{s.describe(dest)} needs --moe-token-dispatcher-type alltoall here, not "
-                f"{s.moe_token_dispatcher_type}: the other dispatchers "
-                "carry bf16.",
+                f"{s.moe_token_dispatcher_type}: the other dispatchers carry bf16.",
                 dest,
                 TYPE,
             )
@@ -230,8 +229,7 @@ def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     if offloaded:
         yield s.violation(
             f"{s.flag(dest)} cannot be combined with {s.flag('offload_modules')} {' '.join(offloaded)}: the same "
-            "tensors cannot "
-            "be in pages and on the host; give the pages host memory instead "
+            "tensors cannot be in pages and on the host; give the pages host memory instead "
             "(--moe-paged-stash-buffer-size-factor-cpu).",
             dest,
             "offload_modules",
@@ -261,8 +259,7 @@ def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation
     if s.moe_token_dispatcher_type == "flex":
         yield s.violation(
             f"{s.flag(dest)} needs --moe-token-dispatcher-type alltoall or allgather: the buffers of flex are sized "
-            "for the "
-            "experts of the model alone.",
+            "for the experts of the model alone.",
             dest,
             TYPE,
         )
@@ -281,8 +278,7 @@ def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation
     if s.pipeline_schedule == "zero-bubble":
         yield s.violation(
             f"{s.flag(dest)} cannot be combined with {s.describe('pipeline_schedule')}: gradients of clones are "
-            "exchanged within one "
-            "backward pass.",
+            "exchanged within one backward pass.",
             dest,
             "pipeline_schedule",
         )

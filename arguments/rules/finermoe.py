@@ -73,8 +73,7 @@ def check_expert_grid(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.num_experts != grid.num_experts:
         yield s.violation(
             f"{s.describe('num_experts')} must be {grid.num_experts}: {s.describe(SLICES)} x {s.describe(CANDIDATES)} "
-            f"x {s.describe(CUTS)} x "
-            f"{s.describe(COPIES)}; or leave it out.",
+            f"x {s.describe(CUTS)} x {s.describe(COPIES)}; or leave it out.",
             "num_experts",
             SLICES,
             CANDIDATES,
@@ -118,8 +117,7 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     elif s.moe_router_topk // grid.slices > grid.group_size:
         yield s.violation(
             f"{s.describe('moe_router_topk')} is {s.moe_router_topk // grid.slices} experts for every slice, but a "
-            "group has "
-            f"{grid.group_size}: {s.describe(CUTS)} x {s.describe(COPIES)}.",
+            f"group has {grid.group_size}: {s.describe(CUTS)} x {s.describe(COPIES)}.",
             "moe_router_topk",
             CUTS,
             COPIES,
@@ -127,8 +125,7 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     elif s.moe_router_topk == 1:
         yield s.violation(
             f"{s.describe('moe_router_topk')} with {s.describe(SLICES)} leaves one expert in all, whose weight is "
-            "always 1, and the router would "
-            "not learn; choose 2 or more.",
+            "always 1, and the router would not learn; choose 2 or more.",
             "moe_router_topk",
             SLICES,
         )
@@ -151,9 +148,8 @@ def check_finermoe_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
     strange = [kind for kind in balancing_types(s) if kind not in BALANCING]
     if strange:
         yield s.violation(
-            f"{asks} needs --moe-router-load-balancing-type {', '.join(BALANCING)}, not {' '.join(strange)}: it is "
-            "not defined for "
-            "groups of experts.",
+            f"{asks} needs --moe-router-load-balancing-type {', '.join(BALANCING)}, not {' '.join(strange)}: it is not "
+            "defined for groups of experts.",
             dest,
             "moe_router_load_balancing_type",
         )
@@ -167,9 +163,8 @@ def check_finermoe_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
     named = [name for name in s.triton_kernels if name in KERNELS]
     if named:
         yield s.violation(
-            f"{asks} cannot be combined with --triton-kernels {' '.join(named)}: the kernels of router and "
-            "permutation do not know "
-            "slices; name the others.",
+            f"{asks} cannot be combined with --triton-kernels {' '.join(named)}: the kernels of router and permutation "
+            "do not know slices; name the others.",
             dest,
             "triton_kernels",
         )

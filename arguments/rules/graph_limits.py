@@ -52,9 +52,9 @@ def note_options_without_graphs(s: Settings, _f: DerivedSizes) -> None:
             s.note_no_effect(s.shown(dest), f"without {s.flag(IMPL)}")
     if s.cuda_graph_impl == "transformer_engine":
         s.note(
-            f"{_graph_flag(s)}: the same parts are captured as with local, by this program itself "
-            "(TransformerEngine's make_graphed_callables "
-            "stores one graph per microbatch of the batch; here there is one per microbatch in flight)."
+            f"{_graph_flag(s)}: the same parts are captured as with local, by this program itself (TransformerEngine's "
+            "make_graphed_callables stores one graph per microbatch of the batch; here there is one per microbatch in "
+            "flight)."
         )
 
 
@@ -91,8 +91,7 @@ def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         )
         yield s.violation(
             f"{_graph_flag(s)}: capturing the full iteration of a dropless MoE model is not implemented yet{stash}. "
-            "Use "
-            "--cuda-graph-impl local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with "
+            "Use --cuda-graph-impl local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with "
             "--moe-pad-expert-input-to-capacity.",
             IMPL,
             "moe_pad_expert_input_to_capacity",
@@ -106,10 +105,9 @@ def check_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         what = f"without {s.flag(MODULES)} captures full layers"
         yield s.violation(
             f"{_graph_flag(s)} {what}, and the number of tokens per expert varies: use --moe-expert-capacity-factor "
-            "with "
-            "--moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router "
-            "moe_preprocess. (A budget, "
-            "--moe-expert-rank-capacity-factor, fixes the experts' buffers, but their tokens are not captured yet.)",
+            "with --moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router "
+            "moe_preprocess. (A budget, --moe-expert-rank-capacity-factor, fixes the experts' buffers, but their "
+            "tokens are not captured yet.)",
             IMPL,
             "moe_pad_expert_input_to_capacity",
             kind="later",

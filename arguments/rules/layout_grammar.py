@@ -57,8 +57,8 @@ def read_layout(text: str) -> PipelineLayout:
     strange = sorted(set(flat) - set("EtmL|"))
     if strange:
         raise ValueError(
-            f"{' '.join(strange)} is not part of a layout (E embedding, t decoder layer, m MTP layer, L loss, "
-            "| next stage, x*N and (...)*N repeat, without nesting)"
+            f"{' '.join(strange)} is not part of a layout (E embedding, t decoder layer, m MTP layer, L loss, | next "
+            "stage, x*N and (...)*N repeat, without nesting)"
         )
     return PipelineLayout(tuple(flat.split("|")))
 

@@ -56,8 +56,7 @@ def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(
             f"{s.shown('ckpt_format')}: checkpoints are written in the layout-free format torch_dist, which sharded "
-            "and "
-            "other runs resume alike."
+            "and other runs resume alike."
         )
 
 
@@ -170,8 +169,7 @@ def check_muon(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         if is_on:
             yield s.violation(
                 f"{s.flag(dest)} needs --optimizer adam, sgd or lion, not {s.optimizer}: Muon keeps its fp32 state on "
-                "the device and updates "
-                "full matrices.",
+                "the device and updates full matrices.",
                 dest,
                 "optimizer",
             )
@@ -225,8 +223,7 @@ def check_fsdp_deferred_wgrad(s: Settings, f: DerivedSizes) -> Iterator[Violatio
         if is_deferred:
             yield s.violation(
                 f"{s.flag(parent)} cannot be combined with {s.describe(dest)}: a layer's parameters are gathered for "
-                "one "
-                "complete forward and backward only, and this separates them.",
+                "one complete forward and backward only, and this separates them.",
                 parent,
                 dest,
             )

@@ -74,8 +74,7 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
     if s.recompute_granularity == "full":
         yield s.violation(
             f"{s.flag(OVERLAP)} cannot be combined with {s.describe('recompute_granularity')}; recompute selected "
-            "modules "
-            "instead.",
+            "modules instead.",
             OVERLAP,
             "recompute_granularity",
         )

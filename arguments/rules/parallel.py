@@ -95,8 +95,7 @@ def check_experts_per_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not divides(f.ep, f.experts):
         yield s.violation(
             f"{s.describe('num_experts')} must be a multiple of {s.describe('expert_model_parallel_size')}: every "
-            "expert rank "
-            "holds the same number of experts.",
+            "expert rank holds the same number of experts.",
             "num_experts",
             "expert_model_parallel_size",
         )
@@ -116,8 +115,7 @@ def check_heads_per_tp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     if not divides(f.tp, s.num_attention_heads):
         yield s.violation(
             f"{s.describe('num_attention_heads')} must be a multiple of {s.describe('tensor_model_parallel_size')}: "
-            "heads are "
-            "sharded over tensor ranks.",
+            "heads are sharded over tensor ranks.",
             "num_attention_heads",
             "tensor_model_parallel_size",
         )
@@ -128,8 +126,8 @@ def check_query_groups_per_tp_rank(s: Settings, f: DerivedSizes) -> Iterator[Vio
     if s.group_query_attention and positive(groups) and groups % f.tp and f.tp % groups:
         yield s.violation(
             f"{s.describe('num_query_groups')} must be a multiple or a divisor of "
-            f"{s.describe('tensor_model_parallel_size')}: "
-            "groups are sharded over tensor ranks, or several ranks share one.",
+            f"{s.describe('tensor_model_parallel_size')}: groups are sharded over tensor ranks, or several ranks share "
+            "one.",
             "num_query_groups",
             "tensor_model_parallel_size",
         )
@@ -139,8 +137,8 @@ def check_sequence_per_cp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violati
     if f.cp > 1 and not divides(2 * f.cp, s.seq_length):
         yield s.violation(
             f"{s.describe('seq_length')} must be a multiple of {2 * f.cp} (twice "
-            f"{s.describe('context_parallel_size')}): each "
-            "context rank takes one chunk from the front and one from the back of a sequence.",
+            f"{s.describe('context_parallel_size')}): each context rank takes one chunk from the front and one from "
+            "the back of a sequence.",
             "seq_length",
             "context_parallel_size",
         )
@@ -199,8 +197,7 @@ def check_hierarchical_cp_levels(s: Settings, f: DerivedSizes) -> Iterator[Viola
     if sizes and math.prod(sizes) == f.cp and len(sizes) != 2:
         yield s.violation(
             f"{s.describe('hierarchical_context_parallel_sizes')} gives {len(sizes)} sizes; a2a+p2p has two levels: "
-            "ranks that "
-            "exchange heads, and how many such groups form the ring.",
+            "ranks that exchange heads, and how many such groups form the ring.",
             "hierarchical_context_parallel_sizes",
         )
 
@@ -219,9 +216,8 @@ def check_heads_per_cp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         if count % f.tp == 0 and count // f.tp % ranks:
             yield s.violation(
                 f"{s.describe(dest)} must be a multiple of {f.tp * ranks} ({s.describe('tensor_model_parallel_size')} "
-                f"* {ranks} context "
-                f"ranks) with {s.describe('cp_comm_type')}: these ranks exchange heads for positions; use p2p or "
-                "allgather.",
+                f"* {ranks} context ranks) with {s.describe('cp_comm_type')}: these ranks exchange heads for "
+                "positions; use p2p or allgather.",
                 dest,
                 "cp_comm_type",
             )
@@ -231,9 +227,8 @@ def check_dp_last_mapping(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.use_tp_pp_dp_mapping and f.pp > 1 and None not in (f.dp, f.edp) and f.dp != f.edp:
         yield s.violation(
             f"{s.flag('use_tp_pp_dp_mapping')} with {s.describe('pipeline_model_parallel_size')} needs as many data "
-            "ranks "
-            f"as expert-data ranks, but they are {f.dp} and {f.edp}: otherwise both grids disagree on the pipeline "
-            "groups.",
+            f"ranks as expert-data ranks, but they are {f.dp} and {f.edp}: otherwise both grids disagree on the "
+            "pipeline groups.",
             "use_tp_pp_dp_mapping",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
@@ -246,8 +241,7 @@ def check_optimizer_instances_conflict(s: Settings, _f: DerivedSizes) -> Iterato
     if sharded and positive(s.num_distributed_optimizer_instances) and s.num_distributed_optimizer_instances > 1:
         yield s.violation(
             f"{s.describe('num_distributed_optimizer_instances')} cannot be combined with {s.describe(sharded[0])}; "
-            "use one "
-            "of them.",
+            "use one of them.",
             "num_distributed_optimizer_instances",
             sharded[0],
         )

@@ -69,8 +69,7 @@ def check_layers_per_virtual_stage(s: Settings, f: DerivedSizes) -> Iterator[Vio
     if not divides(per_stage, per_rank):
         yield s.violation(
             f"{s.describe(PER_VIRTUAL)} must divide the {per_rank} layers of a pipeline rank "
-            f"({s.describe('num_layers')}, "
-            f"{s.describe(PP)}).",
+            f"({s.describe('num_layers')}, {s.describe(PP)}).",
             PER_VIRTUAL,
             "num_layers",
             PP,
@@ -118,8 +117,7 @@ def check_end_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         elif not divides(f.vpp, value):
             yield s.violation(
                 f"{s.describe(dest)} must be a multiple of the {f.vpp} virtual stages per pipeline rank: every chunk "
-                "of a "
-                "rank holds the same number of layers.",
+                "of a rank holds the same number of layers.",
                 dest,
                 *(d for d in (VIRTUAL, PER_VIRTUAL) if s.given(d)),
             )
@@ -143,8 +141,7 @@ def check_middle_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     elif ranks and (rest == 0 or rest % ranks):
         yield s.violation(
             f"{shown} leave {rest} of {s.describe('num_layers')} for {ranks} middle pipeline ranks, which does not "
-            "divide "
-            "evenly.",
+            "divide evenly.",
             *ends,
             "num_layers",
             PP,
@@ -164,8 +161,7 @@ def check_ends_exclude_accounting(s: Settings, _f: DerivedSizes) -> Iterator[Vio
     if ends and counted:
         yield s.violation(
             f"{s.describe(ends[0])} cannot be combined with {s.flag(counted[0])}: both set how many layers the end "
-            "stages "
-            "hold.",
+            "stages hold.",
             ends[0],
             *counted,
         )
@@ -177,8 +173,7 @@ def check_layout_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]
     if getattr(s, LAYOUT) is not None and others:
         yield s.violation(
             f"{s.describe(LAYOUT)} cannot be combined with {', '.join(s.describe(dest) for dest in others)}: the "
-            "layout "
-            "already places every layer.",
+            "layout already places every layer.",
             LAYOUT,
             *others,
         )
@@ -213,8 +208,7 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         yield s.violation(
             f"{s.describe('microbatch_group_size_per_vp_stage')} must be between {s.describe(PP)} and the {count} "
             f"microbatches of an iteration ({s.describe('global_batch_size')} / ({s.describe('micro_batch_size')} * "
-            f"{f.dp} "
-            "data ranks)).",
+            f"{f.dp} data ranks)).",
             "microbatch_group_size_per_vp_stage",
             PP,
             "global_batch_size",
@@ -222,8 +216,8 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     elif 0 < count % group < f.pp:
         yield s.violation(
             f"An iteration has {count} microbatches; in groups of {group} "
-            f"({s.flag('microbatch_group_size_per_vp_stage')}) {count % group} are left over, which must be none or "
-            f"at least {s.describe(PP)}. Change {s.describe('global_batch_size')}.",
+            f"({s.flag('microbatch_group_size_per_vp_stage')}) {count % group} are left over, which must be none or at "
+            f"least {s.describe(PP)}. Change {s.describe('global_batch_size')}.",
             "global_batch_size",
             "microbatch_group_size_per_vp_stage",
             PP,
@@ -236,8 +230,7 @@ def check_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         cause = next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None)
         yield s.violation(
             f"{s.describe('pipeline_schedule')} cannot run the {f.vpp} virtual stages that {s.describe(cause)} makes; "
-            "choose "
-            "interleaved or zero-bubble.",
+            "choose interleaved or zero-bubble.",
             "pipeline_schedule",
             cause,
         )
@@ -253,8 +246,7 @@ def check_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     if schedule == "zero-bubble" and other is not None:
         yield s.violation(
             f"{s.describe('pipeline_schedule')} cannot be combined with {s.flag(other)}: both decide when weight "
-            "gradients are "
-            "computed.",
+            "gradients are computed.",
             "pipeline_schedule",
             other,
         )

@@ -42,8 +42,7 @@ def note_no_quantized_layers(s: Settings, _f: DerivedSizes) -> None:
     if (s.fp8 or s.fp4) and s.first_last_layers_bf16 and s.num_layers and ends >= s.num_layers:
         s.note(
             f"{s.flag('first_last_layers_bf16')}: all of {s.shown('num_layers')} are first or last layers, so "
-            f"{s.flag(FP8 if s.fp8 else FP4)} "
-            "quantizes none of them."
+            f"{s.flag(FP8 if s.fp8 else FP4)} quantizes none of them."
         )
 
 
@@ -106,8 +105,8 @@ def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
         )
     if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MAX_AMAX_HISTORY:
         yield s.violation(
-            f"{s.describe('fp8_amax_history_len')} must be at most {MAX_AMAX_HISTORY:,}: every quantized linear "
-            "layer has three such histories.",
+            f"{s.describe('fp8_amax_history_len')} must be at most {MAX_AMAX_HISTORY:,}: every quantized linear layer "
+            "has three such histories.",
             "fp8_amax_history_len",
         )
     if s.fp8 and s.fp8_recipe == "delayed" and abs(s.fp8_margin) > MAX_FP8_MARGIN:

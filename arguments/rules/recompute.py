@@ -77,8 +77,7 @@ def note_redundant_modules(s: Settings, f: DerivedSizes) -> None:
     if s.recompute_granularity == "selective" and "moe_act" in as_list(s.recompute_modules) and f.experts is not None:
         s.note(
             f"{s.flag(MODULES)} moe_act: the local experts never save the output of their activation, with or without "
-            "it; "
-            "TransformerEngine's do."
+            "it; TransformerEngine's do."
         )
     if s.recompute_granularity == "full" and s.fine_grained_activation_offloading:
         s.note(
@@ -125,8 +124,7 @@ def check_full_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.recompute_num_layers is None:
         yield s.violation(
             f"{s.describe(GRANULARITY)} needs --recompute-num-layers: layers per recomputed unit (uniform) or "
-            "recomputed "
-            "layers (block).",
+            "recomputed layers (block).",
             GRANULARITY,
             LAYERS,
         )

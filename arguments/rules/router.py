@@ -57,8 +57,7 @@ def check_layer_frequency(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         if f.layers is not None and len(freq) != f.layers:
             yield s.violation(
                 f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {s.describe('num_layers')}; give one "
-                "entry "
-                "for each layer.",
+                "entry for each layer.",
                 "moe_layer_freq",
                 "num_layers",
                 kind="build",
@@ -77,8 +76,7 @@ def check_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     elif s.moe_router_topk > f.experts:
         yield s.violation(
             f"{s.describe('moe_router_topk')} is more than {s.describe('num_experts')}: a token cannot choose more "
-            "experts "
-            "than there are.",
+            "experts than there are.",
             "moe_router_topk",
             "num_experts",
         )
@@ -95,8 +93,7 @@ def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     ):
         yield s.violation(
             f"{s.describe('moe_router_topk')} with {s.describe('moe_router_score_function')} needs "
-            "--moe-router-pre-softmax: "
-            "softmax over a single choice is always 1, and the router would not learn.",
+            "--moe-router-pre-softmax: softmax over a single choice is always 1, and the router would not learn.",
             "moe_router_topk",
             "moe_router_pre_softmax",
         )
@@ -127,8 +124,7 @@ def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not positive(groups) or not divides(groups, f.experts):
         yield s.violation(
             f"{s.describe('num_experts')} must be a multiple of {s.describe('moe_router_num_groups')}: groups are "
-            "equally "
-            "large.",
+            "equally large.",
             "num_experts",
             "moe_router_num_groups",
         )
@@ -160,9 +156,8 @@ def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
     if f.experts and len(kinds) != len(coeffs) and (len(kinds) > 1 or len(coeffs) > 1):
         yield s.violation(
-            f"{s.describe('moe_router_load_balancing_type')} names {len(kinds)} and "
-            f"{s.describe('moe_aux_loss_coeff')} gives "
-            f"{len(coeffs)} values; give one coefficient for each.",
+            f"{s.describe('moe_router_load_balancing_type')} names {len(kinds)} and {s.describe('moe_aux_loss_coeff')} "
+            f"gives {len(coeffs)} values; give one coefficient for each.",
             "moe_aux_loss_coeff",
             "moe_router_load_balancing_type",
         )
@@ -174,8 +169,7 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
     if f.experts and mixed and len(kinds) > 1:
         yield s.violation(
             f"{s.describe('moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be "
-            "combined "
-            "with other kinds of balancing.",
+            "combined with other kinds of balancing.",
             "moe_router_load_balancing_type",
         )
 
@@ -206,8 +200,7 @@ def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
     if positive(s.moe_router_topk) and s.moe_router_topk >= f.experts:
         yield s.violation(
             f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs {s.describe('moe_router_topk')} to "
-            "be below "
-            f"{s.describe('num_experts')}: a token's threshold is the best expert that it does not choose.",
+            f"be below {s.describe('num_experts')}: a token's threshold is the best expert that it does not choose.",
             "moe_router_load_balancing_type",
             "moe_router_topk",
         )
@@ -218,9 +211,8 @@ def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
     ):
         yield s.violation(
             f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs an even share per expert: "
-            f"{s.describe('micro_batch_size')} times "
-            f"{s.describe('seq_length')} times {s.describe('moe_router_topk')} must be a multiple of "
-            f"{s.describe('num_experts')}.",
+            f"{s.describe('micro_batch_size')} times {s.describe('seq_length')} times {s.describe('moe_router_topk')} "
+            f"must be a multiple of {s.describe('num_experts')}.",
             "moe_router_load_balancing_type",
             "micro_batch_size",
             "seq_length",

@@ -87,9 +87,8 @@ def check_required_given(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_max_positions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if positive(s.seq_length) and positive(s.max_position_embeddings) and s.seq_length > s.max_position_embeddings:
         yield s.violation(
-            f"{s.describe('seq_length')} is longer than {s.describe('max_position_embeddings')}: a sequence would "
-            "have tokens "
-            "without a position.",
+            f"{s.describe('seq_length')} is longer than {s.describe('max_position_embeddings')}: a sequence would have "
+            "tokens without a position.",
             "seq_length",
             "max_position_embeddings",
         )
@@ -99,8 +98,7 @@ def check_head_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.kv_channels is None and not divides(s.num_attention_heads, s.hidden_size):
         yield s.violation(
             f"{s.describe('hidden_size')} must be a multiple of {s.describe('num_attention_heads')}, or give "
-            "--kv-channels: "
-            "the size of one head.",
+            "--kv-channels: the size of one head.",
             "hidden_size",
             "num_attention_heads",
             "kv_channels",
@@ -124,8 +122,7 @@ def check_rotary_channels(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if rotated == 0:
         yield s.violation(
             f"{s.describe('rotary_percent')} of {s.describe('kv_channels')} leaves no channel to rotate; give "
-            "--position-embedding-type none "
-            "for attention without positions.",
+            "--position-embedding-type none for attention without positions.",
             "rotary_percent",
             "kv_channels",
         )
@@ -145,8 +142,7 @@ def check_query_groups(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     elif not divides(s.num_query_groups, s.num_attention_heads):
         yield s.violation(
             f"{s.describe('num_attention_heads')} must be a multiple of {s.describe('num_query_groups')}: each group "
-            "of heads "
-            "shares one key and value.",
+            "of heads shares one key and value.",
             "num_query_groups",
             "num_attention_heads",
         )

@@ -31,8 +31,8 @@ def resolve_warmup(s: Settings, _f: DerivedSizes) -> None:
     """Turn the sparse loss off in warm-up, so that the flags of both stages differ in one."""
     if s.dsa_indexer_warmup and s.dsa_indexer_use_sparse_loss:
         s.note(
-            f"{s.flag('dsa_indexer_use_sparse_loss')}: the loss is over all keys with {s.flag(WARMUP)}, which "
-            "selects none."
+            f"{s.flag('dsa_indexer_use_sparse_loss')}: the loss is over all keys with {s.flag(WARMUP)}, which selects "
+            "none."
         )
         s.set_derived("dsa_indexer_use_sparse_loss", False, "no keys are selected in the warm-up")
 
@@ -64,9 +64,8 @@ def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds = as_list(s.cp_comm_type)
     if f.cp > 1 and any(kind not in ALLGATHER for kind in kinds):
         yield s.violation(
-            f"{s.describe(VARIANT)} with {s.describe('context_parallel_size')} needs --cp-comm-type allgather in "
-            "every layer: a query selects "
-            f"among the keys of the full sequence, not {' '.join(kinds)}.",
+            f"{s.describe(VARIANT)} with {s.describe('context_parallel_size')} needs --cp-comm-type allgather in every "
+            f"layer: a query selects among the keys of the full sequence, not {' '.join(kinds)}.",
             "cp_comm_type",
             VARIANT,
             "context_parallel_size",
@@ -87,8 +86,7 @@ def _check_indexer_heads(s: Settings) -> Iterator[Violation]:
     if positive(s.qk_pos_emb_head_dim) and width < s.qk_pos_emb_head_dim:
         yield s.violation(
             f"{s.describe('dsa_indexer_head_dim')} must be at least {s.describe('qk_pos_emb_head_dim')}: that many "
-            "channels of the indexer are "
-            "rotated by position.",
+            "channels of the indexer are rotated by position.",
             "dsa_indexer_head_dim",
             "qk_pos_emb_head_dim",
         )

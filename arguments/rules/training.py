@@ -85,8 +85,7 @@ def resolve_eval_batch_of_ranks(s: Settings, f: DerivedSizes) -> None:
         s.set_derived(dest, max(size // step, 1) * step, f"a multiple of {step} near {size}")
         s.note(
             f"an evaluation batch of {size} samples does not divide among {f.dp} data ranks with micro-batches of "
-            f"{s.eval_micro_batch_size}: "
-            f"{s.eval_global_batch_size} are used, so the evaluation reads {s.eval_iters} x "
+            f"{s.eval_micro_batch_size}: {s.eval_global_batch_size} are used, so the evaluation reads {s.eval_iters} x "
             f"{s.eval_global_batch_size} samples."
         )
     s.set_derived(GBS, s.eval_global_batch_size, "as the batch of evaluation")
@@ -262,8 +261,8 @@ def check_wsd_decay(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_eval_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.eval_interval is None and not s.skip_train and not s.full_validation and s.eval_iters != 0:
         yield s.violation(
-            f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or "
-            "--eval-iters 0 for none).",
+            f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or --eval-iters "
+            "0 for none).",
             "eval_interval",
         )
 
