@@ -28,14 +28,14 @@ def _is_feature_requested(s: Settings, dest: str) -> bool:
 def _check_not_implemented(s: Settings) -> Iterator[Violation]:
     for dest, feature in NOT_IMPLEMENTED.items():
         if _is_feature_requested(s, dest) and s.source[dest] != "default":
-            yield s.violation(f"{s.shown(dest)}: {feature.what} is not implemented yet", dest, kind="later")
+            yield s.violation("{:shown}: {what} is not implemented yet", dest, kind="later", what=feature.what)
 
 
 def _check_unsupported(s: Settings) -> Iterator[Violation]:
     for dest, unsupported in UNSUPPORTED.items():
         value, values = s.values[dest], unsupported.values
         if value in values if values else value != s.default(dest):
-            yield s.violation(f"{s.shown(dest)}: {unsupported.instead}", dest, kind="product")
+            yield s.violation("{:shown}: {instead}", dest, kind="product", instead=unsupported.instead)
 
 
 def merge_architectures(s: Settings, violations: list[Violation]) -> list[Violation]:

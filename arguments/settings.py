@@ -6,7 +6,8 @@ through `set_derived`, so that every value has a recorded source.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from string import Formatter
+from typing import Any, NamedTuple
 
 from arguments.schema import Option
 
@@ -157,9 +158,22 @@ class Settings:
         source = self.source[dest]
         return f"{self.shown(dest)} ({source})" if source in ("default", "derived") else self.shown(dest)
 
-    def violation(self, message: str, *dests: str, kind: str = "rule") -> Violation:
-        """Return the violation of a rule about these destinations, the most important first."""
-        return Violation(tuple(self.flag(dest) for dest in dests), message, kind)
+    def violation(self, message: str, *dests: str, kind: str = "rule", **values: object) -> Violation:
+        """Return the violation of a rule about the flags in its message, the most important first.
+
+        Args:
+            message: a format string. `{dest}` stands for `describe(dest)`, `{dest:flag}` for `flag(dest)`,
+                `{dest:shown}` for `shown(dest)` and `{dest:value}` for the value; `{}` for the next of `dests`.
+            dests: flags whose names only the caller knows, then flags that the message does not name.
+            kind: one of KINDS.
+            values: other values in the message, by name.
+        """
+        fields = [name for _, name, _, _ in Formatter().parse(message) if name is not None and name not in values]
+        unnamed = iter(dests)
+        in_order = [*(name or next(unnamed) for name in fields), *unnamed]
+        mentions = {dest: _Mention(self, dest) for dest in in_order}
+        text = message.format(*(mentions[dest] for dest in dests), **mentions, **values)
+        return Violation(tuple(map(self.flag, mentions)), text, kind)
 
     def note(self, line: str) -> None:
         """Record a one-line notice, once."""
@@ -208,6 +222,18 @@ class Settings:
     def _check_known(self, dest: str) -> None:
         if dest not in self.values:
             raise AttributeError(f"there is no flag with the destination {dest!r}")
+
+
+class _Mention(NamedTuple):
+    """A flag in a message, formatted by the name of a method of Settings, or "value"."""
+
+    settings: Settings
+    dest: str
+
+    def __format__(self, style: str) -> str:
+        if style == "value":
+            return str(self.settings.values[self.dest])
+        return getattr(self.settings, style or "describe")(self.dest)
 
 
 def _join_reason(reason: str) -> str:

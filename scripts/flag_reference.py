@@ -12,6 +12,7 @@ tables of flags without effect or not implemented, and the validation rules that
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,8 +84,13 @@ def _dests(node: ast.AST) -> Iterator[str]:
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute) and child.attr in OPTIONS:
             yield child.attr
-        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and child.value in OPTIONS:
-            yield child.value
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield from (name for name in (child.value, *_fields(child.value)) if name in OPTIONS)
+
+
+def _fields(text: str) -> list[str]:
+    """Names in braces: the flags and values in the message of a violation."""
+    return re.findall(r"\{(\w*)[:}]", text)
 
 
 def _messages(node: ast.FunctionDef) -> Iterator[str]:
@@ -100,9 +106,17 @@ def _messages(node: ast.FunctionDef) -> Iterator[str]:
     for child in ast.walk(node):
         if id(child) in inside or not isinstance(child, ast.JoinedStr | ast.Constant):
             continue
-        text = "".join(map(_part, child.values)) if isinstance(child, ast.JoinedStr) else child.value
-        if isinstance(text, str) and text != docstring and len(text.split()) > 4:
+        if isinstance(child, ast.JoinedStr):
+            text = "".join(map(_part, child.values))
+        else:
+            text = re.sub(r"\{(\w*)([^}]*)\}", _shown, str(child.value))
+        if text != docstring and len(text.split()) > 4:
             yield " ".join(text.split())
+
+
+def _shown(field: re.Match) -> str:
+    """Return a flag by its spelling, and dots for any other value."""
+    return OPTIONS[field[1]].spellings[0] if field[1] in OPTIONS and field[2] != ":value" else "..."
 
 
 def _part(part: ast.expr) -> str:

@@ -34,48 +34,34 @@ def resolve_old_delta_net_name(s: Settings, _f: DerivedSizes) -> None:
 def check_mla_without_gqa(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.multi_latent_attention and s.group_query_attention:
         yield s.violation(
-            f"{s.flag('multi_latent_attention')} cannot be combined with {s.flag('group_query_attention')}: it has "
-            "another way to share keys and values.",
-            "multi_latent_attention",
-            "group_query_attention",
+            "{multi_latent_attention} cannot be combined with {group_query_attention}: it has another way to share "
+            "keys and values."
         )
 
 
 def check_mla_without_output_gate(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.multi_latent_attention and s.attention_output_gate:
         yield s.violation(
-            f"{s.flag('attention_output_gate')} cannot be combined with {s.flag('multi_latent_attention')}: the gate "
-            "is part of the fused projection of queries, keys and values, which latent attention does not have.",
-            "attention_output_gate",
-            "multi_latent_attention",
+            "{attention_output_gate} cannot be combined with {multi_latent_attention}: the gate is part of the fused "
+            "projection of queries, keys and values, which latent attention does not have."
         )
 
 
 def check_rope_type(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.multi_latent_attention and s.apply_rope_fusion and s.rope_type != "yarn":
         yield s.violation(
-            f"{s.flag('multi_latent_attention')} with {s.describe('rope_type')} needs --no-rope-fusion: the fused "
-            "kernel knows only yarn.",
-            "rope_type",
-            "apply_rope_fusion",
-            "multi_latent_attention",
+            "{multi_latent_attention} with {rope_type} needs {apply_rope_fusion:flag}: the fused kernel knows only "
+            "yarn."
         )
     if not s.multi_latent_attention and s.rope_type == "yarn":
         yield s.violation(
-            f"{s.describe('rope_type')} needs --multi-latent-attention; other attention takes "
-            "--position-embedding-type yarn.",
-            "rope_type",
-            "multi_latent_attention",
+            "{rope_type} needs {multi_latent_attention:flag}; other attention takes --position-embedding-type yarn."
         )
 
 
 def check_mla_options(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.mla_down_proj_fusion and not s.multi_latent_attention:
-        yield s.violation(
-            f"{s.flag('mla_down_proj_fusion')} needs --multi-latent-attention.",
-            "mla_down_proj_fusion",
-            "multi_latent_attention",
-        )
+        yield s.violation("{mla_down_proj_fusion} needs {multi_latent_attention:flag}.")
 
 
 def check_mtp_positions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -84,20 +70,15 @@ def check_mtp_positions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if count and s.position_embedding_type not in MTP_POSITIONS:
         yield s.violation(
-            f"{s.describe('mtp_num_layers')} needs --position-embedding-type rope or none, not "
-            f"{s.position_embedding_type}.",
-            "mtp_num_layers",
-            "position_embedding_type",
+            "{mtp_num_layers} needs {position_embedding_type:flag} rope or none, not {position_embedding_type:value}."
         )
 
 
 def check_no_position_embedding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.add_position_embedding and s.position_embedding_type not in MTP_POSITIONS:
         yield s.violation(
-            f"{s.flag('add_position_embedding')} contradicts {s.describe('position_embedding_type')}; say what is "
-            "meant with --position-embedding-type rope or none.",
-            "add_position_embedding",
-            "position_embedding_type",
+            "{add_position_embedding} contradicts {position_embedding_type}; say what is meant with "
+            "--position-embedding-type rope or none."
         )
 
 
@@ -105,11 +86,7 @@ def check_qk_clip_alpha(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.qk_clip:
         return
     if s.qk_clip_alpha in (0, 1):  # beyond them: numbers.py
-        yield s.violation(
-            f"{s.describe('qk_clip_alpha')} must be above 0 and below 1 with {s.flag('qk_clip')}.",
-            "qk_clip_alpha",
-            "qk_clip",
-        )
+        yield s.violation("{qk_clip_alpha} must be above 0 and below 1 with {qk_clip}.")
 
 
 def check_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -117,28 +94,20 @@ def check_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("qk_clip", "log_max_attention_logit"):
         if getattr(s, dest) and s.cuda_graph_impl != "none":
             yield s.violation(
-                f"{s.flag(dest)} cannot be combined with {s.describe('cuda_graph_impl')}: a captured attention records "
-                "nothing.",
-                dest,
-                "cuda_graph_impl",
+                "{:flag} cannot be combined with {cuda_graph_impl}: a captured attention records nothing.", dest
             )
     if not s.qk_clip:
         return
     for norm in ("qk_layernorm", "qk_l2_norm"):
         if getattr(s, norm) and not s.multi_latent_attention:
             yield s.violation(
-                f"{s.flag('qk_clip')} cannot be combined with {s.flag(norm)}: the norm sets the length of queries and "
-                "keys, so the weights do not change the logits.",
-                "qk_clip",
+                "{qk_clip} cannot be combined with {:flag}: the norm sets the length of queries and keys, so the "
+                "weights do not change the logits.",
                 norm,
             )
     for shards in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if getattr(s, shards):
-            yield s.violation(
-                f"{s.flag('qk_clip')} cannot be combined with {s.flag(shards)}: sharded parameters are not rescaled.",
-                "qk_clip",
-                shards,
-            )
+            yield s.violation("{qk_clip} cannot be combined with {:flag}: sharded parameters are not rescaled.", shards)
 
 
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -147,31 +116,24 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
     if s.linear_attention_freq is None:
         yield s.violation(
-            f"{s.describe('experimental_attention_variant')} needs --linear-attention-freq: which layers have linear "
-            "attention.",
-            "experimental_attention_variant",
-            "linear_attention_freq",
+            "{experimental_attention_variant} needs {linear_attention_freq:flag}: which layers have linear attention."
         )
     for dest in (keys, values):
         if not positive(getattr(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be at least 1.", dest)
+            yield s.violation("{} must be at least 1.", dest)
         elif not divides(f.tp * f.cp, getattr(s, dest)):
             yield s.violation(
-                f"{s.describe(dest)} must be a multiple of {f.tp * f.cp} ({s.describe('tensor_model_parallel_size')} * "
-                f"{s.describe('context_parallel_size')}).",
+                "{} must be a multiple of {ranks} ({tensor_model_parallel_size} * {context_parallel_size}).",
                 dest,
-                "tensor_model_parallel_size",
-                "context_parallel_size",
+                ranks=f.tp * f.cp,
             )
     if not s.swiglu and s.experimental_attention_variant == "gdn":
         yield s.violation(
-            f"{s.describe('experimental_attention_variant')} needs --swiglu: its convolution and its output gate use "
-            "the activation of the feed-forward layers, and only SiLU is built.",
-            "experimental_attention_variant",
-            "swiglu",
+            "{experimental_attention_variant} needs {swiglu:flag}: its convolution and its output gate use the "
+            "activation of the feed-forward layers, and only SiLU is built."
         )
     if not divides(getattr(s, keys), getattr(s, values)):
-        yield s.violation(f"{s.describe(values)} must be a multiple of {s.describe(keys)}.", values, keys)
+        yield s.violation("{linear_num_value_heads} must be a multiple of {linear_num_key_heads}.")
 
 
 def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -179,13 +141,12 @@ def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         value = getattr(s, dest)
         if isinstance(value, list | tuple) and f.layers is not None and len(value) != f.layers:
             yield s.violation(
-                f"{s.flag(dest)} describes {len(value)} layers, but {s.describe('num_layers')}; give one entry for "
-                "each layer.",
+                "{:flag} describes {count} layers, but {num_layers}; give one entry for each layer.",
                 dest,
-                "num_layers",
+                count=len(value),
             )
         elif isinstance(value, int) and value < 1:
-            yield s.violation(f"{s.describe(dest)} must be at least 1.", dest)
+            yield s.violation("{} must be at least 1.", dest)
 
 
 RESOLVE = (resolve_rotary_switch, resolve_rope_type, resolve_old_delta_net_name)

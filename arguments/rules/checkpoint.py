@@ -45,41 +45,32 @@ def resolve_upcycling(s: Settings, _f: DerivedSizes) -> None:
 
 def check_save_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.save is not None and s.save_interval is None:
-        yield s.violation(
-            f"{s.describe(SAVE)} needs --save-interval: the number of iterations between checkpoints.", SAVE, INTERVAL
-        )
+        yield s.violation("{save} needs {save_interval:flag}: the number of iterations between checkpoints.")
     elif s.save_interval is not None and not positive(s.save_interval):
-        yield s.violation(f"{s.describe(INTERVAL)} must be at least 1.", INTERVAL)
+        yield s.violation("{save_interval} must be at least 1.")
 
 
 def check_auto_resume(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.auto_resume and s.save is None:
-        yield s.violation(
-            f"{s.flag('auto_resume')} needs --save: the directory whose newest checkpoint it resumes from.",
-            "auto_resume",
-            SAVE,
-        )
+        yield s.violation("{auto_resume} needs {save:flag}: the directory whose newest checkpoint it resumes from.")
 
 
 def check_dump_intervals(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in DUMPS:
         if getattr(s, dest) is not None and s.save is None:
-            yield s.violation(f"{s.describe(dest)} needs --save: the directory that dumps are written to.", dest, SAVE)
+            yield s.violation("{} needs {save:flag}: the directory that dumps are written to.", dest)
 
 
 def check_save_retain_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.save_retain_interval is None:
         return
     if not positive(s.save_retain_interval):
-        yield s.violation(f"{s.describe(RETAIN)} must be at least 1.", RETAIN)
+        yield s.violation("{save_retain_interval} must be at least 1.")
     elif s.save_interval is None:
-        yield s.violation(f"{s.describe(RETAIN)} needs --save-interval.", RETAIN, INTERVAL)
+        yield s.violation("{save_retain_interval} needs {save_interval:flag}.")
     elif not divides(s.save_interval, s.save_retain_interval):
         yield s.violation(
-            f"{s.describe(RETAIN)} must be a multiple of {s.describe(INTERVAL)}: only saved iterations can be "
-            "retained.",
-            RETAIN,
-            INTERVAL,
+            "{save_retain_interval} must be a multiple of {save_interval}: only saved iterations can be retained."
         )
 
 
@@ -88,24 +79,22 @@ def check_checkpoint_conversion(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         return
     for dest in ("ckpt_convert_save", "load"):
         if getattr(s, dest) is None:
-            yield s.violation(
-                f"{s.describe('ckpt_convert_format')} needs {s.flag(dest)} DIR.", "ckpt_convert_format", dest
-            )
+            yield s.violation("{ckpt_convert_format} needs {:flag} DIR.", dest)
 
 
 def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.override_ckpt_iteration is not None and s.override_ckpt_iteration < 0:
-        yield s.violation(f"{s.describe('override_ckpt_iteration')} must be at least 0.", "override_ckpt_iteration")
+        yield s.violation("{override_ckpt_iteration} must be at least 0.")
 
 
 def check_legacy_format_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("ckpt_format", "ckpt_convert_format"):
         if getattr(s, dest) == "torch" and s.optimizer not in ("adam", "sgd"):
             yield s.violation(
-                f"{s.flag(dest)} torch has the state of --optimizer adam and sgd only, not of {s.optimizer}; use "
-                f"{s.flag(dest)} torch_dist.",
+                "{:flag} torch has the state of {optimizer:flag} adam and sgd only, not of {optimizer:value}; use "
+                "{:flag} torch_dist.",
                 dest,
-                "optimizer",
+                dest,
             )
 
 
@@ -114,21 +103,18 @@ def check_legacy_format_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
         for layers in ("experimental_attention_variant", "moe_latent_size"):
             if getattr(s, dest) == "torch" and getattr(s, layers) not in (None, "dsa"):
                 yield s.violation(
-                    f"{s.flag(dest)} torch has no known places for the layers of {s.describe(layers)}; use "
-                    f"{s.flag(dest)} torch_dist.",
+                    "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
                     dest,
                     layers,
+                    dest,
                 )
 
 
 def check_torch_format_needs_gloo(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_distributed_optimizer and not s.use_gloo_process_groups and s.ckpt_format == "torch":
         yield s.violation(
-            f"{s.flag('use_gloo_process_groups')} with {s.flag('use_distributed_optimizer')} needs --ckpt-format "
-            "torch_dist: the torch format gathers optimizer shards over gloo.",
-            "use_gloo_process_groups",
-            "ckpt_format",
-            "use_distributed_optimizer",
+            "{use_gloo_process_groups} with {use_distributed_optimizer} needs {ckpt_format:flag} torch_dist: the torch "
+            "format gathers optimizer shards over gloo."
         )
 
 
@@ -136,81 +122,58 @@ def check_upcycling(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not s.moe_use_upcycling:
         return
     if s.save is None:
-        yield s.violation(
-            f"{s.flag('moe_use_upcycling')} needs --save: where the converted model goes.", "moe_use_upcycling", SAVE
-        )
+        yield s.violation("{moe_use_upcycling} needs {save:flag}: where the converted model goes.")
     if s.load is None and s.pretrained_checkpoint is None:
-        yield s.violation(
-            f"{s.flag('moe_use_upcycling')} needs --load: the dense model.",
-            "moe_use_upcycling",
-            "load",
-            kind="build",
-        )
+        yield s.violation("{moe_use_upcycling} needs {load:flag}: the dense model.", kind="build")
     if f.experts is None:
-        yield s.violation(
-            f"{s.flag('moe_use_upcycling')} needs --num-experts.", "moe_use_upcycling", "num_experts", kind="build"
-        )
+        yield s.violation("{moe_use_upcycling} needs {num_experts:flag}.", kind="build")
         return
     dense, expert = s.ffn_hidden_size, s.moe_ffn_hidden_size
     if not divides(expert, dense):
         yield s.violation(
-            f"{s.flag('moe_use_upcycling')} needs {s.describe('ffn_hidden_size')} to be a multiple of "
-            f"{s.describe('moe_ffn_hidden_size')}: each dense layer is split into experts.",
-            "ffn_hidden_size",
-            "moe_ffn_hidden_size",
-            "moe_use_upcycling",
+            "{moe_use_upcycling} needs {ffn_hidden_size} to be a multiple of {moe_ffn_hidden_size}: each dense layer "
+            "is split into experts.",
             kind="build",
         )
     pieces = quotient(dense, expert)
     if not divides(pieces, f.experts):
         yield s.violation(
-            f"{s.describe('num_experts')} must be a multiple of the {pieces} experts that a dense layer is split into "
-            f"({s.describe('ffn_hidden_size')} / {s.describe('moe_ffn_hidden_size')}).",
-            "num_experts",
-            "ffn_hidden_size",
-            "moe_ffn_hidden_size",
+            "{num_experts} must be a multiple of the {pieces} experts that a dense layer is split into "
+            "({ffn_hidden_size} / {moe_ffn_hidden_size}).",
             kind="build",
+            pieces=pieces,
         )
     fine = s.finermoe_intermediate_granularity is not None
     if s.given("moe_upcycling_granularity") and pieces is not None and s.moe_upcycling_granularity != pieces:
         yield s.violation(
-            f"{s.describe('moe_upcycling_granularity')} must be {pieces}: {s.describe('ffn_hidden_size')} / "
-            f"{s.describe('moe_ffn_hidden_size')}; or leave one of them out.",
-            "moe_upcycling_granularity",
-            "ffn_hidden_size",
-            "moe_ffn_hidden_size",
+            "{moe_upcycling_granularity} must be {pieces}: {ffn_hidden_size} / {moe_ffn_hidden_size}; or leave one of "
+            "them out.",
+            pieces=pieces,
         )
     for dest, why in UNKNOWN_TO_UPCYCLING:
         if s.values[dest] not in (None, False, 0, 0.0):
-            yield s.violation(f"{s.flag('moe_use_upcycling')} {why}, not {s.flag(dest)}.", "moe_use_upcycling", dest)
+            yield s.violation("{moe_use_upcycling} {why}, not {:flag}.", dest, why=why)
     shared = s.moe_shared_expert_intermediate_size
     if shared is not None and not (fine and shared == dense):
         yield s.violation(
-            f"{s.flag('moe_use_upcycling')} makes no {s.describe('moe_shared_expert_intermediate_size')}: only "
-            f"FineRMoE's shared expert is the dense network, as wide as it ({dense}).",
-            "moe_use_upcycling",
-            "moe_shared_expert_intermediate_size",
+            "{moe_use_upcycling} makes no {moe_shared_expert_intermediate_size}: only FineRMoE's shared expert is the "
+            "dense network, as wide as it ({dense}).",
+            dense=dense,
         )
     if fine and s.add_bias_linear:
         yield s.violation(
-            f"{s.flag('moe_use_upcycling')} to FineRMoE's experts needs --disable-bias-linear: they have no biases.",
-            "moe_use_upcycling",
-            "add_bias_linear",
+            "{moe_use_upcycling} to FineRMoE's experts needs {add_bias_linear:flag}: they have no biases."
         )
 
 
 def check_old_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for old, new in (("batch_size", "micro_batch_size"), ("model_parallel_size", "tensor_model_parallel_size")):
         if getattr(s, old) is not None:
-            yield s.violation(
-                f"{s.describe(old)} is the old name of {s.describe(new)}, and they differ; keep the latter.", old, new
-            )
+            yield s.violation("{} is the old name of {}, and they differ; keep the latter.", old, new)
     if s.warmup is not None:
         yield s.violation(
-            f"{s.describe('warmup')} has been removed, and its number may mean a share or a count; use "
-            "--lr-warmup-fraction or --lr-warmup-iters.",
-            "warmup",
-            "lr_warmup_fraction",
+            "{warmup} has been removed, and its number may mean a share or a count; use {lr_warmup_fraction:flag} or "
+            "--lr-warmup-iters."
         )
 
 

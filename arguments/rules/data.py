@@ -34,7 +34,9 @@ def check_one_data_source(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     candidates = ["mock_data", "data_path", "data_args_path", "per_split_data_args_path"]
     given = [dest for dest in candidates if getattr(s, dest)] + ([split_paths] if split_paths else [])
     if len(given) > 1:
-        yield s.violation(f"Use only one source of data: {' or '.join(s.flag(dest) for dest in given)}.", *given)
+        yield s.violation(
+            "Use only one source of data: {sources}.", *given, sources=" or ".join(s.flag(dest) for dest in given)
+        )
 
 
 def check_eval_data(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -44,10 +46,8 @@ def check_eval_data(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         for dest in ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)
     ):
         yield s.violation(
-            f"{s.flag('skip_train')} needs data to evaluate on: --valid-data-path PREFIX (all of it), --data-path "
-            "PREFIX with --split, or --mock-data.",
-            "skip_train",
-            "data_path",
+            "{skip_train} needs data to evaluate on: --valid-data-path PREFIX (all of it), {data_path:flag} PREFIX "
+            "with --split, or --mock-data.",
             kind="build",
         )
 
@@ -58,20 +58,17 @@ def check_split(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     try:
         train, _, _ = split_weights(s.split)
     except ValueError as error:
-        yield s.violation(f"{s.describe('split')} {error}.", "split")
+        yield s.violation("{split} {error}.", error=error)
         return
     if train == 0 and not s.skip_train:
-        yield s.violation(f"{s.describe('split')} leaves nothing for training: the first number is its share.", "split")
+        yield s.violation("{split} leaves nothing for training: the first number is its share.")
 
 
 def check_split_needs_one_corpus(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     per_split = [dest for dest in (*SPLIT_PATHS, "per_split_data_args_path") if getattr(s, dest)]
     if per_split and s.given("split"):
         yield s.violation(
-            f"{s.describe('split')} cannot be combined with {s.flag(per_split[0])}, which already says what is "
-            "training text.",
-            "split",
-            per_split[0],
+            "{split} cannot be combined with {:flag}, which already says what is training text.", per_split[0]
         )
 
 
@@ -90,9 +87,9 @@ def check_blends(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
                 "weights and data prefixes do not alternate; give a weight before every prefix, or none (a prefix that "
                 "is a number: ./7)"
             )
-            yield s.violation(f"{s.describe(dest)}: {text}.", dest)
+            yield s.violation("{}: {text}.", dest, text=text)
         elif not _are_blend_weights([weight for weight in weights[::2] if weight is not None]):
-            yield s.violation(f"{s.describe(dest)}: weights must be finite, not negative, and not all 0.", dest)
+            yield s.violation("{}: weights must be finite, not negative, and not all 0.", dest)
 
 
 def _are_blend_weights(weights: list[float]) -> bool:
@@ -108,20 +105,17 @@ def _number(word: str) -> float | None:
 
 def check_null_tokenizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer") and s.vocab_size is None:
-        yield s.violation(
-            f"{s.describe('tokenizer_type')} needs --vocab-size: it has no vocabulary.",
-            "tokenizer_type",
-            "vocab_size",
-        )
+        yield s.violation("{tokenizer_type} needs {vocab_size:flag}: it has no vocabulary.")
 
 
 def check_validation_set_names(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     names, paths = as_list(s.validation_set_names), as_list(s.valid_data_path)
     if s.multiple_validation_sets and names and paths and len(names) != len(paths):
         yield s.violation(
-            f"{s.describe('validation_set_names')} gives {len(names)} names for {len(paths)} validation sets.",
-            "validation_set_names",
+            "{validation_set_names} gives {num_names} names for {num_sets} validation sets.",
             "valid_data_path",
+            num_names=len(names),
+            num_sets=len(paths),
         )
 
 
@@ -131,35 +125,25 @@ FIM_TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer")
 def check_fim(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.fim_data:
         return
-    dest = "fim_data"
     sources = ("data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)
     if s.mock_data or not any(getattr(s, source) for source in sources):
         yield s.violation(
-            f"{s.flag(dest)} rearranges text and cannot be combined with mock data (--mock-data, or no data at all): "
-            "give --data-path.",
-            dest,
-            "mock_data",
+            "{fim_data} rearranges text and cannot be combined with mock data ({mock_data:flag}, or no data at all): "
+            "give --data-path."
         )
     if s.tokenizer_type not in FIM_TOKENIZERS:
         yield s.violation(
-            f"{s.flag(dest)} needs a tokenizer that separates text from special tokens: --tokenizer-type "
-            f"{', '.join(FIM_TOKENIZERS)}, not {s.tokenizer_type}.",
-            dest,
-            "tokenizer_type",
+            "{fim_data} needs a tokenizer that separates text from special tokens: {tokenizer_type:flag} {accepted}, "
+            "not {tokenizer_type:value}.",
+            accepted=", ".join(FIM_TOKENIZERS),
         )
     for rate in ("fim_rate", "fim_spm_rate"):
         if getattr(s, rate) == 0:
             yield s.violation(
-                f"{s.describe(rate)} must be above 0, as in Megatron-LM: without {s.flag(dest)} no sample is "
-                "rearranged.",
-                rate,
+                "{} must be above 0, as in Megatron-LM: without {fim_data} no sample is rearranged.", rate
             )
     if s.fim_split_sample and s.fim_fragment_rate is None:
-        yield s.violation(
-            f"{s.describe('fim_split_sample')} needs --fim-fragment-rate: how often a fragment is rearranged.",
-            "fim_fragment_rate",
-            "fim_split_sample",
-        )
+        yield s.violation("{fim_split_sample} needs {fim_fragment_rate:flag}: how often a fragment is rearranged.")
 
 
 FIM_TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token")
@@ -171,11 +155,7 @@ def check_fim_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in FIM_TOKENS if s.fim_data else ():
         other = seen.setdefault(getattr(s, dest), dest)
         if other != dest:
-            yield s.violation(
-                f"{s.describe(dest)} is also {s.flag(other)}: the parts of a sample need different tokens.",
-                dest,
-                other,
-            )
+            yield s.violation("{} is also {:flag}: the parts of a sample need different tokens.", dest, other)
 
 
 def note_fim_with_document_masking(s: Settings, _f: DerivedSizes) -> None:

@@ -77,20 +77,18 @@ def check_capacity_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
         return
     if not all(kind in CAPACITY_BALANCING for kind in balancing_types(s)):
         yield s.violation(
-            f"{s.describe('moe_expert_capacity_factor')} works with --moe-router-load-balancing-type "
-            f"{', '.join(CAPACITY_BALANCING)}, not with {' '.join(balancing_types(s))}.",
-            "moe_expert_capacity_factor",
-            "moe_router_load_balancing_type",
+            "{moe_expert_capacity_factor} works with {moe_router_load_balancing_type:flag} {accepted}, not with "
+            "{kinds}.",
+            accepted=", ".join(CAPACITY_BALANCING),
+            kinds=" ".join(balancing_types(s)),
         )
 
 
 def check_padding_needs_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_pad_expert_input_to_capacity and s.moe_expert_capacity_factor is None:
         yield s.violation(
-            f"{s.flag('moe_pad_expert_input_to_capacity')} needs --moe-expert-capacity-factor (not negative): to which "
-            "length expert inputs are padded.",
-            "moe_pad_expert_input_to_capacity",
-            "moe_expert_capacity_factor",
+            "{moe_pad_expert_input_to_capacity} needs {moe_expert_capacity_factor:flag} (not negative): to which "
+            "length expert inputs are padded."
         )
 
 
@@ -99,28 +97,21 @@ def check_padding_excludes_deepep(s: Settings, _f: DerivedSizes) -> Iterator[Vio
         return
     if s.moe_flex_dispatcher_backend in ("deepep", "ncclep"):
         yield s.violation(
-            f"{s.flag('moe_pad_expert_input_to_capacity')} cannot be combined with {s.describe(TYPE)} and "
-            f"{s.describe(BACKEND)}; use --moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type "
-            "alltoall.",
-            "moe_pad_expert_input_to_capacity",
-            TYPE,
-            BACKEND,
+            "{moe_pad_expert_input_to_capacity} cannot be combined with {moe_token_dispatcher_type} and "
+            "{moe_flex_dispatcher_backend}; use --moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type "
+            "alltoall."
         )
 
 
 def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_enable_deepep and s.moe_token_dispatcher_type != "flex":
         yield s.violation(
-            f"{s.flag('moe_enable_deepep')} needs --moe-token-dispatcher-type flex, not {s.moe_token_dispatcher_type}.",
-            "moe_enable_deepep",
-            TYPE,
+            "{moe_enable_deepep} needs {moe_token_dispatcher_type:flag} flex, not {moe_token_dispatcher_type:value}."
         )
     if s.moe_enable_deepep and s.moe_flex_dispatcher_backend == "hybridep":
         yield s.violation(
-            f"{s.flag('moe_enable_deepep')} and {s.describe(BACKEND)} contradict each other; keep the latter or use "
-            "deepep.",
-            "moe_enable_deepep",
-            BACKEND,
+            "{moe_enable_deepep} and {moe_flex_dispatcher_backend} contradict each other; keep the latter or use "
+            "deepep."
         )
 
 
@@ -129,30 +120,24 @@ def check_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
         if s.values[dest] != "bf16" and s.moe_token_dispatcher_type != "alltoall":
             yield s.violation(
-                f"{s.describe(dest)} needs --moe-token-dispatcher-type alltoall here, not "
-                f"{s.moe_token_dispatcher_type}: the other dispatchers carry bf16.",
+                "{} needs {moe_token_dispatcher_type:flag} alltoall here, not {moe_token_dispatcher_type:value}: the "
+                "other dispatchers carry bf16.",
                 dest,
-                TYPE,
             )
 
 
 def check_ncclep_needs_flex(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_flex_dispatcher_backend == "ncclep" and s.moe_token_dispatcher_type != "flex":
         yield s.violation(
-            f"{s.describe(BACKEND)} needs --moe-token-dispatcher-type flex, not {s.moe_token_dispatcher_type}.",
-            BACKEND,
-            TYPE,
+            "{moe_flex_dispatcher_backend} needs {moe_token_dispatcher_type:flag} flex, not "
+            "{moe_token_dispatcher_type:value}."
         )
 
 
 def check_old_sm_counts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     deepep, hybridep = (getattr(s, dest) for dest in OLD_SMS)
     if None not in (deepep, hybridep) and deepep != hybridep and s.moe_flex_dispatcher_num_sms is None:
-        yield s.violation(
-            f"{s.describe(OLD_SMS[0])} and {s.describe(OLD_SMS[1])} contradict each other; give one "
-            "--moe-flex-dispatcher-num-sms.",
-            *OLD_SMS,
-        )
+        yield s.violation("{} and {} contradict each other; give one --moe-flex-dispatcher-num-sms.", *OLD_SMS)
 
 
 def check_shared_expert(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -161,36 +146,27 @@ def check_shared_expert(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if not positive(size):
         yield s.violation(
-            f"{s.describe('moe_shared_expert_intermediate_size')} must be above 0: the width of all shared experts "
-            "together.",
-            "moe_shared_expert_intermediate_size",
+            "{moe_shared_expert_intermediate_size} must be above 0: the width of all shared experts together."
         )
     if s.moe_shared_expert_overlap and s.moe_token_dispatcher_type not in ("alltoall", "flex"):
         yield s.violation(
-            f"{s.flag('moe_shared_expert_overlap')} needs --moe-token-dispatcher-type alltoall or flex, not "
-            f"{s.moe_token_dispatcher_type}.",
-            "moe_shared_expert_overlap",
-            TYPE,
+            "{moe_shared_expert_overlap} needs {moe_token_dispatcher_type:flag} alltoall or flex, not "
+            "{moe_token_dispatcher_type:value}."
         )
 
 
 def check_shared_expert_bias(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts and s.moe_shared_expert_intermediate_size is not None and s.add_bias_linear:
         yield s.violation(
-            f"{s.describe('moe_shared_expert_intermediate_size')} needs --disable-bias-linear: shared experts have no "
-            "biases.",
-            "moe_shared_expert_intermediate_size",
-            "add_bias_linear",
+            "{moe_shared_expert_intermediate_size} needs {add_bias_linear:flag}: shared experts have no biases."
         )
 
 
 def check_expert_bias_sharding(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts and s.add_bias_linear and f.etp > 1:
         yield s.violation(
-            f"Experts with biases cannot be split over tensor ranks ({s.describe('expert_tensor_parallel_size')}); add "
-            "--disable-bias-linear or --expert-tensor-parallel-size 1.",
-            "add_bias_linear",
-            "expert_tensor_parallel_size",
+            "Experts with biases cannot be split over tensor ranks ({expert_tensor_parallel_size}); add "
+            "{add_bias_linear:flag} or --expert-tensor-parallel-size 1."
         )
 
 
@@ -199,26 +175,20 @@ def check_rank_capacity_backend(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         return
     if s.moe_token_dispatcher_type != "flex" or s.moe_flex_dispatcher_backend not in RANK_CAPACITY_BACKENDS:
         yield s.violation(
-            f"{s.describe('moe_expert_rank_capacity_factor')} needs --moe-token-dispatcher-type flex with "
-            f"--moe-flex-dispatcher-backend {' or '.join(RANK_CAPACITY_BACKENDS)}.",
-            "moe_expert_rank_capacity_factor",
-            TYPE,
-            BACKEND,
+            "{moe_expert_rank_capacity_factor} needs {moe_token_dispatcher_type:flag} flex with "
+            "{moe_flex_dispatcher_backend:flag} {accepted}.",
+            accepted=" or ".join(RANK_CAPACITY_BACKENDS),
         )
 
 
 def check_paged_stash_needs_rank_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_paged_stash and s.moe_expert_rank_capacity_factor is None:
         yield s.violation(
-            f"{s.flag('moe_paged_stash')} needs --moe-expert-rank-capacity-factor: without it there is nothing to "
-            "stash.",
-            "moe_paged_stash",
-            "moe_expert_rank_capacity_factor",
+            "{moe_paged_stash} needs {moe_expert_rank_capacity_factor:flag}: without it there is nothing to stash."
         )
 
 
 def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest = "moe_paged_stash"
     if not s.moe_paged_stash:
         return
     offloaded = [
@@ -228,18 +198,13 @@ def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     ]
     if offloaded:
         yield s.violation(
-            f"{s.flag(dest)} cannot be combined with {s.flag('offload_modules')} {' '.join(offloaded)}: the same "
-            "tensors cannot be in pages and on the host; give the pages host memory instead "
-            "(--moe-paged-stash-buffer-size-factor-cpu).",
-            dest,
-            "offload_modules",
+            "{moe_paged_stash} cannot be combined with {offload_modules:flag} {modules}: the same tensors cannot be in "
+            "pages and on the host; give the pages host memory instead (--moe-paged-stash-buffer-size-factor-cpu).",
+            modules=" ".join(offloaded),
         )
     if s.cpu_offloading_num_layers:
         yield s.violation(
-            f"{s.flag(dest)} cannot be combined with {s.describe('cpu_offloading_num_layers')}: full layers are "
-            "offloaded.",
-            dest,
-            "cpu_offloading_num_layers",
+            "{moe_paged_stash} cannot be combined with {cpu_offloading_num_layers}: full layers are offloaded."
         )
 
 
@@ -249,19 +214,16 @@ def note_no_cloning_without_ep(s: Settings, f: DerivedSizes) -> None:
 
 
 def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    dest = "moe_clone_hot_experts"
     if not s.moe_clone_hot_experts:
         return
     if f.experts is None:
         yield s.violation(
-            f"{s.flag(dest)} needs --num-experts: a dense model has no experts to clone.", dest, "num_experts"
+            "{moe_clone_hot_experts:flag} needs {num_experts:flag}: a dense model has no experts to clone."
         )
     if s.moe_token_dispatcher_type == "flex":
         yield s.violation(
-            f"{s.flag(dest)} needs --moe-token-dispatcher-type alltoall or allgather: the buffers of flex are sized "
-            "for the experts of the model alone.",
-            dest,
-            TYPE,
+            "{moe_clone_hot_experts:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather: the buffers of "
+            "flex are sized for the experts of the model alone."
         )
     others = (
         ("fp8", "there is one scale per expert of the rank"),
@@ -274,13 +236,11 @@ def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation
     )
     for other, why in others:
         if getattr(s, other):
-            yield s.violation(f"{s.flag(dest)} cannot be combined with {s.flag(other)}: {why}.", dest, other)
+            yield s.violation("{moe_clone_hot_experts:flag} cannot be combined with {:flag}: {why}.", other, why=why)
     if s.pipeline_schedule == "zero-bubble":
         yield s.violation(
-            f"{s.flag(dest)} cannot be combined with {s.describe('pipeline_schedule')}: gradients of clones are "
-            "exchanged within one backward pass.",
-            dest,
-            "pipeline_schedule",
+            "{moe_clone_hot_experts:flag} cannot be combined with {pipeline_schedule}: gradients of clones are "
+            "exchanged within one backward pass."
         )
 
 
@@ -288,25 +248,17 @@ def check_latent_projection(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     if s.moe_latent_size is None:
         return
     if f.experts is None:
-        yield s.violation(
-            f"{s.describe('moe_latent_size')} needs --num-experts: it projects the inputs of experts.",
-            "moe_latent_size",
-            "num_experts",
-        )
+        yield s.violation("{moe_latent_size} needs {num_experts:flag}: it projects the inputs of experts.")
     if not positive(s.moe_latent_size):
-        yield s.violation(f"{s.describe('moe_latent_size')} must be above 0.", "moe_latent_size")
+        yield s.violation("{moe_latent_size} must be above 0.")
     if s.moe_shared_expert_overlap:
-        yield s.violation(
-            f"{s.describe('moe_latent_size')} cannot be combined with {s.flag('moe_shared_expert_overlap')}.",
-            "moe_latent_size",
-            "moe_shared_expert_overlap",
-        )
+        yield s.violation("{moe_latent_size} cannot be combined with {moe_shared_expert_overlap}.")
 
 
 def check_grouped_parameters(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("moe_single_grouped_weight", "moe_single_grouped_bias", "moe_use_grouped_tensor"):
         if getattr(s, dest) and not s.moe_grouped_gemm:
-            yield s.violation(f"{s.flag(dest)} needs --moe-grouped-gemm.", dest, "moe_grouped_gemm")
+            yield s.violation("{:flag} needs {moe_grouped_gemm:flag}.", dest)
 
 
 def check_router_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -316,18 +268,12 @@ def check_router_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.given(dest) and s.moe_router_padding_for_fp8:
         dest = "moe_router_padding_for_fp8"
     if not s.fp8 and not s.fp4:
-        yield s.violation(
-            f"{s.flag(dest)} needs --fp8-format or --fp4-format: only quantized GEMMs need padding.",
-            dest,
-            "fp8",
-            "fp4",
-        )
+        yield s.violation("{:flag} needs {fp8:flag} or {fp4:flag}: only quantized GEMMs need padding.", dest)
     if s.moe_token_dispatcher_type == "allgather":
         yield s.violation(
-            f"{s.flag(dest)} needs --moe-token-dispatcher-type alltoall or flex, not "
-            f"{s.describe(TYPE).split(' ', 1)[1]}.",
+            "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or flex, not {XX0}.",
             dest,
-            TYPE,
+            XX0=s.describe(TYPE).split(" ", 1)[1],
         )
 
 

@@ -72,34 +72,22 @@ def check_expert_grid(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if s.num_experts != grid.num_experts:
         yield s.violation(
-            f"{s.describe('num_experts')} must be {grid.num_experts}: {s.describe(SLICES)} x {s.describe(CANDIDATES)} "
-            f"x {s.describe(CUTS)} x {s.describe(COPIES)}; or leave it out.",
-            "num_experts",
-            SLICES,
-            CANDIDATES,
-            CUTS,
-            COPIES,
+            "{num_experts} must be {product}: {finermoe_output_granularity} x {finermoe_output_expansion} x "
+            "{finermoe_intermediate_granularity} x {finermoe_intermediate_expansion}; or leave it out.",
+            product=grid.num_experts,
         )
     if not divides(grid.slices, s.hidden_size):
-        yield s.violation(
-            f"{s.describe('hidden_size')} must be a multiple of {s.describe(SLICES)}: slices are equally wide.",
-            "hidden_size",
-            SLICES,
-        )
+        yield s.violation("{hidden_size} must be a multiple of {finermoe_output_granularity}: slices are equally wide.")
     if not divides(getattr(s, CUTS), s.ffn_hidden_size):
         yield s.violation(
-            f"{s.describe('ffn_hidden_size')} must be a multiple of {s.describe(CUTS)}: experts are equally wide.",
-            "ffn_hidden_size",
-            CUTS,
+            "{ffn_hidden_size} must be a multiple of {finermoe_intermediate_granularity}: experts are equally wide."
         )
     width = quotient(s.ffn_hidden_size, getattr(s, CUTS))
     if width is not None and s.moe_ffn_hidden_size not in (None, width):
         yield s.violation(
-            f"{s.describe('moe_ffn_hidden_size')} must be {width}: {s.describe('ffn_hidden_size')} / "
-            f"{s.describe(CUTS)}; or leave it out.",
-            "moe_ffn_hidden_size",
-            "ffn_hidden_size",
-            CUTS,
+            "{moe_ffn_hidden_size} must be {width}: {ffn_hidden_size} / {finermoe_intermediate_granularity}; or leave "
+            "it out.",
+            width=width,
         )
 
 
@@ -109,64 +97,55 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if not divides(grid.slices, s.moe_router_topk):
         yield s.violation(
-            f"{s.describe('moe_router_topk')} must be a multiple of {s.describe(SLICES)}: every slice gets as many "
-            "experts.",
-            "moe_router_topk",
-            SLICES,
+            "{moe_router_topk} must be a multiple of {finermoe_output_granularity}: every slice gets as many experts."
         )
     elif s.moe_router_topk // grid.slices > grid.group_size:
         yield s.violation(
-            f"{s.describe('moe_router_topk')} is {s.moe_router_topk // grid.slices} experts for every slice, but a "
-            f"group has {grid.group_size}: {s.describe(CUTS)} x {s.describe(COPIES)}.",
-            "moe_router_topk",
-            CUTS,
-            COPIES,
+            "{moe_router_topk} is {per_slice} experts for every slice, but a group has {group_size}: "
+            "{finermoe_intermediate_granularity} x {finermoe_intermediate_expansion}.",
+            per_slice=s.moe_router_topk // grid.slices,
+            group_size=grid.group_size,
         )
     elif s.moe_router_topk == 1:
         yield s.violation(
-            f"{s.describe('moe_router_topk')} with {s.describe(SLICES)} leaves one expert in all, whose weight is "
-            "always 1, and the router would not learn; choose 2 or more.",
-            "moe_router_topk",
-            SLICES,
+            "{moe_router_topk} with {finermoe_output_granularity} leaves one expert in all, whose weight is always 1, "
+            "and the router would not learn; choose 2 or more."
         )
 
 
 def check_finermoe_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not _is_finermoe(s):
         return
-    asks = s.flag(CUTS if s.given(CUTS) else SLICES)
     dest = CUTS if s.given(CUTS) else SLICES
     for other, why in EXCLUDED:
         if s.values[other] not in (None, False, 0):
-            yield s.violation(f"{asks} cannot be combined with {s.flag(other)}: {why}.", dest, other)
+            yield s.violation("{:flag} cannot be combined with {:flag}: {why}.", dest, other, why=why)
     if s.moe_router_score_function != "softmax":
         yield s.violation(
-            f"{asks} cannot be combined with {s.describe('moe_router_score_function')}: its scores are a softmax.",
-            dest,
-            "moe_router_score_function",
+            "{:flag} cannot be combined with {moe_router_score_function}: its scores are a softmax.", dest
         )
     strange = [kind for kind in balancing_types(s) if kind not in BALANCING]
     if strange:
         yield s.violation(
-            f"{asks} needs --moe-router-load-balancing-type {', '.join(BALANCING)}, not {' '.join(strange)}: it is not "
-            "defined for groups of experts.",
+            "{:flag} needs {moe_router_load_balancing_type:flag} {accepted}, not {kinds}: it is not defined for groups "
+            "of experts.",
             dest,
-            "moe_router_load_balancing_type",
+            accepted=", ".join(BALANCING),
+            kinds=" ".join(strange),
         )
     if s.moe_token_dispatcher_type == "flex":
         yield s.violation(
-            f"{asks} needs --moe-token-dispatcher-type alltoall or allgather: the libraries of flex add full outputs, "
-            "not slices.",
+            "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather: the libraries of flex add full "
+            "outputs, not slices.",
             dest,
-            "moe_token_dispatcher_type",
         )
     named = [name for name in s.triton_kernels if name in KERNELS]
     if named:
         yield s.violation(
-            f"{asks} cannot be combined with --triton-kernels {' '.join(named)}: the kernels of router and permutation "
-            "do not know slices; name the others.",
+            "{:flag} cannot be combined with {triton_kernels:flag} {kernels}: the kernels of router and permutation do "
+            "not know slices; name the others.",
             dest,
-            "triton_kernels",
+            kernels=" ".join(named),
         )
 
 

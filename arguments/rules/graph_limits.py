@@ -30,7 +30,13 @@ def _graph_flag(s: Settings) -> str:
 def _not_capturable(s: Settings, reason: str, dest: str) -> Violation:
     with_what = "" if dest == MODULES else f" with {s.describe(dest)}"
     return s.violation(
-        f"{_graph_flag(s)}{with_what} is not possible: {reason} Leave one of the two out.", dest, IMPL, kind="later"
+        "{asks}{with_what} is not possible: {reason} Leave one of the two out.",
+        dest,
+        IMPL,
+        kind="later",
+        asks=_graph_flag(s),
+        with_what=with_what,
+        reason=reason,
     )
 
 
@@ -90,12 +96,12 @@ def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Viola
             else ""
         )
         yield s.violation(
-            f"{_graph_flag(s)}: capturing the full iteration of a dropless MoE model is not implemented yet{stash}. "
-            "Use --cuda-graph-impl local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with "
-            "--moe-pad-expert-input-to-capacity.",
-            IMPL,
-            "moe_pad_expert_input_to_capacity",
+            "{asks}: capturing the full iteration of a dropless MoE model is not implemented yet{stash}. Use "
+            "{cuda_graph_impl:flag} local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with "
+            "{moe_pad_expert_input_to_capacity:flag}.",
             kind="later",
+            asks=_graph_flag(s),
+            stash=stash,
         )
 
 
@@ -104,13 +110,15 @@ def check_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     if "layer" in _captured(s) and moe and not _is_padded(s):
         what = f"without {s.flag(MODULES)} captures full layers"
         yield s.violation(
-            f"{_graph_flag(s)} {what}, and the number of tokens per expert varies: use --moe-expert-capacity-factor "
-            "with --moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router "
+            "{asks} {what}, and the number of tokens per expert varies: use --moe-expert-capacity-factor with "
+            "--moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router "
             "moe_preprocess. (A budget, --moe-expert-rank-capacity-factor, fixes the experts' buffers, but their "
             "tokens are not captured yet.)",
             IMPL,
             "moe_pad_expert_input_to_capacity",
             kind="later",
+            asks=_graph_flag(s),
+            what=what,
         )
 
 
@@ -236,10 +244,10 @@ def check_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             yield _not_capturable(s, "sharded parameters are gathered at a different address every time.", dest)
     if "mamba" in _captured(s):
         yield s.violation(
-            f"{_graph_flag(s)}: there are no Mamba layers; leave mamba out of {s.flag(MODULES)}.",
-            MODULES,
+            "{asks}: there are no Mamba layers; leave mamba out of {cuda_graph_modules:flag}.",
             IMPL,
             kind="later",
+            asks=_graph_flag(s),
         )
 
 

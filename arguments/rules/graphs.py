@@ -52,12 +52,12 @@ def resolve_rng_tracker(s: Settings, _f: DerivedSizes) -> None:
 def check_old_and_new_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     old = [dest for dest in ("external_cuda_graph", "enable_cuda_graph") if getattr(s, dest)]
     if len(old) == 2:
-        yield s.violation(f"Use only one of {s.flag(old[0])} and {s.flag(old[1])}.", *old)
+        yield s.violation("Use only one of {:flag} and {:flag}.", *old)
     elif old and s.given(IMPL) and s.source[IMPL] != "derived":
-        yield s.violation(f"{s.flag(old[0])} is the old form of {s.describe(IMPL)}; keep the latter.", old[0], IMPL)
+        yield s.violation("{:flag} is the old form of {cuda_graph_impl}; keep the latter.", old[0])
     if s.cuda_graph_scope_deprecated is not None and s.given(MODULES):
         yield s.violation(
-            f"{s.flag(OLD_SCOPE)} is the old form of {s.flag(MODULES)}; keep the latter.", OLD_SCOPE, MODULES
+            "{cuda_graph_scope_deprecated:flag} is the old form of {cuda_graph_modules:flag}; keep the latter."
         )
 
 
@@ -65,7 +65,9 @@ def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest, known in ((MODULES, CAPTURABLE), (OLD_SCOPE, (*CAPTURABLE, *OLD_WHOLE))):
         unknown = [name for name in _names(getattr(s, dest)) if name not in known]
         if unknown:
-            yield s.violation(f"{s.flag(dest)} {' '.join(unknown)}: needs some of {', '.join(known)}.", dest)
+            yield s.violation(
+                "{:flag} {unknown}: needs some of {known}.", dest, unknown=" ".join(unknown), known=", ".join(known)
+            )
 
 
 def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -74,21 +76,16 @@ def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     if "moe" in modules and not (s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity):
         yield s.violation(
-            f"{s.flag(MODULES)} moe needs --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity: a graph "
-            "cannot hold a varying number of tokens.",
-            MODULES,
-            "moe_expert_capacity_factor",
-            "moe_pad_expert_input_to_capacity",
+            "{cuda_graph_modules:flag} moe needs {moe_expert_capacity_factor:flag} and "
+            "{moe_pad_expert_input_to_capacity:flag}: a graph cannot hold a varying number of tokens."
         )
     if "moe" in modules and "moe_router" in modules:
-        yield s.violation(f"{s.flag(MODULES)}: moe already contains moe_router; name one of them.", MODULES)
+        yield s.violation("{cuda_graph_modules:flag}: moe already contains moe_router; name one of them.")
     if "moe_preprocess" in modules and "moe_router" not in modules:
-        yield s.violation(f"{s.flag(MODULES)} moe_preprocess needs moe_router too: it comes before.", MODULES)
+        yield s.violation("{cuda_graph_modules:flag} moe_preprocess needs moe_router too: it comes before.")
     if "mlp" in modules and f.moe_layers is not None and all(f.moe_layers):
         yield s.violation(
-            f"{s.flag(MODULES)} mlp needs dense layers, but every layer has experts ({s.describe('moe_layer_freq')}).",
-            MODULES,
-            "moe_layer_freq",
+            "{cuda_graph_modules:flag} mlp needs dense layers, but every layer has experts ({moe_layer_freq})."
         )
 
 
@@ -96,22 +93,18 @@ def check_full_iteration_graph(s: Settings, _f: DerivedSizes) -> Iterator[Violat
     if s.cuda_graph_impl != "full_iteration":
         return
     if _names(s.cuda_graph_modules):
-        yield s.violation(f"{s.describe(IMPL)} captures everything; drop {s.describe(MODULES)}.", IMPL, MODULES)
+        yield s.violation("{cuda_graph_impl} captures everything; drop {cuda_graph_modules}.")
     if s.check_for_nan_in_loss_and_grad and not s.skip_train:
         yield s.violation(
-            f"{s.describe(IMPL)} needs --no-check-for-nan-in-loss-and-grad: a graph cannot stop in the middle.",
-            IMPL,
-            "check_for_nan_in_loss_and_grad",
+            "{cuda_graph_impl} needs {check_for_nan_in_loss_and_grad:flag}: a graph cannot stop in the middle."
         )
 
 
 def check_full_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.recompute_granularity == "full" and s.cuda_graph_impl not in ("none", "full_iteration"):
         yield s.violation(
-            f"{s.describe(IMPL)} cannot be combined with {s.describe('recompute_granularity')}; use --cuda-graph-impl "
-            "full_iteration or recompute selected modules.",
-            IMPL,
-            "recompute_granularity",
+            "{cuda_graph_impl} cannot be combined with {recompute_granularity}; use --cuda-graph-impl full_iteration "
+            "or recompute selected modules."
         )
 
 

@@ -55,7 +55,7 @@ def note_permute_fusion_with_hybridep(s: Settings, f: DerivedSizes) -> None:
 def check_none_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if "none" in s.triton_kernels and set(s.triton_kernels) != {"none"}:
         yield s.violation(
-            f"{s.shown(TRITON)} cannot be combined: none excludes the others; remove it, or the others.", TRITON
+            "{triton_kernels:shown} cannot be combined: none excludes the others; remove it, or the others."
         )
 
 

@@ -244,22 +244,22 @@ def _numbers(s: Settings, dest: str) -> list:
 def check_positive(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in POSITIVE:
         if any(value <= 0 for value in _numbers(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be above 0.", dest)
+            yield s.violation("{} must be above 0.", dest)
 
 
 def check_not_negative(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in NOT_NEGATIVE:
         if any(value < 0 for value in _numbers(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must not be negative.", dest)
+            yield s.violation("{} must not be negative.", dest)
 
 
 def check_fractions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in BELOW_ONE:
         if not all(0 <= value < 1 for value in _numbers(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be at least 0 and below 1.", dest)
+            yield s.violation("{} must be at least 0 and below 1.", dest)
     for dest in AT_MOST_ONE:
         if any(value > 1 for value in _numbers(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be at most 1.", dest)
+            yield s.violation("{} must be at most 1.", dest)
 
 
 def check_finite(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -267,12 +267,12 @@ def check_finite(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         if isinstance(value, float | list | tuple) and any(
             isinstance(item, float) and not math.isfinite(item) for item in as_list(value)
         ):
-            yield s.violation(f"{s.describe(dest)} must be a finite number.", dest)
+            yield s.violation("{} must be a finite number.", dest)
 
 
 def check_num_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if any(value > MAX_LAYERS for value in _numbers(s, "num_layers")):
-        yield s.violation(f"{s.describe('num_layers')} must be at most {MAX_LAYERS}.", "num_layers")
+        yield s.violation("{num_layers} must be at most {most}.", most=MAX_LAYERS)
 
 
 def limits() -> Iterator[tuple[tuple[str, ...], float]]:
@@ -302,41 +302,33 @@ def check_count_limits(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Beyond this, sample counts no longer fit the 64-bit index of a dataset, whatever the batch size."""
     for dest in COUNTS:
         if any(value > MAX_SAMPLES for value in _numbers(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be at most {MAX_SAMPLES}.", dest)
+            yield s.violation("{} must be at most {most}.", dest, most=MAX_SAMPLES)
 
 
 def check_seed(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if any(value > MAX_SEED for value in _numbers(s, "seed")):
-        yield s.violation(
-            f"{s.describe('seed')} must be at most {MAX_SEED}: the shuffle of the data takes 32 bits.", "seed"
-        )
+        yield s.violation("{seed} must be at most {most}: the shuffle of the data takes 32 bits.", most=MAX_SEED)
 
 
 def check_dump_step(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.dump_step is not None and not (s.dump_step[0].isdigit() and int(s.dump_step[0]) > 0):
-        yield s.violation(
-            f"{s.describe('dump_step')}: the first value is the number of an iteration, from 1 on.", "dump_step"
-        )
+        yield s.violation("{dump_step}: the first value is the number of an iteration, from 1 on.")
 
 
 def check_record_step(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.record_step is None:
         return
     if s.record_step < 1:
-        yield s.violation(f"{s.describe('record_step')}: the number of an iteration, from 1 on.", "record_step")
+        yield s.violation("{record_step}: the number of an iteration, from 1 on.")
     if s.save is None:
         yield s.violation(
-            f"{s.describe('record_step')} needs --save DIR: the record is written to "
-            f"DIR/recorded_step_{s.record_step}.",
-            "record_step",
+            "{record_step} needs --save DIR: the record is written to DIR/recorded_step_{record_step:value}."
         )
 
 
 def check_exit_signal(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.exit_signal_handler and s.exit_signal in ("SIGKILL", "SIGSTOP"):
-        yield s.violation(
-            f"{s.describe('exit_signal')}: no program can catch this signal; use SIGTERM or SIGUSR1.", "exit_signal"
-        )
+        yield s.violation("{exit_signal}: no program can catch this signal; use SIGTERM or SIGUSR1.")
 
 
 RESOLVE = ()

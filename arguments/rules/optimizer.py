@@ -80,32 +80,24 @@ def resolve_qk_norm_weight_decay(s: Settings, _f: DerivedSizes) -> None:
 
 def check_lr_given(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.lr is None and not s.is_eval_only and not s.freeze_all_layers:
-        yield s.violation(f"{s.flag('lr')} is missing; there is no default for it.", "lr")
+        yield s.violation("{lr:flag} is missing; there is no default for it.")
 
 
 def check_record_needs_update(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.freeze_all_layers and s.record_step is not None:
-        yield s.violation(
-            f"{s.flag('record_step')} records an update, and {s.flag('freeze_all_layers')} makes none.",
-            "record_step",
-            "freeze_all_layers",
-        )
+        yield s.violation("{record_step:flag} records an update, and {freeze_all_layers} makes none.")
 
 
 def check_lr_order(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for rate, least in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr")):
         high, low = getattr(s, rate), getattr(s, least)
         if high is not None and low is not None and low > high:
-            yield s.violation(
-                f"{s.describe(least)} must not be above {s.describe(rate)}: rates decay towards it.", least, rate
-            )
+            yield s.violation("{} must not be above {}: rates decay towards it.", least, rate)
 
 
 def check_lr_warmup_init(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.lr is not None and s.lr >= 0 and s.lr_warmup_init > s.lr:
-        yield s.violation(
-            f"{s.describe('lr_warmup_init')} must not be above {s.describe('lr')}.", "lr_warmup_init", "lr"
-        )
+        yield s.violation("{lr_warmup_init} must not be above {lr}.")
 
 
 def check_weight_decay_schedule(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -114,24 +106,16 @@ def check_weight_decay_schedule(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         given = [dest for dest in ends if s.given(dest)]
         if given:
             yield s.violation(
-                f"{s.describe(given[0])} needs --weight-decay-incr-style linear or cosine; a constant one is "
-                "--weight-decay.",
-                *given,
-                "weight_decay_incr_style",
+                "{} needs {weight_decay_incr_style:flag} linear or cosine; a constant one is --weight-decay.", *given
             )
         return
     missing = [dest for dest in ends if getattr(s, dest) is None]
     if missing:
         yield s.violation(
-            f"{s.describe('weight_decay_incr_style')} needs {' and '.join(s.flag(d) for d in missing)}.",
-            "weight_decay_incr_style",
-            *missing,
+            "{weight_decay_incr_style} needs {flags}.", *missing, flags=" and ".join(s.flag(d) for d in missing)
         )
     elif not 0 <= s.start_weight_decay <= s.end_weight_decay:
-        yield s.violation(
-            f"{s.describe(ends[0])} and {s.describe(ends[1])}: weight decay must start at 0 or above and not fall.",
-            *ends,
-        )
+        yield s.violation("{} and {}: weight decay must start at 0 or above and not fall.", *ends)
 
 
 def check_non_adam_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -139,13 +123,11 @@ def check_non_adam_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
         return
     for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(s, dest):
-            yield s.violation(f"{s.flag(dest)} needs --optimizer adam or sgd, not {s.optimizer}.", dest, "optimizer")
+            yield s.violation("{:flag} needs {optimizer:flag} adam or sgd, not {optimizer:value}.", dest)
     if is_layer_wise(s) and s.ckpt_format not in ("torch", "torch_dist"):
         yield s.violation(
-            f"--optimizer {s.optimizer} with --use-distributed-optimizer needs --ckpt-format torch or torch_dist, not "
-            f"{s.ckpt_format}.",
-            "ckpt_format",
-            "optimizer",
+            "{optimizer:shown} with --use-distributed-optimizer needs {ckpt_format:flag} torch or torch_dist, not "
+            "{ckpt_format:value}."
         )
 
 
@@ -158,39 +140,27 @@ def check_muon(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.optimizer not in ("muon", "dist_muon"):
         return
     if s.muon_coefficient_type not in MUON_COEFFICIENTS:
-        yield s.violation(
-            f"{s.describe('muon_coefficient_type')} must be one of {', '.join(MUON_COEFFICIENTS)}.",
-            "muon_coefficient_type",
-        )
+        yield s.violation("{muon_coefficient_type} must be one of {accepted}.", accepted=", ".join(MUON_COEFFICIENTS))
     for dest, is_on in (
         ("chunked_optimizer_state_offload", s.chunked_optimizer_state_offload),
         ("fp8_param_gather", s.fp8_param_gather and not (s.fp8 and s.fp8_recipe == "mxfp8")),
     ):
         if is_on:
             yield s.violation(
-                f"{s.flag(dest)} needs --optimizer adam, sgd or lion, not {s.optimizer}: Muon keeps its fp32 state on "
+                "{:flag} needs {optimizer:flag} adam, sgd or lion, not {optimizer:value}: Muon keeps its fp32 state on "
                 "the device and updates full matrices.",
                 dest,
-                "optimizer",
             )
 
 
 def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_megatron_fsdp and s.use_torch_fsdp2:
-        yield s.violation(
-            f"Use only one of {s.flag('use_megatron_fsdp')} and {s.flag('use_torch_fsdp2')}.",
-            "use_megatron_fsdp",
-            "use_torch_fsdp2",
-        )
+        yield s.violation("Use only one of {use_megatron_fsdp} and {use_torch_fsdp2}.")
 
 
 def check_megatron_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_megatron_fsdp and s.ckpt_format != "fsdp_dtensor":
-        yield s.violation(
-            f"{s.flag('use_megatron_fsdp')} needs --ckpt-format fsdp_dtensor, not {s.ckpt_format}.",
-            "use_megatron_fsdp",
-            "ckpt_format",
-        )
+        yield s.violation("{use_megatron_fsdp} needs {ckpt_format:flag} fsdp_dtensor, not {ckpt_format:value}.")
 
 
 def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -198,15 +168,10 @@ def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     for dest, size in (("pipeline_model_parallel_size", f.pp), ("expert_model_parallel_size", f.ep)):
         if size > 1:
-            yield s.violation(
-                f"{s.flag('use_torch_fsdp2')} cannot be combined with {s.describe(dest)}.", "use_torch_fsdp2", dest
-            )
+            yield s.violation("{use_torch_fsdp2} cannot be combined with {}.", dest)
     if s.use_distributed_optimizer:
         yield s.violation(
-            f"{s.flag('use_torch_fsdp2')} cannot be combined with {s.flag('use_distributed_optimizer')}: it shards the "
-            "optimizer itself.",
-            "use_torch_fsdp2",
-            "use_distributed_optimizer",
+            "{use_torch_fsdp2} cannot be combined with {use_distributed_optimizer}: it shards the optimizer itself."
         )
 
 
@@ -222,8 +187,8 @@ def check_fsdp_deferred_wgrad(s: Settings, f: DerivedSizes) -> Iterator[Violatio
     ):
         if is_deferred:
             yield s.violation(
-                f"{s.flag(parent)} cannot be combined with {s.describe(dest)}: a layer's parameters are gathered for "
-                "one complete forward and backward only, and this separates them.",
+                "{:flag} cannot be combined with {}: a layer's parameters are gathered for one complete forward and "
+                "backward only, and this separates them.",
                 parent,
                 dest,
             )
@@ -232,10 +197,8 @@ def check_fsdp_deferred_wgrad(s: Settings, f: DerivedSizes) -> Iterator[Violatio
 def check_average_in_collective(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.ddp_average_in_collective and s.calculate_per_token_loss:
         yield s.violation(
-            f"{s.flag('ddp_average_in_collective')} cannot be combined with {s.flag('calculate_per_token_loss')}: "
-            "gradients are then summed and divided by the token count.",
-            "ddp_average_in_collective",
-            "calculate_per_token_loss",
+            "{ddp_average_in_collective} cannot be combined with {calculate_per_token_loss}: gradients are then summed "
+            "and divided by the token count."
         )
 
 

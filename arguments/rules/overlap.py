@@ -42,26 +42,20 @@ def check_ep_overlap_requirements(s: Settings, f: DerivedSizes) -> Iterator[Viol
         return
     if f.ep == 1:
         yield s.violation(
-            f"{s.flag(OVERLAP)} needs --expert-model-parallel-size above 1: with all experts on one rank there is no "
-            "exchange to overlap.",
-            OVERLAP,
-            "expert_model_parallel_size",
+            "{overlap_moe_expert_parallel_comm} needs {expert_model_parallel_size:flag} above 1: with all experts on "
+            "one rank there is no exchange to overlap."
         )
     if s.moe_token_dispatcher_type not in ("alltoall", "flex"):
         yield s.violation(
-            f"{s.flag(OVERLAP)} needs --moe-token-dispatcher-type alltoall or flex, not {s.moe_token_dispatcher_type}.",
-            OVERLAP,
-            "moe_token_dispatcher_type",
+            "{overlap_moe_expert_parallel_comm} needs {moe_token_dispatcher_type:flag} alltoall or flex, not "
+            "{moe_token_dispatcher_type:value}."
         )
     if not s.bf16 and not s.fp16:
-        yield s.violation(f"{s.flag(OVERLAP)} needs --bf16 or --fp16.", OVERLAP, "bf16", "fp16")
+        yield s.violation("{overlap_moe_expert_parallel_comm} needs {bf16:flag} or {fp16:flag}.")
     if f.pp > 1 and f.vpp is None:
         yield s.violation(
-            f"{s.flag(OVERLAP)} with {s.describe('pipeline_model_parallel_size')} needs virtual pipeline stages "
-            "(--num-virtual-stages-per-pipeline-rank above 1): it pairs the chunks of two microbatches.",
-            OVERLAP,
-            "pipeline_model_parallel_size",
-            "num_virtual_stages_per_pipeline_rank",
+            "{overlap_moe_expert_parallel_comm} with {pipeline_model_parallel_size} needs virtual pipeline stages "
+            "({num_virtual_stages_per_pipeline_rank:flag} above 1): it pairs the chunks of two microbatches."
         )
 
 
@@ -70,32 +64,21 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
         return
     for dest in ("recompute_method", "recompute_num_layers"):
         if s.recompute_granularity != "full" and getattr(s, dest) is not None:
-            yield s.violation(f"{s.flag(OVERLAP)} cannot be combined with {s.describe(dest)}.", OVERLAP, dest)
+            yield s.violation("{overlap_moe_expert_parallel_comm} cannot be combined with {}.", dest)
     if s.recompute_granularity == "full":
         yield s.violation(
-            f"{s.flag(OVERLAP)} cannot be combined with {s.describe('recompute_granularity')}; recompute selected "
-            "modules instead.",
-            OVERLAP,
-            "recompute_granularity",
+            "{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_granularity}; recompute selected "
+            "modules instead."
         )
     if "moe" in as_list(s.recompute_modules):
-        yield s.violation(
-            f"{s.flag(OVERLAP)} cannot be combined with {s.flag('recompute_modules')} moe.",
-            OVERLAP,
-            "recompute_modules",
-        )
+        yield s.violation("{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_modules:flag} moe.")
     if s.moe_shared_expert_overlap:
         yield s.violation(
-            f"{s.flag(OVERLAP)} cannot be combined with {s.flag('moe_shared_expert_overlap')}: both use the same gap.",
-            OVERLAP,
-            "moe_shared_expert_overlap",
+            "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both use the same "
+            "gap."
         )
     if s.mtp_num_layers is not None and s.mtp_num_layers > 1:
-        yield s.violation(
-            f"{s.flag(OVERLAP)} allows at most one MTP layer; {s.describe('mtp_num_layers')}.",
-            OVERLAP,
-            "mtp_num_layers",
-        )
+        yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")
 
 
 def check_delay_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -103,30 +86,25 @@ def check_delay_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if not s.overlap_moe_expert_parallel_comm:
         yield s.violation(
-            f"{s.flag('delay_wgrad_compute')} needs --overlap-moe-expert-parallel-comm: the delayed work fills that "
-            "gap.",
-            "delay_wgrad_compute",
-            OVERLAP,
+            "{delay_wgrad_compute} needs {overlap_moe_expert_parallel_comm:flag}: the delayed work fills that gap."
         )
     if s.transformer_impl != "transformer_engine":
         yield s.violation(
-            f"{s.flag('delay_wgrad_compute')} needs --transformer-impl transformer_engine, not {s.transformer_impl}.",
-            "delay_wgrad_compute",
-            "transformer_impl",
+            "{delay_wgrad_compute} needs {transformer_impl:flag} transformer_engine, not {transformer_impl:value}."
         )
 
 
 def check_early_memory_release(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "ep_overlap_early_attn_memory_release"
     if getattr(s, dest) and not s.overlap_moe_expert_parallel_comm:
-        yield s.violation(f"{s.flag(dest)} needs --overlap-moe-expert-parallel-comm.", dest, OVERLAP)
+        yield s.violation("{ep_overlap_early_attn_memory_release} needs {overlap_moe_expert_parallel_comm:flag}.")
 
 
 def check_dispatch_backward_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "overlap_dispatch_backward_with_experts_wgrad"
     for other in (OVERLAP, "delay_wgrad_compute"):
         if getattr(s, dest) and getattr(s, other):
-            yield s.violation(f"{s.flag(dest)} cannot be combined with {s.flag(other)}.", dest, other)
+            yield s.violation("{overlap_dispatch_backward_with_experts_wgrad} cannot be combined with {:flag}.", other)
 
 
 def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -134,17 +112,11 @@ def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violat
         return
     if not (s.use_distributed_optimizer or s.use_megatron_fsdp or is_layer_wise(s)):
         yield s.violation(
-            f"{s.flag('overlap_param_gather')} needs --use-distributed-optimizer: otherwise every rank already holds "
-            "all parameters.",
-            "overlap_param_gather",
-            "use_distributed_optimizer",
+            "{overlap_param_gather} needs {use_distributed_optimizer:flag}: otherwise every rank already holds all "
+            "parameters."
         )
     if not s.overlap_grad_reduce:
-        yield s.violation(
-            f"{s.flag('overlap_param_gather')} needs --overlap-grad-reduce.",
-            "overlap_param_gather",
-            "overlap_grad_reduce",
-        )
+        yield s.violation("{overlap_param_gather} needs {overlap_grad_reduce:flag}.")
 
 
 def check_gather_with_optimizer_step(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -153,24 +125,24 @@ def check_gather_with_optimizer_step(s: Settings, f: DerivedSizes) -> Iterator[V
         return
     if f.vpp is None:
         yield s.violation(
-            f"{s.flag(dest)} needs virtual pipeline stages (--num-virtual-stages-per-pipeline-rank above 1): it steps "
-            "chunk by chunk.",
-            dest,
-            "num_virtual_stages_per_pipeline_rank",
+            "{overlap_param_gather_with_optimizer_step} needs virtual pipeline stages "
+            "({num_virtual_stages_per_pipeline_rank:flag} above 1): it steps chunk by chunk."
         )
     if not s.use_distributed_optimizer:
-        yield s.violation(f"{s.flag(dest)} needs --use-distributed-optimizer.", dest, "use_distributed_optimizer")
+        yield s.violation("{overlap_param_gather_with_optimizer_step} needs {use_distributed_optimizer:flag}.")
     if not s.overlap_param_gather:
-        yield s.violation(f"{s.flag(dest)} needs --overlap-param-gather.", dest, "overlap_param_gather")
+        yield s.violation("{overlap_param_gather_with_optimizer_step} needs {overlap_param_gather:flag}.")
     if s.ckpt_format != "torch":
-        yield s.violation(f"{s.flag(dest)} needs --ckpt-format torch, not {s.ckpt_format}.", dest, "ckpt_format")
+        yield s.violation(
+            "{overlap_param_gather_with_optimizer_step} needs {ckpt_format:flag} torch, not {ckpt_format:value}."
+        )
     for other, asked in (
         ("optimizer", is_layer_wise(s)),
         ("use_megatron_fsdp", s.use_megatron_fsdp),
         ("reuse_grad_buf_for_mxfp8_param_ag", s.reuse_grad_buf_for_mxfp8_param_ag),
     ):
         if asked:
-            yield s.violation(f"{s.flag(dest)} cannot be combined with {s.shown(other)}.", dest, other)
+            yield s.violation("{overlap_param_gather_with_optimizer_step} cannot be combined with {:shown}.", other)
 
 
 def note_gather_after_step(s: Settings, _f: DerivedSizes) -> None:

@@ -50,19 +50,17 @@ def check_positive_sizes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in SIZES:
         value = getattr(s, dest)
         if value is not None and not positive(value):
-            yield s.violation(f"{s.describe(dest)} must be at least 1.", dest)
+            yield s.violation("{} must be at least 1.", dest)
 
 
 def check_world_size(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     size = f.tp * f.pp * f.cp
     if f.world is not None and f.world % size:
         yield s.violation(
-            f"{f.world} ranks cannot be divided into model replicas of {size} ranks "
-            f"({s.describe('tensor_model_parallel_size')} * {s.describe('pipeline_model_parallel_size')} * "
-            f"{s.describe('context_parallel_size')}); use a multiple of {size} ranks.",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
+            "{world} ranks cannot be divided into model replicas of {size} ranks ({tensor_model_parallel_size} * "
+            "{pipeline_model_parallel_size} * {context_parallel_size}); use a multiple of {size} ranks.",
+            world=f.world,
+            size=size,
         )
 
 
@@ -72,52 +70,42 @@ def check_expert_world_size(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         return  # unknown, or the same mismatch that the dense replicas report
     if f.world % size:
         yield s.violation(
-            f"{f.world} ranks cannot be divided into expert replicas of {size} ranks "
-            f"({s.describe('expert_tensor_parallel_size')} * {s.describe('expert_model_parallel_size')} * "
-            f"{s.describe('pipeline_model_parallel_size')}); use a multiple of {size} ranks.",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "pipeline_model_parallel_size",
+            "{world} ranks cannot be divided into expert replicas of {size} ranks ({expert_tensor_parallel_size} * "
+            "{expert_model_parallel_size} * {pipeline_model_parallel_size}); use a multiple of {size} ranks.",
             kind="build",
+            world=f.world,
+            size=size,
         )
 
 
 def check_ep_needs_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.ep > 1 and f.experts is None:
         yield s.violation(
-            f"{s.describe('expert_model_parallel_size')} needs --num-experts: a dense model has no experts to shard.",
-            "expert_model_parallel_size",
-            "num_experts",
+            "{expert_model_parallel_size} needs {num_experts:flag}: a dense model has no experts to shard."
         )
 
 
 def check_experts_per_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not divides(f.ep, f.experts):
         yield s.violation(
-            f"{s.describe('num_experts')} must be a multiple of {s.describe('expert_model_parallel_size')}: every "
-            "expert rank holds the same number of experts.",
-            "num_experts",
-            "expert_model_parallel_size",
+            "{num_experts} must be a multiple of {expert_model_parallel_size}: every expert rank holds the same number "
+            "of experts."
         )
 
 
 def check_tp_overlap(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.tp_comm_overlap and f.tp > 1 and not s.sequence_parallel:
         yield s.violation(
-            f"{s.flag('tp_comm_overlap')} needs --sequence-parallel: it overlaps the gathers and scatters that only "
-            "sequence parallelism has.",
-            "tp_comm_overlap",
-            "sequence_parallel",
+            "{tp_comm_overlap} needs {sequence_parallel:flag}: it overlaps the gathers and scatters that only sequence "
+            "parallelism has."
         )
 
 
 def check_heads_per_tp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not divides(f.tp, s.num_attention_heads):
         yield s.violation(
-            f"{s.describe('num_attention_heads')} must be a multiple of {s.describe('tensor_model_parallel_size')}: "
-            "heads are sharded over tensor ranks.",
-            "num_attention_heads",
-            "tensor_model_parallel_size",
+            "{num_attention_heads} must be a multiple of {tensor_model_parallel_size}: heads are sharded over tensor "
+            "ranks."
         )
 
 
@@ -125,22 +113,17 @@ def check_query_groups_per_tp_rank(s: Settings, f: DerivedSizes) -> Iterator[Vio
     groups = s.num_query_groups
     if s.group_query_attention and positive(groups) and groups % f.tp and f.tp % groups:
         yield s.violation(
-            f"{s.describe('num_query_groups')} must be a multiple or a divisor of "
-            f"{s.describe('tensor_model_parallel_size')}: groups are sharded over tensor ranks, or several ranks share "
-            "one.",
-            "num_query_groups",
-            "tensor_model_parallel_size",
+            "{num_query_groups} must be a multiple or a divisor of {tensor_model_parallel_size}: groups are sharded "
+            "over tensor ranks, or several ranks share one."
         )
 
 
 def check_sequence_per_cp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.cp > 1 and not divides(2 * f.cp, s.seq_length):
         yield s.violation(
-            f"{s.describe('seq_length')} must be a multiple of {2 * f.cp} (twice "
-            f"{s.describe('context_parallel_size')}): each context rank takes one chunk from the front and one from "
-            "the back of a sequence.",
-            "seq_length",
-            "context_parallel_size",
+            "{seq_length} must be a multiple of {num_chunks} (twice {context_parallel_size}): each context rank takes "
+            "one chunk from the front and one from the back of a sequence.",
+            num_chunks=2 * f.cp,
         )
 
 
@@ -150,11 +133,10 @@ def check_sequence_per_tp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violati
         return
     cause = "sequence_parallel" if s.sequence_parallel else "num_experts"
     yield s.violation(
-        f"{s.describe('seq_length')} must be a multiple of {f.tp * f.cp} ({s.describe('tensor_model_parallel_size')} * "
-        f"{s.describe('context_parallel_size')}) with {s.flag(cause)}: tokens are sharded evenly.",
-        "seq_length",
-        "tensor_model_parallel_size",
+        "{seq_length} must be a multiple of {ranks} ({tensor_model_parallel_size} * {context_parallel_size}) with "
+        "{:flag}: tokens are sharded evenly.",
         cause,
+        ranks=f.tp * f.cp,
     )
 
 
@@ -163,21 +145,19 @@ def check_cp_comm_type(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     unknown = [kind for kind in kinds if kind not in CP_COMM_TYPES]
     if unknown:
         yield s.violation(
-            f"{s.flag('cp_comm_type')} {' '.join(unknown)}: needs {', '.join(CP_COMM_TYPES)}.", "cp_comm_type"
+            "{cp_comm_type:flag} {unknown}: needs {known}.", unknown=" ".join(unknown), known=", ".join(CP_COMM_TYPES)
         )
     if f.cp > 1 and len(kinds) > 1 and f.layers is not None and len(kinds) != f.layers:
         yield s.violation(
-            f"{s.flag('cp_comm_type')} has {len(kinds)} values; give one for all layers or one for each of the "
-            f"{f.layers} layers.",
-            "cp_comm_type",
+            "{cp_comm_type:flag} has {count} values; give one for all layers or one for each of the {layers} layers.",
             "num_layers",
+            count=len(kinds),
+            layers=f.layers,
         )
     if "a2a+p2p" in kinds and not s.hierarchical_context_parallel_sizes:
         yield s.violation(
-            f"{s.flag('cp_comm_type')} a2a+p2p needs --hierarchical-context-parallel-sizes: the sizes of its two "
-            "levels, whose product is --context-parallel-size.",
-            "cp_comm_type",
-            "hierarchical_context_parallel_sizes",
+            "{cp_comm_type:flag} a2a+p2p needs {hierarchical_context_parallel_sizes:flag}: the sizes of its two "
+            "levels, whose product is --context-parallel-size."
         )
 
 
@@ -185,10 +165,8 @@ def check_hierarchical_cp_product(s: Settings, f: DerivedSizes) -> Iterator[Viol
     sizes = as_list(s.hierarchical_context_parallel_sizes)
     if sizes and math.prod(sizes) != f.cp:
         yield s.violation(
-            f"{s.describe('hierarchical_context_parallel_sizes')} multiplies to {math.prod(sizes)}, which must be "
-            f"{s.describe('context_parallel_size')}.",
-            "hierarchical_context_parallel_sizes",
-            "context_parallel_size",
+            "{hierarchical_context_parallel_sizes} multiplies to {product}, which must be {context_parallel_size}.",
+            product=math.prod(sizes),
         )
 
 
@@ -196,9 +174,9 @@ def check_hierarchical_cp_levels(s: Settings, f: DerivedSizes) -> Iterator[Viola
     sizes = as_list(s.hierarchical_context_parallel_sizes)
     if sizes and math.prod(sizes) == f.cp and len(sizes) != 2:
         yield s.violation(
-            f"{s.describe('hierarchical_context_parallel_sizes')} gives {len(sizes)} sizes; a2a+p2p has two levels: "
-            "ranks that exchange heads, and how many such groups form the ring.",
-            "hierarchical_context_parallel_sizes",
+            "{hierarchical_context_parallel_sizes} gives {count} sizes; a2a+p2p has two levels: ranks that exchange "
+            "heads, and how many such groups form the ring.",
+            count=len(sizes),
         )
 
 
@@ -215,23 +193,23 @@ def check_heads_per_cp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     for dest, count in counts.items():
         if count % f.tp == 0 and count // f.tp % ranks:
             yield s.violation(
-                f"{s.describe(dest)} must be a multiple of {f.tp * ranks} ({s.describe('tensor_model_parallel_size')} "
-                f"* {ranks} context ranks) with {s.describe('cp_comm_type')}: these ranks exchange heads for "
-                "positions; use p2p or allgather.",
+                "{} must be a multiple of {size} ({tensor_model_parallel_size} * {ranks} context ranks) with "
+                "{cp_comm_type}: these ranks exchange heads for positions; use p2p or allgather.",
                 dest,
-                "cp_comm_type",
+                size=f.tp * ranks,
+                ranks=ranks,
             )
 
 
 def check_dp_last_mapping(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.use_tp_pp_dp_mapping and f.pp > 1 and None not in (f.dp, f.edp) and f.dp != f.edp:
         yield s.violation(
-            f"{s.flag('use_tp_pp_dp_mapping')} with {s.describe('pipeline_model_parallel_size')} needs as many data "
-            f"ranks as expert-data ranks, but they are {f.dp} and {f.edp}: otherwise both grids disagree on the "
-            "pipeline groups.",
-            "use_tp_pp_dp_mapping",
+            "{use_tp_pp_dp_mapping} with {pipeline_model_parallel_size} needs as many data ranks as expert-data ranks, "
+            "but they are {dp} and {edp}: otherwise both grids disagree on the pipeline groups.",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
+            dp=f.dp,
+            edp=f.edp,
         )
 
 
@@ -240,10 +218,7 @@ def check_optimizer_instances_conflict(s: Settings, _f: DerivedSizes) -> Iterato
     sharded = [d for d in shards if positive(getattr(s, d)) and getattr(s, d) > 1]
     if sharded and positive(s.num_distributed_optimizer_instances) and s.num_distributed_optimizer_instances > 1:
         yield s.violation(
-            f"{s.describe('num_distributed_optimizer_instances')} cannot be combined with {s.describe(sharded[0])}; "
-            "use one of them.",
-            "num_distributed_optimizer_instances",
-            sharded[0],
+            "{num_distributed_optimizer_instances} cannot be combined with {}; use one of them.", sharded[0]
         )
 
 
@@ -253,8 +228,7 @@ def check_optimizer_instances(s: Settings, f: DerivedSizes) -> Iterator[Violatio
     for kind, count in (("data-parallel", ranks), ("expert-data-parallel", None if f.experts is None else f.edp)):
         if not divides(s.num_distributed_optimizer_instances, count):
             yield s.violation(
-                f"{s.describe('num_distributed_optimizer_instances')} must divide the {count} {kind} ranks.",
-                "num_distributed_optimizer_instances",
+                "{num_distributed_optimizer_instances} must divide the {count} {axis} ranks.", count=count, axis=kind
             )
             return
 

@@ -41,11 +41,10 @@ def check_layers_per_stage(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     extra = [s.flag(dest) for dest in ACCOUNT if getattr(s, dest)]
     counted = f" (+{len(extra)} for {' and '.join(extra)})" if extra else ""
     yield s.violation(
-        f"{s.describe('num_layers')}{counted} must be a multiple of {s.describe(PP)}; for uneven stages use "
+        "{num_layers}{counted} must be a multiple of {pipeline_model_parallel_size}; for uneven stages use "
         "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout.",
-        "num_layers",
-        PP,
         *(dest for dest in ACCOUNT if getattr(s, dest)),
+        counted=counted,
     )
 
 
@@ -53,14 +52,16 @@ def check_one_virtual_stage_flag(s: Settings, _f: DerivedSizes) -> Iterator[Viol
     given = [dest for dest in (PER_VIRTUAL, VIRTUAL, LAYOUT) if getattr(s, dest) is not None]
     if len(given) > 1:
         shown = " and ".join(s.describe(dest) for dest in given)
-        yield s.violation(f"Use only one of {shown}: each of them decides the number of virtual stages.", *given)
+        yield s.violation(
+            "Use only one of {shown}: each of them decides the number of virtual stages.", *given, shown=shown
+        )
 
 
 def check_virtual_sizes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in (PER_VIRTUAL, VIRTUAL, "microbatch_group_size_per_vp_stage"):
         value = getattr(s, dest)
         if value is not None and not positive(value):
-            yield s.violation(f"{s.describe(dest)} must be at least 1.", dest)
+            yield s.violation("{} must be at least 1.", dest)
 
 
 def check_layers_per_virtual_stage(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -68,11 +69,9 @@ def check_layers_per_virtual_stage(s: Settings, f: DerivedSizes) -> Iterator[Vio
     per_rank = middle_layers_per_rank(s, f) if uneven_ends(s) else quotient(f.layers_split, f.pp)
     if not divides(per_stage, per_rank):
         yield s.violation(
-            f"{s.describe(PER_VIRTUAL)} must divide the {per_rank} layers of a pipeline rank "
-            f"({s.describe('num_layers')}, {s.describe(PP)}).",
-            PER_VIRTUAL,
-            "num_layers",
-            PP,
+            "{num_layers_per_virtual_pipeline_stage} must divide the {per_rank} layers of a pipeline rank "
+            "({num_layers}, {pipeline_model_parallel_size}).",
+            per_rank=per_rank,
         )
 
 
@@ -80,11 +79,9 @@ def check_virtual_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     per_rank = quotient(f.layers_split, f.pp)
     if getattr(s, LAYOUT) is None and not uneven_ends(s) and not divides(getattr(s, VIRTUAL), per_rank):
         yield s.violation(
-            f"{s.describe(VIRTUAL)} must divide the {per_rank} layers of a pipeline rank ({s.describe('num_layers')}, "
-            f"{s.describe(PP)}).",
-            VIRTUAL,
-            "num_layers",
-            PP,
+            "{num_virtual_stages_per_pipeline_rank} must divide the {per_rank} layers of a pipeline rank "
+            "({num_layers}, {pipeline_model_parallel_size}).",
+            per_rank=per_rank,
         )
 
 
@@ -94,18 +91,16 @@ def check_interleaving_stages(s: Settings, f: DerivedSizes) -> Iterator[Violatio
     cause = next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None)
     if f.pp == 1:
         yield s.violation(
-            f"{s.describe(cause)} makes {f.vpp} virtual stages, which needs --pipeline-model-parallel-size above 1: "
-            "interleaving reduces the bubble between pipeline ranks.",
+            "{} makes {vpp} virtual stages, which needs {pipeline_model_parallel_size:flag} above 1: interleaving "
+            "reduces the bubble between pipeline ranks.",
             cause,
-            PP,
+            vpp=f.vpp,
         )
     elif f.pp == 2 and not s.overlap_p2p_comm:
         yield s.violation(
-            f"{s.describe(cause)} with {s.flag('overlap_p2p_comm')} needs --pipeline-model-parallel-size above 2: with "
-            "two ranks both directions would wait for each other.",
+            "{} with {overlap_p2p_comm} needs {pipeline_model_parallel_size:flag} above 2: with two ranks both "
+            "directions would wait for each other.",
             cause,
-            "overlap_p2p_comm",
-            PP,
         )
 
 
@@ -113,13 +108,14 @@ def check_end_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     for dest in (FIRST, LAST):
         value = getattr(s, dest)
         if value is not None and not positive(value):
-            yield s.violation(f"{s.describe(dest)} must be at least 1.", dest)
+            yield s.violation("{} must be at least 1.", dest)
         elif not divides(f.vpp, value):
             yield s.violation(
-                f"{s.describe(dest)} must be a multiple of the {f.vpp} virtual stages per pipeline rank: every chunk "
-                "of a rank holds the same number of layers.",
+                "{} must be a multiple of the {vpp} virtual stages per pipeline rank: every chunk of a rank holds the "
+                "same number of layers.",
                 dest,
                 *(d for d in (VIRTUAL, PER_VIRTUAL) if s.given(d)),
+                vpp=f.vpp,
             )
 
 
@@ -130,28 +126,31 @@ def check_middle_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     shown = " and ".join(s.describe(dest) for dest in ends)
     rest, ranks = f.layers - sum(getattr(s, dest) for dest in ends), f.pp - len(ends)
     if ranks < 0:
-        yield s.violation(f"{shown} need {len(ends)} pipeline ranks; {s.describe(PP)}.", *ends, PP)
+        yield s.violation(
+            "{shown} need {count} pipeline ranks; {pipeline_model_parallel_size}.", *ends, shown=shown, count=len(ends)
+        )
     elif rest < 0 or (rest > 0 and ranks == 0):
         yield s.violation(
-            f"{shown} must add up to {s.describe('num_layers')} when there are no stages between.",
-            *ends,
-            "num_layers",
-            PP,
+            "{shown} must add up to {num_layers} when there are no stages between.", *ends, PP, shown=shown
         )
     elif ranks and (rest == 0 or rest % ranks):
         yield s.violation(
-            f"{shown} leave {rest} of {s.describe('num_layers')} for {ranks} middle pipeline ranks, which does not "
-            "divide evenly.",
+            "{shown} leave {rest} of {num_layers} for {ranks} middle pipeline ranks, which does not divide evenly.",
             *ends,
-            "num_layers",
             PP,
+            shown=shown,
+            rest=rest,
+            ranks=ranks,
         )
     elif ranks and not divides(f.vpp, rest // ranks):
         yield s.violation(
-            f"{shown} leave {rest // ranks} layers on each middle pipeline rank, which must be a multiple of the "
-            f"{f.vpp} virtual stages.",
+            "{shown} leave {per_rank} layers on each middle pipeline rank, which must be a multiple of the {vpp} "
+            "virtual stages.",
             *ends,
             *(d for d in (VIRTUAL, PER_VIRTUAL) if s.given(d)),
+            shown=shown,
+            per_rank=rest // ranks,
+            vpp=f.vpp,
         )
 
 
@@ -160,9 +159,9 @@ def check_ends_exclude_accounting(s: Settings, _f: DerivedSizes) -> Iterator[Vio
     counted = [dest for dest in ACCOUNT if getattr(s, dest)]
     if ends and counted:
         yield s.violation(
-            f"{s.describe(ends[0])} cannot be combined with {s.flag(counted[0])}: both set how many layers the end "
-            "stages hold.",
+            "{} cannot be combined with {:flag}: both set how many layers the end stages hold.",
             ends[0],
+            counted[0],
             *counted,
         )
 
@@ -172,10 +171,9 @@ def check_layout_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]
     others += [dest for dest in ACCOUNT if getattr(s, dest)]
     if getattr(s, LAYOUT) is not None and others:
         yield s.violation(
-            f"{s.describe(LAYOUT)} cannot be combined with {', '.join(s.describe(dest) for dest in others)}: the "
-            "layout already places every layer.",
-            LAYOUT,
+            "{pipeline_model_parallel_layout} cannot be combined with {flags}: the layout already places every layer.",
             *others,
+            flags=", ".join(s.describe(dest) for dest in others),
         )
 
 
@@ -185,7 +183,7 @@ def check_layout_syntax(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     try:
         read_layout(getattr(s, LAYOUT))
     except ValueError as error:
-        yield s.violation(f"{s.describe(LAYOUT)}: {error}.", LAYOUT)
+        yield s.violation("{pipeline_model_parallel_layout}: {error}.", error=error)
 
 
 def check_layout_fits_model(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -194,7 +192,7 @@ def check_layout_fits_model(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     related = {"stages, which": PP, "decoder layers": "num_layers", "MTP": "mtp_num_layers"}
     for clause in problems(f.layout, f.pp, f.layers, s.mtp_num_layers):
         others = [dest for word, dest in related.items() if word in clause]
-        yield s.violation(f"{s.describe(LAYOUT)} {clause}.", LAYOUT, *others)
+        yield s.violation("{pipeline_model_parallel_layout} {clause}.", *others, clause=clause)
 
 
 def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -206,21 +204,19 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         return
     if not f.pp <= group <= count:
         yield s.violation(
-            f"{s.describe('microbatch_group_size_per_vp_stage')} must be between {s.describe(PP)} and the {count} "
-            f"microbatches of an iteration ({s.describe('global_batch_size')} / ({s.describe('micro_batch_size')} * "
-            f"{f.dp} data ranks)).",
-            "microbatch_group_size_per_vp_stage",
-            PP,
-            "global_batch_size",
+            "{microbatch_group_size_per_vp_stage} must be between {pipeline_model_parallel_size} and the {count} "
+            "microbatches of an iteration ({global_batch_size} / ({micro_batch_size} * {dp} data ranks)).",
+            count=count,
+            dp=f.dp,
         )
     elif 0 < count % group < f.pp:
         yield s.violation(
-            f"An iteration has {count} microbatches; in groups of {group} "
-            f"({s.flag('microbatch_group_size_per_vp_stage')}) {count % group} are left over, which must be none or at "
-            f"least {s.describe(PP)}. Change {s.describe('global_batch_size')}.",
-            "global_batch_size",
-            "microbatch_group_size_per_vp_stage",
-            PP,
+            "An iteration has {count} microbatches; in groups of {group} ({microbatch_group_size_per_vp_stage:flag}) "
+            "{num_left} are left over, which must be none or at least {pipeline_model_parallel_size}. Change "
+            "{global_batch_size}.",
+            count=count,
+            group=group,
+            num_left=count % group,
         )
 
 
@@ -229,25 +225,20 @@ def check_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     if schedule == "1f1b" and f.vpp is not None:
         cause = next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None)
         yield s.violation(
-            f"{s.describe('pipeline_schedule')} cannot run the {f.vpp} virtual stages that {s.describe(cause)} makes; "
-            "choose interleaved or zero-bubble.",
-            "pipeline_schedule",
+            "{pipeline_schedule} cannot run the {vpp} virtual stages that {} makes; choose interleaved or zero-bubble.",
             cause,
+            vpp=f.vpp,
         )
     if schedule == "interleaved" and f.vpp is None:
         yield s.violation(
-            f"{s.describe('pipeline_schedule')} needs virtual stages: --num-virtual-stages-per-pipeline-rank above 1, "
-            "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout.",
-            "pipeline_schedule",
-            VIRTUAL,
+            "{pipeline_schedule} needs virtual stages: {num_virtual_stages_per_pipeline_rank:flag} above 1, "
+            "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout."
         )
     others = ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad")
     other = next((dest for dest in others if getattr(s, dest)), None)
     if schedule == "zero-bubble" and other is not None:
         yield s.violation(
-            f"{s.describe('pipeline_schedule')} cannot be combined with {s.flag(other)}: both decide when weight "
-            "gradients are computed.",
-            "pipeline_schedule",
+            "{pipeline_schedule} cannot be combined with {:flag}: both decide when weight gradients are computed.",
             other,
         )
 

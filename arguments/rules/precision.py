@@ -78,54 +78,45 @@ def note_fsdp_main_grads_dtype(s: Settings, _f: DerivedSizes) -> None:
 
 def check_one_half_precision(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.bf16 and s.fp16:
-        yield s.violation(f"Use only one of {s.flag('bf16')} and {s.flag('fp16')}.", "bf16", "fp16")
+        yield s.violation("Use only one of {bf16} and {fp16}.")
 
 
 def check_fp32_accumulation(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest = "accumulate_allreduce_grads_in_fp32"
     if s.accumulate_allreduce_grads_in_fp32 and s.main_grads_dtype != "fp32":
         yield s.violation(
-            f"{s.flag(dest)} contradicts {s.describe('main_grads_dtype')}: the accumulated gradients are the main "
-            "gradients.",
-            dest,
-            "main_grads_dtype",
+            "{accumulate_allreduce_grads_in_fp32} contradicts {main_grads_dtype}: the accumulated gradients are the "
+            "main gradients."
         )
 
 
 def check_one_quantized_format(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp8 and s.fp4:
-        yield s.violation(f"Use only one of {s.describe(FP8)} and {s.describe(FP4)}.", FP8, FP4)
+        yield s.violation("Use only one of {fp8} and {fp4}.")
 
 
 def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len < 1:
-        yield s.violation(
-            f"{s.describe('fp8_amax_history_len')} must be at least 1: delayed scaling looks back.",
-            "fp8_amax_history_len",
-        )
+        yield s.violation("{fp8_amax_history_len} must be at least 1: delayed scaling looks back.")
     if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MAX_AMAX_HISTORY:
         yield s.violation(
-            f"{s.describe('fp8_amax_history_len')} must be at most {MAX_AMAX_HISTORY:,}: every quantized linear layer "
-            "has three such histories.",
-            "fp8_amax_history_len",
+            "{fp8_amax_history_len} must be at most {most:,}: every quantized linear layer has three such histories.",
+            most=MAX_AMAX_HISTORY,
         )
     if s.fp8 and s.fp8_recipe == "delayed" and abs(s.fp8_margin) > MAX_FP8_MARGIN:
         yield s.violation(
-            f"{s.describe('fp8_margin')} must be from -{MAX_FP8_MARGIN} to {MAX_FP8_MARGIN}: scales are divided by 2 "
-            "to its power, in fp32.",
-            "fp8_margin",
+            "{fp8_margin} must be from -{most} to {most}: scales are divided by 2 to its power, in fp32.",
+            most=MAX_FP8_MARGIN,
         )
     if not s.first_last_layers_bf16:
         return
     for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if not 0 <= getattr(s, dest) <= (s.num_layers or 0):
-            yield s.violation(f"{s.describe(dest)} must be from 0 to {s.describe('num_layers')}.", dest, "num_layers")
+            yield s.violation("{} must be from 0 to {num_layers}.", dest)
 
 
 def check_fp8_output_proj(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest = "fp8_output_proj"
     if s.fp8_output_proj and not (s.fp8 and s.fp8_recipe == "mxfp8"):
-        yield s.violation(f"{s.flag(dest)} needs --fp8-format and --fp8-recipe mxfp8.", dest, FP8, "fp8_recipe")
+        yield s.violation("{fp8_output_proj} needs {fp8:flag} and {fp8_recipe:flag} mxfp8.")
 
 
 def check_quantized_param_gather(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -133,37 +124,28 @@ def check_quantized_param_gather(s: Settings, _f: DerivedSizes) -> Iterator[Viol
         if not getattr(s, gather):
             continue
         if not getattr(s, fmt):
-            yield s.violation(f"{s.flag(gather)} needs {s.flag(fmt)}.", gather, fmt)
+            yield s.violation("{:flag} needs {:flag}.", gather, fmt)
         if not (s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2):
             yield s.violation(
-                f"{s.flag(gather)} needs --use-distributed-optimizer: only a sharded optimizer gathers parameters.",
-                gather,
-                "use_distributed_optimizer",
+                "{:flag} needs {use_distributed_optimizer:flag}: only a sharded optimizer gathers parameters.", gather
             )
 
 
 def check_grad_buffer_reuse(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest = "reuse_grad_buf_for_mxfp8_param_ag"
     if s.reuse_grad_buf_for_mxfp8_param_ag and not s.fp8_param_gather:
         yield s.violation(
-            f"{s.flag(dest)} needs --fp8-param-gather: that is what would use the buffer.", dest, "fp8_param_gather"
+            "{reuse_grad_buf_for_mxfp8_param_ag} needs {fp8_param_gather:flag}: that is what would use the buffer."
         )
 
 
 def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_precision_aware_optimizer:
         if s.optimizer != "adam":
-            yield s.violation(
-                f"{s.flag('use_precision_aware_optimizer')} needs --optimizer adam, not {s.optimizer}.",
-                "use_precision_aware_optimizer",
-                "optimizer",
-            )
+            yield s.violation("{use_precision_aware_optimizer} needs {optimizer:flag} adam, not {optimizer:value}.")
         return
     for dest in NARROW_STATE:
         if getattr(s, dest) != "fp32":
-            yield s.violation(
-                f"{s.describe(dest)} needs --use-precision-aware-optimizer.", dest, "use_precision_aware_optimizer"
-            )
+            yield s.violation("{} needs {use_precision_aware_optimizer:flag}.", dest)
 
 
 def check_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -175,58 +157,42 @@ def check_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("main_params_dtype", "main_grads_dtype"):
         if getattr(s, dest) != "fp32":
             yield s.violation(
-                f"{s.describe(dest)} cannot be combined with {s.flag(parent)}, whose shards and their gradients are "
-                "fp32.",
-                dest,
-                parent,
+                "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.", dest, parent
             )
     for dest in ("ddp_param_name_patterns_for_fp32_local_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"):
         if getattr(s, dest):
             yield s.violation(
-                f"{s.flag(dest)} cannot be combined with {s.flag(parent)}, which reduces its gradients itself.",
-                dest,
-                parent,
+                "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.", dest, parent
             )
 
 
 def check_one_state_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.optimizer_cpu_offload and s.chunked_optimizer_state_offload:
         yield s.violation(
-            f"Use only one of {s.flag('optimizer_cpu_offload')} (the host updates its share) and "
-            f"{s.flag('chunked_optimizer_state_offload')} (the device does).",
-            "optimizer_cpu_offload",
-            "chunked_optimizer_state_offload",
+            "Use only one of {optimizer_cpu_offload} (the host updates its share) and "
+            "{chunked_optimizer_state_offload} (the device does)."
         )
 
 
 def check_half_precision_features(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp16_lm_cross_entropy and not s.fp16:
-        yield s.violation(f"{s.flag('fp16_lm_cross_entropy')} needs --fp16.", "fp16_lm_cross_entropy", "fp16")
+        yield s.violation("{fp16_lm_cross_entropy} needs {fp16:flag}.")
     if s.fp32_residual_connection and not (s.fp16 or s.bf16):
         yield s.violation(
-            f"{s.flag('fp32_residual_connection')} needs --bf16 or --fp16: without them everything is fp32 already.",
-            "fp32_residual_connection",
-            "bf16",
-            "fp16",
+            "{fp32_residual_connection} needs {bf16:flag} or {fp16:flag}: without them everything is fp32 already."
         )
 
 
 def check_loss_scale(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.fp16 and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale:
-        yield s.violation(
-            f"{s.describe('min_loss_scale')} must be at most {s.describe('initial_loss_scale')}.",
-            "min_loss_scale",
-            "initial_loss_scale",
-        )
+        yield s.violation("{min_loss_scale} must be at most {initial_loss_scale}.")
 
 
 def check_deterministic_mode(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
         if s.deterministic_mode and getattr(s, dest):
             yield s.violation(
-                f"{s.flag('deterministic_mode')} cannot be combined with {s.flag(dest)}, whose sums depend on timing.",
-                "deterministic_mode",
-                dest,
+                "{deterministic_mode} cannot be combined with {:flag}, whose sums depend on timing.", dest
             )
 
 

@@ -117,19 +117,15 @@ def check_full_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if s.recompute_method is None:
         yield s.violation(
-            f"{s.describe(GRANULARITY)} needs --recompute-method uniform or block: which layers are recomputed.",
-            GRANULARITY,
-            METHOD,
+            "{recompute_granularity} needs {recompute_method:flag} uniform or block: which layers are recomputed."
         )
     if s.recompute_num_layers is None:
         yield s.violation(
-            f"{s.describe(GRANULARITY)} needs --recompute-num-layers: layers per recomputed unit (uniform) or "
-            "recomputed layers (block).",
-            GRANULARITY,
-            LAYERS,
+            "{recompute_granularity} needs {recompute_num_layers:flag}: layers per recomputed unit (uniform) or "
+            "recomputed layers (block)."
         )
     elif not positive(s.recompute_num_layers):
-        yield s.violation(f"{s.describe(LAYERS)} must be at least 1.", LAYERS)
+        yield s.violation("{recompute_num_layers} must be at least 1.")
 
 
 def check_selective_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -138,9 +134,7 @@ def check_selective_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violati
     for dest in (METHOD, LAYERS):
         if getattr(s, dest) is not None:
             yield s.violation(
-                f"{s.describe(dest)} belongs to full recompute; selective recompute takes --recompute-modules.",
-                dest,
-                GRANULARITY,
+                "{} belongs to full recompute; selective recompute takes --recompute-modules.", dest, GRANULARITY
             )
 
 
@@ -149,7 +143,9 @@ def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest, known in ((MODULES, RECOMPUTABLE), ("offload_modules", OFFLOADABLE)):
         unknown = [module for module in as_list(getattr(s, dest)) if module not in known]
         if unknown:
-            yield s.violation(f"{s.flag(dest)} {' '.join(unknown)}: needs some of {', '.join(known)}.", dest)
+            yield s.violation(
+                "{:flag} {unknown}: needs some of {known}.", dest, unknown=" ".join(unknown), known=", ".join(known)
+            )
 
 
 def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -157,125 +153,97 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
         return
     modules = as_list(s.recompute_modules)
     if "moe_act" in modules and not s.moe_grouped_gemm:
-        yield s.violation(f"{s.flag(MODULES)} moe_act needs --moe-grouped-gemm.", MODULES, "moe_grouped_gemm")
+        yield s.violation("{recompute_modules:flag} moe_act needs {moe_grouped_gemm:flag}.")
     if "gdn_norm_out" in modules and s.experimental_attention_variant != "gdn":
         yield s.violation(
-            f"{s.flag(MODULES)} gdn_norm_out needs --experimental-attention-variant gated_delta_net.",
-            MODULES,
-            "experimental_attention_variant",
+            "{recompute_modules:flag} gdn_norm_out needs {experimental_attention_variant:flag} gated_delta_net."
         )
     if "mla_up_proj" in modules and not s.multi_latent_attention:
-        yield s.violation(
-            f"{s.flag(MODULES)} mla_up_proj needs --multi-latent-attention.", MODULES, "multi_latent_attention"
-        )
+        yield s.violation("{recompute_modules:flag} mla_up_proj needs {multi_latent_attention:flag}.")
     if "shared_experts" in modules and s.moe_shared_expert_overlap:
         yield s.violation(
-            f"{s.flag(MODULES)} shared_experts cannot be combined with {s.flag('moe_shared_expert_overlap')}.",
-            MODULES,
-            "moe_shared_expert_overlap",
+            "{recompute_modules:flag} shared_experts cannot be combined with {moe_shared_expert_overlap}."
         )
     scaled = [module for module in ("moe_act", "layernorm") if module in modules]
     if scaled and s.fp8 and s.fp8_recipe == "delayed":
         yield s.violation(
-            f"{s.flag(MODULES)} {' '.join(scaled)} cannot be combined with {s.describe('fp8_recipe')}: delayed scaling "
-            "would see the values twice; use another --fp8-recipe.",
-            MODULES,
-            "fp8_recipe",
+            "{recompute_modules:flag} {modules} cannot be combined with {fp8_recipe}: delayed scaling would see the "
+            "values twice; use another --fp8-recipe.",
             "fp8",
+            modules=" ".join(scaled),
         )
 
 
 def check_moe_layer_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_layer_recompute and s.recompute_granularity == "full":
         yield s.violation(
-            f"{s.flag('moe_layer_recompute')} adds nothing to {s.describe(GRANULARITY)}, which already recomputes full "
-            "layers; drop one.",
-            "moe_layer_recompute",
-            GRANULARITY,
+            "{moe_layer_recompute} adds nothing to {recompute_granularity}, which already recomputes full layers; drop "
+            "one."
         )
 
 
 def check_distributed_activations(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    dest = "distribute_saved_activations"
     if not s.distribute_saved_activations:
         return
     if f.tp == 1:
-        yield s.violation(
-            f"{s.flag(dest)} needs --tensor-model-parallel-size above 1.", dest, "tensor_model_parallel_size"
-        )
+        yield s.violation("{distribute_saved_activations} needs {tensor_model_parallel_size:flag} above 1.")
     if s.recompute_granularity != "full":
-        yield s.violation(f"{s.flag(dest)} needs --recompute-granularity full.", dest, GRANULARITY)
+        yield s.violation("{distribute_saved_activations} needs {recompute_granularity:flag} full.")
     if s.sequence_parallel:
         yield s.violation(
-            f"{s.flag(dest)} cannot be combined with {s.flag('sequence_parallel')}, which already splits them.",
-            dest,
-            "sequence_parallel",
+            "{distribute_saved_activations} cannot be combined with {sequence_parallel}, which already splits them."
         )
 
 
 def check_activation_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest, modules = "fine_grained_activation_offloading", as_list(s.offload_modules)
+    modules = as_list(s.offload_modules)
     if not s.fine_grained_activation_offloading:
         return
     if not modules:
         yield s.violation(
-            f"{s.flag(dest)} needs --offload-modules: some of {', '.join(OFFLOADABLE)}.", dest, "offload_modules"
+            "{fine_grained_activation_offloading} needs {offload_modules:flag}: some of {known}.",
+            known=", ".join(OFFLOADABLE),
         )
     if s.transformer_impl != "transformer_engine":
         yield s.violation(
-            f"{s.flag(dest)} needs --transformer-impl transformer_engine, not {s.transformer_impl}.",
-            dest,
-            "transformer_impl",
+            "{fine_grained_activation_offloading} needs {transformer_impl:flag} transformer_engine, not "
+            "{transformer_impl:value}."
         )
     if "attn_proj" in modules and "core_attn" not in modules:
-        yield s.violation(
-            f"{s.flag('offload_modules')} attn_proj needs core_attn too: its input is what core_attn saves.",
-            "offload_modules",
-        )
+        yield s.violation("{offload_modules:flag} attn_proj needs core_attn too: its input is what core_attn saves.")
     inside = [module for module in ("expert_fc1", "moe_act") if module in modules]
     if inside and s.recompute_granularity == "selective" and "moe" in as_list(s.recompute_modules):
         yield s.violation(
-            f"{s.flag('offload_modules')} {' '.join(inside)} cannot be combined with {s.flag(MODULES)} moe, which "
-            "contains them.",
-            "offload_modules",
-            MODULES,
+            "{offload_modules:flag} {modules} cannot be combined with {recompute_modules:flag} moe, which contains "
+            "them.",
+            modules=" ".join(inside),
         )
 
 
 def check_layer_offload(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    dest, layers = "cpu_offloading_num_layers", s.cpu_offloading_num_layers
+    layers = s.cpu_offloading_num_layers
     if not layers:
         return
     if layers < 0 or (positive(s.num_layers) and layers >= s.num_layers):
-        yield s.violation(
-            f"{s.describe(dest)} must be at least 0 and below {s.describe('num_layers')}.", dest, "num_layers"
-        )
+        yield s.violation("{cpu_offloading_num_layers} must be at least 0 and below {num_layers}.")
     if f.pp > 1:
         yield s.violation(
-            f"{s.describe(dest)} cannot be combined with {s.describe('pipeline_model_parallel_size')}; "
-            "--fine-grained-activation-offloading can.",
-            dest,
-            "pipeline_model_parallel_size",
+            "{cpu_offloading_num_layers} cannot be combined with {pipeline_model_parallel_size}; "
+            "--fine-grained-activation-offloading can."
         )
     for other in (GRANULARITY, "fine_grained_activation_offloading"):
         if getattr(s, other):
-            yield s.violation(f"{s.describe(dest)} cannot be combined with {s.shown(other)}.", dest, other)
+            yield s.violation("{cpu_offloading_num_layers} cannot be combined with {:shown}.", other)
 
 
 def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest = "optimizer_cpu_offload"
     if not s.optimizer_cpu_offload:
         return
     if not s.use_precision_aware_optimizer:
-        yield s.violation(
-            f"{s.flag(dest)} needs --use-precision-aware-optimizer.", dest, "use_precision_aware_optimizer"
-        )
+        yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
     if s.fp8_param_gather and s.fp8_recipe != "delayed":
         yield s.violation(
-            f"{s.flag(dest)} with {s.flag('fp8_param_gather')} needs --fp8-recipe delayed, not {s.fp8_recipe}.",
-            dest,
-            "fp8_param_gather",
-            "fp8_recipe",
+            "{optimizer_cpu_offload} with {fp8_param_gather} needs {fp8_recipe:flag} delayed, not {fp8_recipe:value}."
         )
 
 

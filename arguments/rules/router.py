@@ -51,34 +51,27 @@ def check_layer_frequency(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         strange = sorted({str(entry) for entry in freq if entry not in (0, 1)})
         if strange:
             yield s.violation(
-                f"{s.flag('moe_layer_freq')} holds {', '.join(strange)}; each entry is 0 (dense) or 1 (experts).",
-                "moe_layer_freq",
+                "{moe_layer_freq:flag} holds {entries}; each entry is 0 (dense) or 1 (experts).",
+                entries=", ".join(strange),
             )
         if f.layers is not None and len(freq) != f.layers:
             yield s.violation(
-                f"{s.flag('moe_layer_freq')} describes {len(freq)} layers, but {s.describe('num_layers')}; give one "
-                "entry for each layer.",
-                "moe_layer_freq",
-                "num_layers",
+                "{moe_layer_freq:flag} describes {count} layers, but {num_layers}; give one entry for each layer.",
                 kind="build",
+                count=len(freq),
             )
     elif not positive(freq):
-        yield s.violation(
-            f"{s.describe('moe_layer_freq')} must be at least 1 (every N-th layer has experts).", "moe_layer_freq"
-        )
+        yield s.violation("{moe_layer_freq} must be at least 1 (every N-th layer has experts).")
 
 
 def check_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None:
         return
     if not positive(s.moe_router_topk):
-        yield s.violation(f"{s.describe('moe_router_topk')} must be at least 1.", "moe_router_topk")
+        yield s.violation("{moe_router_topk} must be at least 1.")
     elif s.moe_router_topk > f.experts:
         yield s.violation(
-            f"{s.describe('moe_router_topk')} is more than {s.describe('num_experts')}: a token cannot choose more "
-            "experts than there are.",
-            "moe_router_topk",
-            "num_experts",
+            "{moe_router_topk} is more than {num_experts}: a token cannot choose more experts than there are."
         )
 
 
@@ -92,20 +85,16 @@ def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         and s.finermoe_output_granularity is None
     ):
         yield s.violation(
-            f"{s.describe('moe_router_topk')} with {s.describe('moe_router_score_function')} needs "
-            "--moe-router-pre-softmax: softmax over a single choice is always 1, and the router would not learn.",
-            "moe_router_topk",
-            "moe_router_pre_softmax",
+            "{moe_router_topk} with {moe_router_score_function} needs {moe_router_pre_softmax:flag}: softmax over a "
+            "single choice is always 1, and the router would not learn."
         )
 
 
 def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts and s.moe_router_enable_expert_bias and s.moe_router_score_function not in BIAS_SCORES:
         yield s.violation(
-            f"{s.flag('moe_router_enable_expert_bias')} needs --moe-router-score-function sigmoid or sqrtsoftplus, not "
-            f"{s.moe_router_score_function}.",
-            "moe_router_enable_expert_bias",
-            "moe_router_score_function",
+            "{moe_router_enable_expert_bias} needs {moe_router_score_function:flag} sigmoid or sqrtsoftplus, not "
+            "{moe_router_score_function:value}."
         )
 
 
@@ -115,34 +104,22 @@ def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     if groups is None:
         yield s.violation(
-            f"{s.describe('moe_router_group_topk')} needs --moe-router-num-groups: into how many groups the experts "
-            "fall.",
-            "moe_router_group_topk",
-            "moe_router_num_groups",
+            "{moe_router_group_topk} needs {moe_router_num_groups:flag}: into how many groups the experts fall."
         )
         return
     if not positive(groups) or not divides(groups, f.experts):
-        yield s.violation(
-            f"{s.describe('num_experts')} must be a multiple of {s.describe('moe_router_num_groups')}: groups are "
-            "equally large.",
-            "num_experts",
-            "moe_router_num_groups",
-        )
+        yield s.violation("{num_experts} must be a multiple of {moe_router_num_groups}: groups are equally large.")
     if not positive(topk) or (positive(groups) and topk > groups):
-        yield s.violation(
-            f"{s.describe('moe_router_group_topk')} must be between 1 and {s.describe('moe_router_num_groups')}.",
-            "moe_router_group_topk",
-            "moe_router_num_groups",
-        )
+        yield s.violation("{moe_router_group_topk} must be between 1 and {moe_router_num_groups}.")
         return
     per_group = quotient(f.experts, groups)
     if per_group is not None and positive(s.moe_router_topk) and topk * per_group < s.moe_router_topk <= f.experts:
         yield s.violation(
-            f"{s.describe('moe_router_topk')} is more than the {topk * per_group} experts of "
-            f"{s.describe('moe_router_group_topk')} groups with {per_group} experts each.",
-            "moe_router_topk",
-            "moe_router_group_topk",
+            "{moe_router_topk} is more than the {available} experts of {moe_router_group_topk} groups with {per_group} "
+            "experts each.",
             "moe_router_num_groups",
+            available=topk * per_group,
+            per_group=per_group,
         )
 
 
@@ -151,15 +128,16 @@ def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     unknown = [kind for kind in kinds if kind not in BALANCING]
     if unknown:
         yield s.violation(
-            f"{s.flag('moe_router_load_balancing_type')} {' '.join(unknown)}: needs {', '.join(BALANCING)}.",
-            "moe_router_load_balancing_type",
+            "{moe_router_load_balancing_type:flag} {unknown}: needs {accepted}.",
+            unknown=" ".join(unknown),
+            accepted=", ".join(BALANCING),
         )
     if f.experts and len(kinds) != len(coeffs) and (len(kinds) > 1 or len(coeffs) > 1):
         yield s.violation(
-            f"{s.describe('moe_router_load_balancing_type')} names {len(kinds)} and {s.describe('moe_aux_loss_coeff')} "
-            f"gives {len(coeffs)} values; give one coefficient for each.",
-            "moe_aux_loss_coeff",
-            "moe_router_load_balancing_type",
+            "{moe_router_load_balancing_type} names {count} and {moe_aux_loss_coeff} gives {num_coeffs} values; give "
+            "one coefficient for each.",
+            count=len(kinds),
+            num_coeffs=len(coeffs),
         )
 
 
@@ -168,9 +146,9 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
     mixed = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
     if f.experts and mixed and len(kinds) > 1:
         yield s.violation(
-            f"{s.describe('moe_router_load_balancing_type')}: {mixed[0]} chooses experts by itself and cannot be "
-            "combined with other kinds of balancing.",
-            "moe_router_load_balancing_type",
+            "{moe_router_load_balancing_type}: {balancing} chooses experts by itself and cannot be combined with other "
+            "kinds of balancing.",
+            balancing=mixed[0],
         )
 
 
@@ -179,10 +157,9 @@ def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Vi
     selecting = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
     if f.experts and selecting and any(as_list(s.moe_aux_loss_coeff)):
         yield s.violation(
-            f"{s.describe('moe_aux_loss_coeff')} must be 0 with {s.flag('moe_router_load_balancing_type')} "
-            f"{selecting[0]}, which balances without a loss.",
-            "moe_aux_loss_coeff",
-            "moe_router_load_balancing_type",
+            "{moe_aux_loss_coeff} must be 0 with {moe_router_load_balancing_type:flag} {balancing}, which balances "
+            "without a loss.",
+            balancing=selecting[0],
         )
 
 
@@ -192,17 +169,12 @@ def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
     for dest in ("moe_router_fusion", "moe_router_group_topk"):
         if getattr(s, dest):
             yield s.violation(
-                f"{s.flag('moe_router_load_balancing_type')} quantile_balancing cannot be combined with "
-                f"{s.describe(dest)}.",
-                "moe_router_load_balancing_type",
-                dest,
+                "{moe_router_load_balancing_type:flag} quantile_balancing cannot be combined with {}.", dest
             )
     if positive(s.moe_router_topk) and s.moe_router_topk >= f.experts:
         yield s.violation(
-            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs {s.describe('moe_router_topk')} to "
-            f"be below {s.describe('num_experts')}: a token's threshold is the best expert that it does not choose.",
-            "moe_router_load_balancing_type",
-            "moe_router_topk",
+            "{moe_router_load_balancing_type:flag} quantile_balancing needs {moe_router_topk} to be below "
+            "{num_experts}: a token's threshold is the best expert that it does not choose."
         )
     elif (
         positive(s.micro_batch_size)
@@ -210,13 +182,8 @@ def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
         and not divides(f.experts, s.micro_batch_size * s.seq_length * s.moe_router_topk)
     ):
         yield s.violation(
-            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing needs an even share per expert: "
-            f"{s.describe('micro_batch_size')} times {s.describe('seq_length')} times {s.describe('moe_router_topk')} "
-            f"must be a multiple of {s.describe('num_experts')}.",
-            "moe_router_load_balancing_type",
-            "micro_batch_size",
-            "seq_length",
-            "num_experts",
+            "{moe_router_load_balancing_type:flag} quantile_balancing needs an even share per expert: "
+            "{micro_batch_size} times {seq_length} times {moe_router_topk} must be a multiple of {num_experts}."
         )
 
 

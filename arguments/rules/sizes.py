@@ -81,27 +81,21 @@ def check_required_given(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     )
     for dest in REQUIRED:
         if getattr(s, dest) is None and not (from_checkpoint and dest in SHAPE):
-            yield s.violation(f"{s.flag(dest)} is missing; there is no default for it.", dest)
+            yield s.violation("{:flag} is missing; there is no default for it.", dest)
 
 
 def check_max_positions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if positive(s.seq_length) and positive(s.max_position_embeddings) and s.seq_length > s.max_position_embeddings:
         yield s.violation(
-            f"{s.describe('seq_length')} is longer than {s.describe('max_position_embeddings')}: a sequence would have "
-            "tokens without a position.",
-            "seq_length",
-            "max_position_embeddings",
+            "{seq_length} is longer than {max_position_embeddings}: a sequence would have tokens without a position."
         )
 
 
 def check_head_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.kv_channels is None and not divides(s.num_attention_heads, s.hidden_size):
         yield s.violation(
-            f"{s.describe('hidden_size')} must be a multiple of {s.describe('num_attention_heads')}, or give "
-            "--kv-channels: the size of one head.",
-            "hidden_size",
-            "num_attention_heads",
-            "kv_channels",
+            "{hidden_size} must be a multiple of {num_attention_heads}, or give {kv_channels:flag}: the size of one "
+            "head."
         )
 
 
@@ -111,50 +105,35 @@ def check_rotary_channels(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     if s.multi_latent_attention:
         if positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim % 2:
-            yield s.violation(
-                f"{s.describe('qk_pos_emb_head_dim')} must be even: positions rotate channels in pairs.",
-                "qk_pos_emb_head_dim",
-            )
+            yield s.violation("{qk_pos_emb_head_dim} must be even: positions rotate channels in pairs.")
         return
     if not positive(s.kv_channels) or not 0 < s.rotary_percent <= 1:
         return
     rotated = int(s.kv_channels * s.rotary_percent)
     if rotated == 0:
         yield s.violation(
-            f"{s.describe('rotary_percent')} of {s.describe('kv_channels')} leaves no channel to rotate; give "
-            "--position-embedding-type none for attention without positions.",
-            "rotary_percent",
-            "kv_channels",
+            "{rotary_percent} of {kv_channels} leaves no channel to rotate; give --position-embedding-type none for "
+            "attention without positions."
         )
     elif rotated + rotated % 2 > s.kv_channels:
-        yield s.violation(
-            f"{s.describe('kv_channels')} must be even: positions rotate channels in pairs.",
-            "kv_channels",
-            "num_attention_heads",
-        )
+        yield s.violation("{kv_channels} must be even: positions rotate channels in pairs.", "num_attention_heads")
 
 
 def check_query_groups(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.group_query_attention or s.multi_latent_attention:
         return
     if not positive(s.num_query_groups):
-        yield s.violation(f"{s.describe('num_query_groups')} must be at least 1.", "num_query_groups")
+        yield s.violation("{num_query_groups} must be at least 1.")
     elif not divides(s.num_query_groups, s.num_attention_heads):
         yield s.violation(
-            f"{s.describe('num_attention_heads')} must be a multiple of {s.describe('num_query_groups')}: each group "
-            "of heads shares one key and value.",
-            "num_query_groups",
-            "num_attention_heads",
+            "{num_attention_heads} must be a multiple of {num_query_groups}: each group of heads shares one key and "
+            "value."
         )
 
 
 def check_expert_width_needs_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_ffn_hidden_size is not None and s.num_experts is None:
-        yield s.violation(
-            f"{s.describe('moe_ffn_hidden_size')} needs --num-experts; for a dense model use --ffn-hidden-size.",
-            "moe_ffn_hidden_size",
-            "num_experts",
-        )
+        yield s.violation("{moe_ffn_hidden_size} needs {num_experts:flag}; for a dense model use --ffn-hidden-size.")
 
 
 def check_widths_per_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -166,7 +145,7 @@ def check_widths_per_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         ("padded_vocab_size", "tensor_model_parallel_size", f.tp),
     ):
         if dest is not None and not divides(size, getattr(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be a multiple of {s.describe(parts)}.", dest, parts)
+            yield s.violation("{} must be a multiple of {}.", dest, parts)
 
 
 def check_padded_vocab_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -174,17 +153,15 @@ def check_padded_vocab_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation
         "Null"
     )  # a tokenizer of text knows its vocabulary itself
     if counts and positive(s.vocab_size) and positive(s.padded_vocab_size) and s.padded_vocab_size < s.vocab_size:
-        yield s.violation(
-            f"{s.describe('padded_vocab_size')} is smaller than {s.describe('vocab_size')}.",
-            "padded_vocab_size",
-            "vocab_size",
-        )
+        yield s.violation("{padded_vocab_size} is smaller than {vocab_size}.")
 
 
 def check_one_activation(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     chosen = [dest for dest in ("swiglu", "squared_relu", "quick_geglu") if getattr(s, dest)]
     if len(chosen) > 1:
-        yield s.violation(f"Use only one of {' and '.join(s.flag(d) for d in chosen)}: each is an activation.", *chosen)
+        yield s.violation(
+            "Use only one of {flags}: each is an activation.", *chosen, flags=" and ".join(s.flag(d) for d in chosen)
+        )
 
 
 RESOLVE = (

@@ -48,27 +48,25 @@ def note_indexers_without_loss(s: Settings, _f: DerivedSizes) -> None:
 def _check_conflicts(s: Settings, dest: str, others: tuple[tuple[str, str], ...]) -> Iterator[Violation]:
     for other, why in others:
         if s.values[other] != s.default(other):
-            yield s.violation(f"{s.describe(dest)} cannot be combined with {s.describe(other)}: {why}.", dest, other)
+            yield s.violation("{} cannot be combined with {}: {why}.", dest, other, why=why)
 
 
 def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.experimental_attention_variant != "dsa":
         return
     if not s.multi_latent_attention:
-        yield s.violation(f"{s.describe(VARIANT)} needs --multi-latent-attention.", VARIANT, "multi_latent_attention")
+        yield s.violation("{experimental_attention_variant} needs {multi_latent_attention:flag}.")
     for dest in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         if s.values[dest] is None:
-            yield s.violation(f"{s.describe(VARIANT)} needs {s.flag(dest)}.", dest, VARIANT)
+            yield s.violation("{experimental_attention_variant} needs {:flag}.", dest)
     yield from _check_indexer_heads(s)
     yield from _check_conflicts(s, VARIANT, NOT_BUILT)
     kinds = as_list(s.cp_comm_type)
     if f.cp > 1 and any(kind not in ALLGATHER for kind in kinds):
         yield s.violation(
-            f"{s.describe(VARIANT)} with {s.describe('context_parallel_size')} needs --cp-comm-type allgather in every "
-            f"layer: a query selects among the keys of the full sequence, not {' '.join(kinds)}.",
-            "cp_comm_type",
-            VARIANT,
-            "context_parallel_size",
+            "{experimental_attention_variant} with {context_parallel_size} needs {cp_comm_type:flag} allgather in "
+            "every layer: a query selects among the keys of the full sequence, not {XX0}.",
+            XX0=" ".join(kinds),
         )
 
 
@@ -78,17 +76,13 @@ def _check_indexer_heads(s: Settings) -> Iterator[Violation]:
         return
     if s.dsa_indexer_rotate_activation and width & (width - 1):
         yield s.violation(
-            f"{s.describe('dsa_indexer_head_dim')} must be a power of two for the Hadamard rotation, or add "
-            "--no-dsa-indexer-rotate-activation.",
-            "dsa_indexer_head_dim",
-            "dsa_indexer_rotate_activation",
+            "{dsa_indexer_head_dim} must be a power of two for the Hadamard rotation, or add "
+            "{dsa_indexer_rotate_activation:flag}."
         )
     if positive(s.qk_pos_emb_head_dim) and width < s.qk_pos_emb_head_dim:
         yield s.violation(
-            f"{s.describe('dsa_indexer_head_dim')} must be at least {s.describe('qk_pos_emb_head_dim')}: that many "
-            "channels of the indexer are rotated by position.",
-            "dsa_indexer_head_dim",
-            "qk_pos_emb_head_dim",
+            "{dsa_indexer_head_dim} must be at least {qk_pos_emb_head_dim}: that many channels of the indexer are "
+            "rotated by position."
         )
 
 
@@ -100,26 +94,20 @@ def check_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     dest, why = problem
     if dest == "dsa_indexer_use_sparse_loss":
-        yield s.violation(
-            f"{s.describe(FORM)} with {s.describe(COEFF)} needs {s.flag(dest)}: {why}.", FORM, COEFF, dest
-        )
+        yield s.violation("{dsa_attention_form} with {dsa_indexer_loss_coeff} needs {:flag}: {why}.", dest, why=why)
         return
     dest = "fp4" if dest == "fp8" and not s.fp8 else dest
-    yield s.violation(f"{s.describe(FORM)} cannot be combined with {s.describe(dest)}: {why}.", FORM, dest)
+    yield s.violation("{dsa_attention_form} cannot be combined with {}: {why}.", dest, why=why)
 
 
 def check_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.dsa_indexer_warmup:
         return
     if s.experimental_attention_variant != "dsa":
-        yield s.violation(
-            f"{s.flag(WARMUP)} needs --experimental-attention-variant dsa: it trains indexers.", WARMUP, VARIANT
-        )
+        yield s.violation("{dsa_indexer_warmup} needs {experimental_attention_variant:flag} dsa: it trains indexers.")
     if not s.dsa_indexer_loss_coeff:
         yield s.violation(
-            f"{s.flag(WARMUP)} needs {s.flag(COEFF)} above 0: it trains with the indexers' loss only.",
-            WARMUP,
-            COEFF,
+            "{dsa_indexer_warmup} needs {dsa_indexer_loss_coeff:flag} above 0: it trains with the indexers' loss only."
         )
     yield from _check_conflicts(s, WARMUP, FROZEN)
 

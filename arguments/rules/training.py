@@ -121,7 +121,7 @@ def resolve_decay_length(s: Settings, _f: DerivedSizes) -> None:
 def check_global_batch_size(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     step = _samples_per_microstep(s, f, s.micro_batch_size)
     if s.global_batch_size is not None and not positive(s.global_batch_size):
-        yield s.violation(f"{s.describe(GBS)} must be above 0.", GBS)
+        yield s.violation("{global_batch_size} must be above 0.")
     elif s.decrease_batch_size_if_needed and step is not None and positive(s.global_batch_size):
         if s.global_batch_size < step:
             yield _batch_violation(s, f, GBS, MBS, s.global_batch_size, "at least")
@@ -144,22 +144,19 @@ def check_eval_batch_sizes(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     batch, micro = "eval_global_batch_size", "eval_micro_batch_size"
     for dest in (batch, micro):
         if s.given(dest) and not positive(getattr(s, dest)):
-            yield s.violation(f"{s.describe(dest)} must be above 0.", dest)
+            yield s.violation("{} must be above 0.", dest)
     step = _samples_per_microstep(s, f, s.eval_micro_batch_size)
     if (s.given(batch) or s.given(micro)) and not divides(step, s.eval_global_batch_size):
         yield _batch_violation(s, f, batch, micro, s.eval_global_batch_size, "a multiple of")
 
 
 def check_step_schedule_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest = "step_batch_size_schedule"
     if s.step_batch_size_schedule is None:
         return
     for other in (GBS, "decrease_batch_size_if_needed", "rampup_batch_size"):
         if s.given(other):
             yield s.violation(
-                f"{s.describe(dest)} cannot be combined with {s.describe(other)}: the schedule sets the batch size.",
-                dest,
-                other,
+                "{step_batch_size_schedule} cannot be combined with {}: the schedule sets the batch size.", other
             )
 
 
@@ -181,13 +178,13 @@ def check_rampup(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     step = _samples_per_microstep(s, f, s.micro_batch_size)
     if not positive(start) or not positive(increment) or samples < 0:
         yield s.violation(
-            f"{s.describe(dest)}: start and increment must be above 0, the number of samples not negative.", dest
+            "{rampup_batch_size}: start and increment must be above 0, the number of samples not negative."
         )
     elif start > s.global_batch_size or (s.global_batch_size - start) % increment:
         yield s.violation(
-            f"{s.describe(dest)} must reach {s.describe(GBS)} from {start} in increments of {increment}.",
-            dest,
-            GBS,
+            "{rampup_batch_size} must reach {global_batch_size} from {start} in increments of {increment}.",
+            start=start,
+            increment=increment,
         )
     else:
         for size in (start, increment):
@@ -198,18 +195,9 @@ def check_rampup(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def check_training_length(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     iters_given = s.given("train_iters")
     if iters_given and s.train_samples is not None:
-        yield s.violation(
-            f"Use only one of {s.describe('train_iters')} and {s.describe('train_samples')}: training is counted in "
-            "one unit.",
-            "train_iters",
-            "train_samples",
-        )
+        yield s.violation("Use only one of {train_iters} and {train_samples}: training is counted in one unit.")
     elif not iters_given and s.train_samples is None and (not s.skip_train or s.moe_use_upcycling):
-        yield s.violation(
-            "The length of training is missing: give --train-iters or --train-samples.",
-            "train_iters",
-            "train_samples",
-        )
+        yield s.violation("The length of training is missing: give {train_iters:flag} or {train_samples:flag}.")
 
 
 def check_schedule_unit(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -219,11 +207,7 @@ def check_schedule_unit(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in strangers:
         if s.given(dest) and getattr(s, dest):
             unit = "iterations" if length == "train_iters" else "samples"
-            yield s.violation(
-                f"{s.describe(dest)} does not fit {s.describe(length)}: this training is counted in {unit}.",
-                dest,
-                length,
-            )
+            yield s.violation("{} does not fit {}: this training is counted in {unit}.", dest, length, unit=unit)
 
 
 def check_one_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -231,83 +215,63 @@ def check_one_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         return
     for dest in ("lr_warmup_iters", "lr_warmup_samples"):
         if getattr(s, dest):
-            yield s.violation(
-                f"Use only one of {s.describe('lr_warmup_fraction')} and {s.describe(dest)}.",
-                "lr_warmup_fraction",
-                dest,
-            )
+            yield s.violation("Use only one of {lr_warmup_fraction} and {}.", dest)
 
 
 def check_warmup_length(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for warmup, decay in (("lr_warmup_iters", "lr_decay_iters"), ("lr_warmup_samples", "lr_decay_samples")):
         steps, length = getattr(s, warmup), getattr(s, decay)
         if steps and positive(length) and steps >= length:
-            yield s.violation(
-                f"{s.describe(warmup)} must be below {s.describe(decay)}: warmup is the beginning of the decay length.",
-                warmup,
-                decay,
-            )
+            yield s.violation("{} must be below {}: warmup is the beginning of the decay length.", warmup, decay)
 
 
 def check_wsd_decay(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         yield s.violation(
-            f"{s.describe('lr_decay_style')} needs --lr-wsd-decay-iters (or -samples): how long the final decay lasts.",
-            "lr_decay_style",
-            "lr_wsd_decay_iters",
+            "{lr_decay_style} needs {lr_wsd_decay_iters:flag} (or -samples): how long the final decay lasts."
         )
 
 
 def check_eval_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.eval_interval is None and not s.skip_train and not s.full_validation and s.eval_iters != 0:
         yield s.violation(
-            f"{s.flag('eval_interval')} is missing: give the number of iterations between validations (or --eval-iters "
-            "0 for none).",
-            "eval_interval",
+            "{eval_interval:flag} is missing: give the number of iterations between validations (or --eval-iters 0 for "
+            "none)."
         )
 
 
 def check_log_memory_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not divides(s.log_interval, s.log_memory_interval):
-        yield s.violation(
-            f"{s.describe('log_memory_interval')} must be a multiple of {s.describe('log_interval')}.",
-            "log_memory_interval",
-            "log_interval",
-        )
+        yield s.violation("{log_memory_interval} must be a multiple of {log_interval}.")
 
 
 def check_check_intervals(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval"):
         if getattr(s, dest) is not None and getattr(s, dest) <= 0:
-            yield s.violation(f"{s.describe(dest)} must be above 0.", dest)
+            yield s.violation("{} must be above 0.", dest)
 
 
 def check_loss_spike_factor(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.loss_spike_factor is not None and s.loss_spike_factor <= 1:
-        yield s.violation(
-            f"{s.describe('loss_spike_factor')} must be above 1: half of all losses are above their median.",
-            "loss_spike_factor",
-        )
+        yield s.violation("{loss_spike_factor} must be above 1: half of all losses are above their median.")
 
 
 def check_weight_hash_needs_replicas(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    dest, sharding = "check_weight_hash_across_dp_replicas_interval", "data_parallel_sharding_strategy"
+    dest = "check_weight_hash_across_dp_replicas_interval"
     if (
         s.use_megatron_fsdp
         and getattr(s, dest) is not None
         and s.data_parallel_sharding_strategy == "optim_grads_params"
     ):
         yield s.violation(
-            f"{s.describe(dest)} with {s.describe(sharding)}: no two ranks hold the same weight, so there is nothing "
-            "to compare.",
-            dest,
-            sharding,
+            "{check_weight_hash_across_dp_replicas_interval} with {data_parallel_sharding_strategy}: no two ranks hold "
+            "the same weight, so there is nothing to compare."
         )
 
 
 def check_straggler_port(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.straggler_ctrlr_port > 65535:
-        yield s.violation(f"{s.describe('straggler_ctrlr_port')}: a port is at most 65535.", "straggler_ctrlr_port")
+        yield s.violation("{straggler_ctrlr_port}: a port is at most 65535.")
 
 
 RESOLVE = (
