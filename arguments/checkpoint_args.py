@@ -11,102 +11,34 @@ from dataclasses import dataclass
 from arguments.container import OPTIONS
 from arguments.settings import Settings
 
-SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_type",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "no_rope_freq",
-    "window_size",
-    "window_attn_skip_freq",
-    "normalization",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "apply_residual_connection_post_layernorm",
-    "qk_layernorm",
-    "qk_l2_norm",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "dsa_indexer_n_heads",
-    "dsa_indexer_head_dim",
-    "dsa_indexer_topk",
-    "dsa_indexer_rope_interleaved",
-    "dsa_indexer_rotate_activation",
-    "dsa_indexer_scoring_relu",
-    "dsa_indexer_k_norm_epsilon",
-    "attention_output_gate",
-    "softmax_type",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mtp_num_layers",
-    "mtp_use_repeated_layer",
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_grouped_gemm",
-    "moe_latent_size",
-    "finermoe_intermediate_granularity",
-    "finermoe_output_granularity",
-    "finermoe_intermediate_expansion",
-    "finermoe_output_expansion",
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
+SHAPE = tuple(
+    """
+    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
+    num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent
+    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor rope_type
+    rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
+    yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq
+    normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
+    qk_layernorm qk_l2_norm swiglu squared_relu quick_geglu glu_linear_offset activation_func_clamp_value
+    add_bias_linear add_qkv_bias untie_embeddings_and_output_weights experimental_attention_variant
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+    dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+    dsa_indexer_k_norm_epsilon attention_output_gate softmax_type multi_latent_attention q_lora_rank
+    kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers mtp_use_repeated_layer num_experts
+    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
+    moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_grouped_gemm moe_latent_size
+    finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion
+    finermoe_output_expansion vocab_size padded_vocab_size make_vocab_size_divisible_by
+    """.split()
 )
 """Flags that define the model of the weights."""
 
-MUP = (
-    "use_mup",
-    "mup_base_hidden_size",
-    "mup_embedding_mult",
-    "mup_output_mult",
-    "mup_base_head_dim",
-    "mup_attn_scale_power",
+MUP = tuple(
+    """
+    use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
+    """.split()
 )
 """Taken for --skip-train unless given. Part of the model too, but Megatron-LM takes them from the command line only."""
 
@@ -119,19 +51,12 @@ DROPOUT = ("attention_dropout", "hidden_dropout")
 CONVERSION = ("bf16", "fp16", "optimizer")
 """Taken for --ckpt-convert-format unless given: they determine what is stored of a parameter."""
 
-EVALUATION = (
-    "micro_batch_size",
-    "eval_micro_batch_size",
-    "bf16",
-    "fp16",
-    "seed",
-    "eval_iters",
-    "full_validation",
-    "eod_mask_loss",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "create_attention_mask_in_dataloader",
-    "dataloader_inter_document_masking",
+EVALUATION = tuple(
+    """
+    micro_batch_size eval_micro_batch_size bf16 fp16 seed eval_iters full_validation eod_mask_loss
+    reset_position_ids reset_attention_mask create_attention_mask_in_dataloader
+    dataloader_inter_document_masking
+    """.split()
 )
 """Taken for --skip-train unless given: with these and DATA, an evaluation reads what the run's validations read."""
 
@@ -143,35 +68,24 @@ CAPACITY = (
 )
 """Taken for --skip-train from a run that drops tokens, unless given: the losses depend on them."""
 
-DATA = (
-    "data_path",
-    "split",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
-    "mock_data",
-    "multiple_validation_sets",
-    "validation_set_names",
+DATA = tuple(
+    """
+    data_path split data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path
+    mock_data multiple_validation_sets validation_set_names
+    """.split()
 )
 """Taken for --skip-train if the command line names no data at all."""
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
 
-MAPPING = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+MAPPING = tuple(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    expert_model_parallel_size expert_tensor_parallel_size
+    """.split()
 )
 """Taken with --use-mp-args-from-checkpoint-args: how the model is sharded. Context and data parallelism depend on the
 number of ranks available."""

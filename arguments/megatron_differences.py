@@ -4,7 +4,7 @@ MORE_PERMISSIVE lists what runs here and is rejected there; FAILS_EARLIER lists 
 there after minutes of start-up. Both are complete: the test over recorded outcomes of Megatron-LM fails for any other
 difference. `cases` names such outcomes.
 
-The functions of RESOLVE do the nearest equivalent thing and note it.
+The functions do the nearest equivalent thing and note it.
 """
 
 from dataclasses import dataclass
@@ -174,6 +174,68 @@ FAILS_EARLIER = (
 )
 
 
+def resolve_old_batch_size(s: Settings, _f: DerivedSizes) -> None:
+    _rename(s, "batch_size", "micro_batch_size")
+
+
+def _rename(s: Settings, old: str, new: str) -> None:
+    value = getattr(s, old)
+    if not positive(value) or (s.given(new) and getattr(s, new) != value):
+        return
+    s.note(f"{s.shown(old)}: taken as {s.flag(new)} {value}.")
+    s.set_derived(new, value, f"from {s.flag(old)}")
+    s.set_derived(old, None, f"replaced by {s.flag(new)}")
+
+
+def resolve_conversion(s: Settings, _f: DerivedSizes) -> None:
+    """Fill in what only training needs; the schedules that are written are the checkpoint's."""
+    if s.ckpt_convert_format is None:
+        return
+    why = "a conversion trains nothing"
+    if s.micro_batch_size is None:
+        s.set_derived("micro_batch_size", 1, why)
+    if s.seq_length is None and s.max_position_embeddings is not None:
+        s.set_derived("seq_length", s.max_position_embeddings, why)
+    if s.override_opt_param_scheduler:
+        return  # then the flags' schedules are written
+    s.set_derived("skip_train", True, why)
+    s.set_derived("use_checkpoint_opt_param_scheduler", True, why)
+    if s.lr is None:
+        s.set_derived("lr", max(0.0, s.min_lr, s.lr_warmup_init), why)
+    if s.train_iters is None and s.train_samples is None:
+        s.set_derived("train_iters", 1 + max(0, s.lr_warmup_iters), why)
+
+
+def resolve_eval_micro_batch_size(s: Settings, _f: DerivedSizes) -> None:
+    """The micro-batch size of an evaluation changes its speed and memory, not its losses."""
+    if s.is_eval_only and s.micro_batch_size is None and s.eval_micro_batch_size is None:
+        s.set_derived("micro_batch_size", 1, "an evaluation (--skip-train)")
+
+
+def resolve_old_model_parallel_size(s: Settings, _f: DerivedSizes) -> None:
+    _rename(s, "model_parallel_size", "tensor_model_parallel_size")
+
+
+def resolve_old_checkpoint_activations(s: Settings, _f: DerivedSizes) -> None:
+    if not s.checkpoint_activations:
+        return
+    s.set_derived("checkpoint_activations", False, "replaced by the recompute flags")
+    given = [d for d in ("recompute_granularity", "recompute_method", "recompute_num_layers") if s.given(d)]
+    if given or s.recompute_activations:
+        s.note(f"{s.flag('checkpoint_activations')} (old) adds nothing to the recompute flags that are set.")
+        return
+    for dest, value in (
+        ("recompute_granularity", "full"),
+        ("recompute_method", "uniform"),
+        ("recompute_num_layers", 1),
+    ):
+        s.set_derived(dest, value, f"from {s.flag('checkpoint_activations')}")
+    s.note(
+        f"{s.flag('checkpoint_activations')}: taken as --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1."
+    )
+
+
 def resolve_cross_entropy_impl(s: Settings, _f: DerivedSizes) -> None:
     if s.cross_entropy_loss_fusion and s.cross_entropy_fusion_impl == "te":
         s.note(
@@ -217,43 +279,6 @@ def middle_layers_per_rank(s: Settings, f: DerivedSizes) -> int | None:
     return quotient(f.layers - sum(ends), f.pp - len(ends))
 
 
-def resolve_old_batch_size(s: Settings, _f: DerivedSizes) -> None:
-    _rename(s, "batch_size", "micro_batch_size")
-
-
-def resolve_old_model_parallel_size(s: Settings, _f: DerivedSizes) -> None:
-    _rename(s, "model_parallel_size", "tensor_model_parallel_size")
-
-
-def _rename(s: Settings, old: str, new: str) -> None:
-    value = getattr(s, old)
-    if not positive(value) or (s.given(new) and getattr(s, new) != value):
-        return
-    s.note(f"{s.shown(old)}: taken as {s.flag(new)} {value}.")
-    s.set_derived(new, value, f"from {s.flag(old)}")
-    s.set_derived(old, None, f"replaced by {s.flag(new)}")
-
-
-def resolve_old_checkpoint_activations(s: Settings, _f: DerivedSizes) -> None:
-    if not s.checkpoint_activations:
-        return
-    s.set_derived("checkpoint_activations", False, "replaced by the recompute flags")
-    given = [d for d in ("recompute_granularity", "recompute_method", "recompute_num_layers") if s.given(d)]
-    if given or s.recompute_activations:
-        s.note(f"{s.flag('checkpoint_activations')} (old) adds nothing to the recompute flags that are set.")
-        return
-    for dest, value in (
-        ("recompute_granularity", "full"),
-        ("recompute_method", "uniform"),
-        ("recompute_num_layers", 1),
-    ):
-        s.set_derived(dest, value, f"from {s.flag('checkpoint_activations')}")
-    s.note(
-        f"{s.flag('checkpoint_activations')}: taken as --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1."
-    )
-
-
 def note_flex_without_expert_ranks(s: Settings, f: DerivedSizes) -> None:
     if f.experts and s.moe_token_dispatcher_type == "flex" and f.ep * f.etp == 1:
         s.note(
@@ -268,41 +293,3 @@ def note_experts_without_sequence_parallel(s: Settings, f: DerivedSizes) -> None
             f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor rank "
             "then holds all tokens; --sequence-parallel saves memory and time."
         )
-
-
-def resolve_conversion(s: Settings, _f: DerivedSizes) -> None:
-    """Fill in what only training needs; the schedules that are written are the checkpoint's."""
-    if s.ckpt_convert_format is None:
-        return
-    why = "a conversion trains nothing"
-    if s.micro_batch_size is None:
-        s.set_derived("micro_batch_size", 1, why)
-    if s.seq_length is None and s.max_position_embeddings is not None:
-        s.set_derived("seq_length", s.max_position_embeddings, why)
-    if s.override_opt_param_scheduler:
-        return  # then the flags' schedules are written
-    s.set_derived("skip_train", True, why)
-    s.set_derived("use_checkpoint_opt_param_scheduler", True, why)
-    if s.lr is None:
-        s.set_derived("lr", max(0.0, s.min_lr, s.lr_warmup_init), why)
-    if s.train_iters is None and s.train_samples is None:
-        s.set_derived("train_iters", 1 + max(0, s.lr_warmup_iters), why)
-
-
-def resolve_eval_micro_batch_size(s: Settings, _f: DerivedSizes) -> None:
-    """The micro-batch size of an evaluation changes its speed and memory, not its losses."""
-    if s.is_eval_only and s.micro_batch_size is None and s.eval_micro_batch_size is None:
-        s.set_derived("micro_batch_size", 1, "an evaluation (--skip-train)")
-
-
-RESOLVE = (
-    resolve_old_batch_size,
-    resolve_conversion,
-    resolve_eval_micro_batch_size,
-    resolve_old_model_parallel_size,
-    resolve_old_checkpoint_activations,
-    resolve_cross_entropy_impl,
-    resolve_tp_overlap,
-    resolve_uneven_virtual_stages,
-)
-RESOLVE_LAST = (note_flex_without_expert_ranks, note_experts_without_sequence_parallel)

@@ -1,10 +1,14 @@
 """Rules: values derived from flags, and what flags must satisfy together.
 
 `resolve` fills in derived values; `check` runs every rule and returns every violation; `derived` lists values that
-follow from several flags, under Megatron's names. One module per topic; each rule is a function of the flat `Settings`
-and the `DerivedSizes` of the pass. megatron_differences.py records the deliberate differences from Megatron-LM, and
-machine.py has the rules about the machine.
+follow from several flags, under Megatron's names. One module per topic. A rule is a function of the flat `Settings` and
+the `DerivedSizes` of the pass; its name begins with `resolve_` (derives values), `note_` (only explains) or `check_`
+(yields violations), and rules run in order of definition. megatron_differences.py records the deliberate differences
+from Megatron-LM, and machine.py has the rules about the machine.
 """
+
+from collections.abc import Callable
+from types import ModuleType
 
 from arguments import megatron_differences
 from arguments.rules import (
@@ -34,7 +38,7 @@ from arguments.rules.derived_sizes import derive_sizes
 from arguments.rules.precedence import command_line_wins
 from arguments.settings import Settings, Violation
 
-__all__ = ["AREAS", "check", "derived", "resolve"]
+__all__ = ["AREAS", "CHECKS", "RESOLVERS", "check", "derived", "resolve"]
 
 AREAS = (
     numbers,
@@ -60,6 +64,25 @@ AREAS = (
 )
 
 
+def _rules(area: ModuleType, prefixes: tuple[str, ...]) -> tuple[Callable, ...]:
+    """Return the functions of a module whose names begin with one of the prefixes, in order of definition."""
+    return tuple(
+        rule for name, rule in vars(area).items() if name.startswith(prefixes) and rule.__module__ == area.__name__
+    )
+
+
+RESOLVERS = tuple(
+    rule
+    for area, prefixes in (
+        (megatron_differences, ("resolve_",)),
+        *((area, ("resolve_", "note_")) for area in AREAS),
+        (megatron_differences, ("note_",)),
+    )
+    for rule in _rules(area, prefixes)
+)
+CHECKS = tuple(rule for area in AREAS for rule in _rules(area, ("check_",)))
+
+
 def resolve(s: Settings, world_size: int | None) -> None:
     """Fill in derived values and normalisations; never fails on bad values, which `check` reports.
 
@@ -69,11 +92,7 @@ def resolve(s: Settings, world_size: int | None) -> None:
         s.note("The number of ranks is not known: rules on it are left out (give --world-size N or set WORLD_SIZE).")
     command_line_wins(s)
     facts, known = derive_sizes(s, world_size), s.changes
-    for step in (
-        *megatron_differences.RESOLVE,
-        *(step for area in AREAS for step in area.RESOLVE),
-        *megatron_differences.RESOLVE_LAST,
-    ):
+    for step in RESOLVERS:
         if s.changes != known:  # few steps write anything
             facts, known = derive_sizes(s, world_size), s.changes
         step(s, facts)
@@ -82,5 +101,5 @@ def resolve(s: Settings, world_size: int | None) -> None:
 def check(s: Settings, world_size: int | None) -> list[Violation]:
     """Run every rule on resolved settings and return every violation, each once."""
     facts = derive_sizes(s, world_size)
-    found = [violation for area in AREAS for rule in area.CHECKS for violation in rule(s, facts)]
+    found = [violation for rule in CHECKS for violation in rule(s, facts)]
     return list(dict.fromkeys(found))

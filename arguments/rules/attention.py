@@ -147,18 +147,3 @@ def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             )
         elif isinstance(value, int) and value < 1:
             yield s.violation("{} must be at least 1.", dest)
-
-
-RESOLVE = (resolve_rotary_switch, resolve_rope_type, resolve_old_delta_net_name)
-CHECKS = (
-    check_mla_without_gqa,
-    check_mla_without_output_gate,
-    check_rope_type,
-    check_mla_options,
-    check_mtp_positions,
-    check_no_position_embedding,
-    check_qk_clip_alpha,
-    check_max_logits,
-    check_gated_delta_net,
-    check_layer_lists,
-)

@@ -175,19 +175,3 @@ def check_old_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{warmup} has been removed, and its number may mean a share or a count; use {lr_warmup_fraction:flag} or "
             "--lr-warmup-iters."
         )
-
-
-RESOLVE = (resolve_async_save, resolve_upcycling)
-CHECKS = (
-    check_save_interval,
-    check_auto_resume,
-    check_dump_intervals,
-    check_save_retain_interval,
-    check_checkpoint_conversion,
-    check_override_iteration,
-    check_legacy_format_optimizer,
-    check_legacy_format_layers,
-    check_torch_format_needs_gloo,
-    check_upcycling,
-    check_old_flags,
-)

@@ -164,17 +164,3 @@ def note_fim_with_document_masking(s: Settings, _f: DerivedSizes) -> None:
             f"{s.flag('dataloader_inter_document_masking')} with {s.flag('fim_data')}: a rearranged sample counts as "
             "one document."
         )
-
-
-RESOLVE = (resolve_split, resolve_tokenizer_and_loader, note_fim_with_document_masking)
-CHECKS = (
-    check_one_data_source,
-    check_eval_data,
-    check_split,
-    check_split_needs_one_corpus,
-    check_blends,
-    check_null_tokenizer,
-    check_validation_set_names,
-    check_fim,
-    check_fim_tokens,
-)

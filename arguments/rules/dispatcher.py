@@ -275,34 +275,3 @@ def check_router_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             dest,
             XX0=s.describe(TYPE).split(" ", 1)[1],
         )
-
-
-RESOLVE = (
-    resolve_negative_capacity,
-    resolve_old_deepep_flag,
-    resolve_old_sm_counts,
-    resolve_old_router_padding,
-    note_deepep_router_dtype,
-    note_deepep_padding,
-    resolve_deepep_num_sms,
-    note_no_cloning_without_ep,
-)
-CHECKS = (
-    check_capacity_balancing,
-    check_padding_needs_capacity,
-    check_padding_excludes_deepep,
-    check_old_deepep_flag,
-    check_mxfp8_dispatch,
-    check_ncclep_needs_flex,
-    check_old_sm_counts,
-    check_shared_expert,
-    check_shared_expert_bias,
-    check_expert_bias_sharding,
-    check_rank_capacity_backend,
-    check_paged_stash_needs_rank_capacity,
-    check_paged_stash_conflicts,
-    check_hot_expert_cloning,
-    check_latent_projection,
-    check_grouped_parameters,
-    check_router_padding,
-)

@@ -147,7 +147,3 @@ def check_finermoe_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
             dest,
             kernels=" ".join(named),
         )
-
-
-RESOLVE = (resolve_granularities, resolve_num_experts)
-CHECKS = (check_expert_grid, check_topk, check_finermoe_conflicts)

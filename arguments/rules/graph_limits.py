@@ -266,17 +266,3 @@ def check_full_iteration_communication(s: Settings, f: DerivedSizes) -> Iterator
     ):
         if is_on:
             yield _not_capturable(s, reason, dest)
-
-
-RESOLVE = (note_options_without_graphs, note_preprocess_not_captured)
-CHECKS = (
-    check_full_iteration_shapes,
-    check_full_layer_shapes,
-    check_experts_capturable,
-    check_router_capturable,
-    check_rng_capturable,
-    check_attention_capturable,
-    check_offload_and_recompute,
-    check_param_sharding,
-    check_full_iteration_communication,
-)

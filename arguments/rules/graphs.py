@@ -106,13 +106,3 @@ def check_full_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{cuda_graph_impl} cannot be combined with {recompute_granularity}; use --cuda-graph-impl full_iteration "
             "or recompute selected modules."
         )
-
-
-RESOLVE = (resolve_old_switches, resolve_old_scope, resolve_router_before_preprocess, resolve_rng_tracker)
-CHECKS = (
-    check_old_and_new_flags,
-    check_known_modules,
-    check_expert_modules,
-    check_full_iteration_graph,
-    check_full_recompute,
-)

@@ -57,7 +57,3 @@ def check_none_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "{triton_kernels:shown} cannot be combined: none excludes the others; remove it, or the others."
         )
-
-
-RESOLVE = (note_unused_kernels, note_permute_fusion_with_hybridep)
-CHECKS = (check_none_alone,)

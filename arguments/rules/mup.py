@@ -46,7 +46,3 @@ def note_unscaled_parts(s: Settings, _f: DerivedSizes) -> None:
         )
     if s.multi_latent_attention:
         s.note("--use-mup: latent attention divides its scores by the root of the key size in any case.")
-
-
-RESOLVE = (resolve_width_mult, note_unscaled_parts)
-CHECKS = ()

@@ -9,180 +9,52 @@ from collections.abc import Iterator
 from arguments.rules.derived_sizes import MAX_LAYERS, DerivedSizes, as_list
 from arguments.settings import Settings, Violation
 
-POSITIVE = (
-    # sizes
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "seq_length",
-    "micro_batch_size",
-    "ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "kv_channels",
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "dsa_indexer_n_heads",
-    "dsa_indexer_head_dim",
-    "dsa_indexer_topk",
-    "ddp_num_buckets",
-    "ddp_bucket_size",
-    "max_seqlen_per_dp_cp_rank",
-    "num_query_groups",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "dsa_indexer_topk_freq",
-    "dsa_indexer_k_norm_epsilon",
-    "yarn_original_max_position_embeddings",
-    "moe_router_num_groups",
-    "finermoe_intermediate_granularity",
-    "finermoe_output_granularity",
-    "moe_shared_expert_glu_interleave_size",
-    "moe_mlp_glu_interleave_size",
-    "suggested_communication_unit_size",
-    "world_size",
-    "model_parallel_size",
-    "batch_size",
-    "hierarchical_context_parallel_sizes",
-    "fp8_amax_history_len",
-    "replication_factor",
-    # factors
-    "rotary_base",
-    "rotary_scaling_factor",
-    "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor",
-    "rotary_percent",
-    "moe_router_topk_scaling_factor",
-    "layernorm_epsilon",
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "seed",
-    "moe_upcycling_granularity",
-    "moe_expert_rank_capacity_factor",
-    "moe_paged_stash_page_size",
-    "moe_paged_stash_buffer_size_factor_cuda",
-    "activation_func_clamp_value",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "qk_clip_threshold",
-    "muon_extra_scale_factor",
-    "muon_num_ns_steps",
-    "mup_base_hidden_size",
-    "mup_width_mult",
-    "mup_embedding_mult",
-    "mup_output_mult",
-    "mup_base_head_dim",
-    # workers of a device or a host
-    "moe_flex_dispatcher_num_sms",
-    "moe_deepep_num_sms",
-    "moe_hybridep_num_sms",
-    "moe_hybridep_num_blocks_permute",
-    "moe_hybridep_num_blocks_unpermute",
-    "moe_hybridep_num_sms_preprocessing",
-    "num_dataset_builder_threads",
-    "dist_ckpt_workers",
-    # intervals and times
-    "log_interval",
-    "eval_interval",
-    "tensorboard_log_interval",
-    "exit_interval",
-    "log_memory_interval",
-    "save_params_interval",
-    "save_activations_interval",
-    "save_tokens_per_expert_interval",
-    "save_wgrads_interval",
-    "save_dgrads_interval",
-    "distributed_timeout_minutes",
-    "distributed_timeout_seconds_after_init",
-    "tensorboard_queue_size",
-    "train_sync_interval",
-    "fp8_interval",
-    "moe_routing_trace_max_training_iters",
-    "straggler_ctrlr_port",
-    "straggler_minmax_count",
+POSITIVE = tuple(
+    """
+    num_layers hidden_size num_attention_heads max_position_embeddings seq_length micro_batch_size
+    ffn_hidden_size moe_ffn_hidden_size kv_channels vocab_size padded_vocab_size make_vocab_size_divisible_by
+    kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim linear_conv_kernel_dim
+    linear_key_head_dim linear_value_head_dim dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+    ddp_num_buckets ddp_bucket_size max_seqlen_per_dp_cp_rank num_query_groups linear_num_key_heads
+    linear_num_value_heads dsa_indexer_topk_freq dsa_indexer_k_norm_epsilon
+    yarn_original_max_position_embeddings moe_router_num_groups finermoe_intermediate_granularity
+    finermoe_output_granularity moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
+    suggested_communication_unit_size world_size model_parallel_size batch_size
+    hierarchical_context_parallel_sizes fp8_amax_history_len replication_factor
+    rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
+    moe_router_topk_scaling_factor layernorm_epsilon loss_scale initial_loss_scale min_loss_scale
+    loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
+    moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
+    yarn_beta_slow qk_clip_threshold muon_extra_scale_factor muon_num_ns_steps mup_base_hidden_size
+    mup_width_mult mup_embedding_mult mup_output_mult mup_base_head_dim
+    moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute
+    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing num_dataset_builder_threads
+    dist_ckpt_workers
+    log_interval eval_interval tensorboard_log_interval exit_interval log_memory_interval save_params_interval
+    save_activations_interval save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval
+    distributed_timeout_minutes distributed_timeout_seconds_after_init tensorboard_queue_size
+    train_sync_interval fp8_interval moe_routing_trace_max_training_iters straggler_ctrlr_port
+    straggler_minmax_count
+    """.split()
 )
-NOT_NEGATIVE = (
-    "train_iters",
-    "train_samples",
-    "lr_decay_iters",
-    "lr_warmup_iters",
-    "lr_wsd_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_samples",
-    "lr_wsd_decay_samples",
-    "eval_iters",
-    "manual_gc_interval",
-    "exit_duration_in_mins",
-    "num_workers",
-    "mup_attn_scale_power",
-    "lr",
-    "min_lr",
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "lr_warmup_init",
-    "adam_eps",
-    "clip_grad",
-    "weight_decay",
-    "init_method_std",
-    "embedding_init_method_std",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_router_bias_update_rate",
-    "mtp_loss_scaling_factor",
-    "mtp_num_layers",
-    "ckpt_step",
-    "profile_step_start",
-    "profile_step_end",
-    "dsa_indexer_loss_coeff",
-    "wgrad_deferral_limit",
-    "cuda_graph_warmup_steps",
-    "num_experts",
-    "optimizer_offload_fraction",
-    "optimizer_state_offload_fraction",
-    "optimizer_state_offload_chunk_size_mb",
-    "activation_offload_fraction",
-    "min_offloaded_tensor_size",
-    "start_eval_at_iter",
-    "iterations_to_skip",
-    "moe_clone_hot_experts",
-    "finermoe_intermediate_expansion",
-    "finermoe_output_expansion",
-    "moe_paged_stash_buffer_size_factor_cpu",
-    "mscale",
-    "mscale_all_dim",
-    "qk_clip_alpha",
-    "moe_router_quantile_balancing_ema",
-    "dsa_indexer_skip_topk_offset",
-    "recompute_num_layers",
-    "delta_offload_bytes_across_pp_ranks",
-    "fine_grained_offloading_max_inflight_offloads",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-    "fp8_margin",
-    "mid_level_dataset_surplus",
-    "tiktoken_num_special_tokens",
-    "local_rank",
-    "logging_level",
-    "profile_ranks",
-    "error_injection_rate",
-    "fim_rate",
-    "fim_spm_rate",
-    "fim_fragment_rate",
-    "flight_recorder_trace_buffer_size",
-    "replication_jump",
+NOT_NEGATIVE = tuple(
+    """
+    train_iters train_samples lr_decay_iters lr_warmup_iters lr_wsd_decay_iters lr_decay_samples
+    lr_warmup_samples lr_wsd_decay_samples eval_iters manual_gc_interval exit_duration_in_mins num_workers
+    mup_attn_scale_power lr min_lr decoupled_lr decoupled_min_lr lr_warmup_init adam_eps clip_grad weight_decay
+    init_method_std embedding_init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
+    moe_router_bias_update_rate mtp_loss_scaling_factor mtp_num_layers ckpt_step profile_step_start
+    profile_step_end dsa_indexer_loss_coeff wgrad_deferral_limit cuda_graph_warmup_steps num_experts
+    optimizer_offload_fraction optimizer_state_offload_fraction optimizer_state_offload_chunk_size_mb
+    activation_offload_fraction min_offloaded_tensor_size start_eval_at_iter iterations_to_skip
+    moe_clone_hot_experts finermoe_intermediate_expansion finermoe_output_expansion
+    moe_paged_stash_buffer_size_factor_cpu mscale mscale_all_dim qk_clip_alpha moe_router_quantile_balancing_ema
+    dsa_indexer_skip_topk_offset recompute_num_layers delta_offload_bytes_across_pp_ranks
+    fine_grained_offloading_max_inflight_offloads num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
+    error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
+    replication_jump
+    """.split()
 )
 MAX_SAMPLES = 10**12
 MAX_SEED = 2**32 - 1
@@ -194,45 +66,24 @@ MAX_WORKERS = 1024
 MAX_FP32 = 3.4028234663852886e38
 MAX_STD = 1e6
 LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale")
-SIZES = (
-    "hidden_size",
-    "ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "mtp_num_layers",
+SIZES = tuple(
+    """
+    hidden_size ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size num_attention_heads
+    num_query_groups kv_channels q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim vocab_size
+    padded_vocab_size make_vocab_size_divisible_by mtp_num_layers
+    """.split()
 )
-BELOW_ONE = (
-    "hidden_dropout",
-    "attention_dropout",
-    "adam_beta1",
-    "adam_beta2",
-    "sgd_momentum",
-    "lr_warmup_fraction",
-    "muon_momentum",
-    "lion_beta1",
-    "lion_beta2",
+BELOW_ONE = tuple(
+    """
+    hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum
+    lion_beta1 lion_beta2
+    """.split()
 )
-AT_MOST_ONE = (
-    "rotary_percent",
-    "optimizer_offload_fraction",
-    "optimizer_state_offload_fraction",
-    "activation_offload_fraction",
-    "qk_clip_alpha",
-    "moe_router_quantile_balancing_ema",
-    "fim_rate",
-    "fim_spm_rate",
-    "fim_fragment_rate",
+AT_MOST_ONE = tuple(
+    """
+    rotary_percent optimizer_offload_fraction optimizer_state_offload_fraction activation_offload_fraction
+    qk_clip_alpha moe_router_quantile_balancing_ema fim_rate fim_spm_rate fim_fragment_rate
+    """.split()
 )
 
 
@@ -329,19 +180,3 @@ def check_record_step(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_exit_signal(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.exit_signal_handler and s.exit_signal in ("SIGKILL", "SIGSTOP"):
         yield s.violation("{exit_signal}: no program can catch this signal; use SIGTERM or SIGUSR1.")
-
-
-RESOLVE = ()
-CHECKS = (
-    check_positive,
-    check_not_negative,
-    check_fractions,
-    check_finite,
-    check_num_layers,
-    check_size_limits,
-    check_count_limits,
-    check_seed,
-    check_dump_step,
-    check_record_step,
-    check_exit_signal,
-)

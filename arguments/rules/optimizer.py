@@ -30,19 +30,6 @@ def resolve_old_dist_muon(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("use_distributed_optimizer", True, "from dist_muon")
 
 
-def note_layer_wise_optimizer(s: Settings, _f: DerivedSizes) -> None:
-    if s.optimizer == "muon" and s.use_distributed_optimizer:
-        s.note(
-            f"{s.shown('optimizer')} with --use-distributed-optimizer: ranks are assigned full matrices, not ranges."
-        )
-
-
-def resolve_fsdp_optimizer(s: Settings, _f: DerivedSizes) -> None:
-    if s.use_megatron_fsdp and not s.use_distributed_optimizer:
-        s.note(f"{s.flag('use_megatron_fsdp')} turns --use-distributed-optimizer on.")
-        s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
-
-
 def resolve_frozen_layers(s: Settings, _f: DerivedSizes) -> None:
     """As in Megatron-LM: training batches run forward only; the model alone is loaded, and nothing is saved."""
     if not s.freeze_all_layers:
@@ -52,11 +39,24 @@ def resolve_frozen_layers(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("finetune", True, "from --freeze-all-layers")
 
 
+def resolve_fsdp_optimizer(s: Settings, _f: DerivedSizes) -> None:
+    if s.use_megatron_fsdp and not s.use_distributed_optimizer:
+        s.note(f"{s.flag('use_megatron_fsdp')} turns --use-distributed-optimizer on.")
+        s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
+
+
 def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(
             f"{s.shown('ckpt_format')}: checkpoints are written in the layout-free format torch_dist, which sharded "
             "and other runs resume alike."
+        )
+
+
+def note_layer_wise_optimizer(s: Settings, _f: DerivedSizes) -> None:
+    if s.optimizer == "muon" and s.use_distributed_optimizer:
+        s.note(
+            f"{s.shown('optimizer')} with --use-distributed-optimizer: ranks are assigned full matrices, not ranges."
         )
 
 
@@ -200,28 +200,3 @@ def check_average_in_collective(s: Settings, _f: DerivedSizes) -> Iterator[Viola
             "{ddp_average_in_collective} cannot be combined with {calculate_per_token_loss}: gradients are then summed "
             "and divided by the token count."
         )
-
-
-RESOLVE = (
-    resolve_old_dist_muon,
-    resolve_frozen_layers,
-    resolve_fsdp_optimizer,
-    note_fsdp_checkpoint_format,
-    note_layer_wise_optimizer,
-    resolve_constant_weight_decay,
-    resolve_qk_norm_weight_decay,
-)
-CHECKS = (
-    check_lr_given,
-    check_record_needs_update,
-    check_lr_order,
-    check_lr_warmup_init,
-    check_weight_decay_schedule,
-    check_non_adam_optimizer,
-    check_muon,
-    check_one_fsdp,
-    check_megatron_fsdp,
-    check_torch_fsdp,
-    check_fsdp_deferred_wgrad,
-    check_average_in_collective,
-)

@@ -158,15 +158,3 @@ def note_gather_after_step(s: Settings, _f: DerivedSizes) -> None:
             and not (other == "fp8_param_gather" and s.fp8_recipe == "mxfp8")
         ):
             s.note(f"{s.flag('overlap_param_gather_with_optimizer_step')} with {s.flag(other)}: {reason}.")
-
-
-RESOLVE = (note_no_overlap, note_gather_after_step)
-CHECKS = (
-    check_ep_overlap_requirements,
-    check_ep_overlap_conflicts,
-    check_delay_wgrad,
-    check_early_memory_release,
-    check_dispatch_backward_overlap,
-    check_param_gather_overlap,
-    check_gather_with_optimizer_step,
-)

@@ -231,30 +231,3 @@ def check_optimizer_instances(s: Settings, f: DerivedSizes) -> Iterator[Violatio
                 "{num_distributed_optimizer_instances} must divide the {count} {axis} ranks.", count=count, axis=kind
             )
             return
-
-
-RESOLVE = (
-    resolve_expert_tensor_parallel_size,
-    resolve_sequence_parallel,
-    resolve_microbatch_group_size,
-    resolve_fake_process_group,
-)
-CHECKS = (
-    check_positive_sizes,
-    check_world_size,
-    check_expert_world_size,
-    check_ep_needs_experts,
-    check_experts_per_rank,
-    check_tp_overlap,
-    check_heads_per_tp_rank,
-    check_query_groups_per_tp_rank,
-    check_sequence_per_cp_rank,
-    check_sequence_per_tp_rank,
-    check_cp_comm_type,
-    check_hierarchical_cp_product,
-    check_hierarchical_cp_levels,
-    check_heads_per_cp_rank,
-    check_dp_last_mapping,
-    check_optimizer_instances_conflict,
-    check_optimizer_instances,
-)

@@ -241,22 +241,3 @@ def check_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Violation]
             "{pipeline_schedule} cannot be combined with {:flag}: both decide when weight gradients are computed.",
             other,
         )
-
-
-RESOLVE = (resolve_p2p_overlap, resolve_mtp_standalone)
-CHECKS = (
-    check_layers_per_stage,
-    check_one_virtual_stage_flag,
-    check_virtual_sizes,
-    check_layers_per_virtual_stage,
-    check_virtual_stages,
-    check_interleaving_stages,
-    check_end_stages,
-    check_middle_stages,
-    check_ends_exclude_accounting,
-    check_layout_conflicts,
-    check_layout_syntax,
-    check_layout_fits_model,
-    check_microbatch_groups,
-    check_pipeline_schedule,
-)

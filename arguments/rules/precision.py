@@ -194,28 +194,3 @@ def check_deterministic_mode(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
             yield s.violation(
                 "{deterministic_mode} cannot be combined with {:flag}, whose sums depend on timing.", dest
             )
-
-
-RESOLVE = (
-    resolve_grad_accumulation,
-    resolve_nan_check,
-    note_no_quantized_layers,
-    note_unquantized_params,
-    note_main_params_dtype,
-    note_fsdp_main_grads_dtype,
-)
-CHECKS = (
-    check_one_half_precision,
-    check_fp32_accumulation,
-    check_one_quantized_format,
-    check_quantization_numbers,
-    check_fp8_output_proj,
-    check_quantized_param_gather,
-    check_grad_buffer_reuse,
-    check_precision_aware_optimizer,
-    check_fsdp_dtypes,
-    check_one_state_offload,
-    check_half_precision_features,
-    check_loss_scale,
-    check_deterministic_mode,
-)

@@ -245,23 +245,3 @@ def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation
         yield s.violation(
             "{optimizer_cpu_offload} with {fp8_param_gather} needs {fp8_recipe:flag} delayed, not {fp8_recipe:value}."
         )
-
-
-RESOLVE = (
-    resolve_recompute_activations,
-    resolve_moe_layer_recompute,
-    resolve_selective_modules,
-    note_redundant_modules,
-    note_absent_modules,
-)
-CHECKS = (
-    check_full_recompute,
-    check_selective_recompute,
-    check_known_modules,
-    check_recompute_modules,
-    check_moe_layer_recompute,
-    check_distributed_activations,
-    check_activation_offload,
-    check_layer_offload,
-    check_optimizer_offload,
-)

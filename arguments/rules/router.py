@@ -193,17 +193,3 @@ def note_expert_bias_with_quantiles(s: Settings, f: DerivedSizes) -> None:
             f"{s.flag('moe_router_enable_expert_bias')} does not affect the choice of experts with "
             f"{s.flag('moe_router_load_balancing_type')} quantile_balancing, which has another bias."
         )
-
-
-RESOLVE = (resolve_single_values, note_router_dtype, note_groups_without_group_topk, note_expert_bias_with_quantiles)
-CHECKS = (
-    check_layer_frequency,
-    check_topk,
-    check_top1_pre_softmax,
-    check_expert_bias_scores,
-    check_group_topk,
-    check_balancing_lists,
-    check_selecting_balancing_alone,
-    check_selecting_balancing_coeff,
-    check_quantile_balancing,
-)

@@ -12,6 +12,11 @@ REQUIRED = (*SHAPE, "seq_length", "micro_batch_size")
 # Derived values.
 
 
+def resolve_no_experts(s: Settings, _f: DerivedSizes) -> None:
+    if s.num_experts == 0:
+        s.set_derived("num_experts", None, "0 means a dense model")
+
+
 def resolve_ffn_hidden_size(s: Settings, _f: DerivedSizes) -> None:
     if s.ffn_hidden_size is not None or not positive(s.hidden_size):
         return
@@ -48,11 +53,6 @@ def resolve_kv_channels(s: Settings, _f: DerivedSizes) -> None:
     size = quotient(s.hidden_size, s.num_attention_heads)
     if s.kv_channels is None and size is not None:
         s.set_derived("kv_channels", size, "hidden size / attention heads")
-
-
-def resolve_no_experts(s: Settings, _f: DerivedSizes) -> None:
-    if s.num_experts == 0:
-        s.set_derived("num_experts", None, "0 means a dense model")
 
 
 def resolve_biases(s: Settings, _f: DerivedSizes) -> None:
@@ -162,25 +162,3 @@ def check_one_activation(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "Use only one of {flags}: each is an activation.", *chosen, flags=" and ".join(s.flag(d) for d in chosen)
         )
-
-
-RESOLVE = (
-    resolve_no_experts,
-    resolve_ffn_hidden_size,
-    resolve_moe_ffn_hidden_size,
-    resolve_kv_channels,
-    resolve_biases,
-    resolve_embedding_std,
-    resolve_softmax_in_fp32,
-)
-CHECKS = (
-    check_required_given,
-    check_max_positions,
-    check_head_size,
-    check_rotary_channels,
-    check_query_groups,
-    check_expert_width_needs_experts,
-    check_widths_per_rank,
-    check_padded_vocab_size,
-    check_one_activation,
-)

@@ -110,7 +110,3 @@ def check_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{dsa_indexer_warmup} needs {dsa_indexer_loss_coeff:flag} above 0: it trains with the indexers' loss only."
         )
     yield from _check_conflicts(s, WARMUP, FROZEN)
-
-
-RESOLVE = (resolve_warmup, note_indexers_without_loss)
-CHECKS = (check_sparse_attention, check_gathered_keys, check_warmup)

@@ -53,19 +53,6 @@ TRAINING_ONLY = (
 """Flags without effect in an evaluation, besides those that set the length of training."""
 
 
-def note_flags_without_effect_in_eval(s: Settings, _f: DerivedSizes) -> None:
-    if not s.is_eval_only:
-        return
-    skip = s.flag("skip_train")
-    unused = [s.flag(dest) for dest in TRAINING_ONLY if s.given(dest) and getattr(s, dest)]
-    if unused:
-        s.note(f"{', '.join(unused)} with {skip}: no effect, because nothing is trained or saved.")
-    if s.eval_iters == 0 and not s.full_validation:
-        s.note(f"{s.flag('eval_iters')} 0 with {skip}: nothing is evaluated; give --eval-iters N or --full-validation.")
-    if s.load is None and s.pretrained_checkpoint is None and s.init_from is None:
-        s.note(f"{skip} without --load: the initial weights are evaluated.")
-
-
 def resolve_eval_batch_of_ranks(s: Settings, f: DerivedSizes) -> None:
     """Round a derived evaluation batch down to what these ranks can divide; an evaluation has no other batch."""
     dest, step = "eval_global_batch_size", _samples_per_microstep(s, f, s.eval_micro_batch_size)
@@ -94,6 +81,19 @@ def resolve_eval_batch_of_ranks(s: Settings, f: DerivedSizes) -> None:
 def resolve_eval_load_optim(s: Settings, _f: DerivedSizes) -> None:
     if s.is_eval_only:
         s.set_derived("no_load_optim", True, "--skip-train")
+
+
+def note_flags_without_effect_in_eval(s: Settings, _f: DerivedSizes) -> None:
+    if not s.is_eval_only:
+        return
+    skip = s.flag("skip_train")
+    unused = [s.flag(dest) for dest in TRAINING_ONLY if s.given(dest) and getattr(s, dest)]
+    if unused:
+        s.note(f"{', '.join(unused)} with {skip}: no effect, because nothing is trained or saved.")
+    if s.eval_iters == 0 and not s.full_validation:
+        s.note(f"{s.flag('eval_iters')} 0 with {skip}: nothing is evaluated; give --eval-iters N or --full-validation.")
+    if s.load is None and s.pretrained_checkpoint is None and s.init_from is None:
+        s.note(f"{skip} without --load: the initial weights are evaluated.")
 
 
 def resolve_train_iters(s: Settings, _f: DerivedSizes) -> None:
@@ -272,32 +272,3 @@ def check_weight_hash_needs_replicas(s: Settings, _f: DerivedSizes) -> Iterator[
 def check_straggler_port(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.straggler_ctrlr_port > 65535:
         yield s.violation("{straggler_ctrlr_port}: a port is at most 65535.")
-
-
-RESOLVE = (
-    resolve_global_batch_size,
-    resolve_eval_batch_sizes,
-    resolve_eval_batch_of_ranks,
-    resolve_eval_load_optim,
-    note_flags_without_effect_in_eval,
-    resolve_train_iters,
-    resolve_decay_length,
-)
-CHECKS = (
-    check_global_batch_size,
-    check_eval_batch_sizes,
-    check_step_schedule_conflicts,
-    check_step_schedule,
-    check_rampup,
-    check_training_length,
-    check_schedule_unit,
-    check_one_warmup,
-    check_warmup_length,
-    check_wsd_decay,
-    check_eval_interval,
-    check_log_memory_interval,
-    check_check_intervals,
-    check_loss_spike_factor,
-    check_weight_hash_needs_replicas,
-    check_straggler_port,
-)
