@@ -150,13 +150,7 @@ class DataArgs:
     """Vocabulary size before padding, instead of the tokenizer's."""
     padded_vocab_size: int | None = None
     """Vocabulary size after padding, instead of computing it."""
-    pad_vocab_size: bool = flag(
-        True,
-        off=(
-            "--no-pad-vocab-size",
-            "--disable-pad-vocab-size",
-        ),
-    )
+    pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size"))
     """Pad the vocabulary."""
     metadata_path: str | None = flag(None, "--tokenizer-metadata")
     """File or directory with the tokenizer's metadata."""

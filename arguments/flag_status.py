@@ -341,10 +341,7 @@ REQUIRES = (
         "fim_pad_token fim_eod_token",
     ),
     (("fim_split_sample",), "fim_fragment_rate"),
-    (
-        ("multi_latent_attention",),
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
-    ),
+    (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor"),
     (
@@ -746,7 +743,7 @@ ARCHITECTURES = MappingProxyType(
                 "--original-max-position-embeddings",
                 "--recompute-modules",
             ),
-        ),
+        )
     }
 )
 
@@ -824,9 +821,7 @@ PRODUCTS = (
     Product("distillation from logits", "this program trains on text", prefixes="--logits-save- --logits-load-"),
     Product("hyper-connections", "this program has one residual stream", "--enable-mhc-connections", "--mhc-"),
     Product(
-        "weight-sharded tensor parallelism",
-        "--use-distributed-optimizer shards the optimizer state",
-        prefixes="--gtp-",
+        "weight-sharded tensor parallelism", "--use-distributed-optimizer shards the optimizer state", prefixes="--gtp-"
     ),
     Product(
         "heterogeneous layers", "--moe-layer-freq selects the MoE layers", prefixes="--heterogeneous-layers-config-"

@@ -75,14 +75,9 @@ class ModelArgs:
     """Dropout probability on the attention weights."""
 
     # ---- positions
-    position_embedding_type: Literal[
-        "learned_absolute",
-        "rope",
-        "yarn",
-        "mrope",
-        "relative",
-        "none",
-    ] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
+        "learned_absolute"
+    )
     """Kind of position embedding: a learned table, rotary, YaRN, or none."""
     use_rotary_position_embeddings: bool = False
     """Deprecated spelling of --position-embedding-type rope."""
@@ -196,19 +191,11 @@ class ModelArgs:
     dsa_indexer_rope_interleaved: bool = False
     """Sparse attention: rotate neighbouring channels in the indexer."""
     dsa_indexer_rotate_activation: bool = flag(
-        True,
-        off=(
-            "--no-dsa-indexer-rotate-activation",
-            "--disable-dsa-indexer-rotate-activation",
-        ),
+        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation")
     )
     """Sparse attention: apply a Hadamard rotation to indexer queries and keys."""
     dsa_indexer_scoring_relu: bool = flag(
-        True,
-        off=(
-            "--no-dsa-indexer-scoring-relu",
-            "--disable-dsa-indexer-scoring-relu",
-        ),
+        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu")
     )
     """Sparse attention: ReLU on the indexer's scores."""
     dsa_indexer_k_norm_epsilon: float | None = None

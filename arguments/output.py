@@ -68,13 +68,7 @@ class OutputArgs:
     """I/O priority of the background writer."""
     async_ckpt_use_cpu_shm: bool = False
     """Pass tensors to the background writer through shared memory."""
-    save_tokenizer_assets: bool = flag(
-        True,
-        off=(
-            "--no-save-tokenizer-assets",
-            "--disable-save-tokenizer-assets",
-        ),
-    )
+    save_tokenizer_assets: bool = flag(True, off=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"))
     """Copy tokenizer files into checkpoints."""
     verify_integrity: bool = False
     """Write and verify hashes of checkpoint files."""
@@ -111,10 +105,7 @@ class OutputArgs:
     """Take the parallel sizes from the checkpoint too."""
     use_tokenizer_model_from_checkpoint_args: bool = flag(
         True,
-        off=(
-            "--no-use-tokenizer-model-from-checkpoint-args",
-            "--disable-use-tokenizer-model-from-checkpoint-args",
-        ),
+        off=("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
     )
     """Take the tokenizer from the checkpoint (with --use-checkpoint-args)."""
     auto_resume: bool = False
@@ -164,11 +155,7 @@ class OutputArgs:
     ckpt_assume_constant_structure: bool = False
     """Reuse the save plan, since the structure does not change."""
     ckpt_load_validate_sharding_integrity: bool = flag(
-        True,
-        off=(
-            "--no-ckpt-load-validate-sharding-integrity",
-            "--disable-ckpt-load-validate-sharding-integrity",
-        ),
+        True, off=("--no-ckpt-load-validate-sharding-integrity", "--disable-ckpt-load-validate-sharding-integrity")
     )
     """Check that shards cover each tensor exactly."""
     ckpt_drop_redundant_extra_state: bool = False
@@ -178,11 +165,7 @@ class OutputArgs:
     ckpt_pg_tensors_cache_create: bool = False
     """Create the cache of --ckpt-pg-tensors-cache-path."""
     strict_fsdp_dtensor_load: bool = flag(
-        True,
-        off=(
-            "--no-strict-fsdp-dtensor-load",
-            "--disable-strict-fsdp-dtensor-load",
-        ),
+        True, off=("--no-strict-fsdp-dtensor-load", "--disable-strict-fsdp-dtensor-load")
     )
     """Reject mismatches when loading fsdp_dtensor."""
     use_dist_ckpt_deprecated: bool = flag(False, "--use-dist-ckpt")
@@ -264,11 +247,7 @@ class OutputArgs:
     log_timers_to_tensorboard: bool = False
     """Write timers to TensorBoard."""
     log_loss_scale_to_tensorboard: bool = flag(
-        True,
-        off=(
-            "--no-log-loss-scale-to-tensorboard",
-            "--disable-log-loss-scale-to-tensorboard",
-        ),
+        True, off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard")
     )
     """Write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False

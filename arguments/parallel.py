@@ -101,64 +101,24 @@ class ParallelArgs:
     """Overlap tensor-parallel communication with the GEMMs."""
     tp_comm_overlap_cfg: str | None = None
     """YAML file with details of --tp-comm-overlap."""
-    tp_comm_bulk_wgrad: bool = flag(
-        True,
-        off=(
-            "--no-tp-comm-bulk-wgrad",
-            "--disable-tp-comm-bulk-wgrad",
-        ),
-    )
+    tp_comm_bulk_wgrad: bool = flag(True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"))
     """Overlap the weight-gradient GEMM with communication as one block."""
-    tp_comm_bulk_dgrad: bool = flag(
-        True,
-        off=(
-            "--no-tp-comm-bulk-dgrad",
-            "--disable-tp-comm-bulk-dgrad",
-        ),
-    )
+    tp_comm_bulk_dgrad: bool = flag(True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"))
     """Overlap the input-gradient GEMM with communication as one block."""
-    tp_comm_overlap_ag: bool = flag(
-        True,
-        off=(
-            "--no-tp-comm-overlap-ag",
-            "--disable-tp-comm-overlap-ag",
-        ),
-    )
+    tp_comm_overlap_ag: bool = flag(True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"))
     """Overlap the all-gather with its GEMM."""
-    tp_comm_overlap_rs: bool = flag(
-        True,
-        off=(
-            "--no-tp-comm-overlap-rs",
-            "--disable-tp-comm-overlap-rs",
-        ),
-    )
+    tp_comm_overlap_rs: bool = flag(True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"))
     """Overlap the reduce-scatter with its GEMM."""
     tp_comm_overlap_rs_dgrad: bool = False
     """Overlap the reduce-scatter with the input-gradient GEMM."""
-    tp_comm_split_ag: bool = flag(
-        True,
-        off=(
-            "--no-tp-comm-split-ag",
-            "--disable-tp-comm-split-ag",
-        ),
-    )
+    tp_comm_split_ag: bool = flag(True, off=("--no-tp-comm-split-ag", "--disable-tp-comm-split-ag"))
     """Split the all-gather into pieces."""
-    tp_comm_split_rs: bool = flag(
-        True,
-        off=(
-            "--no-tp-comm-split-rs",
-            "--disable-tp-comm-split-rs",
-        ),
-    )
+    tp_comm_split_rs: bool = flag(True, off=("--no-tp-comm-split-rs", "--disable-tp-comm-split-rs"))
     """Split the reduce-scatter into pieces."""
     tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = "nccl"
     """Communication library that sets up the overlap."""
     clone_scatter_output_in_embedding: bool = flag(
-        True,
-        off=(
-            "--no-clone-scatter-output-in-embedding",
-            "--disable-clone-scatter-output-in-embedding",
-        ),
+        True, off=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding")
     )
     """Copy the scattered embedding, so that the full one can be freed."""
 
@@ -173,13 +133,7 @@ class ParallelArgs:
     """Gather parameters bucket by bucket during forward."""
     overlap_param_gather_with_optimizer_step: bool = False
     """Start gathering the first virtual stage's parameters while the optimizer still updates the others."""
-    align_grad_reduce: bool = flag(
-        True,
-        off=(
-            "--no-align-grad-reduce",
-            "--disable-align-grad-reduce",
-        ),
-    )
+    align_grad_reduce: bool = flag(True, off=("--no-align-grad-reduce", "--disable-align-grad-reduce"))
     """Let all stages start their gradient reductions together."""
     align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
     """Let all stages start their parameter gathers together."""
@@ -207,12 +161,9 @@ class ParallelArgs:
     """Shard parameters, gradients and states (torch's fully_shard)."""
     torch_fsdp2_reshard_after_forward: bool = flag(True, off=("--torch-fsdp2-no-reshard-after-forward",))
     """Free gathered parameters after forward."""
-    data_parallel_sharding_strategy: Literal[
-        "no_shard",
-        "optim",
-        "optim_grads",
-        "optim_grads_params",
-    ] = "optim_grads_params"
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "optim_grads_params"
+    )
     """What Megatron's FSDP shards."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
     """What Megatron's FSDP shards over the outer group."""
@@ -279,29 +230,17 @@ class ParallelArgs:
     flight_recorder_trace_buffer_size: int = 2000
     """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(
-        True,
-        off=(
-            "--no-flight-recorder-dump-on-timeout",
-            "--disable-flight-recorder-dump-on-timeout",
-        ),
+        True, off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout")
     )
     """Write the flight recorder when a collective times out."""
     flight_recorder_include_stack_trace: bool = False
     """Record stack traces in the flight recorder."""
     flight_recorder_include_only_active: bool = flag(
-        True,
-        off=(
-            "--no-flight-recorder-include-only-active",
-            "--disable-flight-recorder-include-only-active",
-        ),
+        True, off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active")
     )
     """Write only unfinished collectives to the flight recorder's file."""
     flight_recorder_extra_dump_on_exec: bool = flag(
-        True,
-        off=(
-            "--no-flight-recorder-extra-dump-on-exec",
-            "--disable-flight-recorder-extra-dump-on-exec",
-        ),
+        True, off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec")
     )
     """Write the flight recorder's file once more when a program is executed."""
 

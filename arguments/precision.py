@@ -87,13 +87,7 @@ class PrecisionArgs:
     """Number of iterations whose maxima delayed scaling uses."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Maximum of the history that delayed scaling uses."""
-    fp8_wgrad: bool = flag(
-        True,
-        off=(
-            "--no-fp8-wgrad",
-            "--disable-fp8-wgrad",
-        ),
-    )
+    fp8_wgrad: bool = flag(True, off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
     """Compute weight gradients in fp8 too."""
     fp8_output_proj: bool = False
     """Compute the output layer in fp8 too."""

@@ -251,13 +251,7 @@ class TrainingArgs:
     """Disable Python's automatic garbage collection and collect at fixed iterations."""
     manual_gc_interval: int = 0
     """Iterations between manual collections; 0: never."""
-    manual_gc_eval: bool = flag(
-        True,
-        off=(
-            "--no-manual-gc-eval",
-            "--disable-manual-gc-eval",
-        ),
-    )
+    manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval"))
     """Collect before and after evaluations too."""
     empty_unused_memory_level: Literal[0, 1, 2] = 0
     """Return cached device memory: never (0), after each iteration (1), or more often (2)."""
