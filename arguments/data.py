@@ -43,17 +43,17 @@ class DataArgs:
 
     # ---- corpora
     data_path: list[str] | None = flag(None, nargs="*")
-    """Data prefixes: one, several, or weight and prefix in turn; split by --split."""
+    """Data prefixes: one, several, or weights and prefixes in turn; --split divides them."""
     split: str | None = None
-    """Shares of training, validation and test samples, such as 969,30,1."""
+    """Shares of training, validation and test samples, such as 969,30,1. Unset: 969,30,1."""
     train_data_path: list[str] | None = flag(None, nargs="*")
-    """Prefixes (with weights) for training."""
+    """Data prefixes for training, with weights or without."""
     valid_data_path: list[str] | None = flag(None, nargs="*")
-    """Prefixes (with weights) for validation."""
+    """Data prefixes for validation, with weights or without."""
     test_data_path: list[str] | None = flag(None, nargs="*")
-    """Prefixes (with weights) for test."""
+    """Data prefixes for test, with weights or without."""
     data_args_path: str | None = None
-    """File with the value of --data-path."""
+    """File with the words of --data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with a list of prefixes for each of train, valid and test."""
     per_dataset_sequences_path: str | None = None
@@ -63,11 +63,11 @@ class DataArgs:
     phase_transition_iterations: str | None = None
     """Iterations at which a training phase ends: save, stop, continue with another data blend."""
     data_cache_path: str | None = None
-    """Directory for index files."""
+    """Directory for index files. Unset: a folder next to the data."""
 
     # ---- samples
     seq_length: int = flag(None)
-    """Tokens per sample."""
+    """Length of a sample, in tokens."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = False
@@ -75,23 +75,24 @@ class DataArgs:
     eod_mask_loss: bool = False
     """Compute no loss on end-of-document tokens."""
     create_attention_mask_in_dataloader: bool = flag(True, off=("--no-create-attention-mask-in-dataloader",))
-    """Create the attention mask in the data loader."""
+    """Create the attention mask of --reset-attention-mask in the data loader."""
     dataloader_inter_document_masking: bool = False
-    """Mask documents from each other through sequence lengths."""
+    """Do not attend across documents: pass the lengths of documents to the attention."""
     allow_ambiguous_pad_tokens: bool = False
-    """Accept a pad token that also occurs in the text."""
+    """Mask pad tokens in the loss even if they are also the end-of-document token."""
 
     # ---- fill-in-the-middle samples
     fim_data: bool = False
     """Rearrange documents into prefix, suffix and middle (FIM), so that the model learns to fill gaps."""
     fim_rate: float = 0.5
-    """Fraction of documents that are rearranged."""
+    """Fraction of documents that are rearranged, above 0 and at most 1."""
     fim_spm_rate: float = 0.5
-    """Fraction of rearranged documents with the suffix first (SPM) instead of the prefix (PSM)."""
+    """Fraction of rearranged documents with the suffix first (SPM) instead of the prefix (PSM), above 0 and at most
+    1."""
     fim_split_sample: str | None = None
     """Token that divides a document into fragments, which are rearranged one by one."""
     fim_fragment_rate: float | None = None
-    """Fraction of fragments that are rearranged, with --fim-split-sample."""
+    """Fraction of fragments that are rearranged, with --fim-split-sample; from 0 to 1."""
     fim_no_prefix: str | None = None
     """Do not rearrange text that begins with these words."""
     fim_prefix_token: str = "<fim_prefix>"
@@ -107,13 +108,13 @@ class DataArgs:
 
     # ---- reading
     num_workers: int = 2
-    """Number of data-loading processes per rank."""
+    """Number of data-loading processes per rank; 0: load in the training process."""
     mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",))
     """Map .bin files into memory instead of reading them."""
     num_dataset_builder_threads: int = 1
-    """Threads per rank that build datasets."""
+    """Number of threads per rank that build datasets."""
     mid_level_dataset_surplus: float = 0.005
-    """Extra samples of each dataset of a blend, as a fraction."""
+    """Fraction by which each dataset of a blend has more samples than its share."""
     dataloader_fast_cache_load: bool = False
     """Trust that index files exist and skip the checks."""
     dataloader_defer_npy_index_mmap: bool = False
@@ -147,11 +148,11 @@ class DataArgs:
     merge_file: str | None = None
     """Merge file of the GPT-2 BPE tokenizer."""
     vocab_size: int | None = None
-    """Vocabulary size before padding, instead of the tokenizer's."""
+    """Vocabulary size before padding. Unset: the tokenizer's."""
     padded_vocab_size: int | None = None
-    """Vocabulary size after padding, instead of computing it."""
+    """Vocabulary size after padding. Unset: computed from the vocabulary size."""
     pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size"))
-    """Pad the vocabulary."""
+    """Pad the vocabulary size to a multiple that ranks can shard."""
     metadata_path: str | None = flag(None, "--tokenizer-metadata")
     """File or directory with the tokenizer's metadata."""
     special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens")
@@ -159,7 +160,7 @@ class DataArgs:
     tiktoken_pattern: Literal["v1", "v2"] | None = None
     """Pre-tokenization pattern of tiktoken."""
     tiktoken_num_special_tokens: int = 1000
-    """Number of special tokens of tiktoken."""
+    """Number of special tokens of the tiktoken tokenizer."""
     tokenizer_sentencepiece_legacy: bool = False
     """Use SentencePiece's legacy treatment of special tokens."""
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
@@ -173,12 +174,12 @@ class DataArgs:
     tokenizer_hf_no_use_fast: bool = False
     """Use the slow implementation of a Hugging Face tokenizer."""
     tokenizer_hf_no_include_special_tokens: bool = False
-    """Do not add special tokens to texts."""
+    """Do not let a Hugging Face tokenizer add special tokens to texts."""
     trust_remote_code: bool = False
     """Allow a Hugging Face tokenizer to run code from the hub."""
     null_tokenizer_eod_id: int | None = None
-    """End-of-document token of the null tokenizer."""
+    """End-of-document token of the null tokenizer, as an id."""
     null_tokenizer_pad_id: int = -1
-    """Pad token of the null tokenizer."""
+    """Pad token of the null tokenizer, as an id."""
     use_gigatoken: bool = False
     """Use the gigatoken library for tokenization."""

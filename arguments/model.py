@@ -17,24 +17,24 @@ class ModelArgs:
 
     # ---- sizes
     num_layers: int = flag(None)
-    """Number of decoder layers (multi-token-prediction layers not counted)."""
+    """Number of decoder layers, without multi-token-prediction layers."""
     hidden_size: int = flag(None)
-    """Width of the residual stream."""
+    """Width of the residual stream, which every layer reads and writes."""
     ffn_hidden_size: int = flag(None)
     """Width of a dense feed-forward layer. Unset: 4 x hidden size, or 8/3 x hidden size rounded down to a multiple
     of 64 with --swiglu."""
     num_attention_heads: int = flag(None)
     """Number of query heads."""
     kv_channels: int = flag(None)
-    """Size of one attention head. Unset: hidden size / heads."""
+    """Number of channels of one attention head. Unset: hidden size / heads."""
     group_query_attention: bool = False
     """Share each key/value head among a group of query heads."""
     num_query_groups: int = 1
-    """Number of key/value heads; has an effect only with --group-query-attention."""
+    """Number of key/value heads, with --group-query-attention."""
     max_position_embeddings: int = flag(None)
-    """Largest position the model may see; at least --seq-length."""
+    """Largest number of positions the model may see, in tokens; at least --seq-length."""
     make_vocab_size_divisible_by: int = 128
-    """Pad the vocabulary to a multiple of this, times the tensor-parallel size."""
+    """Pad the vocabulary size to a multiple of this number times the tensor-parallel size."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights instead of the embedding's."""
 
@@ -54,31 +54,31 @@ class ModelArgs:
     qk_l2_norm: bool = False
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
     swiglu: bool = False
-    """Gated SiLU feed-forward layers (dense and experts)."""
+    """Use gated SiLU feed-forward layers (dense and experts)."""
     squared_relu: bool = False
-    """Squared ReLU instead of GELU."""
+    """Use squared ReLU in feed-forward layers instead of GELU."""
     quick_geglu: bool = False
-    """Gated feed-forward layers with the sigmoid approximation of GELU."""
+    """Use gated feed-forward layers with the sigmoid approximation of GELU."""
     glu_linear_offset: float = 0.0
     """Constant added to the linear half of a gated feed-forward layer."""
     activation_func_clamp_value: float | None = None
-    """Clamp both halves of a gated activation to this magnitude."""
+    """Clamp both halves of a gated activation to this magnitude. Unset: no limit."""
     use_fused_weighted_squared_relu: bool = False
-    """Fuse squared ReLU with the router's probability."""
+    """Fuse squared ReLU with the multiplication by the router's probability."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Biases in all linear layers."""
     add_qkv_bias: bool = False
-    """Biases in the query/key/value projection only."""
+    """Add biases to the query/key/value projection only."""
     hidden_dropout: float = 0.1
-    """Dropout probability on the residual branches."""
+    """Dropout probability on the residual branches, from 0 to below 1."""
     attention_dropout: float = 0.1
-    """Dropout probability on the attention weights."""
+    """Dropout probability on the attention weights, from 0 to below 1."""
 
     # ---- positions
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
         "learned_absolute"
     )
-    """Kind of position embedding: a learned table, rotary, YaRN, or none."""
+    """Kind of position embedding: a learned table, rotary (rope), YaRN, or none."""
     use_rotary_position_embeddings: bool = False
     """Deprecated spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
@@ -86,21 +86,21 @@ class ModelArgs:
     rotary_base: int = 10000
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
-    """Fraction of each head that is rotated."""
+    """Fraction of each head's channels that is rotated, above 0 and at most 1."""
     rotary_interleaved: bool = False
-    """Rotate neighbouring pairs of channels instead of the two halves."""
+    """Rotate neighboring pairs of channels instead of the two halves."""
     rotary_seq_len_interpolation_factor: int | None = None
     """Divide positions by this factor (linear interpolation)."""
     use_rope_scaling: bool = False
-    """Llama 3's frequency-dependent scaling of rotary positions."""
+    """Scale rotary frequencies as Llama 3 does, low ones most."""
     rope_scaling_factor: float = 8.0
-    """Factor of Llama 3's scaling."""
+    """Factor by which --use-rope-scaling extends the context."""
     rope_type: Literal["rope", "yarn"] | None = None
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers without rotary embedding: every N-th, or a pattern of 0/1 per layer."""
+    """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
     yarn_original_max_position_embeddings: int | None = None
-    """Context length YaRN extends from."""
+    """Context length, in tokens, that YaRN extends."""
     yarn_beta_fast: float | None = None
     """YaRN: rotations per context above which a channel is left alone."""
     yarn_beta_slow: float | None = None
@@ -112,17 +112,18 @@ class ModelArgs:
 
     # ---- attention
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    """Which attention kernel to use; every one computes the same function."""
+    """Library of the attention kernel. All compute the same function."""
     flash_attention_version: Literal[2, 3, 4] | None = None
-    """Which FlashAttention generation to ask for."""
+    """Generation of FlashAttention. All compute the same function."""
     use_flash_attn: bool = False
-    """Request FlashAttention (nothing reads this flag any more)."""
+    """Old request for FlashAttention, which nothing reads any more."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
     window_size: tuple[int, int] | None = flag(None, parse=int_pair)
-    """Sliding-window attention as LEFT,RIGHT tokens; -1 is unlimited."""
+    """Attend to a sliding window only: LEFT,RIGHT tokens around the query; -1 is unlimited. Unset: no window."""
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Which layers use full attention instead of the window: every N-th, or a pattern."""
+    """Layers with full attention instead of the window: every N-th, or a pattern with 0 for each of them and 1 for
+    the others."""
     attention_output_gate: bool = False
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = False
@@ -130,66 +131,68 @@ class ModelArgs:
     qk_clip: bool = False
     """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
     qk_clip_alpha: float = 0.5
-    """Share of the rescaling that goes to the queries."""
+    """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
     qk_clip_threshold: float = 100.0
-    """Attention logit above which qk-clip acts."""
+    """Attention logit above which --qk-clip rescales weights."""
 
     # ---- multi-head latent attention
     multi_latent_attention: bool = False
-    """DeepSeek's attention with low-rank compressed keys and values."""
+    """Use DeepSeek's attention with low-rank compressed keys and values (MLA)."""
     q_lora_rank: int | None = None
     """Rank of the compressed queries. Unset: queries are projected directly."""
     kv_lora_rank: int = 32
     """Rank of the compressed keys and values."""
     qk_head_dim: int = 128
-    """Size of the part of a head without positions."""
+    """Number of channels of a query or key head that are not rotated."""
     qk_pos_emb_head_dim: int = 64
-    """Size of the rotary part of a head."""
+    """Number of channels of a query or key head that are rotated."""
     v_head_dim: int = 128
-    """Size of a value head."""
+    """Number of channels of a value head."""
     rotary_scaling_factor: float = 1.0
-    """How far YaRN extends the context, as a factor."""
+    """Factor by which YaRN extends the context."""
     mscale: float = 1.0
-    """YaRN's attention temperature for the rotary part."""
+    """Coefficient of YaRN's attention temperature for the rotated channels."""
     mscale_all_dim: float = 0.0
-    """YaRN's attention temperature for all channels."""
+    """Coefficient of YaRN's attention temperature for all channels; 0: none."""
     mla_down_proj_fusion: bool = False
     """Compute the query and key/value down projections in one GEMM."""
 
     # ---- linear and sparse attention
     experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net"] | None = None
-    """Replace softmax attention in some layers: gated DeltaNet or DeepSeek sparse attention."""
+    """Replace softmax attention in some layers by gated DeltaNet (gdn), or select keys in all layers (dsa: DeepSeek
+    sparse attention)."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers with linear attention: every N-th layer keeps softmax attention, or a pattern of 0/1."""
+    """Layers with linear attention: N keeps softmax attention in every N-th layer only, a pattern has 1 for each
+    layer with linear attention and 0 for the others."""
     linear_conv_kernel_dim: int = 4
-    """Width of the causal convolution of a gated DeltaNet layer."""
+    """Width of the causal convolution of a gated DeltaNet layer, in tokens."""
     linear_key_head_dim: int = 128
-    """Size of a key head of a gated DeltaNet layer."""
+    """Number of channels of a key head of a gated DeltaNet layer."""
     linear_value_head_dim: int = 128
-    """Size of a value head of a gated DeltaNet layer."""
+    """Number of channels of a value head of a gated DeltaNet layer."""
     linear_num_key_heads: int = 16
     """Number of key heads of a gated DeltaNet layer."""
     linear_num_value_heads: int = 32
     """Number of value heads of a gated DeltaNet layer."""
     dsa_indexer_n_heads: int = flag(None)
-    """Sparse attention: heads of the lightning indexer."""
+    """Sparse attention: number of heads of the indexer that selects keys."""
     dsa_indexer_head_dim: int = flag(None)
-    """Sparse attention: size of an indexer head."""
+    """Sparse attention: number of channels of an indexer head."""
     dsa_indexer_topk: int = flag(None)
-    """Sparse attention: keys each query attends to."""
+    """Sparse attention: number of keys that each query attends to."""
     dsa_indexer_topk_freq: int = 1
-    """Sparse attention: how often a layer computes its own selection."""
+    """Sparse attention: compute a new selection in every N-th layer, and reuse it in the others."""
     dsa_indexer_skip_topk_offset: int = 0
     """Sparse attention: first layer that may reuse a selection."""
     dsa_indexer_loss_coeff: float | None = None
-    """Sparse attention: weight of the indexer's KL loss."""
+    """Sparse attention: weight of the indexer's KL loss. Unset or 0: the indexer does not learn."""
     dsa_indexer_warmup: bool = False
     """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is
     frozen. A flag of this program."""
     dsa_indexer_use_sparse_loss: bool = False
-    """Sparse attention: take the KL loss over the selected keys only."""
+    """Sparse attention: compute the KL loss over the selected keys only."""
     dsa_indexer_rope_interleaved: bool = False
-    """Sparse attention: rotate neighbouring channels in the indexer."""
+    """Sparse attention: rotate neighboring pairs of channels in the indexer, not its two halves."""
     dsa_indexer_rotate_activation: bool = flag(
         True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation")
     )
@@ -197,22 +200,23 @@ class ModelArgs:
     dsa_indexer_scoring_relu: bool = flag(
         True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu")
     )
-    """Sparse attention: ReLU on the indexer's scores."""
+    """Sparse attention: apply ReLU to the indexer's scores."""
     dsa_indexer_k_norm_epsilon: float | None = None
-    """Sparse attention: epsilon of the indexer's key norm."""
+    """Sparse attention: constant added to the variance in the norm of the indexer's keys. Unset: --norm-epsilon."""
     dsa_indexer_k_norm_fp32: bool = False
     """Sparse attention: compute the indexer's key norm in fp32."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
-    """Sparse attention: kernel library."""
+    """Sparse attention: kernel library; none: torch's own GEMMs."""
     dsa_attention_form: Literal["auto", "masked", "gathered"] = "auto"
     """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
     whichever is cheaper for the shapes. A flag of this program."""
 
     # ---- multi-token prediction
     mtp_num_layers: int | None = None
-    """Depth of multi-token prediction: extra layers that predict 2, 3, ... tokens ahead."""
+    """Depth of multi-token prediction: number of extra layers, which predict 2, 3, ... tokens ahead. Unset or 0:
+    none."""
     mtp_loss_scaling_factor: float = 0.1
-    """Weight of the mean multi-token-prediction loss in the total."""
+    """Weight of the mean multi-token-prediction loss in the total loss."""
     mtp_use_repeated_layer: bool = False
     """Use one layer's weights for every prediction depth."""
     mtp_detach_heads: bool = False
@@ -253,7 +257,7 @@ class ModelArgs:
     cross_entropy_loss_fusion: bool = False
     """Use a fused cross-entropy kernel."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Implementation of the fused cross-entropy: native or TransformerEngine."""
+    """Implementation of --cross-entropy-loss-fusion: native or TransformerEngine (te)."""
     masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
     """Fuse scaling, masking and softmax of attention."""
     bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
@@ -277,7 +281,7 @@ class ModelArgs:
     use_grouped_gemm_for_dense_mlp: bool = False
     """Run dense feed-forward layers through the grouped GEMM."""
     deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
-    """Use Megatron-Core's models (the only kind)."""
+    """Use Megatron-Core's models, the only kind."""
 
     @property
     def width_mult(self) -> float:

@@ -34,21 +34,22 @@ class MoEArgs:
 
     # ---- experts
     num_experts: int | None = None
-    """Number of routed experts in a MoE layer. Unset or 0: a dense model."""
+    """Number of routed experts of an MoE layer. Unset or 0: a dense model."""
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
-    """MoE layers: N means every N-th from the first, a pattern such as ([0]*3+[1]*58) sets it per layer."""
+    """Layers with experts: N means every N-th from the first on, a pattern such as ([0]*3+[1]*58) has 1 for each of
+    them."""
     moe_ffn_hidden_size: int | None = None
     """Width of one expert. Unset: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Total width of the shared experts (count x width of one). Unset: none."""
+    """Total width of the shared experts (number of them x width of one). Unset: none."""
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate of the token."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared expert while tokens are exchanged between expert ranks."""
     moe_shared_expert_glu_interleave_size: int | None = None
-    """Interleave gate and linear channels of the shared expert in blocks of this size."""
+    """Interleave gate and linear channels of the shared expert in blocks of this number of channels."""
     moe_mlp_glu_interleave_size: int | None = None
-    """Interleave gate and linear channels of the routed experts in blocks of this size."""
+    """Interleave gate and linear channels of the routed experts in blocks of this number of channels."""
     moe_latent_size: int | None = None
     """Project tokens down to this width before the routed experts and up again after them (LatentMoE)."""
     finermoe_intermediate_granularity: int | None = flag(None, "--finermoe-intermediate-granularity", "--G-I")
@@ -73,32 +74,33 @@ class MoEArgs:
 
     # ---- router
     moe_router_topk: int = 2
-    """Routed experts per token."""
+    """Number of routed experts that each token chooses."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function that turns router logits into scores."""
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before choosing the top k, instead of over the chosen ones."""
     moe_router_topk_scaling_factor: float | None = None
-    """Multiply the chosen probabilities by this factor."""
+    """Multiply the chosen probabilities by this factor. Unset: 1."""
     moe_router_num_groups: int | None = None
-    """Divide the experts into this many groups for group-limited routing."""
+    """Number of groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = None
-    """Number of groups a token may choose its experts from."""
+    """Number of groups that a token may choose its experts from."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Format of the router's GEMM and scores. Unset: the activations' format."""
+    """Format of the router's GEMM and scores. Unset: the format of the activations."""
     moe_router_enable_expert_bias: bool = False
-    """Aux-loss-free balancing: a bias per expert, used for the choice only, moved by the load."""
+    """Balance without a loss: a bias per expert, which affects the choice only, follows the load."""
     moe_router_bias_update_rate: float = 0.001
-    """Step of the expert bias after every global batch."""
+    """Amount by which the expert bias changes after every global batch."""
     moe_router_quantile_balancing_ema: float = 0.0
     """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last batch's estimate
     alone."""
     moe_router_force_load_balancing: bool = False
-    """Replace the logits by random ones, for benchmarks."""
+    """Replace router logits by random ones, for benchmarks."""
     moe_router_force_biased: float | None = None
-    """Skew the routing for benchmarks: spread of a random bias per expert, drawn each step (once if negative)."""
+    """Skew the routing for benchmarks: standard deviation of a random bias per expert, drawn in every step (once if
+    negative)."""
     moe_input_jitter_eps: float | None = None
-    """Multiply the router's input by uniform noise from 1 - eps to 1 + eps in training."""
+    """Multiply the router's input by uniform noise from 1 - X to 1 + X in training."""
     moe_router_padding_for_quantization: bool = False
     """Pad each expert's token count to the block size of the quantized GEMM."""
     moe_router_padding_for_fp8: bool = False
@@ -108,13 +110,14 @@ class MoEArgs:
 
     # ---- balancing and capacity
     moe_router_load_balancing_type: BalancingType | list[BalancingType] = "aux_loss"
-    """Load-balancing method, or several, each with its coefficient."""
+    """Load-balancing method, or several; each has its own --moe-aux-loss-coeff."""
     moe_aux_loss_coeff: float | list[float] = 0.0
-    """Weight of the balancing loss; one per method."""
+    """Weight of the balancing loss in the total loss; one per load-balancing method."""
     moe_z_loss_coeff: float | None = None
-    """Weight of the z-loss, which keeps router logits small."""
+    """Weight of the z-loss, which keeps router logits small. Unset: none."""
     moe_expert_capacity_factor: float | None = None
-    """Tokens an expert accepts, as a multiple of an even share; the rest are dropped. Unset or negative: no limit."""
+    """Number of tokens that an expert accepts, as a multiple of an even share; the others are dropped. Unset or
+    negative: no limit."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
@@ -132,23 +135,23 @@ class MoEArgs:
 
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """Method of sending tokens to the ranks that hold their experts."""
+    """Method of sending tokens to the ranks that hold their experts: gather all, all-to-all, or a library (flex)."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
-    """Communication library of the flex dispatcher."""
+    """Communication library of --moe-token-dispatcher-type flex."""
     moe_enable_deepep: bool = False
     """Deprecated spelling of --moe-flex-dispatcher-backend deepep."""
     moe_flex_dispatcher_num_sms: int | None = None
-    """Streaming multiprocessors the flex dispatcher may occupy."""
+    """Number of streaming multiprocessors that the flex dispatcher may occupy."""
     moe_deepep_num_sms: int | None = None
     """Deprecated spelling of --moe-flex-dispatcher-num-sms."""
     moe_hybridep_num_sms: int | None = None
     """Deprecated spelling of --moe-flex-dispatcher-num-sms."""
     moe_hybridep_num_blocks_permute: int | None = None
-    """Thread blocks of HybridEP's permutation."""
+    """Number of thread blocks of HybridEP's permutation."""
     moe_hybridep_num_blocks_unpermute: int | None = None
-    """Thread blocks of HybridEP's inverse permutation."""
+    """Number of thread blocks of HybridEP's inverse permutation."""
     moe_hybridep_num_sms_preprocessing: int = 108
-    """Streaming multiprocessors of HybridEP's preprocessing."""
+    """Number of streaming multiprocessors of HybridEP's preprocessing."""
     moe_hybridep_pad_uneven_dispatch_inputs: bool = False
     """Pad ranks to equal token counts for HybridEP."""
     moe_permute_fusion_into_hybridep: bool = False
@@ -161,17 +164,17 @@ class MoEArgs:
     """Format in which gradients are sent in the backward of combine (Megatron-LM: ncclep; here: the alltoall
     dispatcher)."""
     moe_permute_fusion: bool = False
-    """Use fused permutation kernels."""
+    """Use fused kernels for the permutation of tokens."""
     moe_router_fusion: bool = False
-    """Use fused router kernels."""
+    """Use fused kernels for the router."""
     moe_paged_stash: bool = False
     """Store expert activations in pages, so that uneven routing needs no worst-case buffers."""
     moe_paged_stash_page_size: int = 64
-    """Tokens per page of --moe-paged-stash."""
+    """Page size of --moe-paged-stash, in tokens."""
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
-    """Size of the device page pool, as a multiple of an even share."""
+    """Size of the pool of pages on the device, as a multiple of an even share of tokens."""
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0
-    """Size of the host page pool, as a multiple of an even share."""
+    """Size of the pool of pages on the host, as a multiple of an even share of tokens; 0: none."""
     moe_layer_recompute: bool = False
     """Deprecated spelling of --recompute-modules moe."""
 
@@ -183,7 +186,8 @@ class MoEArgs:
 
     # ---- routing traces
     moe_routing_trace_path: str | None = None
-    """Directory for a trace of routing decisions: the experts of every token in every iteration, one file per rank."""
+    """Directory for a trace of routing decisions: the experts of every token in every iteration, one file per rank.
+    Unset: no trace."""
     moe_routing_trace_max_training_iters: int | None = None
     """Stop the trace after this many iterations of a start or resume."""
     moe_routing_trace_capture_logits: bool = False

@@ -16,74 +16,74 @@ class OptimizerArgs:
 
     # ---- optimizer
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
-    """The optimizer."""
+    """Optimizer of the weights."""
     adam_beta1: float = 0.9
-    """Decay of Adam's first moment."""
+    """Decay factor of Adam's first moment, from 0 to below 1."""
     adam_beta2: float = 0.999
-    """Decay of Adam's second moment."""
+    """Decay factor of Adam's second moment, from 0 to below 1."""
     adam_eps: float = 1e-08
     """Constant added to the square root of Adam's second moment."""
     sgd_momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, from 0 to below 1."""
     lion_beta1: float = 0.95
-    """Weight of the momentum in the mean whose sign Lion follows."""
+    """Weight of the momentum in the mean whose sign Lion follows, from 0 to below 1."""
     lion_beta2: float = 0.98
-    """Decay of Lion's momentum."""
+    """Decay factor of Lion's momentum, from 0 to below 1."""
     clip_grad: float = 1.0
-    """Clip the global gradient norm to this value; 0: off."""
+    """Clip the global gradient norm to this value; 0: do not clip."""
     weight_decay: float = 0.01
-    """Decoupled weight decay (not on biases and norms)."""
+    """Decoupled weight decay of all parameters but biases and norms."""
     start_weight_decay: float | None = None
-    """First value of a rising weight decay."""
+    """First value of a weight decay that rises over the run."""
     end_weight_decay: float | None = None
-    """Last value of a rising weight decay."""
+    """Last value of a weight decay that rises over the run."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay rises over the run."""
+    """Shape of the rise from --start-weight-decay to --end-weight-decay; constant: --weight-decay."""
     apply_wd_to_qk_layernorm: bool = False
     """Decay the gains of the query/key norms as well."""
     no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = None
     """Deprecated way to choose the parameters without weight decay."""
     freeze_all_layers: bool = False
-    """Run training batches forward only and update no weights."""
+    """Run training batches forward only, and update no weights."""
 
     # ---- learning rate
     lr: float | None = None
-    """Largest learning rate."""
+    """Largest learning rate, after warm-up."""
     min_lr: float = 0.0
     """Smallest learning rate of the schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape of the decay."""
+    """Shape of the decay from --lr to --min-lr. WSD: constant, with a final decay."""
     lr_decay_iters: int | None = None
-    """Iterations the decay takes. Unset: --train-iters."""
+    """Length of the decay, with its warm-up, in iterations. Unset: --train-iters."""
     lr_decay_samples: int | None = None
-    """Samples the decay takes. Unset: --train-samples."""
+    """Length of the decay, with its warm-up, in samples. Unset: --train-samples."""
     lr_warmup_fraction: float | None = None
-    """Share of the decay length spent on linear warm-up."""
+    """Length of the linear warm-up, as a fraction of the decay's length."""
     lr_warmup_iters: int = 0
-    """Iterations of linear warm-up."""
+    """Length of the linear warm-up, in iterations."""
     lr_warmup_samples: int = 0
-    """Samples of linear warm-up."""
+    """Length of the linear warm-up, in samples."""
     lr_warmup_init: float = 0.0
-    """Learning rate the warm-up starts from."""
+    """Learning rate that the warm-up starts from."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = None
-    """Iterations of the final decay of WSD."""
+    """Length of the final decay of WSD, in iterations."""
     lr_wsd_decay_samples: int | None = None
-    """Samples of the final decay of WSD."""
+    """Length of the final decay of WSD, in samples."""
     decoupled_lr: float | None = None
-    """Another learning rate for embedding and output layer."""
+    """Largest learning rate of embedding and output layer. Unset: --lr."""
     decoupled_min_lr: float | None = None
-    """Smallest learning rate for embedding and output layer."""
+    """Smallest learning rate of embedding and output layer, with --decoupled-lr."""
     mup_width_mult: float = 1.0
     """muP: factor that scales learning rates and Adam's epsilon, per parameter. Always --hidden-size /
     --mup-base-hidden-size."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
-    """Use the schedule of this command line instead of the checkpoint's."""
+    """Use the schedules of this command line instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
     )
-    """Use the checkpoint's schedule instead of this command line's."""
+    """Use the checkpoint's schedules instead of those of this command line."""
     warmup: int | None = None
     """Old warm-up percentage; use --lr-warmup-fraction."""
 
@@ -92,7 +92,7 @@ class OptimizerArgs:
     """Let the optimizer store its states in the formats of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and
     --exp-avg-sq-dtype."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of the gradients the optimizer reads."""
+    """Format of the gradients that the optimizer reads."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     """Format of the main parameters."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
@@ -102,11 +102,11 @@ class OptimizerArgs:
     optimizer_cpu_offload: bool = False
     """Store optimizer states and run the optimizer step on the host."""
     optimizer_offload_fraction: float = 1.0
-    """Fraction of the parameters whose states are on the host."""
+    """Fraction of the parameters whose states are on the host, from 0 to 1."""
     use_torch_optimizer_for_cpu_offload: bool = False
-    """Use torch's optimizer for the host part."""
+    """Use torch's optimizer for the part on the host."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Overlap host copies with the optimizer step."""
+    """Overlap copies to and from the host with the optimizer step."""
     pin_cpu_grads: bool = flag(True, off=("--no-pin-cpu-grads",))
     """Pin host memory of offloaded gradients."""
     pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",))
@@ -118,7 +118,7 @@ class OptimizerArgs:
     optimizer_state_offload_chunk_size_mb: int = 0
     """Device memory for the states of one chunk, in MiB; 0: a fixed number of elements."""
     optimizer_state_offload_fraction: float = 1.0
-    """Fraction of the parameters whose states are on the host between steps."""
+    """Fraction of the parameters whose states are on the host between steps, from 0 to 1."""
     optimizer_cuda_graph: bool = False
     """Capture the optimizer step in a CUDA graph."""
     dump_param_to_param_group_map: str | None = None
@@ -126,24 +126,25 @@ class OptimizerArgs:
 
     # ---- muon
     muon_momentum: float = 0.9
-    """Momentum of Muon."""
+    """Momentum of Muon, from 0 to below 1."""
     muon_nesterov: bool = False
-    """Nesterov momentum in Muon."""
+    """Use Nesterov momentum in Muon."""
     muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
     """Orthogonalize queries, keys and values separately."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """How Muon's update is scaled to the matrix."""
+    """Scale of Muon's update as a function of the matrix shape."""
     muon_extra_scale_factor: float = 1.0
-    """Multiply Muon's update by this."""
+    """Multiply Muon's update by this factor."""
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
-    """Precision of the GEMMs in Newton-Schulz."""
+    """Precision of the GEMMs in Newton-Schulz: high computes in fp32, the others in bf16."""
     muon_coefficient_type: str = "quintic"
-    """Polynomial of Newton-Schulz."""
+    """Name of the polynomial of Newton-Schulz."""
     muon_num_ns_steps: int = 5
-    """Iterations of Newton-Schulz."""
+    """Number of iterations of Newton-Schulz."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
-    """How Newton-Schulz treats tensor-parallel matrices."""
+    """Orthogonalize tensor-parallel matrices shard by shard (blockwise), unsharded on every rank (duplicated), or
+    together (distributed)."""
     muon_use_syrk: bool = False
     """Use the symmetric GEMM kernel in Newton-Schulz."""
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
-    """Optimizer of vectors and embeddings with Muon."""
+    """Optimizer of vectors and embeddings with --optimizer muon."""

@@ -33,7 +33,7 @@ class OutputArgs:
     log_all_arguments: bool = False
     """Print all settings at the start and with --validate-only, including those at their defaults."""
     metrics_file: str | None = None
-    """JSONL file with one object per logged iteration. Unset: under --save, else under --tensorboard-dir."""
+    """JSONL file for one object per logged iteration. Unset: in --save, else in --tensorboard-dir."""
     init_from: str | None = None
     """Take initial weights from this safetensors file, under Megatron-Core's names."""
     export_weights: str | None = None
@@ -47,11 +47,11 @@ class OutputArgs:
 
     # ---- saving
     save: str | None = None
-    """Directory for checkpoints."""
+    """Directory that checkpoints are written to. Unset: none are written."""
     save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
-    """Iterations between checkpoints."""
+    """Number of iterations between checkpoints."""
     save_retain_interval: int | None = None
-    """Retain checkpoints at multiples of this iteration, delete earlier ones."""
+    """Retain only checkpoints of iterations that are a multiple of this number, and the latest."""
     no_save_optim: bool | None = None
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool | None = None
@@ -63,7 +63,7 @@ class OutputArgs:
     async_strategy: Literal["nvrx", "mcore"] = "nvrx"
     """Implementation of the asynchronous writer."""
     async_ckpt_cpu_priority: int = 10
-    """Niceness of the background writer."""
+    """Niceness of the background writer's process."""
     async_ckpt_io_priority: int = 3
     """I/O priority of the background writer."""
     async_ckpt_use_cpu_shm: bool = False
@@ -71,7 +71,7 @@ class OutputArgs:
     save_tokenizer_assets: bool = flag(True, off=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"))
     """Copy tokenizer files into checkpoints."""
     verify_integrity: bool = False
-    """Write and verify hashes of checkpoint files."""
+    """Write hashes of checkpoint files, and verify them when they are loaded."""
     save_params_interval: int | None = None
     """Iterations between dumps of all parameters, under --save."""
     save_activations_interval: int | None = None
@@ -86,19 +86,19 @@ class OutputArgs:
 
     # ---- loading
     load: str | None = None
-    """Directory to load a checkpoint from."""
+    """Directory that a checkpoint is loaded from."""
     finetune: bool = False
     """Load weights only and start at iteration 0."""
     pretrained_checkpoint: str | None = None
-    """Directory with weights to start from if --load has none."""
+    """Directory with the weights to start from if --load has no checkpoint."""
     ckpt_step: int | None = None
-    """Iteration to load instead of the latest."""
+    """Iteration to load. Unset: the latest."""
     no_load_optim: bool | None = None
-    """Do not load the optimizer."""
+    """Do not load the optimizer's state."""
     no_load_rng: bool | None = None
     """Do not load random-number states."""
     load_main_params_from_ckpt: bool = False
-    """Load main parameters directly instead of from the model's."""
+    """Load main parameters from the checkpoint instead of copying them from the model's."""
     use_checkpoint_args: bool = False
     """Take the architecture's flags from the checkpoint."""
     use_mp_args_from_checkpoint_args: bool = False
@@ -112,7 +112,7 @@ class OutputArgs:
     """Resume from the newest complete checkpoint under --save if there is one, else start as the other flags say.
     SIGTERM, SIGUSR1, --exit-signal and --exit-duration-in-mins then save and exit with code 75: to be restarted."""
     exit_on_missing_checkpoint: bool = False
-    """Stop when --load has no checkpoint."""
+    """Stop if --load has no checkpoint, instead of training from the start."""
     override_ckpt_iteration: int | None = None
     """Continue as if the checkpoint were of this iteration."""
 
@@ -131,7 +131,7 @@ class OutputArgs:
         "return_all",
         "ignore_all",
     ] = "assume_ok_unexpected"
-    """Action on missing or unexpected keys."""
+    """What to do about keys that are missing in a checkpoint or that nothing reads: accept, log or raise."""
     dist_ckpt_optim_fully_reshardable: bool = False
     """Store optimizer states so that any layout can load them."""
     distrib_optim_fully_reshardable_mem_efficient: bool = False
@@ -139,7 +139,7 @@ class OutputArgs:
     dist_ckpt_save_pre_mcore_014: bool = False
     """Write optimizer states in the format before Megatron-Core 0.14."""
     dist_ckpt_workers: int = 1
-    """Writer threads per rank."""
+    """Number of writer threads per rank."""
     ckpt_fully_parallel_save: bool = flag(True, off=("--no-ckpt-fully-parallel-save",))
     """Share the writing among data-parallel ranks."""
     ckpt_fully_parallel_load: bool = False
@@ -153,7 +153,7 @@ class OutputArgs:
     ckpt_fully_parallel_load_process_group: Literal["dp", "ep_dp"] = "dp"
     """Ranks that share the reading."""
     ckpt_assume_constant_structure: bool = False
-    """Reuse the save plan, since the structure does not change."""
+    """Plan the first save and reuse the plan, since the structure does not change."""
     ckpt_load_validate_sharding_integrity: bool = flag(
         True, off=("--no-ckpt-load-validate-sharding-integrity", "--disable-ckpt-load-validate-sharding-integrity")
     )
@@ -195,41 +195,41 @@ class OutputArgs:
     replication: bool = False
     """Replicate local checkpoints to other nodes."""
     replication_jump: int | None = None
-    """Distance in ranks between replicas."""
+    """Distance between ranks that hold replicas."""
     replication_factor: int = 2
     """Number of replicas."""
 
     # ---- log
     log_interval: int = 100
-    """Iterations between log lines."""
+    """Number of iterations between log lines."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
     log_num_zeros_in_grad: bool = False
-    """Log how many gradient elements are zero."""
+    """Log the number of gradient elements that are zero."""
     log_throughput: bool = False
-    """Log TFLOP/s per device."""
+    """Log the throughput in TFLOP/s per device."""
     log_progress: bool = False
-    """Append progress to progress.txt."""
+    """Append a line to progress.txt in --save for every save."""
     log_memory_interval: int | None = None
-    """Iterations between memory lines."""
+    """Number of iterations between lines about device memory. Unset: after the first iterations only."""
     log_device_memory_used: bool = False
-    """Log the memory the device itself reports."""
+    """Log the memory use that the device itself reports."""
     log_energy: bool = False
     """Log the energy per iteration."""
     log_max_attention_logit: bool = False
-    """Log the largest attention logit."""
+    """Log the largest attention logit of each iteration."""
     logging_level: int | None = None
-    """Level of Python's logging."""
+    """Level of Python's logging: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: Literal[0, 1, 2] = 0
-    """Detail of timers: 0 iteration only, 1 a few, 2 many."""
+    """Number of timers: 0 the iteration only, 1 a few, 2 many."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Timer values to log over ranks: the largest, smallest and largest, or all."""
     barrier_with_L1_time: bool = flag(True, off=("--no-barrier-with-level-1-timing",))
     """Synchronize ranks at level-1 timers."""
     config_logger_dir: str = ""
-    """Directory for a record of configurations."""
+    """Directory for a record of the configuration; empty: none."""
     log_straggler: bool = False
-    """Detect slow ranks."""
+    """Measure ranks and log the slowest and fastest."""
     straggler_ctrlr_port: int = 65535
     """Port that turns straggler detection on and off."""
     straggler_minmax_count: int = 1
@@ -239,11 +239,11 @@ class OutputArgs:
 
     # ---- TensorBoard and Weights & Biases
     tensorboard_dir: str | None = None
-    """Directory for TensorBoard."""
+    """Directory for TensorBoard files. Unset: none are written."""
     tensorboard_log_interval: int = 1
-    """Iterations between TensorBoard points."""
+    """Number of iterations between points in TensorBoard."""
     tensorboard_queue_size: int = 1000
-    """Events TensorBoard may buffer."""
+    """Number of events that TensorBoard may buffer."""
     log_timers_to_tensorboard: bool = False
     """Write timers to TensorBoard."""
     log_loss_scale_to_tensorboard: bool = flag(
@@ -257,7 +257,7 @@ class OutputArgs:
     log_world_size_to_tensorboard: bool = False
     """Write the number of ranks to TensorBoard."""
     wandb_project: str | None = None
-    """Project on Weights & Biases; empty: off."""
+    """Project on Weights & Biases. Unset or empty: nothing is sent."""
     wandb_exp_name: str | None = None
     """Name of the run on Weights & Biases."""
     wandb_save_dir: str | None = None
@@ -267,15 +267,15 @@ class OutputArgs:
 
     # ---- profiling
     profile: bool = False
-    """Profile some iterations."""
+    """Profile the iterations from --profile-step-start to --profile-step-end."""
     profile_step_start: int = 10
-    """First profiled iteration."""
+    """First iteration that is profiled."""
     profile_step_end: int = 12
-    """First iteration after the profiled ones."""
+    """First iteration that is not profiled any more."""
     profile_ranks: list[int] = flag([])
     """Ranks to profile. Unset: rank 0."""
     use_pytorch_profiler: bool = False
-    """Use torch's profiler (otherwise marks for nsys)."""
+    """Use torch's profiler instead of marks for nsys."""
     pytorch_profiler_collect_shapes: bool = False
     """Record shapes in torch's profiler."""
     pytorch_profiler_collect_callstack: bool = False
@@ -283,9 +283,9 @@ class OutputArgs:
     pytorch_profiler_collect_chakra: bool = False
     """Write a Chakra trace with torch's profiler."""
     record_memory_history: bool = False
-    """Record allocations of the device."""
+    """Record allocations of device memory."""
     memory_snapshot_path: str = "snapshot.pickle"
-    """File for the allocations of --record-memory-history."""
+    """File for the record of --record-memory-history."""
     record_shapes: bool = False
     """Record shapes in nsys marks."""
     nvtx_ranges: bool = False

@@ -16,21 +16,21 @@ class ParallelArgs:
 
     # ---- sizes
     tensor_model_parallel_size: int = 1
-    """Number of ranks that shard each layer's matrices."""
+    """Number of ranks that shard the matrices of each layer (TP)."""
     pipeline_model_parallel_size: int = 1
-    """Number of pipeline stages the layers are divided into."""
+    """Number of pipeline stages that the layers are divided into (PP)."""
     context_parallel_size: int = 1
-    """Number of ranks that shard each sequence."""
+    """Number of ranks that shard each sequence (CP)."""
     expert_model_parallel_size: int = 1
-    """Number of ranks that shard the experts of a layer."""
+    """Number of ranks that shard the experts of a layer (EP)."""
     expert_tensor_parallel_size: int | None = None
-    """Number of ranks that shard each expert's matrices. Unset: the tensor-parallel size."""
+    """Number of ranks that shard the matrices of each expert (ETP). Unset: the tensor-parallel size."""
     sequence_parallel: bool = False
     """Shard activations along the sequence over tensor-parallel ranks, outside the GEMMs."""
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     world_size: int | None = None
-    """Number of ranks to check against with --validate-only and --dry-run; else the environment's WORLD_SIZE."""
+    """Number of ranks for --validate-only and --dry-run. Unset: the environment's WORLD_SIZE."""
     model_parallel_size: int | None = None
     """Deprecated spelling of --tensor-model-parallel-size."""
     tensor_parallel_num_weight_shards: int | None = None
@@ -44,32 +44,33 @@ class ParallelArgs:
     decoder_last_pipeline_num_layers: int | None = None
     """Number of decoder layers of the last pipeline stage."""
     pipeline_model_parallel_layout: str | None = None
-    """Layers of each (virtual) pipeline stage, such as "Et*3|(tt|)*28m|L"."""
+    """Layers of each (virtual) pipeline stage, such as "Et*3|(tt|)*28m|L": E embedding, t decoder layer, m
+    multi-token prediction, L loss, | next stage."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Number of layers of one virtual pipeline stage."""
+    """Number of layers of one virtual pipeline stage. Unset: no virtual stages."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Number of virtual stages of one pipeline rank."""
+    """Number of virtual stages of one pipeline rank (VPP). Unset: no virtual stages."""
     microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
-    """Number of consecutive microbatches of a virtual stage. Unset: the pipeline size."""
+    """Number of consecutive microbatches that a virtual stage runs. Unset: the pipeline size."""
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = None
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
     zero-bubble computes weight gradients separately, where a stage would wait; the results are the same."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer when dividing stages."""
+    """Count the embedding as a layer when layers are divided into stages."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count the loss as a layer when dividing stages."""
+    """Count the loss as a layer when layers are divided into stages."""
     mtp_standalone: bool = False
     """Put the multi-token-prediction layers on a separate stage."""
     overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",))
-    """Overlap stage-to-stage messages with computation (with virtual stages)."""
+    """Overlap messages between stages with computation, with virtual stages."""
     overlap_p2p_comm_warmup_flush: bool = flag(False, "--overlap-p2p-communication-warmup-flush")
-    """Overlap stage-to-stage messages in warm-up and flush as well."""
+    """Overlap messages between stages in warm-up and flush as well."""
     use_ring_exchange_p2p: bool = False
-    """Send stage-to-stage messages with a ring exchange."""
+    """Exchange messages between stages with a ring exchange."""
     pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
     """Communication library between pipeline stages."""
     defer_embedding_wgrad_compute: bool = False
-    """Compute the output layer's weight gradient in the pipeline's flush."""
+    """Compute the output layer's weight gradient in the flush of the pipeline."""
     wgrad_deferral_limit: int = 0
     """Number of microbatches whose output-layer weight gradient may be deferred; 0: all."""
 
@@ -78,23 +79,24 @@ class ParallelArgs:
     """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per
     layer (the last one serves multi-token prediction too)."""
     hierarchical_context_parallel_sizes: list[int] | None = None
-    """Sizes of the two levels of a2a+p2p: neighbours that exchange heads, and how many such groups form the ring."""
+    """Sizes of the two levels of --cp-comm-type a2a+p2p: neighbors that exchange heads, and number of such groups
+    in the ring."""
     hybrid_context_parallel: bool = False
-    """Choose the context-parallel size per sample."""
+    """Choose the context-parallel size for each sample."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Largest number of tokens of a sequence on one rank with hybrid context parallelism."""
 
     # ---- expert communication
     overlap_moe_expert_parallel_comm: bool = False
-    """Overlap one microbatch's token exchange with another's computation."""
+    """Overlap the token exchange of one microbatch with the computation of another."""
     delay_wgrad_compute: bool = False
-    """Compute weight gradients later, to overlap token exchange with them."""
+    """Compute weight gradients later, so that the exchange of tokens overlaps with them."""
     overlap_dispatch_backward_with_experts_wgrad: bool = False
     """Overlap the backward of dispatch with the experts' weight gradients."""
     ep_overlap_early_attn_memory_release: bool = False
-    """Free attention memory earlier when exchange is overlapped."""
+    """Free attention memory earlier if --overlap-moe-expert-parallel-comm is set."""
     high_priority_a2a_comm_stream: bool = False
-    """Run token exchange on a high-priority stream."""
+    """Exchange tokens on a high-priority stream."""
 
     # ---- tensor-parallel communication
     tp_comm_overlap: bool = False
@@ -126,11 +128,11 @@ class ParallelArgs:
     use_distributed_optimizer: bool = False
     """Shard optimizer states and main parameters over data-parallel ranks."""
     num_distributed_optimizer_instances: int = 1
-    """Number of replicas of the sharded optimizer (sharding within a part of the data-parallel ranks)."""
+    """Number of replicas of the sharded optimizer state: it is sharded within a part of the data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket during backward."""
+    """Reduce gradients bucket by bucket during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather parameters bucket by bucket during forward."""
+    """Gather parameters bucket by bucket during the forward pass."""
     overlap_param_gather_with_optimizer_step: bool = False
     """Start gathering the first virtual stage's parameters while the optimizer still updates the others."""
     align_grad_reduce: bool = flag(True, off=("--no-align-grad-reduce", "--disable-align-grad-reduce"))
@@ -138,17 +140,17 @@ class ParallelArgs:
     align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
     """Let all stages start their parameter gathers together."""
     ddp_num_buckets: int | None = None
-    """Number of gradient buckets."""
+    """Number of gradient buckets with --overlap-grad-reduce. Unset: --ddp-bucket-size decides."""
     ddp_bucket_size: int | None = None
-    """Elements per gradient bucket."""
+    """Size of a gradient bucket with --overlap-grad-reduce, in elements. Unset: chosen from the number of ranks."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad buckets to sizes with high NCCL bandwidth."""
+    """Pad buckets to sizes at which NCCL reaches a high bandwidth."""
     ddp_average_in_collective: bool = False
     """Let the collective average gradients instead of scaling them before it."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
-    """Reduce bf16 gradients with fp32 accumulation."""
+    """Reduce bf16 gradients with accumulation in fp32."""
     ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([])
-    """Parameters (name patterns) whose gradients accumulate locally in fp32."""
+    """Name patterns of parameters whose gradients accumulate locally in fp32."""
     gradient_reduce_div_fusion: bool = flag(True, off=("--no-gradient-reduce-div-fusion",))
     """Let the reduction divide by the number of ranks (fully sharded data parallel)."""
     use_layer_wise_param_layout: bool = flag(True, off=("--no-use-layer-wise-param-layout",))
@@ -156,15 +158,15 @@ class ParallelArgs:
 
     # ---- fully sharded data parallel
     use_megatron_fsdp: bool = False
-    """Shard parameters, gradients and states (Megatron's FSDP)."""
+    """Shard parameters, gradients and optimizer states over data-parallel ranks (Megatron's FSDP)."""
     use_torch_fsdp2: bool = False
-    """Shard parameters, gradients and states (torch's fully_shard)."""
+    """Shard parameters, gradients and optimizer states over data-parallel ranks (torch's fully_shard)."""
     torch_fsdp2_reshard_after_forward: bool = flag(True, off=("--torch-fsdp2-no-reshard-after-forward",))
-    """Free gathered parameters after forward."""
+    """Free gathered parameters after the forward pass."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "optim_grads_params"
     )
-    """What Megatron's FSDP shards."""
+    """What --use-megatron-fsdp shards: nothing, optimizer states, gradients too, or parameters too."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
     """What Megatron's FSDP shards over the outer group."""
     megatron_fsdp_version: Literal[1, 2] = 1
@@ -186,7 +188,7 @@ class ParallelArgs:
     fsdp_manual_registration: bool = False
     """Register communication buffers manually."""
     suggested_communication_unit_size: int | None = None
-    """Elements per communication of Megatron's FSDP."""
+    """Size of one communication of Megatron's FSDP, in elements."""
     keep_fp8_transpose_cache: bool = False
     """Cache transposed fp8 weights."""
     enable_full_sharding_in_hsdp: bool = False
@@ -196,15 +198,15 @@ class ParallelArgs:
 
     # ---- processes
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """Communication library; CPU ranks always use gloo."""
+    """Communication library. Ranks on CPUs always use gloo."""
     distributed_timeout_minutes: int = 10
     """Timeout of a collective, in minutes."""
     distributed_timeout_seconds_after_init: int | None = None
-    """Timeout of a collective once the first iteration is done, in seconds."""
+    """Timeout of a collective once the first iteration is done, in seconds. Unset: --distributed-timeout-minutes."""
     print_groups: bool = False
     """Print every process group of the layout at start-up."""
     local_rank: int = 0
-    """Rank within the node, from the launcher."""
+    """Rank within the node, as the launcher passes it."""
     lazy_mpu_init: bool = False
     """Leave group creation to an outer framework."""
     use_gloo_process_groups: bool = flag(True, off=("--disable-gloo-process-groups",))
@@ -220,13 +222,13 @@ class ParallelArgs:
     use_sharp: bool = False
     """Reduce in the network switches (SHARP)."""
     sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
-    """Group that uses SHARP."""
+    """Group of ranks that uses SHARP."""
     high_priority_stream_groups: list[str] = flag([])
-    """Groups whose communication runs on high-priority streams."""
+    """Groups of ranks whose communication runs on high-priority streams."""
     disable_jit_fuser: bool = False
-    """Do not compile small operations."""
+    """Do not compile groups of small operations."""
     flight_recorder_dump_path: str | None = None
-    """File that NCCL's flight recorder writes."""
+    """File or directory for the dumps of NCCL's flight recorder. Unset: no recording."""
     flight_recorder_trace_buffer_size: int = 2000
     """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(

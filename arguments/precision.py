@@ -16,9 +16,9 @@ class PrecisionArgs:
 
     # ---- formats
     bf16: bool = False
-    """Parameters and activations in bfloat16, fp32 main parameters."""
+    """Compute in bfloat16, with fp32 main parameters."""
     fp16: bool = False
-    """Parameters and activations in float16, fp32 main parameters, scaled loss."""
+    """Compute in float16, with fp32 main parameters and a scaled loss."""
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
     """Implementation of the layers: local or TransformerEngine."""
     on_missing_backend: Literal["error", "fallback"] | None = None
@@ -50,57 +50,57 @@ class PrecisionArgs:
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
     grad_reduce_in_bf16: bool = False
-    """Accumulate and reduce gradients in bf16."""
+    """Accumulate and reduce gradients in bf16 instead of fp32."""
     attention_softmax_in_fp32: bool = False
     """Compute the attention softmax in fp32."""
     fp16_lm_cross_entropy: bool = False
     """Compute the loss in half precision."""
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, "--output-logit-dtype")
-    """Format of the logits that the loss reads. Unset: that of the model."""
+    """Format of the logits that the loss reads. Unset: the format of the model."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Do not let bf16 GEMMs accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
 
     # ---- fp16 loss scale
     loss_scale: float | None = None
-    """Constant loss scale. Unset: dynamic."""
+    """Constant loss scale of --fp16. Unset: a dynamic one."""
     initial_loss_scale: float = 4294967296.0
-    """First dynamic loss scale."""
+    """First value of the dynamic loss scale."""
     min_loss_scale: float = 1.0
-    """Smallest dynamic loss scale."""
+    """Smallest value of the dynamic loss scale."""
     loss_scale_window: float = 1000.0
-    """Iterations without overflow after which the scale doubles."""
+    """Number of iterations without overflow after which the loss scale doubles."""
     hysteresis: int = 2
-    """Overflows tolerated before the scale halves."""
+    """Number of overflows after which the loss scale halves."""
 
     # ---- fp8 and fp4
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format")
-    """Compute linear layers in fp8: all e4m3, or hybrid with e5m2 gradients."""
+    """Compute linear layers in fp8: e4m3 for all tensors, or hybrid with gradients in e5m2."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
     """Method of computing fp8 scales."""
     fp8_quantizer_factory: str | None = None
     """Python path of a factory for custom fp8 quantizers."""
     fp8_margin: int = 0
-    """Powers of two left free below the fp8 maximum."""
+    """Powers of two that are left free below the largest fp8 number."""
     fp8_interval: int = 1
-    """Iterations between updates of delayed scales."""
+    """Number of iterations between updates of delayed scales."""
     fp8_amax_history_len: int = 1
-    """Number of iterations whose maxima delayed scaling uses."""
+    """Number of iterations whose largest values delayed scaling remembers."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    """Maximum of the history that delayed scaling uses."""
+    """Value of the history that delayed scaling uses: the most recent one or the maximum."""
     fp8_wgrad: bool = flag(True, off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
-    """Compute weight gradients in fp8 too."""
+    """Compute weight gradients in fp8 as well."""
     fp8_output_proj: bool = False
-    """Compute the output layer in fp8 too."""
+    """Compute the output layer in fp8 as well."""
     fp8_param_gather: bool = False
     """Store and gather the parameters in fp8."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
     first_last_layers_bf16: bool = False
-    """Keep the first and last layers in bf16."""
+    """Keep the first and last layers in bf16 when others are quantized."""
     num_layers_at_start_in_bf16: int = 1
-    """Number of first layers that stay in bf16."""
+    """Number of first layers that stay in bf16 with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = 1
-    """Number of last layers that stay in bf16."""
+    """Number of last layers that stay in bf16 with --first-last-layers-bf16."""
     fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
     """Compute linear layers in fp4."""
     fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"

@@ -61,27 +61,28 @@ class TrainingArgs:
 
     # ---- batches and duration
     micro_batch_size: int = flag(None)
-    """Samples in one forward pass of one data-parallel rank."""
+    """Number of samples in one forward pass of a data-parallel rank."""
     global_batch_size: int = flag(None)
-    """Samples per iteration over all ranks. Unset: micro-batch size x data-parallel size."""
+    """Number of samples per iteration over all ranks. Unset: micro-batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
-    """START INCREMENT SAMPLES: grow the global batch size from START in steps over that many samples."""
+    """START INCREMENT SAMPLES: raise the global batch size from START to --global-batch-size in steps of INCREMENT,
+    over this number of samples."""
     step_batch_size_schedule: str | None = flag(None, parse=_checked_batch_schedule)
     """Global batch sizes with the tokens at which they begin, such as "0:384 200B:768 400B:1152"."""
     decrease_batch_size_if_needed: bool = False
     """Round the global batch size down when it does not divide among the ranks."""
     calculate_per_token_loss: bool = False
-    """Divide the loss by all tokens of the global batch, not per sample."""
+    """Average the loss over all tokens of the global batch, instead of over each microbatch first."""
     train_iters: int | None = None
-    """Iterations to train."""
+    """Length of training, in iterations."""
     train_samples: int | None = None
-    """Samples to train."""
+    """Length of training, in samples."""
     iterations_to_skip: list[int] = flag([])
-    """Iterations whose batch is read but not used for training."""
+    """Iterations whose batch is read but not trained on."""
     exit_interval: int | None = None
-    """Stop at an iteration that is a multiple of this number."""
+    """Stop at the first iteration that is a multiple of this number."""
     exit_duration_in_mins: int | None = None
-    """Save and stop after this number of minutes."""
+    """Save and stop after this time, in minutes."""
     exit_signal_handler: bool = False
     """Save and stop when --exit-signal arrives."""
     exit_signal: Literal[
@@ -119,45 +120,46 @@ class TrainingArgs:
         "SIGRTMIN",
         "SIGRTMAX",
     ] = "SIGTERM"
-    """Signal to stop at."""
+    """Signal at which --exit-signal-handler and --auto-resume save and stop."""
     exit_signal_handler_for_dataloader: bool = False
-    """Install the handler in data workers too."""
+    """Install the signal handler in data workers as well."""
     exit_signal_handler_for_training: bool = False
     """Stop without a traceback at SIGINT or SIGTERM."""
     train_sync_interval: int | None = None
-    """Synchronize device and host at this interval, in iterations."""
+    """Number of iterations between synchronizations of device and host."""
     batch_size: int | None = None
     """Deprecated spelling of --micro-batch-size."""
 
     # ---- evaluation
     eval_iters: int = 100
-    """Iterations of one evaluation."""
+    """Number of iterations of one evaluation; 0: none."""
     eval_interval: int | None = None
-    """Iterations between evaluations."""
+    """Number of iterations between evaluations."""
     start_eval_at_iter: int | None = None
-    """First iteration with an evaluation."""
+    """First iteration that an evaluation may follow. Unset: 0."""
     eval_global_batch_size: int | None = None
-    """Global batch size of evaluation. Unset: training's."""
+    """Global batch size of evaluations, in samples. Unset: training's."""
     eval_micro_batch_size: int | None = None
-    """Micro-batch size of evaluation. Unset: training's."""
+    """Micro-batch size of evaluations, in samples. Unset: training's."""
     skip_train: bool = False
     """Evaluate only, without training."""
     test_mode: bool = False
     """Run the additional checks of Megatron-LM's tests during the run."""
     full_validation: bool = False
-    """Evaluate on the full validation set each time."""
+    """Evaluate on the full validation set every time, whatever --eval-iters is."""
     multiple_validation_sets: bool = False
     """Evaluate on each validation set separately."""
     validation_set_names: list[str] | None = None
-    """Names of the validation sets."""
+    """Names of the validation sets in logs, in their order."""
 
     # ---- recompute
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute whole layers, or selected parts of them."""
+    """Recompute activations in the backward pass: those of full layers, or of selected modules."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """How whole layers are grouped for recompute."""
+    """Which full layers are recomputed: all, in groups of --recompute-num-layers (uniform), or the first ones of
+    each stage (block)."""
     recompute_num_layers: int | None = None
-    """Number of layers in a recomputed group (uniform), or of recomputed layers (block)."""
+    """Number of layers of a recomputed group (uniform), or of recomputed layers (block)."""
     recompute_modules: list[str] | None = None
     """Modules of a layer to recompute with --recompute-granularity selective."""
     recompute_activations: bool = False
@@ -165,11 +167,11 @@ class TrainingArgs:
     distribute_saved_activations: bool = False
     """Shard saved activations over tensor-parallel ranks."""
     checkpoint_activations: bool = False
-    """Deprecated spelling of full recompute."""
+    """Deprecated spelling of --recompute-granularity full."""
 
     # ---- offload of activations
     cpu_offloading_num_layers: int = 0
-    """Number of layers whose activations are offloaded to the host."""
+    """Number of layers whose activations are offloaded to the host; 0: none."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
     """Retain the pinned host buffers."""
     fine_grained_activation_offloading: bool = False
@@ -177,23 +179,23 @@ class TrainingArgs:
     offload_modules: list[str] = flag([])
     """Modules of a layer to offload with --fine-grained-activation-offloading."""
     min_offloaded_tensor_size: int = 1048576
-    """Smallest tensor that is offloaded, in elements."""
+    """Size of the smallest tensor that is offloaded, in elements."""
     delay_offload_until_cuda_graph: bool = False
     """Start offloading only when CUDA graphs are replayed."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Difference of offloaded bytes between neighboring pipeline ranks."""
+    """Number of bytes that a pipeline rank offloads less than the rank before it."""
     activation_offload_fraction: float = 1.0
-    """Fraction of the activations to offload."""
+    """Fraction of the activations of --offload-modules to offload, from 0 to 1."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Largest number of concurrent transfers."""
+    """Largest number of transfers to the host at a time. Unset: no limit."""
 
     # ---- CUDA graphs
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
-    """CUDA graph implementation."""
+    """Capture modules or layers as CUDA graphs, or the full iteration as one."""
     cuda_graph_modules: list[str] = flag([])
     """Modules of a layer to capture. Unset: full layers."""
     cuda_graph_warmup_steps: int = 3
-    """Number of iterations before capture."""
+    """Number of iterations that run before capture."""
     enable_cuda_graph: bool = False
     """Deprecated spelling of --cuda-graph-impl local."""
     external_cuda_graph: bool = False
@@ -203,7 +205,7 @@ class TrainingArgs:
 
     # ---- randomness and reproducibility
     seed: int = 1234
-    """Seed of weights, data order and dropout."""
+    """Seed of initial weights, data order and dropout."""
     data_parallel_random_init: bool = False
     """Let data-parallel ranks start from different weights."""
     te_rng_tracker: bool = False
@@ -230,7 +232,7 @@ class TrainingArgs:
     on_loss_spike: Literal["report", "skip", "stop"] = "report"
     """Action when a rerun reproduces a spike of the loss or the gradient norm: report it, skip the update, or stop."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
-    """Iterations between comparisons of weights across data-parallel ranks."""
+    """Number of iterations between comparisons of weights across data-parallel ranks. Unset: never."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
     """validate_results: rerun a rejected iteration in place. A different result is a hardware fault: it is reported,
     and the run continues if the rerun is valid, else it exits with code 17. An equal result stops the run with its
@@ -244,15 +246,15 @@ class TrainingArgs:
     result_rejected_tracker_filename: str | None = None
     """File that gets a line for every rejected result and every rerun."""
     gpu_sniff_test_interval: int | None = None
-    """Iterations between short correctness tests of the device."""
+    """Number of iterations between short correctness tests of the device. Unset: never."""
 
     # ---- housekeeping
     manual_gc: bool = False
-    """Disable Python's automatic garbage collection and collect at fixed iterations."""
+    """Disable Python's automatic garbage collection, and collect every --manual-gc-interval iterations."""
     manual_gc_interval: int = 0
-    """Iterations between manual collections; 0: never."""
+    """Number of iterations between manual collections; 0: never."""
     manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval"))
-    """Collect before and after evaluations too."""
+    """Collect garbage before and after evaluations as well."""
     empty_unused_memory_level: Literal[0, 1, 2] = 0
     """Return cached device memory: never (0), after each iteration (1), or more often (2)."""
     gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))
