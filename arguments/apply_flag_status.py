@@ -9,7 +9,6 @@ from arguments.flag_status import (
     NOT_IMPLEMENTED,
     RENAMED,
     REQUIRES,
-    REQUIRES_VALUE,
     TUNED_FEATURE,
     UNSUPPORTED,
 )
@@ -50,7 +49,7 @@ def merge_architectures(s: Settings, violations: list[Violation]) -> list[Violat
             if violation.kind in ("later", "product") and set(violation.flags) & set(architecture.flags)
         ]
         named = [flag for violation in parts for flag in violation.flags if flag in architecture.flags]
-        if len(set(named) & set(architecture.named_by)) < 2:
+        if len(set(named) & set(architecture.named_by.split())) < 2:
             continue
         flags = tuple(dict.fromkeys(named))
         merged = Violation(flags, f"{', '.join(flags)}: {what} are not implemented yet", "later")
@@ -76,16 +75,10 @@ def note_flag_status(s: Settings) -> None:
             s.note_no_effect(s.shown(dest), f"without {_requirement(s, TUNED_FEATURE[dest])}")
     for required, dests in REQUIRES:
         if not any(_is_on(s, name) for name in required):
-            _note_without(s, dests, " or ".join(_requirement(s, name) for name in required))
-    for name, value, dests in REQUIRES_VALUE:
-        if s.values[name] != value:
-            _note_without(s, dests, f"{s.flag(name)} {value}")
-
-
-def _note_without(s: Settings, dests: str, requirement: str) -> None:
-    for dest in dests.split():
-        if s.given(dest) and s.values[dest] != s.default(dest):
-            s.note_no_effect(s.shown(dest), f"without {requirement}")
+            requirement = " or ".join(_requirement(s, name) for name in required)
+            for dest in dests.split():
+                if s.given(dest) and s.values[dest] != s.default(dest):
+                    s.note_no_effect(s.shown(dest), f"without {requirement}")
 
 
 def _is_on(s: Settings, requirement: str) -> bool:

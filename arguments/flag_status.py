@@ -428,40 +428,32 @@ REQUIRES = (
         "offload_modules min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks "
         "fine_grained_offloading_max_inflight_offloads",
     ),
-)
-"""(destinations of which one must be on, or have the value after "="; destinations that have no effect otherwise)."""
-
-REQUIRES_VALUE = (
     (
-        "optimizer",
-        "muon",
+        ("optimizer=muon",),
         "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_fp32_matmul_prec "
         "muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_scalar_optimizer",
     ),
     (
-        "experimental_attention_variant",
-        "gdn",
+        ("experimental_attention_variant=gdn",),
         "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
         "linear_num_value_heads",
     ),
     (
-        "experimental_attention_variant",
-        "dsa",
+        ("experimental_attention_variant=dsa",),
         "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_warmup "
         "dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form dsa_indexer_rope_interleaved "
         "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
     ),
-    ("fp8_recipe", "delayed", "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
-    ("moe_router_load_balancing_type", "quantile_balancing", "moe_router_quantile_balancing_ema"),
-    ("moe_token_dispatcher_type", "flex", "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
+    (("fp8_recipe=delayed",), "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
+    (("moe_router_load_balancing_type=quantile_balancing",), "moe_router_quantile_balancing_ema"),
+    (("moe_token_dispatcher_type=flex",), "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
     (
-        "moe_flex_dispatcher_backend",
-        "hybridep",
+        ("moe_flex_dispatcher_backend=hybridep",),
         "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
         "moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep",
     ),
 )
-"""(destination, value, destinations that have no effect without that value)."""
+"""(destinations of which one must be on, or have the value after "="; destinations that have no effect otherwise)."""
 
 
 # ---- spellings that are no fields: old names, names that only Megatron-LM's dev branch has, misspellings of its manual
@@ -716,33 +708,22 @@ class Architecture(NamedTuple):
     Two flags of `named_by` request the architecture; those of `tuned_by` have other uses or adjust it.
     """
 
-    named_by: tuple[str, ...]
-    tuned_by: tuple[str, ...]
+    named_by: str
+    tuned_by: str
 
     @property
     def flags(self) -> tuple[str, ...]:
         """All flags of the architecture."""
-        return (*self.named_by, *self.tuned_by)
+        return (*self.named_by.split(), *self.tuned_by.split())
 
 
 ARCHITECTURES = MappingProxyType(
     {
         "the layers of DeepSeek-V4 (compressed sparse attention, hash routing, hyper-connections)": Architecture(
-            named_by=(
-                "--experimental-attention-variant",
-                "--csa-compress-ratios",
-                "--moe-n-hash-layers",
-                "--enable-hyper-connections",
-                "--enable-mhc-connections",
-            ),
-            tuned_by=(
-                "--mhc-num-residual-streams",
-                "--mhc-sinkhorn-iterations",
-                "--mhc-init-gating-factor",
-                "--mhc-recompute-layer-num",
-                "--original-max-position-embeddings",
-                "--recompute-modules",
-            ),
+            named_by="""--experimental-attention-variant --csa-compress-ratios --moe-n-hash-layers
+            --enable-hyper-connections --enable-mhc-connections""",
+            tuned_by="""--mhc-num-residual-streams --mhc-sinkhorn-iterations --mhc-init-gating-factor
+            --mhc-recompute-layer-num --original-max-position-embeddings --recompute-modules""",
         )
     }
 )

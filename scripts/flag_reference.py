@@ -172,9 +172,6 @@ def _value_notes(option: Option) -> Iterator[str]:
     for parents, children in flag_status.REQUIRES:
         if dest in children.split():
             yield f"Has an effect only with {' or '.join(map(_needed, parents))}."
-    for parent, value, children in flag_status.REQUIRES_VALUE:
-        if dest in children.split():
-            yield f"Has an effect only with `{OPTIONS[parent].spellings[0]} {value}`."
 
 
 def _needed(parent: str) -> str:
