@@ -66,15 +66,15 @@ def make_layer(num_experts: int, dispatcher: str, ps: ParallelState) -> MoELayer
 
 def count_sent(sent: Counter) -> None:
     """From now on add up what leaves this rank. Even splits are assumed: routing is nearly even here."""
-    run = collectives._run
+    run = collectives.communicate
 
-    def counting(group, operation, x, *args, **kwargs):
+    def counting(group, operation, x, /, *args, **kwargs):
         if x is not None and x.is_floating_point():
             kind = next(kind for kind in LEAVES if operation.startswith(kind))
             sent[kind] += x.numel() * LEAVES[kind](group.size)
         return run(group, operation, x, *args, **kwargs)
 
-    collectives._run = counting
+    collectives.communicate = counting
 
 
 def work(rank: int, n: int, folder: str, num_tokens: int, steps: int, queue) -> None:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trainer.parallel.state import Group
-from moe_trainer.parallel.trace import TracedWork, communicate
+from moe_trainer.parallel.state import Group, communicate
 
 _OPS = MappingProxyType(
     {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
@@ -30,23 +29,6 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _run(
-    group: Group,
-    operation: str,
-    x: Tensor | None,
-    launch: Callable[..., Any],
-    *args: Any,
-    async_op: bool = False,
-    **kwargs: Any,
-) -> TracedWork | None:
-    """Run a torch.distributed collective and record it in the group's trace; x is None for objects and barriers."""
-    if x is not None:
-        kwargs["async_op"] = async_op
-    return communicate(
-        group.trace, group.name, group.ranks, operation, x, async_op, launch, *args, group=group.handle, **kwargs
-    )
-
-
 class CompletedWork:
     """Work object of a collective in a group of one rank."""
 
@@ -54,12 +36,28 @@ class CompletedWork:
         return True
 
 
+def _run(
+    group: Group,
+    operation: str,
+    out: Tensor,
+    x: Tensor,
+    launch: Callable[..., Any],
+    *args: Any,
+    async_op: bool,
+    **kw: Any,
+) -> Any:
+    """Run a torch.distributed collective from `x` to `out`; return `out`, or the work object with async_op."""
+    if group.size == 1:
+        if out is not x and out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return CompletedWork() if async_op else out
+    work = communicate(group, operation, x, async_op, launch, *args, group=group.handle, async_op=async_op, **kw)
+    return work if async_op else out
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
     """Reduce `x` in place ("sum", "max", "min", "avg"); return it, or the work object with async_op."""
-    if group.size == 1:
-        return CompletedWork() if async_op else x
-    work = _run(group, "all_reduce", x, dist.all_reduce, x, op=_OPS[op], async_op=async_op)
-    return work if async_op else x
+    return _run(group, "all_reduce", x, x, dist.all_reduce, x, op=_OPS[op], async_op=async_op)
 
 
 def all_gather_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Any:
@@ -68,12 +66,7 @@ def all_gather_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     Shapes: x [n], out [n * group.size]; x may be this rank's slice of out.
     """
     assert out.numel() == x.numel() * group.size, f"all_gather: out {out.numel()}, x {x.numel()}, {group.size} ranks"
-    if group.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return CompletedWork() if async_op else out
-    work = _run(group, "all_gather", x, _all_gather_flat, out, x, async_op=async_op)
-    return work if async_op else out
+    return _run(group, "all_gather", out, x, _all_gather_flat, out, x, async_op=async_op)
 
 
 def reduce_scatter_flat(out: Tensor, x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
@@ -84,35 +77,23 @@ def reduce_scatter_flat(out: Tensor, x: Tensor, group: Group, op: str = "sum", a
     assert x.numel() == out.numel() * group.size, (
         f"reduce_scatter: x {x.numel()}, out {out.numel()}, {group.size} ranks"
     )
-    if group.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return CompletedWork() if async_op else out
-    work = _run(group, "reduce_scatter", x, _reduce_scatter_flat, out, x, op=_OPS[op], async_op=async_op)
-    return work if async_op else out
+    return _run(group, "reduce_scatter", out, x, _reduce_scatter_flat, out, x, op=_OPS[op], async_op=async_op)
 
 
 def all_to_all_flat(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Any:
     """All-to-all of equal splits of `x` into `out`; return it, or the work object with async_op."""
     assert out.numel() == x.numel() and x.numel() % group.size == 0, f"all_to_all: {x.numel()} over {group.size} ranks"
-    if group.size == 1:
-        out.copy_(x)
-        return CompletedWork() if async_op else out
-    work = _run(group, "all_to_all", x, dist.all_to_all_single, out, x, async_op=async_op)
-    return work if async_op else out
+    return _run(group, "all_to_all", out, x, dist.all_to_all_single, out, x, async_op=async_op)
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
     """Broadcast `x` in place from group rank `src`."""
-    if group.size == 1:
-        return CompletedWork() if async_op else x
-    work = _run(group, "broadcast", x, dist.broadcast, x, src=group.ranks[src], async_op=async_op)
-    return work if async_op else x
+    return _run(group, "broadcast", x, x, dist.broadcast, x, src=group.ranks[src], async_op=async_op)
 
 
 def barrier(group: Group) -> None:
     if group.size > 1:
-        _run(group, "barrier", None, dist.barrier)
+        communicate(group, "barrier", None, False, dist.barrier, group=group.handle)
 
 
 def broadcast_object(obj: Any, group: Group, src: int = 0) -> Any:
@@ -120,7 +101,16 @@ def broadcast_object(obj: Any, group: Group, src: int = 0) -> Any:
     if group.size == 1:
         return obj
     objects = [obj]
-    _run(group, "broadcast_object", None, dist.broadcast_object_list, objects, src=group.ranks[src])
+    communicate(
+        group,
+        "broadcast_object",
+        None,
+        False,
+        dist.broadcast_object_list,
+        objects,
+        src=group.ranks[src],
+        group=group.handle,
+    )
     return objects[0]
 
 
@@ -129,7 +119,7 @@ def all_gather_object(obj: Any, group: Group) -> list:
     if group.size == 1:
         return [obj]
     objects = [None] * group.size
-    _run(group, "all_gather_object", None, dist.all_gather_object, objects, obj)
+    communicate(group, "all_gather_object", None, False, dist.all_gather_object, objects, obj, group=group.handle)
     return objects
 
 
@@ -138,7 +128,9 @@ def gather_object(obj: Any, group: Group, dst: int = 0) -> list | None:
     if group.size == 1:
         return [obj]
     objects = [None] * group.size if group.rank == dst else None
-    _run(group, "gather_object", None, dist.gather_object, obj, objects, dst=group.ranks[dst])
+    communicate(
+        group, "gather_object", None, False, dist.gather_object, obj, objects, dst=group.ranks[dst], group=group.handle
+    )
     return objects
 
 
@@ -160,7 +152,7 @@ class PendingAllToAll:
         self.sent: Sequence[Tensor] = [x.contiguous() for x in tensors]  # alive until the exchange has finished
         self.outs = tuple(x.new_empty(sum(receive), *x.shape[1:]) for x in tensors)
         self.works: Sequence[Any] = [
-            _run(group, "all_to_all", x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
+            _run(group, "all_to_all", out, x, dist.all_to_all_single, out, x, list(receive), list(send), async_op=True)
             for out, x in zip(self.outs, self.sent)
         ]
 
@@ -239,29 +231,25 @@ def finish_all_to_all(handle: AllToAllHandle, tensors: Sequence[Tensor]) -> tupl
     return _FinishAllToAll.apply(handle, *tensors)
 
 
-class _AllGatherRows(torch.autograd.Function):
+class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, sizes, group):
-        ctx.sizes, ctx.group = sizes, group
-        return _gather_rows(x, sizes, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _scatter_rows(grad, ctx.sizes, ctx.group), None, None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, sizes, group):
-        ctx.sizes, ctx.group = sizes, group
-        return _scatter_rows(x, sizes, group)
+    def forward(ctx, forward_fn, backward_fn, x, group, *args):
+        ctx.backward_fn, ctx.group, ctx.args = backward_fn, group, args
+        return forward_fn(x, group, *args)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather_rows(grad, ctx.sizes, ctx.group), None, None
+        return None, None, ctx.backward_fn(grad, ctx.group, *ctx.args), None, *(None for _ in ctx.args)
 
 
-def _gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+def apply_mapping(
+    forward_fn: Callable[..., Tensor], backward_fn: Callable[..., Tensor], x: Tensor, group: Group, *args: Any
+) -> Tensor:
+    """Return `forward_fn(x, group, *args)`, with the gradient `backward_fn(grad, group, *args)`; `x` on one rank."""
+    return x if group.size == 1 else _Mapping.apply(forward_fn, backward_fn, x, group, *args)
+
+
+def _gather_rows(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
     max_size = max(sizes)
     padded = x.contiguous()
     if x.shape[0] < max_size:
@@ -269,13 +257,13 @@ def _gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
         padded[: x.shape[0]] = x
     out = x.new_empty(max_size * group.size, *x.shape[1:])
     if out.numel():
-        _run(group, "all_gather", padded, _all_gather_flat, out, padded)
+        all_gather_flat(out, padded, group)
     if min(sizes) == max_size:
         return out
     return torch.cat([shard[:size] for shard, size in zip(out.split(max_size), sizes)])
 
 
-def _scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+def _scatter_rows(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
     max_size = max(sizes)
     if min(sizes) == max_size:
         padded = x.contiguous()
@@ -285,7 +273,7 @@ def _scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
             target[: shard.shape[0]] = shard
     out = x.new_empty(max_size, *x.shape[1:])
     if out.numel():
-        _run(group, "reduce_scatter", padded, _reduce_scatter_flat, out, padded)
+        reduce_scatter_flat(out, padded, group)
     return out[: sizes[group.rank]]
 
 
@@ -295,7 +283,7 @@ def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     Shapes: [sizes[group.rank], ...] -> [sum(sizes), ...].
     """
     assert x.shape[0] == sizes[group.rank], f"all_gather_rows: {x.shape[0]} rows, expected {sizes[group.rank]}"
-    return x if group.size == 1 else _AllGatherRows.apply(x, tuple(sizes), group)
+    return apply_mapping(_gather_rows, _scatter_rows, x, group, tuple(sizes))
 
 
 def reduce_scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
@@ -304,4 +292,4 @@ def reduce_scatter_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor
     Shapes: [sum(sizes), ...] -> [sizes[group.rank], ...].
     """
     assert x.shape[0] == sum(sizes), f"reduce_scatter_rows: {x.shape[0]} rows, expected {sum(sizes)}"
-    return x if group.size == 1 else _ReduceScatterRows.apply(x, tuple(sizes), group)
+    return apply_mapping(_scatter_rows, _gather_rows, x, group, tuple(sizes))

@@ -34,7 +34,24 @@ def plan_groups(
     cp_levels: Sequence[int] | None = None,
     second_pipeline: bool = False,
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
-    """Return name -> (partition of the ranks into groups, lane); arguments as for ParallelState.create."""
+    """Return name -> (partition of the ranks into groups, lane).
+
+    Args:
+        world_size: number of ranks.
+        tp: tensor-parallel size of the dense grid.
+        cp: context-parallel size.
+        pp: pipeline-parallel size.
+        ep: expert-parallel size.
+        etp: tensor-parallel size of the expert grid.
+        order: axes, fastest varying first.
+        optimizer_instances: dp_cp and edp are split into so many instances of the distributed optimizer.
+        embedding_stages: pipeline ranks with the word embeddings; default: the first and the last.
+        cp_levels: sizes of cp_a2a and cp_p2p; default: 1 and cp.
+        second_pipeline: create a separate communicator for pp_second.
+
+    Raises:
+        ValueError: see grid.make_layout.
+    """
     layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
     plans = {name: (layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
     for name in ("dp_cp", "edp"):

@@ -23,7 +23,13 @@ collectives.all_gather_rows.
 import torch
 from torch import Tensor
 
-from moe_trainer.parallel.collectives import all_gather_flat, all_reduce, all_to_all_flat, reduce_scatter_flat
+from moe_trainer.parallel.collectives import (
+    all_gather_flat,
+    all_reduce,
+    all_to_all_flat,
+    apply_mapping,
+    reduce_scatter_flat,
+)
 from moe_trainer.parallel.state import Group
 
 
@@ -51,6 +57,27 @@ def local_rows(x: Tensor, group: Group) -> Tensor:
     return x.narrow(0, group.rank * size, size)
 
 
+def _alias(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    """All-reduce a copy: other consumers may read the same tensor."""
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+
+def _gather_rows(x: Tensor, group: Group) -> Tensor:
+    return gather_rows(x, group)[0]
+
+
+def _reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
+    return reduce_scatter_rows(x, group)[0]
+
+
+def _copy_local_rows(x: Tensor, group: Group) -> Tensor:
+    return local_rows(x, group).clone()  # a view would keep the full tensor alive
+
+
 def _columns_first(x: Tensor, group: Group) -> Tensor:
     """Change [..., size * C] to contiguous [size, ..., C]."""
     return x.view(*x.shape[:-1], group.size, -1).movedim(-2, 0).contiguous()
@@ -62,127 +89,62 @@ def _gather_columns(x: Tensor, group: Group) -> Tensor:
     return parts.movedim(0, -2).flatten(-2)
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # a copy: other consumers may read the same gradient tensor
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+def _local_columns(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size, dim=-1)[group.rank]
 
 
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+def _reduce_scatter_columns(x: Tensor, group: Group) -> Tensor:
+    parts = _columns_first(x, group)
+    shard = torch.empty_like(parts[0])
+    reduce_scatter_flat(shard.view(-1), parts.view(-1), group)
+    return shard
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, replicated):
-        ctx.group, ctx.replicated = group, replicated
-        return gather_rows(x, group)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.replicated:
-            return local_rows(grad, ctx.group), None, None
-        return reduce_scatter_rows(grad, ctx.group)[0], None, None
+def _exchange_columns_for_rows(x: Tensor, group: Group) -> Tensor:
+    parts = x.new_empty(group.size, _rows_per_rank(x, group), *x.shape[1:])
+    all_to_all_flat(parts.view(-1), x.contiguous().view(-1), group)
+    return parts.movedim(0, -2).flatten(-2)
 
 
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return local_rows(x, group).clone()  # a view would keep the full tensor alive
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_rows(grad, ctx.group)[0], None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter_rows(x, group)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_rows(grad, ctx.group)[0], None
-
-
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, replicated):
-        ctx.group, ctx.replicated = group, replicated
-        return _gather_columns(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.replicated:
-            return grad.chunk(ctx.group.size, dim=-1)[ctx.group.rank], None, None
-        parts = _columns_first(grad, ctx.group)
-        shard = torch.empty_like(parts[0])
-        reduce_scatter_flat(shard.view(-1), parts.view(-1), ctx.group)
-        return shard, None, None
-
-
-class _ColumnsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        parts = x.new_empty(group.size, _rows_per_rank(x, group), *x.shape[1:])
-        all_to_all_flat(parts.view(-1), x.contiguous().view(-1), group)
-        return parts.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        parts = _columns_first(grad, ctx.group)
-        out = torch.empty_like(parts)
-        all_to_all_flat(out.view(-1), parts.view(-1), ctx.group)
-        return out.flatten(0, 1), None
+def _exchange_rows_for_columns(x: Tensor, group: Group) -> Tensor:
+    parts = _columns_first(x, group)
+    out = torch.empty_like(parts)
+    all_to_all_flat(out.view(-1), parts.view(-1), group)
+    return out.flatten(0, 1)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _CopyToGroup.apply(x, group)
+    return apply_mapping(_alias, _sum, x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
+    return apply_mapping(_sum, _alias, x, group)
 
 
 def gather_rows_from_group(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _GatherRows.apply(x, group, False)
+    return apply_mapping(_gather_rows, _reduce_scatter_rows, x, group)
 
 
 def gather_rows_replicated(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _GatherRows.apply(x, group, True)
+    return apply_mapping(_gather_rows, local_rows, x, group)
 
 
 def scatter_rows_to_group(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _ScatterRows.apply(x, group)
+    return apply_mapping(_copy_local_rows, _gather_rows, x, group)
 
 
 def reduce_scatter_rows_to_group(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _ReduceScatterRows.apply(x, group)
+    return apply_mapping(_reduce_scatter_rows, _gather_rows, x, group)
 
 
 def gather_last_dim(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _GatherLastDim.apply(x, group, False)
+    return apply_mapping(_gather_columns, _reduce_scatter_columns, x, group)
 
 
 def gather_last_dim_replicated(x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else _GatherLastDim.apply(x, group, True)
+    return apply_mapping(_gather_columns, _local_columns, x, group)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
     """Change [S, ..., C] to [S / size, ..., C * size]."""
-    return x if group.size == 1 else _ColumnsToRows.apply(x, group)
+    return apply_mapping(_exchange_columns_for_rows, _exchange_rows_for_columns, x, group)

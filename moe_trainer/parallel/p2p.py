@@ -5,15 +5,14 @@ ranks arrive in the order in which they were sent. `exchange` starts a batch, wh
 the order of sends and receives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trainer.parallel.state import Group
-from moe_trainer.parallel.trace import communicate
+from moe_trainer.parallel.state import Group, communicate
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,15 @@ class Works:
 
 def isend(x: Tensor, group: Group, to: int) -> Any:
     assert to != group.rank, f"{group.name}: rank {to} sends to itself"
-    return _run(group, Send(x, to).describe(group), x, dist.isend, x, dst=group.ranks[to], group=group.handle)
+    return communicate(
+        group, Send(x, to).describe(group), x, True, dist.isend, x, dst=group.ranks[to], group=group.handle
+    )
 
 
 def irecv(out: Tensor, group: Group, source: int) -> Any:
     assert source != group.rank, f"{group.name}: rank {source} receives from itself"
     operation = Receive(out, source).describe(group)
-    return _run(group, operation, out, dist.irecv, out, src=group.ranks[source], group=group.handle)
+    return communicate(group, operation, out, True, dist.irecv, out, src=group.ranks[source], group=group.handle)
 
 
 def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
@@ -76,8 +77,4 @@ def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
     ]
     operation = " and ".join(op.describe(group) for op in ops)
     first = ops[0].x if isinstance(ops[0], Send) else ops[0].out
-    return _run(group, operation, first, lambda: Works(dist.batch_isend_irecv(batch)))
-
-
-def _run(group: Group, operation: str, x: Tensor, launch: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return communicate(group.trace, group.name, group.ranks, operation, x, True, launch, *args, **kwargs)
+    return communicate(group, operation, first, True, lambda: Works(dist.batch_isend_irecv(batch)))

@@ -5,18 +5,18 @@ has no communicator. Groups with the same kind of traffic ("lane") and the same 
 do, so that a small all-reduce does not queue behind overlapped gradient reductions.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from moe_trainer.parallel.grid import DEFAULT_ORDER
 from moe_trainer.parallel.groups import plan_groups
-from moe_trainer.parallel.trace import Trace, communicate
+from moe_trainer.parallel.trace import Trace, TracedWork
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,39 @@ class Group:
     def single(name: str, rank: int = 0) -> "Group":
         """Return a group of one global rank."""
         return Group(name, (rank,), 0, 1)
+
+
+def communicate(
+    group: Group, operation: str, x: Tensor | None, async_op: bool, launch: Callable[..., Any], /, *args: Any, **kw: Any
+) -> TracedWork | None:
+    """Run `launch(*args, **kw)`, a function of torch.distributed, as a call of the group's trace.
+
+    Args:
+        group: ranks that communicate.
+        operation: for messages.
+        x: a tensor of the call, which determines the device.
+        async_op: whether launch returns a work object.
+        launch: function of torch.distributed.
+        args: of launch.
+        kw: of launch.
+
+    Returns:
+        The work object of an asynchronous call.
+    """
+    call = group.trace.begin(operation, group.name, group.ranks)
+    observer = None if async_op else group.trace.observer
+    if observer is not None:
+        observer.wait()
+    try:
+        work = launch(*args, **kw)
+    except RuntimeError as error:
+        raise call.failure(error) from error
+    if async_op:
+        return TracedWork(call, work, x)
+    if observer is not None:
+        observer.end_wait()
+    call.end(x)
+    return None
 
 
 @dataclass(frozen=True)
@@ -96,66 +129,25 @@ class ParallelState:
 
     @staticmethod
     def create(
-        world_size: int,
-        rank: int,
-        tp: int = 1,
-        cp: int = 1,
-        pp: int = 1,
-        ep: int = 1,
-        etp: int = 1,
-        order: str = DEFAULT_ORDER,
-        *,
-        optimizer_instances: int = 1,
-        embedding_stages: Collection[int] | None = None,
-        cp_levels: Sequence[int] | None = None,
-        second_pipeline: bool = False,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
+        world_size: int, rank: int, *, backend: str | None = None, timeout: timedelta | None = None, **sizes: Any
     ) -> "ParallelState":
         """Create every communicator. Collective: all ranks pass the same arguments.
 
         Args:
             world_size: torch.distributed must be initialized if it is more than 1.
             rank: global rank.
-            tp: tensor-parallel size of the dense grid.
-            cp: context-parallel size.
-            pp: pipeline-parallel size.
-            ep: expert-parallel size.
-            etp: tensor-parallel size of the expert grid.
-            order: axes, fastest varying first.
-            optimizer_instances: dp_cp and edp are split into so many instances of the distributed optimizer.
-            embedding_stages: pipeline ranks with the word embeddings; default: the first and the last.
-            cp_levels: sizes of cp_a2a and cp_p2p; default: 1 and cp.
-            second_pipeline: create a separate communicator for pp_second.
             backend: default: that of the default group.
             timeout: default: torch's default (NOTE: not that of the default group).
+            sizes: see groups.plan_groups.
 
         Raises:
             ValueError: see grid.make_layout.
         """
-        partitions = plan_groups(
-            world_size,
-            tp=tp,
-            cp=cp,
-            pp=pp,
-            ep=ep,
-            etp=etp,
-            order=order,
-            optimizer_instances=optimizer_instances,
-            embedding_stages=embedding_stages,
-            cp_levels=cp_levels,
-            second_pipeline=second_pipeline,
-        )
         factory = _GroupFactory(rank, backend, timeout)
-        world = Group(
-            "world",
-            tuple(range(world_size)),
-            rank,
-            world_size,
-            dist.group.WORLD if world_size > 1 else None,
-            factory.trace,
-        )
-        return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in partitions.items()})
+        handle = dist.group.WORLD if world_size > 1 else None
+        world = Group("world", tuple(range(world_size)), rank, world_size, handle, factory.trace)
+        plans = plan_groups(world_size, **sizes)
+        return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in plans.items()})
 
 
 class _GroupFactory:
@@ -191,8 +183,5 @@ def communicator_timeout(seconds: float, device: torch.device) -> timedelta:
 def close_groups(ps: ParallelState) -> None:
     """Destroy all communicators. Collective: a peer's communication threads may abort if a process simply exits."""
     if ps.world.size > 1:
-        world = ps.world
-        communicate(
-            world.trace, world.name, world.ranks, "barrier at the end", None, False, dist.barrier, group=world.handle
-        )
+        communicate(ps.world, "barrier at the end", None, False, dist.barrier, group=ps.world.handle)
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -264,47 +264,3 @@ class TracedWork:
         call.end(self._x)
         self._work = self._x = None
         return True
-
-
-def communicate(
-    trace: Trace,
-    group: str,
-    ranks: tuple[int, ...],
-    operation: str,
-    x: Tensor | None,
-    async_op: bool,
-    launch: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> TracedWork | None:
-    """Run `launch(*args, **kwargs)`, a function of torch.distributed, as a call of the trace.
-
-    Args:
-        trace: of the group.
-        group: name of the group.
-        ranks: of the group.
-        operation: for messages.
-        x: a tensor of the call, which determines the device.
-        async_op: whether launch returns a work object.
-        launch: function of torch.distributed.
-        args: of launch.
-        kwargs: of launch.
-
-    Returns:
-        The work object of an asynchronous call.
-    """
-    call = trace.begin(operation, group, ranks)
-    observer = None if async_op else trace.observer
-    if observer is not None:
-        observer.wait()
-    try:
-        work = launch(*args, **kwargs)
-    except RuntimeError as error:
-        raise call.failure(error) from error
-    if async_op:
-        return TracedWork(call, work, x)
-    if observer is not None:
-        observer.end_wait()
-    call.end(x)
-    return None

@@ -37,7 +37,7 @@ from moe_trainer.memory import host_read
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model import build
 from moe_trainer.parallel import collectives, p2p
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.pipeline import schedule
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.quantization import scaled_grouped, scaled_mm
@@ -110,9 +110,7 @@ class Recording:
     def communicate(
         self,
         launch: Callable[..., Any],
-        trace: Any,
-        group: str,
-        ranks: Sequence[int],
+        group: Group,
         operation: str,
         x: Tensor | None,
         async_op: bool,
@@ -121,13 +119,15 @@ class Recording:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """In place of parallel.trace.communicate."""
-        pending = launch(trace, group, ranks, operation, x, async_op, call, *args, **kwargs)
+        """In place of parallel.state.communicate."""
+        pending = launch(group, operation, x, async_op, call, *args, **kwargs)
         if x is None or not x.is_cuda:
             return pending
         self.number += 1
         size = max(tensor.numel() * tensor.itemsize for tensor in (x, *args) if isinstance(tensor, Tensor))
-        text = Collective(operation, group, len(ranks), ranks[1] - ranks[0], size, self.number).as_text()
+        text = Collective(
+            operation, group.name, group.size, group.ranks[1] - group.ranks[0], size, self.number
+        ).as_text()
         self.enter(START, text)
         if not async_op:
             self.enter(FINISH, text)

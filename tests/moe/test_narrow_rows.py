@@ -18,14 +18,14 @@ def _sent(rank, n, dispatcher, changes, backward):
     """(width, rows) of what this rank gave to collectives of rows, in order."""
     ps = ParallelState.create(n, rank, ep=n)
     layer = build_shard(sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **changes), ps)
-    run, found = collectives._run, []
+    run, found = collectives.communicate, []
 
-    def counting(group, operation, x, *args, **kwargs):
+    def counting(group, operation, x, /, *args, **kwargs):
         if x is not None and x.is_floating_point() and x.dim() == 2:
             found.append((x.shape[1], x.shape[0]))
         return run(group, operation, x, *args, **kwargs)
 
-    collectives._run = counting
+    collectives.communicate = counting
     x = torch.randn(
         TOKENS, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True
     )

@@ -9,17 +9,21 @@ from harness import run_ranks, wait_until
 
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.p2p import Receive, exchange
-from moe_trainer.parallel.state import ParallelState
-from moe_trainer.parallel.trace import CommunicationError, Trace, communicate, is_communication_failure
+from moe_trainer.parallel.state import Group, ParallelState, communicate
+from moe_trainer.parallel.trace import CommunicationError, Trace, is_communication_failure
 
 TIMEOUT = 2.0
+
+
+def _group(name, trace):
+    return Group(name, (0, 1), 0, 2, trace=trace)
 
 
 def test_a_call_is_open_until_it_is_done_and_records_its_place():
     trace = Trace()
     trace.phase, trace.layer, trace.microbatch, trace.iteration = "forward-backward", "layer 3", 2, 17
     seen = []
-    communicate(trace, "ep", (0, 1), "all_to_all", None, False, lambda: seen.append(trace.oldest()))
+    communicate(_group("ep", trace), "all_to_all", None, False, lambda: seen.append(trace.oldest()))
     assert trace.oldest() is None and trace.last is seen[0]
     text = seen[0].describe()
     assert text.startswith("all_to_all number 1 of group ep (ranks 0 1) in test_a_call_is_open")
@@ -39,7 +43,7 @@ def test_an_asynchronous_call_is_open_while_it_is_waited_for():
             seen.append(trace.oldest())
 
     trace, seen = Trace(), []
-    pending = communicate(trace, "dp", (0, 1), "all_reduce", None, True, Work)
+    pending = communicate(_group("dp", trace), "all_reduce", None, True, Work)
     assert trace.oldest() is None, "it is not waited for yet"
     assert pending.wait() and pending.wait()
     assert seen == [trace.last] and trace.oldest() is None
@@ -54,10 +58,10 @@ def test_our_own_mistakes_stay_what_they_are_and_a_lost_peer_becomes_a_communica
 
     trace = Trace()
     with pytest.raises(RuntimeError, match="contiguous") as raised:
-        communicate(trace, "dp", (0, 1), "all_reduce", None, False, wrong)
+        communicate(_group("dp", trace), "all_reduce", None, False, wrong)
     assert not isinstance(raised.value, CommunicationError) and trace.oldest() is None
     with pytest.raises(CommunicationError, match=r"(?s)all_reduce number 2 of group dp.*Connection closed by peer"):
-        communicate(trace, "dp", (0, 1), "all_reduce", None, False, lost)
+        communicate(_group("dp", trace), "all_reduce", None, False, lost)
     assert trace.failed is trace.last
     assert is_communication_failure(torch.distributed.DistBackendError("NCCL timeout"))
 
