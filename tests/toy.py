@@ -6,8 +6,8 @@ from torch import nn
 from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.param_groups import is_matrix
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
@@ -86,7 +86,7 @@ def build_training(
         main_grads=optimizer.get("main_grads_dtype", "fp32"),
         is_matrix=lambda param: is_matrix(param, OptimizerArgs(**optimizer)),
     )
-    built = build_optimizer(
+    built = Optimizer(
         [model],
         grads,
         OptimizerArgs(**optimizer),

@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.buckets import Bucket, FlatLayout
 from moe_trainer.optim.fp8_params import Fp8Params
-from moe_trainer.optim.grad_buffer import DataParallelGrads, GradBuffer
+from moe_trainer.optim.grad_buffer import GradBuffer
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, Segment
-from moe_trainer.optim.param_groups import ParamGroup, get_param_group
-from moe_trainer.optim.state_plan import StatePlan, plan_state
+from moe_trainer.optim.param_groups import get_param_group
+from moe_trainer.optim.state_plan import plan_state
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
 from moe_trainer.parallel.state import ParallelState
 
@@ -27,7 +26,7 @@ class FlatShard(OptimizerShard):
         fp8: the fp8 parameters, if the model stores them.
     """
 
-    def __init__(self, buffer: GradBuffer, plan: StatePlan, groups: dict[Parameter, ParamGroup], ps: ParallelState):
+    def __init__(self, buffer: GradBuffer, settings: OptimizerArgs, ps: ParallelState):
         """Flatten the parameters and allocate the state. With fp8 storage only the state has the values."""
         self.layout: FlatLayout = buffer.layout
         self.has_whole_params, self.has_fp8_params = self.layout.has_whole_params, self.layout.is_fp8
@@ -44,11 +43,12 @@ class FlatShard(OptimizerShard):
             size += stop - start
         self._ends = [in_state.stop for _, in_state in self._ranges]
         is_first_holder = (self.layout.outer if buffer.is_sharded else self.layout.group).rank == 0
-        self.param_shards = _param_shards(self.layout, ranges, groups, is_first_holder, ps)
+        self.param_shards = _param_shards(self.layout, ranges, settings, is_first_holder, ps)
         self.contiguous_segments = [
             Segment(self, parts[0].group, parts[0].is_counted, parts[0].offset, parts[-1].end)
             for parts in self._contiguous_parts()
         ]
+        plan = plan_state(settings, self.has_whole_params)
         self.allocate_state(plan, size, torch.uint8 if self.has_fp8_params else self.layout.dtype)
         self.copy_model_to_main()
         if self.has_fp8_params:
@@ -102,19 +102,10 @@ class FlatShard(OptimizerShard):
         return (list(parts) for _, parts in keyed)
 
 
-def make_flat_shards(grads: DataParallelGrads, settings: OptimizerArgs, ps: ParallelState) -> list[FlatShard]:
-    """Flatten the model's parameters and allocate this rank's optimizer state for the gradient buffers."""
-    shards = []
-    for buffer in grads.buffers:
-        groups = {slot.param: get_param_group(slot.param, settings, ps.ep.size > 1) for slot in buffer.layout.slots}
-        shards.append(FlatShard(buffer, plan_state(settings, buffer.layout.has_whole_params), groups, ps))
-    return shards
-
-
 def _param_shards(
     layout: FlatLayout,
     ranges: Sequence[tuple[int, int]],
-    groups: dict[Parameter, ParamGroup],
+    settings: OptimizerArgs,
     is_first_holder: bool,
     ps: ParallelState,
 ) -> list[ParamShard]:
@@ -124,16 +115,9 @@ def _param_shards(
         for slot in bucket.slots:
             start, stop = max(slot.start, low), min(slot.stop, high)
             if start < stop:
+                group = get_param_group(slot.param, settings, ps.ep.size > 1)
                 is_counted = is_first_holder and is_unique_replica(get_param_info(slot.param), ps)
-                parts.append(
-                    ParamShard(
-                        slot,
-                        start - slot.start,
-                        stop - slot.start,
-                        base + start - low,
-                        groups[slot.param],
-                        is_counted,
-                    )
-                )
+                first, last = start - slot.start, stop - slot.start
+                parts.append(ParamShard(slot, first, last, base + start - low, group, is_counted))
         base += high - low
     return parts

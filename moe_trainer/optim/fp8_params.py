@@ -38,7 +38,7 @@ class Fp8Params:
         self._offsets = [part.offset for part in shard.param_shards]
         self.codes = layout.allocate(torch.uint8)
         local = {part.slot: part for part in shard.param_shards}
-        weights = [_fp8_weight(slot) for slot in layout.slots]
+        weights = [slot.param.fp8_weight for slot in layout.slots]
         sizes = [weight.num_blocks for weight in weights]
         self._amax = torch.zeros(sum(sizes), device=layout.device)
         for slot, weight, amax in zip(layout.slots, weights, self._amax.split(sizes)):
@@ -49,7 +49,7 @@ class Fp8Params:
     @property
     def has_external_scales(self) -> bool:
         """Whether scales, and with them the bytes, may change without an update (delayed scaling)."""
-        return any(_fp8_weight(slot).scale_fn() is not None for slot in self._layout.slots)
+        return any(slot.param.fp8_weight.scale_fn() is not None for slot in self._layout.slots)
 
     @torch.no_grad()
     def quantize_to_model(self) -> None:
@@ -60,7 +60,7 @@ class Fp8Params:
             weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
         collectives.all_reduce(self._amax, self._layout.group, "max")
         for slot in self._layout.slots:
-            _fp8_weight(slot).compute_scales()
+            slot.param.fp8_weight.compute_scales()
         for weight, main, start, stop, first in self._weight_ranges():
             weight.cast(copy_to(main.load_fp32(start, stop), device), first)
 
@@ -110,7 +110,7 @@ class Fp8Params:
                     break
                 start, stop = max(part.offset, segment.start), min(part.end, segment.stop)
                 if start < stop:
-                    yield _fp8_weight(part.slot), main, start, stop, part.start + start - part.offset
+                    yield part.slot.param.fp8_weight, main, start, stop, part.start + start - part.offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +142,6 @@ class Fp8MasterAccessor:
         if self.part is None:
             return []
         return [(self.params.loadable()[self.part.offset : self.part.end], self.part.start, self.part.stop)]
-
-
-def _fp8_weight(slot: Slot) -> Fp8Weight:
-    return slot.param.fp8_weight
 
 
 def _read(params: Fp8Params, base: int, start: int, stop: int) -> Tensor:

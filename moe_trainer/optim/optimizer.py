@@ -14,21 +14,25 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
-from moe_trainer.optim.buckets import Bucket, Slot
+from arguments.parallel import ParallelArgs
+from arguments.precision import PrecisionArgs
+from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import ParamGather
 from moe_trainer.optim.flat_shard import FlatShard
-from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale
+from moe_trainer.optim.fp8_params import Fp8Params
+from moe_trainer.optim.fsdp_shard import FsdpGrads, FsdpShard
+from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.loss_scale import DynamicLossScale, build_loss_scale
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamState
 from moe_trainer.optim.param_groups import ParamGroup, adam_eps
-from moe_trainer.optim.state_plan import get_update_rule
+from moe_trainer.optim.state_plan import get_update_rule, plan_state
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
@@ -56,57 +60,51 @@ class StepOutcome:
     found_inf: bool
 
 
-class Gradients(Protocol):
-    """Interface of gradient storage (DataParallelGrads, FsdpGrads)."""
-
-    def zero(self) -> None:
-        """Start an iteration."""
-
-    def finish(self) -> None:
-        """Complete all reductions. Collective."""
-
-    def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Iterate over this rank's shard of every gradient, flat, in the same order on every rank."""
-
-    def scale(self, factor: float) -> None:
-        """Multiply this rank's shard of all gradients."""
-
-    def gather(self) -> None:
-        """Set `main_grad` of every parameter to its full gradient, after finish(). Collective."""
-
-
 class Optimizer:
-    """Updates all parameters; built by build.build_optimizer."""
+    """Updates all parameters of a model from its gradient buffers. Collective over ps.world: build it on every rank.
+
+    From now on the parameters are views of flat buffers (or FSDP shards): load weights with `param.copy_`, never by
+    assigning `.data`.
+
+    Args:
+        device: of the model; a rank without parameters also takes part in sums over all ranks.
+        check_for_nan: raise on non-finite gradients; otherwise skip the iteration
+            (--no-check-for-nan-in-loss-and-grad).
+        count_zeros: report the number of zeros in gradients (--log-num-zeros-in-grad).
+        timer: returns a context manager for a Megatron timer name.
+    """
 
     def __init__(
         self,
-        grads: Gradients,
-        shards: Sequence[OptimizerShard],
-        updater: Updater,
+        chunks: Sequence[nn.Module],
+        grads: DataParallelGrads | FsdpGrads,
         settings: OptimizerArgs,
-        loss_scale: LossScale,
-        gather: ParamGather | None,
+        precision: PrecisionArgs,
+        parallel: ParallelArgs,
         ps: ParallelState,
-        device: torch.device,
         *,
+        device: torch.device = torch.device("cpu"),
         check_for_nan: bool = True,
         count_zeros: bool = False,
         timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
     ):
-        self._grads = grads
-        self._shards = tuple(shards)
-        self._fp8_params = [
-            shard.fp8 for shard in self._shards if isinstance(shard, FlatShard) and shard.fp8 is not None
-        ]
-        self._updater = updater
-        self._settings = settings
-        self._scaler = loss_scale
-        self._gather = gather
-        self._check_for_nan = check_for_nan
-        self._count_zeros = count_zeros
-        self._timer = timer
-        self._device = device  # of norms: a stage without parameters also takes part in their sums
-        self._world = ps.world
+        self._grads, self._settings, self._device, self._world = grads, settings, device, ps.world
+        self._check_for_nan, self._count_zeros, self._timer = check_for_nan, count_zeros, timer
+        self._scaler, plan = build_loss_scale(precision), plan_state(settings)
+        self._gather: ParamGather | None = None
+        self._fp8_params: list[Fp8Params] = []
+        self._shards: list[OptimizerShard]
+        if isinstance(grads, FsdpGrads):
+            has_main_params = precision.bf16 or precision.fp16
+            self._shards = [FsdpShard(grads, settings, plan, ps, device, names_main_params=has_main_params)]
+        else:
+            flat_shards = [FlatShard(buffer, settings, ps) for buffer in grads.buffers]
+            self._shards = [*flat_shards]
+            self._fp8_params = [shard.fp8 for shard in flat_shards if shard.fp8 is not None]
+            if grads.is_sharded:
+                buffers = [(shard.layout, shard.gather_buffer) for shard in flat_shards]
+                self._gather = ParamGather(buffers, chunks, parallel.overlap_param_gather)
+        self._updater = Updater(self._shards, settings, plan, device, ps)
         local_groups = {part.group for shard in self._shards for part in shard.param_shards}
         # a stage without experts or without a decoupled learning rate also reports the groups of the others
         self._groups = sorted(
@@ -118,6 +116,8 @@ class Optimizer:
         if self._fp8_params:
             self._start_param_gather()
             self.wait_params()
+        if self._gather is not None and parallel.overlap_param_gather_with_optimizer_step:
+            self.gather_early(list(chunks[0].parameters()))
 
     def gather_early(self, params: Collection[Parameter]) -> int:
         """Gather these parameters while the others are updated: --overlap-param-gather-with-optimizer-step.

@@ -7,35 +7,21 @@ Unlike there, the length of a constant weight decay is not compared.
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.optim.schedules import LrSchedule, WeightDecaySchedule
 
-_LR_FIELDS = MappingProxyType(
-    {
-        "max_lr": "max_lr",
-        "min_lr": "min_lr",
-        "lr_warmup_steps": "warmup_samples",
-        "lr_decay_steps": "decay_samples",
-        "lr_decay_style": "style",
-    }
-)
-_WEIGHT_DECAY_FIELDS = MappingProxyType(
-    {"start_wd": "start", "end_wd": "end", "wd_incr_steps": "samples", "wd_incr_style": "style"}
-)
-_FLAGS = MappingProxyType(
-    {
-        "max_lr": "--lr",
-        "min_lr": "--min-lr",
-        "lr_warmup_steps": "the warmup",
-        "lr_decay_steps": "the length of the decay",
-        "lr_decay_style": "--lr-decay-style",
-        "start_wd": "--start-weight-decay (--weight-decay)",
-        "end_wd": "--end-weight-decay (--weight-decay)",
-        "wd_incr_steps": "the length of the training",
-        "wd_incr_style": "--weight-decay-incr-style",
-    }
+# Megatron's name, index of the schedule (learning rate, weight decay), its field, what sets it
+_FIELDS = (
+    ("max_lr", 0, "max_lr", "--lr"),
+    ("min_lr", 0, "min_lr", "--min-lr"),
+    ("lr_warmup_steps", 0, "warmup_samples", "the warmup"),
+    ("lr_decay_steps", 0, "decay_samples", "the length of the decay"),
+    ("lr_decay_style", 0, "style", "--lr-decay-style"),
+    ("start_wd", 1, "start", "--start-weight-decay (--weight-decay)"),
+    ("end_wd", 1, "end", "--end-weight-decay (--weight-decay)"),
+    ("wd_incr_steps", 1, "samples", "the length of the training"),
+    ("wd_incr_style", 1, "style", "--weight-decay-incr-style"),
 )
 
 
@@ -45,11 +31,8 @@ def scheduler_state_dict(lr: LrSchedule, weight_decay: WeightDecaySchedule, samp
     Args:
         samples: samples of updated iterations so far.
     """
-    return {
-        **{name: getattr(lr, field) for name, field in _LR_FIELDS.items()},
-        **{name: getattr(weight_decay, field) for name, field in _WEIGHT_DECAY_FIELDS.items()},
-        "num_steps": samples,
-    }
+    schedules = (lr, weight_decay)
+    return {name: getattr(schedules[index], field) for name, index, field, _ in _FIELDS} | {"num_steps": samples}
 
 
 def resume_schedules(
@@ -66,30 +49,21 @@ def resume_schedules(
     """
     if override:
         return lr, weight_decay
-    fields = [(lr, _LR_FIELDS), (weight_decay, _WEIGHT_DECAY_FIELDS)]
-    differing = [
-        (name, getattr(owner, field), saved[name])
-        for owner, names in fields
-        for name, field in names.items()
-        if name in saved and saved[name] != getattr(owner, field)
-    ]
-    if not use_saved:
-        if weight_decay.style == saved.get("wd_incr_style") == "constant":
-            differing = [entry for entry in differing if entry[0] != "wd_incr_steps"]
-        if differing:
-            differences = "; ".join(
-                f"{_FLAGS[name]} is {current} in this run and {stored} in the checkpoint ({name})"
-                for name, current, stored in differing
-            )
-            raise ValueError(
-                f"the schedules differ from the checkpoint's: {differences}. --override-opt_param-scheduler uses "
-                "the values of this command line, --use-checkpoint-opt_param-scheduler those of the checkpoint"
-            )
-        return lr, weight_decay
-    stored_values = {name: value for name, _, value in differing}
-    return tuple(
-        dataclasses.replace(
-            owner, **{field: stored_values[name] for name, field in names.items() if name in stored_values}
+    schedules: tuple[Any, Any] = (lr, weight_decay)
+    changes: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    differences = []
+    is_constant = weight_decay.style == saved.get("wd_incr_style") == "constant"
+    for name, index, field, source in _FIELDS:
+        current = getattr(schedules[index], field)
+        if name in saved and saved[name] != current:
+            changes[index][field] = saved[name]
+            if name != "wd_incr_steps" or not is_constant:
+                differences.append(f"{source} is {current} in this run and {saved[name]} in the checkpoint ({name})")
+    if use_saved:
+        return dataclasses.replace(lr, **changes[0]), dataclasses.replace(weight_decay, **changes[1])
+    if differences:
+        raise ValueError(
+            f"the schedules differ from the checkpoint's: {'; '.join(differences)}. --override-opt_param-scheduler "
+            "uses the values of this command line, --use-checkpoint-opt_param-scheduler those of the checkpoint"
         )
-        for owner, names in fields
-    )
+    return lr, weight_decay

@@ -25,6 +25,8 @@ from moe_trainer.parallel.state import ParallelState
 _MAX_SEGMENTS_PER_CALL = 64  # small parameters share a kernel call
 
 Rates = Callable[[ParamGroup], tuple[float, float]]
+Tensors = list[Tensor]
+Moments = dict[str, list[Tensor]]
 
 
 class Updater:
@@ -113,24 +115,25 @@ class Updater:
         factor: float,
     ) -> list[Tensor]:
         """Update segments of one group; return the new values of the model parameters."""
-        # Adam's kernel applies the factor to gradients of every dtype, on the device and on the host: numbers must not
-        # depend on placement
-        factor_before, factor_inside = (1.0, factor) if self._rule == "adam" else (factor, 1.0)
-        grads = [_scaled(grad, factor_before) for grad in grads]
         loaded = [segment.load_fp32() for segment in segments]
-        params, moments = [param for param, _ in loaded], [moment for _, moment in loaded]
+        params = [param for param, _ in loaded]
+        moments = {name: [moment[name] for _, moment in loaded] for name in loaded[0][1]}
         if self._rule == "adam":
+            # Adam's kernel applies the factor to gradients of every dtype, on the device and on the host: numbers must
+            # not depend on placement
+            grads = [_scaled(grad, 1.0) for grad in grads]
             eps = adam_eps(self._settings, segments[0].group)
-            self._adam(params, grads, moments, *rates, step_count, eps, factor_inside)
+            self._adam(params, grads, moments, *rates, step_count, eps, factor)
         else:
-            {"sgd": self._sgd, "lion": self._lion}[self._rule](params, grads, moments, *rates)
+            update = self._sgd if self._rule == "sgd" else self._lion
+            update(params, [_scaled(grad, factor) for grad in grads], moments, *rates)
         return [segment.store_fp32(param, moment) for segment, (param, moment) in zip(segments, loaded)]
 
     def _adam(
         self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        moments: list[dict[str, Tensor]],
+        params: Tensors,
+        grads: Tensors,
+        moments: Moments,
         lr: float,
         weight_decay: float,
         step_count: int,
@@ -143,8 +146,8 @@ class Updater:
         torch._fused_adamw_(
             params,
             grads,
-            [moment["exp_avg"] for moment in moments],
-            [moment["exp_avg_sq"] for moment in moments],
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
             [],
             steps,
             lr=lr,
@@ -157,56 +160,29 @@ class Updater:
             grad_scale=divisor,
         )
 
-    def _sgd(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        moments: list[dict[str, Tensor]],
-        lr: float,
-        weight_decay: float,
-    ) -> None:
+    def _sgd(self, params: Tensors, grads: Tensors, moments: Moments, lr: float, weight_decay: float) -> None:
         # a zeroed momentum buffer needs no special first step; without momentum the kernel rejects buffers
-        buffers = [moment["momentum_buffer"] for moment in moments if self._settings.sgd_momentum]
+        momentum = self._settings.sgd_momentum
+        buffers = moments["momentum_buffer"] if momentum else []
         if params[0].device.type == "cpu":
             # the fused kernel rounds the values that do not fill a vector differently: results would depend on the
             # shard borders
             grads = torch._foreach_add(grads, params, alpha=weight_decay) if weight_decay else grads
             if buffers:
-                torch._foreach_mul_(buffers, self._settings.sgd_momentum)
+                torch._foreach_mul_(buffers, momentum)
                 torch._foreach_add_(buffers, grads)
             torch._foreach_add_(params, buffers or grads, alpha=-lr)
             return
-        torch._fused_sgd_(
-            params,
-            grads,
-            buffers,
-            weight_decay=weight_decay,
-            momentum=self._settings.sgd_momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
+        options = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+        torch._fused_sgd_(params, grads, buffers, weight_decay=weight_decay, momentum=momentum, lr=lr, **options)
 
-    def _lion(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        moments: list[dict[str, Tensor]],
-        lr: float,
-        weight_decay: float,
-    ) -> None:
+    def _lion(self, params: Tensors, grads: Tensors, moments: Moments, lr: float, weight_decay: float) -> None:
         """Step along the sign of a mean of gradient and momentum (Lion, arXiv 2302.06675)."""
-        averages, beta1, beta2 = (
-            [moment["exp_avg"] for moment in moments],
-            self._settings.lion_beta1,
-            self._settings.lion_beta2,
-        )
-        signs = [average.sign_() for average in torch._foreach_lerp(averages, grads, 1.0 - beta1)]
+        averages, settings = moments["exp_avg"], self._settings
+        signs = [average.sign_() for average in torch._foreach_lerp(averages, grads, 1.0 - settings.lion_beta1)]
         torch._foreach_mul_(params, 1.0 - lr * weight_decay)
         torch._foreach_add_(params, signs, alpha=-lr)
-        torch._foreach_lerp_(averages, grads, 1.0 - beta2)
+        torch._foreach_lerp_(averages, grads, 1.0 - settings.lion_beta2)
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:

@@ -36,9 +36,9 @@ from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.build import DTYPES, build_chunks
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
-from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.param_groups import is_matrix
 from moe_trainer.optim.schedules import build_batch_size_schedule, build_lr_schedule, build_weight_decay_schedule
 from moe_trainer.parallel import collectives
@@ -92,7 +92,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
             prepare_evaluation(args, runtime, chunks)
         else:
             grads = build_grad_buffers(args, runtime, chunks)
-            optimizer = build_optimizer(
+            optimizer = Optimizer(
                 chunks,
                 grads,
                 args.optimizer,

@@ -12,9 +12,9 @@ from toy import build_training
 from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.fsdp_shard import FsdpGrads
+from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.shards import local_shards
@@ -126,9 +126,7 @@ def _both(rank, n, degrees, instances, dtype, per_token):
         model.to(dtype).to(torch.float32)
     _shard(model, ps, dtype)
     grads = FsdpGrads(model.parameters(), ps, per_token_loss=per_token)
-    optimizer = build_optimizer(
-        [model], grads, OptimizerArgs(**options), precision, ParallelArgs(), ps, count_zeros=True
-    )
+    optimizer = Optimizer([model], grads, OptimizerArgs(**options), precision, ParallelArgs(), ps, count_zeros=True)
     found = _train(model, grads, optimizer, ps, step_seeds)
 
     tolerance = 2e-6 if dtype == torch.float32 else 2e-3

@@ -15,8 +15,8 @@ import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
-from moe_trainer.optim.build import build_optimizer
 from moe_trainer.optim.grad_buffer import DataParallelGrads
+from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.schedules import build_lr_schedule
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import ScheduleInputs, make_schedule
@@ -30,7 +30,7 @@ def test_ten_iterations_equal_the_recorded_ones():
     chunks = build_chunks(args, ps, 512)
     load_named_weights(chunks, load_file(FOLDER / "init.safetensors"), ps)
     grads = DataParallelGrads(chunks[0].parameters(), ps, args.parallel, args.precision, per_token_loss=False)
-    optimizer = build_optimizer(chunks, grads, args.optimizer, args.precision, args.parallel, ps)
+    optimizer = Optimizer(chunks, grads, args.optimizer, args.precision, args.parallel, ps)
     schedule = build_lr_schedule(args.optimizer, args.training, args.training.global_batch_size)
     with np.load(FOLDER / "batches.npz") as data:
         tokens, labels = (torch.from_numpy(data[name].astype(np.int64)) for name in ("tokens", "labels"))
