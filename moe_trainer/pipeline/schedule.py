@@ -1,6 +1,6 @@
 """Executes a pipeline schedule: runs the microbatches of an iteration through this rank's chunks of the model.
 
-A `Schedule` is built once (`make_schedule`). `run` executes the rank's program (p2p_program.py) with a callable of the
+A `Schedule` is built once. `run` executes the rank's program (p2p_program.py) with a callable of the
 caller:
 
     forward_step(chunk, microbatch, x) -> (output, result)
@@ -15,6 +15,7 @@ docs/design/pipeline.md describes memory and messages.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -74,36 +75,49 @@ class Schedule:
     """Schedule of one rank.
 
     Args:
-        orders: returns the orders of all ranks for a number of microbatches.
+        kind: see make_orders; None: depends on the number of chunks per rank.
         second: the ranks of pp on another communicator, for half of the overlapped messages.
-        queues: by local chunk, the queue of deferred weight gradients.
+        group_size: see make_orders.
+        overlap: receive while computing.
+        queues: by local chunk, the queue of deferred weight gradients; "zero-bubble" and head_lag require them. With
+            head_lag the last chunk's queue holds the output layer's gradients only.
+        head_lag: see make_orders.
+        overlap_executor: shared by the model's layers; runs forwards and backwards in pairs.
+
+    Attributes:
+        orders: returns the orders of all ranks for a number of microbatches.
         has_wgrad_actions: W actions compute the deferred weight gradients; otherwise the end of the backward does.
-        costs: for the simulation that orders messages.
-        pairs: runs the pairs of the orders.
     """
 
     def __init__(
         self,
-        orders: Callable[[int], list[Order]],
+        kind: str | None,
         pp: Group,
         num_chunks: int,
         device: torch.device,
         *,
         second: Group | None = None,
+        group_size: int | None = None,
         overlap: bool = False,
         queues: Sequence[WeightGradQueue | None] | None = None,
-        has_wgrad_actions: bool = False,
-        costs: UniformCosts | None = None,
-        pairs: FwdBwdPairRunner | None = None,
+        head_lag: int | None = None,
+        overlap_executor: AlternatingExecutor | None = None,
     ):
-        self.orders = orders
-        self.pp = pp
-        self.channels = (pp, second or pp)
-        self.num_chunks = num_chunks
-        self.device = device
-        self.overlap = overlap
-        self.queues, self.has_wgrad_actions, self.costs = queues, has_wgrad_actions, costs
-        self.pairs = pairs
+        kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
+        assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), (
+            f"{kind} with {num_chunks} chunks on a rank"
+        )
+        self.has_wgrad_actions = kind == "zero-bubble" or head_lag is not None
+        assert not self.has_wgrad_actions or queues is not None, f"{kind}, head_lag {head_lag}: needs queues"
+        pairs = overlap_executor is not None
+        self.orders: Callable[[int], list[Order]] = functools.partial(
+            make_orders, kind, pp.size, num_chunks, group_size=group_size, pairs=pairs, head_lag=head_lag
+        )
+        self.pp, self.channels, self.num_chunks, self.device = pp, (pp, second or pp), num_chunks, device
+        self.overlap, self.queues = overlap, queues
+        # for the simulation that orders messages
+        self._costs = UniformCosts(backward=1.0) if kind == "zero-bubble" else UniformCosts(weight=0.1)
+        self.pairs = None if overlap_executor is None else FwdBwdPairRunner(overlap_executor, device)
         self._programs: dict[tuple[int, bool], list[Action | Pair | P2PBatch]] = {}
         self._is_connected = False
 
@@ -146,7 +160,7 @@ class Schedule:
                 ]
             # a batch-size schedule uses many numbers; only the last two programs (training, evaluation) are cached
             self._programs = dict([*self._programs.items()][-1:])
-            self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), self.costs)
+            self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), self._costs)
         return self._programs[key]
 
 
@@ -301,56 +315,3 @@ def _active(queue: WeightGradQueue | None):
     finally:
         if queue is not None:
             queue.active = False
-
-
-def make_schedule(
-    kind: str | None,
-    pp: Group,
-    num_chunks: int,
-    device: torch.device,
-    *,
-    second: Group | None = None,
-    group_size: int | None = None,
-    overlap: bool = False,
-    queues: Sequence[WeightGradQueue | None] | None = None,
-    head_lag: int | None = None,
-    overlap_executor: AlternatingExecutor | None = None,
-) -> Schedule:
-    """Build a schedule; see Schedule and make_orders.
-
-    The default kind depends on the number of chunks per rank. "zero-bubble" and head_lag require queues; with head_lag
-    the last chunk's queue holds the output layer's gradients only. An overlap_executor, which the model's layers share,
-    runs forwards and backwards in pairs.
-    """
-    kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
-    assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), (
-        f"{kind} with {num_chunks} chunks on a rank"
-    )
-
-    def orders(num_microbatches: int) -> list[Order]:
-        return make_orders(
-            kind,
-            pp.size,
-            num_chunks,
-            num_microbatches,
-            group_size=group_size,
-            pairs=overlap_executor is not None,
-            head_lag=head_lag,
-        )
-
-    has_wgrad_actions = kind == "zero-bubble" or head_lag is not None
-    assert not has_wgrad_actions or queues is not None, f"{kind}, head_lag {head_lag}: needs queues"
-    costs = UniformCosts(backward=1.0) if kind == "zero-bubble" else UniformCosts(weight=0.1)
-    pairs = None if overlap_executor is None else FwdBwdPairRunner(overlap_executor, device)
-    return Schedule(
-        orders,
-        pp,
-        num_chunks,
-        device,
-        second=second,
-        overlap=overlap,
-        queues=queues,
-        has_wgrad_actions=has_wgrad_actions,
-        costs=costs,
-        pairs=pairs,
-    )

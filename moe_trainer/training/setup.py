@@ -47,7 +47,7 @@ from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight_grads
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
-from moe_trainer.pipeline.schedule import Schedule, make_schedule
+from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.quantization.iteration import store_weights_in_fp8
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 from moe_trainer.resilience.save_failures import SaveHistory
@@ -237,7 +237,7 @@ def parameters(chunks: list[Transformer]) -> list[Parameter]:
 
 def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
     parallel, late_head = args.parallel, args.parallel.has_deferred_head_wgrad
-    return make_schedule(
+    return Schedule(
         parallel.pipeline_schedule,
         runtime.ps.pp,
         len(chunks),

@@ -12,7 +12,7 @@ from moe_trainer.parallel import p2p
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.pipeline.microbatches import MicrobatchCache
-from moe_trainer.pipeline.schedule import ScheduleInputs, make_schedule
+from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 5
@@ -69,7 +69,7 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
     zero_bubble = kind == "zero-bubble"
     queues = [WeightGradQueue() for _ in range(vpp)] if zero_bubble else None
     chunks = [Chunk(index * pp + rank, queues[index] if zero_bubble else None) for index in range(vpp)]
-    schedule = make_schedule(
+    schedule = Schedule(
         kind, ps.pp, vpp, CPU, second=ps.pp_second, group_size=group_size, overlap=overlap, queues=queues
     )
     depth, reduced, totals = [0], [], {}
@@ -150,7 +150,7 @@ def _outputs_are_freed(rank, pp):
         weakest.append(sum(len(entry) for entry in alive))
         return (y.square().mean(), None) if rank == pp - 1 else (y, None)
 
-    make_schedule("1f1b", ps.pp, 1, CPU).run(ScheduleInputs(forward_step, 4, [((ROWS, WIDTH), torch.float64)]))
+    Schedule("1f1b", ps.pp, 1, CPU).run(ScheduleInputs(forward_step, 4, [((ROWS, WIDTH), torch.float64)]))
     return max(weakest)
 
 
@@ -159,7 +159,7 @@ def test_an_output_is_freed_once_it_is_sent():
 
 
 def single(**options):
-    return make_schedule(None, Group.single("pp"), 1, CPU, **options)
+    return Schedule(None, Group.single("pp"), 1, CPU, **options)
 
 
 def test_one_rank_gradients_equal_the_mean_over_microbatches():

@@ -192,10 +192,10 @@ def test_flags_and_estimates_work_without_torch():
         ("moe_trainer.ops.x", "from moe_trainer.parallel.state import Group"),
         (
             "moe_trainer.model.x",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_trainer.optim.build import y",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_trainer.optim.optimizer import y",
         ),
         ("moe_trainer.data.x", "from ..checkpoint import manager"),
-        ("moe_trainer.checkpoint.x", "import importlib\nimportlib.import_module('moe_trainer.optim.build')"),
+        ("moe_trainer.checkpoint.x", "import importlib\nimportlib.import_module('moe_trainer.optim.optimizer')"),
         ("moe_trainer.estimate.x", "from moe_trainer.parallel import state"),
         ("moe_trainer.layers.x", "from moe_trainer.training import pretrain"),
         ("moe_trainer.training.x", "from moe_trainer.verification import parity"),

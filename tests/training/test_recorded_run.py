@@ -19,7 +19,7 @@ from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.schedules import build_lr_schedule
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.pipeline.schedule import ScheduleInputs, make_schedule
+from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "a2_mixtral"
 
@@ -35,7 +35,7 @@ def test_ten_iterations_equal_the_recorded_ones():
     with np.load(FOLDER / "batches.npz") as data:
         tokens, labels = (torch.from_numpy(data[name].astype(np.int64)) for name in ("tokens", "labels"))
     batches = iter(zip(tokens, labels, strict=True))
-    pipeline = make_schedule(None, ps.pp, 1, torch.device("cpu"))
+    pipeline = Schedule(None, ps.pp, 1, torch.device("cpu"))
     positions = torch.arange(tokens.shape[-1]).expand(tokens.shape[1:])
 
     def forward_step(*_):
