@@ -23,6 +23,7 @@ setup(
         "tokenizers",
         "sentencepiece",
         "tensorboard",
+        "tqdm",
         "pytest",
     ],
     extras_require={

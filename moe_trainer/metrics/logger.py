@@ -15,20 +15,19 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from tqdm import tqdm
 
 from arguments.output import OutputArgs
 from moe_trainer.metrics import event_files
-from moe_trainer.metrics.console import IterationLine, ProgressBar, perplexity, validation_line
+from moe_trainer.metrics.console import iteration_line, perplexity, validation_line
 from moe_trainer.metrics.dashboard import open_dashboard
-from moe_trainer.metrics.energy import Energy
 from moe_trainer.metrics.evaluation_summary import EvaluationResult
+from moe_trainer.metrics.iteration import IterationRecord
 from moe_trainer.metrics.metrics_file import name_write_errors, open_metrics_file
 from moe_trainer.metrics.routing_health import PER_LAYER, heat_map, routing_health
 from moe_trainer.metrics.summary import RunSummary
@@ -36,49 +35,6 @@ from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter
 from moe_trainer.metrics.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class IterationRecord:
-    """Values of one iteration.
-
-    Attributes:
-        learning_rate: of this step.
-        next_learning_rate: of the next step.
-        flops: model FLOPs of the global batch.
-        max_memory_mb: MiB; device memory on CUDA, resident set on CPU.
-        loads: the table that metrics/routing_health.py describes.
-        compute_times: result of straggler detection, by the names of metrics.jsonl, in milliseconds.
-        rejected: the iterations skipped for their results so far (resilience/rejection.py).
-    """
-
-    iteration: int
-    consumed_samples: int
-    losses: Mapping[str, float]
-    learning_rate: float
-    next_learning_rate: float
-    grad_norm: float | None
-    loss_scale: float
-    global_batch_size: int
-    skipped: bool
-    elapsed_s: float
-    tokens: int
-    flops: float
-    max_memory_mb: float
-    dropped_tokens: int = 0
-    skipped_samples: int = 0
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    max_attention_logit: float | None = None
-    per_layer: Mapping[str, list[float]] = field(default_factory=dict)
-    loads: Tensor | None = None
-    compute_times: Mapping[str, Any] | None = None
-    energy: Energy | None = None
-    rejected: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def is_nan(self) -> bool:
-        return any(not math.isfinite(value) for value in self.losses.values())
 
 
 @dataclass(frozen=True)
@@ -129,7 +85,9 @@ class MetricsLogger:
         self._tensorboard = _open_tensorboard(options, start_iteration, settings)
         resumes = options.resumes_own_run and start_iteration > 0
         self._wandb = WandbRun(options.output, settings, resumes) if options.output.wandb_project else None
-        self._bar = ProgressBar(options.train_iters)
+        # on a terminal only
+        is_off = None if options.train_iters > 0 else True
+        self._bar = tqdm(total=options.train_iters, initial=start_iteration, disable=is_off, leave=False)
         self._summary = RunSummary(options.train_iters, world_size, start_iteration)
         self._first = True
         self._resumed_from = self._recorded = start_iteration
@@ -147,27 +105,22 @@ class MetricsLogger:
     def record(self, record: IterationRecord) -> None:
         """Add an iteration; print and write what is due."""
         self._accumulate(record)
-        loss = record.losses.get("lm loss")
-        self._summary.add_iteration(
-            record.iteration, record.tokens, record.flops, record.elapsed_s, loss, record.skipped
-        )
+        self._summary.add_iteration(record)
         if record.iteration % self._options.output.tensorboard_log_interval == 0:
             self._write_scalars(record)
-        due = record.iteration % self._options.output.log_interval == 0
-        if due or self._first:
+        if record.iteration % self._options.output.log_interval == 0 or self._first:
             health = None
-            if record.loads is not None:
-                health = routing_health(record.loads, self._options.expert_ranks, self._options.layer_share)
-            line = self._line(record, health)
-            self.print(line.format(datetime.datetime.now()))
-            self._summary.add_line(self._advanced, line.losses)
+            if record.step.loads is not None:
+                health = routing_health(record.step.loads, self._options.expert_ranks, self._options.layer_share)
+            self._print_line(record, health)
             self._write_interval_scalars(record, health)
             self._write_record(record, health)
             self.flush()  # a run that dies has written everything up to its last line
             if not self._first:
                 self._reset_line_sums()
             self._first = False
-        self._bar.update(record.iteration, record.elapsed_s, loss, record.tokens)
+        self._bar.set_postfix({"tokens/s": record.tokens / record.elapsed_s, **record.step.losses}, refresh=False)
+        self._bar.update(record.iteration - self._bar.n)
 
     def print(self, text: str) -> None:
         """Print a line for the user, above the progress bar."""
@@ -180,40 +133,32 @@ class MetricsLogger:
             self._record_skipped += 1
         else:
             self._advanced += 1
-            for name, value in record.losses.items():
+            for name, value in record.step.losses.items():
                 self._loss_sums[name] = self._loss_sums.get(name, 0.0) + value
-        self._nan += record.is_nan
-        self._record_nan += record.is_nan
-        self._record_dropped += record.dropped_tokens
+        self._nan += record.step.is_nan
+        self._record_nan += record.step.is_nan
+        self._record_dropped += record.step.dropped_tokens
         self._line_seconds += record.elapsed_s
 
     def _tflops(self, flops: float, seconds: float) -> float:
         return flops / (seconds * 1e12 * self._world_size)
 
-    def _line(self, record: IterationRecord, health: Mapping[str, Any] | None) -> IterationLine:
-        iterations = self._advanced + self._skipped
-        return IterationLine(
-            iteration=record.iteration,
-            train_iters=self._options.train_iters,
-            consumed_samples=record.consumed_samples,
-            skipped_samples=record.skipped_samples,
-            elapsed_ms=self._line_seconds * 1e3 / iterations,
-            throughput=self._tflops(record.flops, self._line_seconds / iterations)
-            if self._options.output.log_throughput
-            else None,
-            learning_rate=record.next_learning_rate,
-            global_batch_size=record.global_batch_size,
-            energy=record.energy,
-            losses={name: total / max(1, self._advanced) for name, total in self._loss_sums.items()},
-            loss_scale=record.loss_scale,
-            grad_norm=record.grad_norm,
-            num_zeros=record.num_zeros,
-            params_norm=record.params_norm,
-            max_attention_logit=record.max_attention_logit,
+    def _print_line(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
+        seconds = self._line_seconds / (self._advanced + self._skipped)
+        losses = {name: total / max(1, self._advanced) for name, total in self._loss_sums.items()}
+        self._summary.add_line(self._advanced, losses)
+        line = iteration_line(
+            record,
+            datetime.datetime.now(),
+            self._options.train_iters,
+            seconds * 1e3,
+            losses,
+            throughput=self._tflops(record.flops, seconds) if self._options.output.log_throughput else None,
             overload_factors=self._overload_factors(health),
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
         )
+        self.print(line)
 
     def _overload_factors(self, health: Mapping[str, Any] | None) -> tuple[float, float] | None:
         """Return the mean and maximum over layers; None if every rank holds all experts."""
@@ -225,28 +170,31 @@ class MetricsLogger:
     def _write_record(self, record: IterationRecord, health: Mapping[str, Any] | None) -> None:
         if self._file is None:
             return
-        values: dict[str, object] = {
+        values: dict[str, Any] = {
             "iteration": record.iteration,
             "consumed_samples": record.consumed_samples,
-            **record.losses,
+            **record.step.losses,
+            "learning_rate": record.learning_rate,
+            "grad_norm": record.step.grad_norm,
+            "loss_scale": record.loss_scale,
+            "global_batch_size": record.global_batch_size,
+            "skipped_iterations": self._record_skipped,
+            "nan_iterations": self._record_nan,
+            "dropped_tokens": self._record_dropped,
+            "elapsed_ms": record.elapsed_s * 1e3,
+            "tokens_per_s": record.tokens / record.elapsed_s,
+            "tflops_per_gpu": self._tflops(record.flops, record.elapsed_s),
+            "max_memory_mb": record.max_memory_mb,
         }
-        values.update(
-            learning_rate=record.learning_rate,
-            grad_norm=record.grad_norm,
-            loss_scale=record.loss_scale,
-            global_batch_size=record.global_batch_size,
-            skipped_iterations=self._record_skipped,
-            nan_iterations=self._record_nan,
-            dropped_tokens=self._record_dropped,
-            elapsed_ms=record.elapsed_s * 1e3,
-            tokens_per_s=record.tokens / record.elapsed_s,
-            tflops_per_gpu=self._tflops(record.flops, record.elapsed_s),
-            max_memory_mb=record.max_memory_mb,
-        )
         if self._options.peak_tflops:
             values["mfu"] = values["tflops_per_gpu"] / self._options.peak_tflops
-        optional = {name: getattr(record, name) for name in ("num_zeros", "params_norm", "max_attention_logit")}
-        values.update({name: value for name, value in optional.items() if value is not None})
+        step = record.step
+        optional = (
+            ("num_zeros", step.num_zeros),
+            ("params_norm", record.params_norm),
+            ("max_attention_logit", step.max_attention_logit),
+        )
+        values |= {name: value for name, value in optional if value is not None}
         if rejected := [entry for entry in record.rejected if entry["iteration"] > self._recorded]:
             values["rejected"] = rejected
         self._recorded = record.iteration
@@ -285,17 +233,17 @@ class MetricsLogger:
         self._scalar("batch-size", record.global_batch_size, iteration, samples)
         if record.skipped_samples > 0:
             self._scalar("skipped-train-samples", record.skipped_samples, iteration)
-        for name, value in record.losses.items():
+        for name, value in record.step.losses.items():
             self._scalar(name, value, iteration, samples if name == "lm loss" else None)
         if options.output.log_loss_scale_to_tensorboard:
             self._scalar("loss-scale", record.loss_scale, iteration, samples)
         if options.output.log_world_size_to_tensorboard:
             self._scalar("world-size", self._world_size, iteration, samples)
         for name, value in (
-            ("grad-norm", record.grad_norm),
-            ("num-zeros", record.num_zeros),
+            ("grad-norm", record.step.grad_norm),
+            ("num-zeros", record.step.num_zeros),
             ("params-norm", record.params_norm),
-            ("max_attention_logit", record.max_attention_logit),
+            ("max_attention_logit", record.step.max_attention_logit),
         ):
             if value is not None:
                 self._scalar(name, value, iteration, samples)
@@ -303,7 +251,7 @@ class MetricsLogger:
             for name, value in _memory_scalars(record.max_memory_mb).items():
                 self._scalar(name, value, iteration)
         if options.moe_per_layer_logging:
-            for name, values in record.per_layer.items():
+            for name, values in record.step.per_layer.items():
                 for layer, value in enumerate(values):
                     self._scalar(f"moe/{name}_layer_{layer}", value, iteration)
 
@@ -379,7 +327,7 @@ class MetricsLogger:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        self._bar.clear()
+        self._bar.close()
         if self._dashboard is not None:
             self._dashboard.write(done=True)
         if self._tensorboard is not None:

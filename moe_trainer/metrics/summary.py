@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moe_trainer.metrics.console import duration
+from moe_trainer.metrics.iteration import IterationRecord
 
 MAX_SPEEDS = 100_000  # the latest iterations, of whose throughput the median is taken
 
@@ -39,13 +40,13 @@ class RunSummary:
     _mean_loss: tuple[int, float] | None = None
     _validations: dict[str, list[_Loss]] = field(default_factory=dict)
 
-    def add_iteration(
-        self, iteration: int, tokens: int, flops: float, seconds: float, loss: float | None, skipped: bool
-    ) -> None:
-        self.iteration, self.tokens, self.num_skipped = iteration, self.tokens + tokens, self.num_skipped + skipped
-        self._speeds.append((tokens / seconds, flops / (seconds * 1e12 * self.world_size)))
-        if loss is not None:
-            self._last_loss = _Loss(iteration, loss)
+    def add_iteration(self, record: IterationRecord) -> None:
+        self.iteration, self.tokens = record.iteration, self.tokens + record.tokens
+        self.num_skipped += record.skipped
+        seconds = record.elapsed_s
+        self._speeds.append((record.tokens / seconds, record.flops / (seconds * 1e12 * self.world_size)))
+        if "lm loss" in record.step.losses:
+            self._last_loss = _Loss(record.iteration, record.step.losses["lm loss"])
 
     def add_line(self, iterations: int, losses: Mapping[str, float]) -> None:
         """Add the means of an iteration line over `iterations` iterations."""

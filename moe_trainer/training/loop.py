@@ -13,7 +13,7 @@ import torch
 from moe_trainer.errors import as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.metrics.console import memory_line
-from moe_trainer.metrics.logger import IterationRecord
+from moe_trainer.metrics.iteration import IterationRecord
 from moe_trainer.metrics.timers import format_report
 from moe_trainer.parallel import collectives
 from moe_trainer.resilience.signals import ExitSignalHandler
@@ -110,12 +110,11 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     report = ctx.monitors.stop(iteration)
     if ctx.metrics is not None:
         record = IterationRecord(
+            step=result,
             iteration=iteration,
             consumed_samples=state.consumed_train_samples,
-            losses=result.losses,
             learning_rate=learning_rate,
             next_learning_rate=0.0 if ctx.learning_rate is None else ctx.learning_rate.lr(state.scheduled_samples),
-            grad_norm=result.grad_norm,
             loss_scale=1.0 if ctx.optimizer is None else ctx.optimizer.loss_scale,
             global_batch_size=samples,
             skipped=not result.updated and ctx.optimizer is not None,
@@ -123,13 +122,8 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
             tokens=samples * seq_length,
             flops=flops,
             max_memory_mb=peak_memory_mb(ctx.runtime.device),
-            dropped_tokens=result.dropped_tokens,
             skipped_samples=state.skipped_train_samples,
-            num_zeros=result.num_zeros,
-            max_attention_logit=result.max_attention_logit,
             params_norm=params_norm,
-            per_layer=result.per_layer,
-            loads=result.loads,
             compute_times=report.compute_times,
             energy=report.energy,
             rejected=state.history.skipped,

@@ -28,6 +28,7 @@ from arguments.spelling import to_command_line
 from moe_trainer.data.loader import Batch, build_loader
 from moe_trainer.debug import step_record
 from moe_trainer.debug.module_tracer import ModuleTracer
+from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.moe.router import TopKRouter
@@ -38,7 +39,7 @@ from moe_trainer.training.context import TrainContext, TrainState, named_transfo
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
-from moe_trainer.training.step import StepResult, train_step
+from moe_trainer.training.step import train_step
 
 logger = logging.getLogger(__name__)
 

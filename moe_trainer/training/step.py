@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
 from moe_trainer.layers.qk_clip import global_max_logit, qk_clip_factors, reduce_max_logits, reset_max_logits
 from moe_trainer.layers.sparse_attention import indexer_metric, reduce_indexer_loss, reset_indexer_loss
+from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics
 from moe_trainer.model.transformer import Transformer
@@ -52,28 +53,6 @@ from moe_trainer.training.rerun import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one iteration.
-
-    Attributes:
-        losses: by the names of the log line.
-        skipped: why the update was not made although it could have been.
-        loads: result of collect_expert_loads, if enabled.
-        max_attention_logit: over all layers and ranks, if enabled.
-    """
-
-    losses: dict[str, float]
-    updated: bool
-    grad_norm: float | None
-    num_zeros: int | None
-    dropped_tokens: int
-    per_layer: dict[str, list[float]]
-    loads: Tensor | None = None
-    skipped: str | None = None
-    max_attention_logit: float | None = None
 
 
 class StepObserver(Protocol):
@@ -141,7 +120,7 @@ def train_step(
     if outcome.skipped is not None:
         reset_iteration_stats(ctx)
         losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
-        return StepResult(losses, False, None, None, 0, {}, skipped=outcome.skipped)
+        return StepResult(losses, skipped=outcome.skipped)
     update_scales(ctx.chunks, ps)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
@@ -191,7 +170,7 @@ def frozen_step(ctx: TrainContext, num_microbatches: int) -> StepResult:
             ctx, ctx.train_batches, num_microbatches, ctx.args.training.micro_batch_size, forward_only=True
         )
     loss_sum, tokens = reduce_loss(ctx, sums)
-    return StepResult({"lm loss": loss_sum / max(tokens, 1.0)}, False, None, None, 0, {})
+    return StepResult({"lm loss": loss_sum / max(tokens, 1.0)})
 
 
 def forward_backward_reduce(

@@ -1,24 +1,28 @@
+import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from arguments.output import OutputArgs
 from moe_trainer.errors import UserError
-from moe_trainer.metrics.logger import IterationRecord, LogOptions, MetricsLogger
+from moe_trainer.metrics.iteration import IterationRecord, StepResult
+from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 from moe_trainer.metrics.metrics_file import open_metrics_file
 
 
 def record(iteration, loss, skipped=False, **changes):
+    in_step = {field.name for field in fields(StepResult)} - {"skipped"}
+    values = {"losses": {"lm loss": loss}, "grad_norm": 1.5, "dropped_tokens": 2}
+    values |= {name: changes.pop(name) for name in in_step & changes.keys()}
     one = IterationRecord(
+        StepResult(**values),
         iteration=iteration,
         consumed_samples=iteration * 4,
-        losses={"lm loss": loss},
         learning_rate=iteration * 0.1,
         next_learning_rate=(iteration + 1) * 0.1,
-        grad_norm=1.5,
         loss_scale=1.0,
         global_batch_size=4,
         skipped=skipped,
@@ -26,7 +30,6 @@ def record(iteration, loss, skipped=False, **changes):
         tokens=100,
         flops=3e12,
         max_memory_mb=10.0,
-        dropped_tokens=2,
     )
     return replace(one, **changes)
 
@@ -236,3 +239,17 @@ def test_a_failed_tensorboard_write_is_reported_and_a_new_file_opened(tmp_path, 
     log.close()
     assert "--tensorboard-dir: cannot write" in caplog.text and str(tmp_path / "tb") in caplog.text
     assert list((tmp_path / "tb").iterdir()), "written again, in a new file"
+
+
+def test_a_progress_bar_appears_on_terminals_only(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream in (io.StringIO(), Terminal()):
+        monkeypatch.setattr("sys.stderr", stream)
+        log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10), 1, 4, {})
+        log.record(record(5, 3.5))
+        log._bar.refresh()
+        log.close()
+        assert ("5/10" in stream.getvalue() and "loss=3.5" in stream.getvalue()) == stream.isatty()

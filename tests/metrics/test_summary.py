@@ -1,5 +1,7 @@
 """The summary of a run: medians, best and last validation, what is saved."""
 
+from metrics.test_logger import record
+
 from moe_trainer.metrics.summary import RunSummary
 
 
@@ -7,7 +9,7 @@ def test_a_resumed_run():
     summary = RunSummary(train_iters=20, world_size=2, start_iteration=10)
     for iteration, seconds in ((11, 8.0), (12, 1.0), (13, 2.0)):
         summary.add_iteration(
-            iteration, tokens=1000, flops=4e12, seconds=seconds, loss=5.0 - iteration / 10, skipped=iteration == 12
+            record(iteration, 5.0 - iteration / 10, iteration == 12, tokens=1000, flops=4e12, elapsed_s=seconds)
         )
     summary.add_line(3, {"lm loss": 3.9})
     for iteration, loss in ((11, 3.0), (12, 2.5), (13, 2.75)):

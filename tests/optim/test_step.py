@@ -319,7 +319,7 @@ def test_sgd_rounds_a_value_the_same_wherever_the_ranks_shares_end():
 
     def stepped(begin, end):
         param, grad, momentum = (values[begin:end].clone() for values in full)
-        Updater._sgd(updater, [param], [grad], [{"momentum_buffer": momentum}], 0.1, 0.01)
+        Updater._sgd(updater, [param], [grad], {"momentum_buffer": [momentum]}, 0.1, 0.01)
         return torch.stack([param, momentum])
 
     reference = stepped(0, 1003)
