@@ -53,65 +53,64 @@ def main(argv: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(EXAMPLES)
         return ExitCode.USER_ERROR
-    if "--validate-only" in argv:
-        from arguments.report import FileCheckResult, get_world_size, run_validate_only
-        from arguments.stage_layout import parallel_sizes
-        from moe_trainer.estimate.dry_run import planned_memory
-        from moe_trainer.estimate.parameters import params_report
-        from moe_trainer.estimate.static_memory import state_report
-        from moe_trainer.parallel.groups import group_table, plan_groups
-        from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
-
-        def run_file_checks(args: arguments.Arguments) -> FileCheckResult:
-            require_packages("numpy")
-            from moe_trainer.training.check_files import check_files
-
-            return check_files(args)
-
-        def describe_groups(args: arguments.Arguments, world_size: int) -> str:
-            return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **parallel_sizes(args)))}"
-
-        try:
-            return run_validate_only(
-                argv,
-                params_report,
-                _recorded_flags(argv, get_world_size(argv)[0]),
-                describe_groups,
-                state_report,
-                deadlocking_batch_sizes,
-                planned_memory,
-                run_file_checks,
-            )
-        except ValueError as error:
-            return _report_error(error, "0")
-    if "--dry-run" in argv or "--fake-process-group" in argv:
-        return _dry_run(argv)
+    rank = "0"
     try:
+        if "--validate-only" in argv:
+            return _validate(argv)
+        if "--dry-run" in argv or "--fake-process-group" in argv:
+            return _dry_run(argv)
         launch_env = read_launch_env(os.environ)
-    except ValueError as error:
-        return _report_error(error, "0")
-    try:
+        rank = str(launch_env.rank)
         args = arguments.parse_args(argv, launch_env.world_size, _recorded_flags(argv, launch_env.world_size))
         if args.unbuildable:
             raise arguments.ArgumentError(args.unbuildable)
-    except ValueError as error:
-        return _report_error(error, str(launch_env.rank))
-    if args.output.dry_run or args.parallel.fake_process_group:  # set by a recipe
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
-        return _dry_run(argv)
-    for name, value in args.recipe_env.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(allocator_environment(args, os.environ))
-    try:
+        if args.output.dry_run or args.parallel.fake_process_group:  # set by a recipe
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
+            rank = "0"
+            return _dry_run(argv)
+        for name, value in args.recipe_env.items():
+            os.environ.setdefault(name, value)
+        os.environ.update(allocator_environment(args, os.environ))
         require_packages("torch", "numpy", "safetensors")
     except ValueError as error:
-        return _report_error(error, str(launch_env.rank))
+        return _report_error(error, rank)
 
     from moe_trainer.resilience.signals import make_exit_signal_handler
 
     with make_exit_signal_handler(args.training, args.output) or nullcontext() as exit_signal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
         return _train(args, launch_env, exit_signal)
+
+
+def _validate(argv: list[str]) -> int:
+    """Check the flags and the files that they name, without torch."""
+    from arguments.report import FileCheckResult, get_world_size, run_validate_only
+    from arguments.stage_layout import parallel_sizes
+    from moe_trainer.estimate.dry_run import planned_memory
+    from moe_trainer.estimate.parameters import params_report
+    from moe_trainer.estimate.static_memory import state_report
+    from moe_trainer.parallel.groups import group_table, plan_groups
+    from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
+
+    def run_file_checks(args: arguments.Arguments) -> FileCheckResult:
+        require_packages("numpy")
+        from moe_trainer.training.check_files import check_files
+
+        return check_files(args)
+
+    def describe_groups(args: arguments.Arguments, world_size: int) -> str:
+        return f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **parallel_sizes(args)))}"
+
+    return run_validate_only(
+        argv,
+        params_report,
+        _recorded_flags(argv, get_world_size(argv)[0]),
+        describe_groups,
+        state_report,
+        deadlocking_batch_sizes,
+        planned_memory,
+        run_file_checks,
+    )
 
 
 def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHandler | None) -> int:
@@ -124,10 +123,9 @@ def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSi
         if launch_env.rank == 0:
             print(f"pretrain_moe.py: interrupted; {_describe_saved(args.output.save)}", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
-    except MemoryError as error:
-        return _report_out_of_memory(error, launch_env.rank)
-    except (ImportError, OSError) as error:
-        if "failed to map segment" not in str(error) and "Cannot allocate memory" not in str(error):
+    except (MemoryError, ImportError, OSError) as error:
+        signs = ("failed to map segment", "Cannot allocate memory")
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in signs):
             raise
         return _report_out_of_memory(error, launch_env.rank)
 
@@ -211,10 +209,7 @@ def _dry_run(argv: list[str]) -> int:
     from arguments.report import get_world_size
     from moe_trainer.estimate.dry_run import run_dry_run
 
-    try:
-        return run_dry_run(argv, _recorded_flags(argv, get_world_size(argv)[0]))
-    except ValueError as error:
-        return _report_error(error, "0")
+    return run_dry_run(argv, _recorded_flags(argv, get_world_size(argv)[0]))
 
 
 def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, object] | None:

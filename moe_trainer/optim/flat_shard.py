@@ -50,7 +50,7 @@ class FlatShard(OptimizerShard):
         ]
         plan = plan_state(settings, self.has_whole_params)
         self.allocate_state(plan, size, torch.uint8 if self.has_fp8_params else self.layout.dtype)
-        self.copy_model_to_main()
+        self.sync_main_params(from_model=True)
         if self.has_fp8_params:
             self.fp8 = Fp8Params(self, self.layout, size)
             self.model = None

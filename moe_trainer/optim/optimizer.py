@@ -298,13 +298,13 @@ class Optimizer:
             shard.unstage()
         if state_loaded:
             for shard in self._shards:
-                shard.copy_main_to_model()
+                shard.sync_main_params(from_model=False)
             self._start_param_gather()
             self.wait_params()
         elif params_changed:
             self.wait_params()
             for shard in self._shards:
-                shard.copy_model_to_main()
+                shard.sync_main_params(from_model=True)
             if self._fp8_params:
                 self._start_param_gather()
                 self.wait_params()

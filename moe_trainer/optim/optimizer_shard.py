@@ -183,10 +183,6 @@ class OptimizerShard(ABC):
     def grad_at(self, start: int, stop: int) -> Tensor:
         """Return the main gradients of a range inside a contiguous segment, flat; live."""
 
-    def param_at(self, start: int) -> Parameter:
-        """Return the parameter whose shard starts at an element."""
-        return next(part.slot.param for part in self.param_shards if part.offset == start)
-
     def get_grad(self, part: ParamShard) -> Tensor:
         """Return the main gradient of a param shard."""
         return self.grad_at(part.offset, part.end)
@@ -252,22 +248,13 @@ class OptimizerShard(ABC):
         return StateBlock(start, stop, placement, main, moments, is_updated_on_host)
 
     @torch.no_grad()
-    def copy_model_to_main(self) -> None:
-        """Set the main parameters from the model, and the model to what the main parameters can represent."""
+    def sync_main_params(self, from_model: bool) -> None:
+        """Set the main parameters from the model if `from_model`, and the model to what they can represent."""
         for segment in self.update_segments:
-            main = segment.state.main
+            main, start, stop = segment.state.main, segment.start, segment.stop
             if main is not None:
-                values = main.store_main(segment.start, segment.stop, segment.model.float())
-                self.write_to_model(segment.start, segment.stop, values)
-
-    @torch.no_grad()
-    def copy_main_to_model(self) -> None:
-        """Set the model from the main parameters."""
-        for segment in self.update_segments:
-            main = segment.state.main
-            if main is not None:
-                values = main.store_main(segment.start, segment.stop, main.load_fp32(segment.start, segment.stop))
-                self.write_to_model(segment.start, segment.stop, values)
+                values = segment.model.float() if from_model else main.load_fp32(start, stop)
+                self.write_to_model(start, stop, main.store_main(start, stop, values))
 
     @torch.no_grad()
     def scale_rows(self, row_factors: Mapping[Parameter, Tensor]) -> None:

@@ -43,10 +43,10 @@ class Updater:
         self._settings = settings
         self._rule, self._muon = get_update_rule(settings), Muon(settings, ps)
         self._matrices = [
-            (shard.param_at(segment.start), segment)
+            (part.slot.param, segment)
             for shard in shards
             if shard.has_whole_params
-            for segment in shard.update_segments
+            for part, segment in zip(shard.param_shards, shard.update_segments, strict=True)
         ]
         segments = [segment for shard in shards if not shard.has_whole_params for segment in shard.update_segments]
         self._on_host = [segment for segment in segments if segment.state.is_updated_on_host]

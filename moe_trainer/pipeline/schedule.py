@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +30,6 @@ from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
 from moe_trainer.pipeline.orders import make_orders
-from moe_trainer.pipeline.overlap import FwdBwdPairRunner
 from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
 from moe_trainer.pipeline.simulate import (
     BACKWARD,
@@ -69,6 +69,36 @@ class ScheduleInputs(Generic[Result]):
     accumulate: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     timer: Timer = lambda name: contextlib.nullcontext()
     forward_only: bool = False
+
+
+class FwdBwdPairRunner:
+    """Runs forward-backward pairs (--overlap-moe-expert-parallel-comm); all forwards run in one separate thread.
+
+    The passes alternate (parallel/overlap_threads.py) wherever tokens are exchanged between expert-parallel ranks:
+    while one communicates, the other computes. With --delay-wgrad-compute the weight gradients are computed at the same
+    points. docs/design/pipeline.md discusses streams and alternatives.
+    """
+
+    def __init__(self, overlap_executor: AlternatingExecutor, device: torch.device):
+        self.overlap_executor = overlap_executor
+        self._device = device
+        self._executor = ThreadPoolExecutor(1, "forward", torch.set_num_threads, (torch.get_num_threads(),))
+
+    def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        """Run both passes to completion; raises what one of them raises."""
+        self.overlap_executor.run(
+            forward if self._device.type == "cpu" else self._on_stream(forward), backward, self._executor
+        )
+
+    def _on_stream(self, forward: Callable[[], None]) -> Callable[[], None]:
+        """Run `forward` on the device and stream of the calling thread, which are per thread."""
+        stream = torch.cuda.current_stream(self._device)
+
+        def run() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                forward()
+
+        return run
 
 
 class Schedule:

@@ -60,30 +60,21 @@ def step_actions(step: Action | Pair) -> tuple[Action, ...]:
 
 def source(rank: int, action: Action, num_ranks: int, num_chunks: int) -> tuple[int, Action] | None:
     """Return the remote rank and action whose result an action needs; None at the ends of the pipeline and for W."""
-    kind, chunk, microbatch = action
-    if kind == FORWARD:
-        if rank > 0:
-            return rank - 1, action
-        return (num_ranks - 1, Action(kind, chunk - 1, microbatch)) if chunk > 0 else None
-    if kind == BACKWARD:
-        if rank < num_ranks - 1:
-            return rank + 1, action
-        return (0, Action(kind, chunk + 1, microbatch)) if chunk < num_chunks - 1 else None
-    return None
+    return _neighbor(rank, action, num_ranks, num_chunks, {FORWARD: -1, BACKWARD: 1, WEIGHT: 0}[action.kind])
 
 
 def target(rank: int, action: Action, num_ranks: int, num_chunks: int) -> tuple[int, Action] | None:
     """Return the remote rank and action that need an action's result; None at the ends of the pipeline and for W."""
-    kind, chunk, microbatch = action
-    if kind == FORWARD:
-        if rank < num_ranks - 1:
-            return rank + 1, action
-        return (0, Action(kind, chunk + 1, microbatch)) if chunk < num_chunks - 1 else None
-    if kind == BACKWARD:
-        if rank > 0:
-            return rank - 1, action
-        return (num_ranks - 1, Action(kind, chunk - 1, microbatch)) if chunk > 0 else None
-    return None
+    return _neighbor(rank, action, num_ranks, num_chunks, {FORWARD: 1, BACKWARD: -1, WEIGHT: 0}[action.kind])
+
+
+def _neighbor(rank: int, action: Action, num_ranks: int, num_chunks: int, step: int) -> tuple[int, Action] | None:
+    """Return the same action `step` virtual stages later; chunk c of a rank is virtual stage c * num_ranks + rank."""
+    stage = action.chunk * num_ranks + rank + step
+    if step == 0 or not 0 <= stage < num_chunks * num_ranks:
+        return None
+    chunk, neighbor = divmod(stage, num_ranks)
+    return neighbor, Action(action.kind, chunk, action.microbatch)
 
 
 def simulate_schedule(

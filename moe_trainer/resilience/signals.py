@@ -13,7 +13,7 @@ SCHEDULER_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 
 
 class ExitSignalHandler:
-    """Remembers that a signal arrived at this rank. All ranks agree before they act (exit_conditions.py).
+    """Remembers that a signal arrived at this rank. All ranks agree before they act (training/loop.py).
 
     Use it as a context manager, in the main thread, around everything that the process does. Afterwards the signals are
     ignored, because schedulers send them more than once, also to ranks that are about to exit, and the number of a late

@@ -306,8 +306,7 @@ class _Check:
         )
         self.lines.append(
             f"--save {output.save}: can be written, {_format_bytes(free)} free; a checkpoint takes about "
-            f"{_format_bytes(size)} "
-            f"(estimate), {kept}"
+            f"{_format_bytes(size)} (estimate), {kept}"
         )
         if free < size:
             self._add_problem(
@@ -318,8 +317,7 @@ class _Check:
         elif free < count * size and not output.save_retain_interval:
             self.lines.append(
                 f"WARNING: all {count} checkpoints take about {_format_bytes(count * size)}, more than the "
-                f"{_format_bytes(free)} "
-                "that are free"
+                f"{_format_bytes(free)} that are free"
             )
 
 

@@ -7,6 +7,8 @@ import logging
 import resource
 import time
 from contextlib import nullcontext
+from signal import Signals
+from typing import NamedTuple
 
 import torch
 
@@ -21,12 +23,25 @@ from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.evaluate import can_validate, set_training, validate
-from moe_trainer.training.exit_conditions import ExitDecision, sync_exit_decision
 from moe_trainer.training.record_step import record_step, recording_is_due
 from moe_trainer.training.rerun import log_rerun_statistics, snapshot_iteration_start
 from moe_trainer.training.step import train_step
 
 logger = logging.getLogger(__name__)
+
+
+class ExitDecision(NamedTuple):
+    """Decision that is equal on every rank.
+
+    Attributes:
+        saving: some rank is still writing a checkpoint.
+        reason: why to save and exit now, in Megatron-LM's words, or None.
+        interrupted: a signal or the time limit asked for it, not the plan.
+    """
+
+    saving: bool
+    reason: str | None
+    interrupted: bool = False
 
 
 def train(
@@ -205,3 +220,29 @@ def peak_memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def sync_exit_decision(
+    ctx: TrainContext, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
+) -> ExitDecision:
+    """Return the decision of all ranks. `started` is time.monotonic() at the start of the program.
+
+    Clocks, signals and disks differ by rank.
+
+    Communication: a maximum of three float32 over the world, if the decision depends on the ranks.
+    """
+    training = ctx.args.training
+    signalled, minutes, saving = 0, 0.0, False
+    if exit_signal is not None or training.exit_duration_in_mins is not None or ctx.saver.in_progress:
+        received = None if exit_signal is None else exit_signal.received
+        local = [received or 0, (time.monotonic() - started) / 60.0, ctx.saver.writing]
+        facts = torch.tensor(local, dtype=torch.float32, device=ctx.runtime.device)
+        # one signal is enough, the slowest clock decides, and so does the slowest disk
+        signalled, minutes, saving = collectives.all_reduce(facts, ctx.ps.world, op="max").tolist()
+    if signalled:
+        return ExitDecision(bool(saving), f"exiting program after receiving {Signals(int(signalled)).name}.", True)
+    if training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins:
+        return ExitDecision(bool(saving), f"exiting program after {minutes} minutes", True)
+    if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
+        return ExitDecision(bool(saving), f"exiting program at iteration {state.iteration}")
+    return ExitDecision(bool(saving), None)

@@ -37,10 +37,9 @@ from moe_trainer.training.checkpointing import (
 )
 from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
-from moe_trainer.training.exit_conditions import ExitDecision
 from moe_trainer.training.export import export_weights
 from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
-from moe_trainer.training.loop import train
+from moe_trainer.training.loop import ExitDecision, train
 from moe_trainer.training.metrics import close_metrics, open_metrics
 from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.preflight import check_output_paths

@@ -98,13 +98,12 @@ def train_step(
             observer.on_retry()
 
     def evaluate(eager: bool = False, repeated: bool = False) -> StepEvaluation:
-        found = forward_backward_reduce(ctx, state, num_microbatches, is_observed, eager, repeated)
+        eager = eager or is_observed
+        found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
         if found.overflowed:
             restart()
             with record_budget_growth(ctx.chunks) as grown:
-                found = forward_backward_reduce(
-                    ctx, state, num_microbatches, is_observed, eager, repeated, counts_on_host=True
-                )
+                found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
             log_overflow(ctx, state, grown)
         return found
 
@@ -177,14 +176,13 @@ def forward_backward_reduce(
     ctx: TrainContext,
     state: TrainState,
     num_microbatches: int,
-    record: bool,
     eager: bool = False,
     repeated: bool = False,
     counts_on_host: bool = False,
 ) -> StepEvaluation:
     """Evaluate the iteration: forward, backward and the reduced gradients with their norm. Weights are unchanged.
 
-    `record`: an observer or dump reads intermediate results. `eager`: do not use CUDA graphs. `repeated`: this is not
+    `eager`: do not use CUDA graphs; intermediate results are read, so they must be complete. `repeated`: this is not
     the first evaluation of the iteration. `counts_on_host`: experts read their token counts and allocate enough space,
     otherwise a buffer may be too small.
     """
@@ -195,12 +193,12 @@ def forward_backward_reduce(
     reset_max_logits(ctx.chunks)
     begin_iteration(ctx.chunks, state.iteration)
     for chunk in ctx.chunks:
-        chunk.graphs.begin_iteration(eager=record or eager)
+        chunk.graphs.begin_iteration(eager=eager)
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
     grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ps.cp.size / num_microbatches)
-    defer_counts = ctx.may_lose_tokens and not (counts_on_host or record or eager)  # recorded tokens must be complete
+    defer_counts = ctx.may_lose_tokens and not (counts_on_host or eager)  # recorded tokens must be complete
     with ctx.timers("forward-backward"), leave_counts_on_device(ctx.chunks, defer_counts):
-        sums = train_microbatches(ctx, num_microbatches, grad_scale, record=record or eager)
+        sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
     with ctx.timers("all-grads-sync"):
         ctx.grads.finish()
     finalize_grads(ctx.grads, ps, ctx.timers)
@@ -222,15 +220,15 @@ def forward_backward_reduce(
     return StepEvaluation(sums, loss, tokens, norm, tuple(mtp), tuple(indexer))
 
 
-def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: float, record: bool) -> list[Tensor]:
-    """Run the next training microbatches, as one CUDA graph if enabled and `record` is not set.
+def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
+    """Run the next training microbatches, as one CUDA graph if enabled and `eager` is not set.
 
     Returns:
         As run_microbatches.
     """
     size, source = ctx.args.training.micro_batch_size, ctx.train_batches
     assert source is not None
-    if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=record):
+    if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=eager):
         return run_microbatches(ctx, source, num_microbatches, size, grad_scale)
     assert isinstance(ctx.grads, DataParallelGrads)  # fully sharded parameters exclude this graph
     ctx.wait_params()

@@ -14,7 +14,7 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.trace import CommunicationError
 from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.resilience.watchdog import Watchdog
-from moe_trainer.training.exit_conditions import sync_exit_decision
+from moe_trainer.training.loop import sync_exit_decision
 
 CPU = torch.device("cpu")
 
