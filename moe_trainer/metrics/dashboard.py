@@ -110,9 +110,7 @@ class Dashboard:
         except OSError as error:
             if not self._has_warned:
                 reason = error.strerror or error
-                logger.warning(
-                    "cannot write the dashboard to %s (%s); the run continues and retries", self.path, reason
-                )
+                logger.warning(f"cannot write the dashboard to {self.path} ({reason}); the run continues and retries")
             self._has_warned = True
             return False
         finally:

@@ -378,8 +378,6 @@ def _resume_event_files(folder: Path, iteration: int, samples: int) -> None:
         event_files.archive_event_files(folder)
     elif num_dropped := event_files.drop_events_after(folder, iteration, samples):
         logger.info(
-            "dropping %d TensorBoard events after iteration %d from %s: this run logs them again",
-            num_dropped,
-            iteration,
-            folder,
+            f"dropping {num_dropped} TensorBoard events after iteration {iteration} from {folder}: this run logs them "
+            "again"
         )

@@ -52,9 +52,8 @@ class MetricsFile:
                 raise UserError(f"--metrics-file: cannot write {self._path}: {error.strerror or error}") from error
             if not was_buffering:
                 logger.warning(
-                    "--metrics-file: cannot write %s (%s); the run continues and buffers the records until it can",
-                    self._path,
-                    error.strerror or error,
+                    f"--metrics-file: cannot write {self._path} ({error.strerror or error}); the run continues and "
+                    "buffers the records until it can"
                 )
             return
         if was_buffering:

@@ -51,9 +51,8 @@ class TensorBoardWriter:
             getattr(self._writer, method)(*args)
         except OSError as error:
             logger.warning(
-                "--tensorboard-dir: cannot write %s (%s); the run continues and retries. metrics.jsonl is not affected",
-                self._folder,
-                error.strerror or error,
+                f"--tensorboard-dir: cannot write {self._folder} ({error.strerror or error}); the run continues and "
+                "retries. metrics.jsonl is not affected"
             )
             broken, self._writer = self._writer, None
             try:

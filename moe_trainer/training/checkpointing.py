@@ -66,9 +66,8 @@ def save_upcycled(ctx: TrainContext, state: TrainState) -> None:
         ctx.wait_params()
         save(output.save, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
     logger.info(
-        "--moe-use-upcycling: the model made of %s is saved to %s",
-        output.load or output.pretrained_checkpoint,
-        output.save,
+        f"--moe-use-upcycling: the model made of {output.load or output.pretrained_checkpoint} is saved to "
+        f"{output.save}"
     )
 
 
@@ -137,8 +136,6 @@ def _counting_failures(ctx: TrainContext) -> Iterator[None]:
         ctx.save_history.failed(error)
         if ctx.runtime.launch_env.rank == 0:
             logger.error(
-                "WARNING: %s The run continues and retries at the next save; failure %d in a row, the run ends at %d",
-                error,
-                ctx.save_history.consecutive_failures,
-                MAX_CONSECUTIVE_FAILURES,
+                f"WARNING: {error} The run continues and retries at the next save; failure "
+                f"{ctx.save_history.consecutive_failures} in a row, the run ends at {MAX_CONSECUTIVE_FAILURES}"
             )

@@ -78,12 +78,8 @@ def initialize(args: Arguments, launch_env: LaunchEnv) -> Runtime:
     set_seeds(args, ps)
     set_numerics_flags(args)
     logger.info(
-        "%d rank(s) from %s, device %s, %d thread(s) per rank, torch %s",
-        launch_env.world_size,
-        launch_env.source,
-        device.type,
-        torch.get_num_threads(),
-        torch.__version__,
+        f"{launch_env.world_size} rank(s) from {launch_env.source}, device {device.type}, {torch.get_num_threads()} "
+        f"thread(s) per rank, torch {torch.__version__}"
     )
     if store is not None and launch_env.rank == 0:  # check_same_flags has waited for all ranks
         hint = thread_count_hint(store.add(counter_key, 0), torch.get_num_threads(), os.cpu_count() or 1)
@@ -225,9 +221,7 @@ def device_index(launch_env: LaunchEnv, count: int) -> int:
     if count == 1 and launch_env.source == "SLURM":
         return 0
     if launch_env.local_rank is None:
-        logger.warning(
-            "LOCAL_RANK is not set: rank %d takes GPU %d of %d", launch_env.rank, launch_env.rank % count, count
-        )
+        logger.warning(f"LOCAL_RANK is not set: rank {launch_env.rank} takes GPU {launch_env.rank % count} of {count}")
         return launch_env.rank % count
     if launch_env.local_rank >= count:
         raise ValueError(

@@ -37,12 +37,9 @@ def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
     newest = latest_iteration(save)
     if newest is not None and newest > state.iteration:
         logger.warning(
-            "--save %s already holds a checkpoint of iteration %d, and this run starts at %d: its saves will move "
-            "latest_checkpointed_iteration.txt back. To continue from there: --load %s; else choose another folder",
-            save,
-            newest,
-            state.iteration,
-            save,
+            f"--save {save} already holds a checkpoint of iteration {newest}, and this run starts at "
+            f"{state.iteration}: its saves will move latest_checkpointed_iteration.txt back. To continue from there: "
+            f"--load {save}; else choose another folder"
         )
 
 

@@ -72,11 +72,8 @@ def record_step(ctx: TrainContext, state: TrainState, num_microbatches: int) -> 
         logger.warning("--record-step %d: this iteration is not recorded (%s); the run continues", number, problem)
     else:
         logger.info(
-            "--record-step: iteration %d is recorded in %s (%.1f MB): python scripts/replay.py %s [FLAGS]",
-            number,
-            folder,
-            size / 1e6,
-            folder,
+            f"--record-step: iteration {number} is recorded in {folder} ({size / 1e6:.1f} MB): python "
+            f"scripts/replay.py {folder} [FLAGS]"
         )
     return result
 

@@ -261,10 +261,8 @@ def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> in
     rows, from_flags = choose_padded_vocab_size(args, vocab_size, saved_rows), get_padded_vocab_size(args, vocab_size)
     if rows != from_flags:
         logger.info(
-            "keeping the checkpoint's padded vocabulary size %d; these flags give %d "
-            "(--padded-vocab-size overrides it)",
-            rows,
-            from_flags,
+            f"keeping the checkpoint's padded vocabulary size {rows}; these flags give {from_flags} "
+            "(--padded-vocab-size overrides it)"
         )
     return rows
 

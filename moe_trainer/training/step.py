@@ -356,15 +356,10 @@ def log_overflow(ctx: TrainContext, state: TrainState, grown: list[tuple[str, fl
             (each for grown, _ in gathered for each in grown), default=(0.0, 0.0, "no layer", 0)
         )
         logger.warning(
-            "iteration %d: experts received more rows than their budgets allow; nothing of it has taken "
-            "effect, and it was repeated with larger ones: the factor of %s on rank %d grew from %g to %g. "
-            "--moe-expert-rank-capacity-factor %g would have been enough",
-            state.iteration + 1,
-            name,
-            rank,
-            before,
-            after,
-            max(factor for _, factor in gathered),
+            f"iteration {state.iteration + 1}: experts received more rows than their budgets allow; nothing of it has "
+            f"taken effect, and it was repeated with larger ones: the factor of {name} on rank {rank} grew from "
+            f"{before:g} to {after:g}. --moe-expert-rank-capacity-factor {max(factor for _, factor in gathered):g} "
+            "would have been enough"
         )
 
 
