@@ -1,9 +1,8 @@
 """Layout of parameters in flat buffers: buckets of parameters in reverse order of use.
 
 Gradients become ready from the last layer to the first, so parameters are laid out in reverse: the first bucket is
-    complete first and can
-be reduced while the rest of the backward runs. The same layout serves gradients, model parameters, main parameters and
-moments.
+complete first and can be reduced while the rest of the backward runs. The same layout serves gradients, model
+parameters, main parameters and moments.
 
 Matrices that Muon updates (optim/muon.py) have separate layouts. With sharded state each rank's part of their buckets
 consists of full parameters, assigned by size, so the owner of a matrix reduces, stores and updates it with the same
@@ -45,8 +44,7 @@ class Slot:
 class Bucket:
     """Elements [start, stop) of a buffer, divisible by the group's size; gaps between slots are zero.
 
-    A tied parameter has a separate bucket: the stages that hold it have different layouts, but must shard this bucket
-        alike.
+    A tied parameter has a separate bucket: the stages that hold it have different layouts, but must shard it alike.
     """
 
     start: int

@@ -6,9 +6,8 @@ all-gathered in place. With several instances (--num-distributed-optimizer-insta
 ranks.
 
 With overlap all gathers are launched at once, in order of use, and run during the next forward: a hook before each
-    module waits for the
-buckets of that module's parameters. The fixed order keeps the collectives of all ranks aligned whatever their forward
-does.
+module waits for the buckets of that module's parameters. The fixed order keeps the collectives of all ranks aligned
+whatever their forward does.
 """
 
 import itertools
@@ -38,8 +37,10 @@ class ParamGather:
             key=lambda entry: min(slot.position for slot in entry[2].slots),
         )
         self._works: list[Any] = [None] * len(self._buckets)
-        self._pending = self._launched = 0
-        self._hooks = _ForwardHooks(chunks, self._bucket_indices(), self) if overlap else None
+        self.pending = 0  # launched gathers that have not been waited for
+        self._launched = 0
+        indices = {slot.param: index for index, (_, _, bucket) in enumerate(self._buckets) for slot in bucket.slots}
+        self._hooks = _ForwardHooks(chunks, indices, self) if overlap else None
 
     def leading(self, ready: Callable[[Bucket], bool]) -> list[Bucket]:
         """Return the first buckets in order of use, up to the first that is not ready."""
@@ -58,7 +59,7 @@ class ParamGather:
             self._works[index] = collectives.all_gather_flat(
                 flat[bucket.start : bucket.stop], flat[start:stop], layout.group, async_op=True
             )
-            self._pending += 1
+            self.pending += 1
         if count is not None:
             self._launched = stop_at
             return
@@ -74,21 +75,13 @@ class ParamGather:
         work, self._works[index] = self._works[index], None
         if work is not None:
             work.wait()
-            self._pending -= 1
+            self.pending -= 1
 
     def wait_all(self) -> None:
         """Wait for all buckets."""
-        if self._pending:
+        if self.pending:
             for index in range(len(self._works)):
                 self.wait(index)
-
-    @property
-    def pending(self) -> int:
-        """Number of launched gathers that have not been waited for."""
-        return self._pending
-
-    def _bucket_indices(self) -> dict[Parameter, int]:
-        return {slot.param: index for index, (_, _, bucket) in enumerate(self._buckets) for slot in bucket.slots}
 
 
 class _ForwardHooks:

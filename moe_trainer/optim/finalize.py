@@ -1,12 +1,11 @@
 """Gradient sums over the ranks of one model replica, after the data-parallel reduction.
 
 Two kinds of parameters have partial gradients on several ranks of a replica: those that every tensor-parallel rank
-    applies to a part of
-the tokens or heads (`ParamInfo.is_grad_partial`: norms, routers, biases under sequence parallelism), and those of
-several pipeline stages (`tied`: the embedding that is also the output head, or feeds multi-token prediction). Their
-sums commute with the data-parallel mean, so they come last, over what this rank owns: with the distributed optimizer a
-fraction of the data. The ranks of a group own the same elements: tensor-parallel ranks lay out equal buffers, and a
-tied parameter has a separate bucket.
+applies to a part of the tokens or heads (`ParamInfo.is_grad_partial`: norms, routers, biases under sequence
+parallelism), and those of several pipeline stages (`tied`: the embedding that is also the output head, or feeds
+multi-token prediction). Their sums commute with the data-parallel mean, so they come last, over what this rank owns:
+with the distributed optimizer a fraction of the data. The ranks of a group own the same elements: tensor-parallel ranks
+lay out equal buffers, and a tied parameter has a separate bucket.
 """
 
 import contextlib

@@ -129,9 +129,8 @@ class _PendingBucket:
 
     def reset(self) -> None:
         self.stale = set(self.bucket.slots)  # slots without a gradient of this iteration
-        self.missing = {
-            slot: max(1, count) for slot, count in self.hook_counts.items()
-        }  # hook calls until complete, in the last microbatch
+        # hook calls until complete, in the last microbatch
+        self.missing = {slot: max(1, count) for slot, count in self.hook_counts.items()}
         self.work: Any = None
 
     def count_hook(self, slot: Slot) -> None:
@@ -145,10 +144,10 @@ class DataParallelGrads:
     """Accumulates and reduces the gradients of a model.
 
     Per iteration: zero(); backward of all microbatches but the last inside accumulate(); the last one outside;
-        finish();
-    finalize.finalize_grads. Then `param.main_grad` (with the distributed optimizer: this rank's shard of it) is the
-    mean over data-parallel ranks of the accumulated gradients, or their sum with `per_token_loss`. Gradients of experts
-    are summed over edp but divided by the size of dp_cp: an expert processes the tokens of all ranks that send to it.
+    finish(); finalize.finalize_grads. Then `param.main_grad` (with the distributed optimizer: this rank's shard of it)
+    is the mean over data-parallel ranks of the accumulated gradients, or their sum with `per_token_loss`. Gradients of
+    experts are summed over edp but divided by the size of dp_cp: an expert processes the tokens of all ranks that send
+    to it.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Copies of gradients to the host and of parameters back, segment by segment, during the update that the host runs.
 
 Each direction has two buffers: while the host updates one segment, the gradients of the next one and the parameters of
-    the previous one
-are copied. A buffer is reused once its copy is complete. Without overlap every copy is waited for at once. On a CPU the
-same copies go from host memory to host memory.
+the previous one are copied. A buffer is reused once its copy is complete. Without overlap every copy is waited for at
+once. On a CPU the same copies go from host memory to host memory.
 """
 
 from collections.abc import Iterator, Sequence

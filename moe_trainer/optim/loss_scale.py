@@ -28,8 +28,7 @@ class DynamicLossScale(LossScale):
     """A scale that halves after `hysteresis` overflows and doubles after `window` iterations without one.
 
     The overflows need not be consecutive: only a doubling resets their count, and every overflow beyond it halves the
-        scale, down to
-    `minimum`.
+    scale, down to `minimum`.
 
     Source: Megatron-LM dynamic gradient scaler.
     """

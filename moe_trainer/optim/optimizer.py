@@ -196,10 +196,8 @@ class Optimizer:
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
-            if (
-                isinstance(self._scaler, DynamicLossScale)
-                and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM
-            ):
+            is_dynamic = isinstance(self._scaler, DynamicLossScale)
+            if is_dynamic and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
                 raise NonFiniteGradientError(
                     f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations were skipped: gradients overflow fp16 although "
                     f"the loss scale is at its minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or "

@@ -76,27 +76,23 @@ class LrSchedule:
             return low
         if self.style == "inverse-square-root":
             return max(low, high * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
-        return low + self._fraction_left(samples) * (high - low)
+        style, done = self.style, (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        if style == "WSD":
+            annealed = (samples - (self.decay_samples - self.wsd_samples)) / self.wsd_samples
+            style, done = self.wsd_style, max(annealed, 0.0)
+        return low + _fraction_left(style, done) * (high - low)
 
-    def _fraction_left(self, samples: int) -> float:
-        """Return the remaining fraction of the range above the minimum, 1 at the end of the warmup."""
-        done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        if self.style == "linear":
-            return 1.0 - done
-        if self.style == "cosine":
-            return 0.5 * (math.cos(math.pi * done) + 1.0)
-        assert self.style == "WSD", f"unknown lr decay style {self.style!r}"
-        annealed = (samples - (self.decay_samples - self.wsd_samples)) / self.wsd_samples
-        if annealed <= 0.0:
-            return 1.0
-        if self.wsd_style == "linear":
-            return 1.0 - annealed
-        if self.wsd_style == "cosine":
-            return 0.5 * (math.cos(math.pi * annealed) + 1.0)
-        if self.wsd_style == "exponential":
-            return 2.0 * 0.5**annealed - 1.0
-        assert self.wsd_style == "minus_sqrt", f"unknown WSD decay style {self.wsd_style!r}"
-        return 1.0 - math.sqrt(annealed)
+
+def _fraction_left(style: str, done: float) -> float:
+    """Return the remaining fraction of a range when a fraction `done` of the decay is over."""
+    if style == "linear":
+        return 1.0 - done
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * done) + 1.0)
+    if style == "exponential":
+        return 2.0 * 0.5**done - 1.0
+    assert style == "minus_sqrt", f"unknown decay style {style!r}"
+    return 1.0 - math.sqrt(done)
 
 
 @dataclass(frozen=True)

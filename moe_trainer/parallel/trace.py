@@ -94,8 +94,7 @@ class Call:
         """Return "all_to_all number 3 of group ep (ranks 0 1) in dispatch (moe/...py:88), layer 3, ..."."""
         layer, phase, microbatch, iteration = self.place
         parts = [f"in {self.code.co_name} ({_location(self.code, self.instruction)})"] if self.code is not None else []
-        parts += [layer] if layer else []
-        parts += [phase] if phase else []
+        parts += [name for name in (layer, phase) if name]
         parts += [f"microbatch {microbatch}"] if microbatch is not None else []
         parts += [f"iteration {iteration}"] if iteration is not None else []
         return (

@@ -89,23 +89,16 @@ def run_gemm_check(device: torch.device) -> tuple[int, float, list[int]]:
 
 def find_problems(reports: Sequence[DeviceReport]) -> list[str]:
     lines = []
-    hash_counts = {
-        name: Counter(each.hashes[0] for each in reports if each.device == name)
-        for name in {each.device for each in reports}
-    }
     for rank, each in enumerate(reports):
+        peers = [other for other in reports if other.device == each.device]
         where = f"device check: rank {rank} ({each.host}, {each.device})"
-        ((majority, count),) = hash_counts[each.device].most_common(1)
+        ((majority, count),) = Counter(peer.hashes[0] for peer in peers).most_common(1)
         if len(set(each.hashes)) > 1:
             lines.append(f"{where} gives different results for the same GEMM")
-        elif each.hashes[0] != majority and 2 * count > hash_counts[each.device].total():
+        elif each.hashes[0] != majority and 2 * count > len(peers):
             lines.append(f"{where}: GEMM result differs from that of {count} other ranks with the same device model")
         lines += [f"{where}: {name} gave a wrong result" for name in each.wrong]
-        others = [
-            other.seconds
-            for other_rank, other in enumerate(reports)
-            if other_rank != rank and other.device == each.device
-        ]
+        others = [peer.seconds for peer in peers if peer is not each]
         if others and is_outlier(each.seconds, others, MAX_TIME_RATIO):
             lines.append(f"{where}: GEMM takes {each.seconds / median(others):.2f} times as long as on the others")
     return lines

@@ -37,9 +37,8 @@ class SaveHistory:
         """
         self.consecutive_failures, self.last = self.consecutive_failures + 1, error
         if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
-            raise type(error)(
-                f"{error} The last {self.consecutive_failures} saves have failed: ending the run"
-            ) from error
+            text = f"{error} The last {self.consecutive_failures} saves have failed: ending the run"
+            raise type(error)(text) from error
 
     def raise_if_unsaved(self) -> None:
         """Raise the error of the last save if it failed. Called at the end of the run."""

@@ -61,10 +61,8 @@ class _Check:
             return None
         vocab_size = self._padded_vocab_size(size)
         if vocab_size < size:
-            self._add_problem(
-                "--padded-vocab-size",
-                f"--padded-vocab-size {vocab_size} is smaller than the tokenizer's vocabulary ({size})",
-            )
+            message = f"--padded-vocab-size {vocab_size} is smaller than the tokenizer's vocabulary ({size})"
+            self._add_problem("--padded-vocab-size", message)
         source = data.tokenizer_model or data.vocab_file or ""
         self.lines.append(
             f"tokenizer: {data.tokenizer_type} {source}".rstrip() + f", {size:,} tokens, padded to {vocab_size:,}"
@@ -95,24 +93,17 @@ class _Check:
             self._add_problem("--data-path", str(error))
             return
         if per_split is None and combined is None:
-            self.lines.append(
-                "data: mock data" + ("" if data.mock_data else ", because no data is given (--data-path)")
-            )
+            reason = "" if data.mock_data else ", because no data is given (--data-path)"
+            self.lines.append(f"data: mock data{reason}")
             return
-        blends = per_split if per_split is not None else (combined, combined, combined)
-        shares = [(0.0, 1.0)] * 3 if per_split is not None else parse_split(data.split or DEFAULT_SPLIT)
-        opened = self._open(
-            {
-                prefix: source_flag(data, number)
-                for number, blend in enumerate(blends)
-                if blend
-                for prefix in blend.prefixes
-            },
-            vocab_size,
-        )
-        needed = (
-            requested_sizes(training) if training.global_batch_size and training.eval_global_batch_size else (0, 0, 0)
-        )
+        blends, shares = per_split, [(0.0, 1.0)] * 3
+        if blends is None:
+            blends, shares = (combined, combined, combined), parse_split(data.split or DEFAULT_SPLIT)
+        numbered = [(number, blend) for number, blend in enumerate(blends) if blend]
+        wanted = {prefix: source_flag(data, number) for number, blend in numbered for prefix in blend.prefixes}
+        opened = self._open(wanted, vocab_size)
+        has_sizes = training.global_batch_size and training.eval_global_batch_size
+        needed = requested_sizes(training) if has_sizes else (0, 0, 0)
         for number, (blend, share) in enumerate(zip(blends, shares)):
             if blend is not None and share is not None and all(prefix in opened for prefix in blend.prefixes):
                 self._split(number, blend, share, opened, needed[number])
@@ -167,10 +158,9 @@ class _Check:
             found.append(tokens)
             if length and tokens < length + 1:
                 # a small split is read again and again, as in Megatron-LM
-                needs_sample = tokens == 0 or samples is None
-                (empty if needs_sample else small).append(
-                    f"{prefix} ({tokens:,} tokens in {end - begin:,} of {len(opened[prefix]):,} sequences)"
-                )
+                too_few = empty if tokens == 0 or samples is None else small
+                count = f"{end - begin:,} of {len(opened[prefix]):,} sequences"
+                too_few.append(f"{prefix} ({tokens:,} tokens in {count})")
         name, total = ("train", "validation", "test")[number], sum(found)
         if samples == 0 or not length:
             self.lines.append(f"  {name}: {total:,} tokens")
@@ -199,23 +189,19 @@ class _Check:
     def _remedy(self, number: int) -> str:
         """Describe what to change if a split is too small."""
         data, training = self.args.data, self.args.training
-        combined = blends_per_split(data) is None
-        text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT})" if combined else "add data"
+        text = "add data"
+        if blends_per_split(data) is None:
+            text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT}), or add data"
         if number == 0:
-            return text if not combined else f"{text}, or add data"
-        evaluated = (
-            "--full-validation" if training.full_validation and number == 1 else f"--eval-iters {training.eval_iters}"
-        )
-        return f"{text}{', or add data' if combined else ''}, or do not evaluate (now {evaluated}; --eval-iters 0)"
+            return text
+        is_full = training.full_validation and number == 1
+        evaluated = "--full-validation" if is_full else f"--eval-iters {training.eval_iters}"
+        return f"{text}, or do not evaluate (now {evaluated}; --eval-iters 0)"
 
     def loaded(self) -> None:
         """Find the checkpoints and weights from which the run starts."""
         output = self.args.output
-        own = (
-            output.save is not None
-            and output.load is not None
-            and os.path.abspath(output.save) == os.path.abspath(output.load)
-        )
+        is_own = output.save and output.load and os.path.abspath(output.save) == os.path.abspath(output.load)
         for flag, folder in (("--load", output.load), ("--pretrained-checkpoint", output.pretrained_checkpoint)):
             if folder is None:
                 continue
@@ -227,18 +213,12 @@ class _Check:
             if found is not None:
                 self.lines.append(f"{flag} {folder}: {found}")
             elif flag == "--load" and not self._needs_checkpoint():
-                starts = (
-                    f"--pretrained-checkpoint {output.pretrained_checkpoint}"
-                    if output.pretrained_checkpoint
-                    else "random weights"
-                )
-                problem = "" if own or output.pretrained_checkpoint else "WARNING: "
-                advice = (
-                    "" if own or output.pretrained_checkpoint else " (--exit-on-missing-checkpoint ends it instead)"
-                )
-                self.lines.append(
-                    f"{problem}{flag} {folder}: {_describe_missing(folder)}; the run starts from {starts}{advice}"
-                )
+                base = output.pretrained_checkpoint
+                start = f"--pretrained-checkpoint {base}" if base else "random weights"
+                line = f"{flag} {folder}: {_describe_missing(folder)}; the run starts from {start}"
+                if not is_own and not base:
+                    line = f"WARNING: {line} (--exit-on-missing-checkpoint ends it instead)"
+                self.lines.append(line)
             else:
                 self._add_problem(flag, f"{flag} {folder}: {_describe_missing(folder)}")
         if output.init_from is not None and not os.path.isfile(output.init_from):
@@ -270,10 +250,8 @@ class _Check:
         check_format(found)
         check_complete(found)
         size = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
-        return (
-            f"{'Hugging Face or released weights' if is_weights_only(found) else found.name}, complete, "
-            f"{_format_bytes(size)}"
-        )
+        kind = "Hugging Face or released weights" if is_weights_only(found) else found.name
+        return f"{kind}, complete, {_format_bytes(size)}"
 
     def outputs(self, vocab_size: int | None) -> None:
         """Check that the output folders are writable and the checkpoints fit."""
@@ -292,28 +270,21 @@ class _Check:
         stat = os.statvfs(folder)
         free = stat.f_bavail * stat.f_frsize
         if free == 0:
-            self._add_problem(
-                "--save", f"--save {output.save}: the file system of {folder} has no space that can be written"
-            )
-            return
+            message = f"--save {output.save}: the file system of {folder} has no space that can be written"
+            return self._add_problem("--save", message)
         size = None if vocab_size is None else checkpoint_bytes(self.args, vocab_size)
         if size is None:
             self.lines.append(f"--save {output.save}: can be written, {_format_bytes(free)} free")
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
-        kept = f"{count} {'is' if count == 1 else 'are'} planned" + (
-            ", fewer are kept (--save-retain-interval)" if output.save_retain_interval else ""
-        )
+        kept = ", fewer are kept (--save-retain-interval)" if output.save_retain_interval else ""
         self.lines.append(
             f"--save {output.save}: can be written, {_format_bytes(free)} free; a checkpoint takes about "
-            f"{_format_bytes(size)} (estimate), {kept}"
+            f"{_format_bytes(size)} (estimate), {count} {'is' if count == 1 else 'are'} planned{kept}"
         )
         if free < size:
-            self._add_problem(
-                "--save",
-                f"--save {output.save}: {_format_bytes(free)} are free, one checkpoint takes about "
-                f"{_format_bytes(size)}",
-            )
+            message = f"{_format_bytes(free)} are free, one checkpoint takes about {_format_bytes(size)}"
+            self._add_problem("--save", f"--save {output.save}: {message}")
         elif free < count * size and not output.save_retain_interval:
             self.lines.append(
                 f"WARNING: all {count} checkpoints take about {_format_bytes(count * size)}, more than the "
@@ -355,12 +326,8 @@ def _written(args: Arguments) -> Iterator[tuple[str, str, Literal["folder", "fil
     output = args.output
     folders = [("--data-cache-path", args.data.data_cache_path), ("--config-logger-dir", output.config_logger_dir)]
     if not args.is_eval_only:
-        folders = [
-            ("--save", output.save),
-            ("--tensorboard-dir", output.tensorboard_dir),
-            ("--wandb-save-dir", output.wandb_save_dir),
-            *folders,
-        ]
+        metrics = [("--tensorboard-dir", output.tensorboard_dir), ("--wandb-save-dir", output.wandb_save_dir)]
+        folders = [("--save", output.save), *metrics, *folders]
     yield from ((flag, path, "folder") for flag, path in folders if path)
     if output.metrics_file:
         yield "--metrics-file", output.metrics_file, "file"

@@ -119,25 +119,17 @@ def check_same_flags(args: Arguments, launch_env: LaunchEnv) -> None:
         return
     first = collectives.broadcast_object(settings, world)
     other = {name: value for name, value in settings.items() if first.get(name) != value}
-    differences = collectives.all_gather_object(
-        other if digests.index(digests[world.rank]) == world.rank else {}, world
-    )
+    is_first_with_these = digests.index(digests[world.rank]) == world.rank
+    differences = collectives.all_gather_object(other if is_first_with_these else {}, world)
     lines = [
         f"  {OPTIONS[name].spellings[0] if name in OPTIONS else name}: {first.get(name)} on rank 0, {value} on rank "
         f"{rank}"
         for rank, differing in enumerate(differences)
         for name, value in differing.items()
     ]
+    title = "the ranks were not started with the same flags (or read different checkpoints' flags):"
     rest = [f"  ... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    raise UserError(
-        "\n".join(
-            [
-                "the ranks were not started with the same flags (or read different checkpoints' flags):",
-                *lines[:_MAX_LINES],
-                *rest,
-            ]
-        )
-    )
+    raise UserError("\n".join([title, *lines[:_MAX_LINES], *rest]))
 
 
 def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timedelta) -> ParallelState:
@@ -178,8 +170,7 @@ def check_environment(args: Arguments, arch: int | None) -> None:
     for violation in violations:
         if violation.kind == "note":
             logger.warning("%s", violation.message)
-    errors = [violation for violation in violations if violation.kind != "note"]
-    if errors:
+    if errors := [violation for violation in violations if violation.kind != "note"]:
         raise ArgumentError(errors)
 
 

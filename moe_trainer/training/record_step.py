@@ -110,19 +110,13 @@ def record_iteration(
         writing.gradients()
     finally:
         recorder.detach()
-    losses = {} if result is None else result.losses
-    facts = {
-        "losses": losses,
-        "grad_norm": None if result is None else result.grad_norm,
-        "failure": None if failure is None else str(failure),
-        "skipped": None if result is None else result.skipped,
-        "dropped_tokens": None if result is None else result.dropped_tokens,
-    }
     samples = num_microbatches * ctx.args.training.micro_batch_size * ctx.ps.dp.size
     head = {
         **record_metadata(ctx, counters, samples, ctx.args.data.seq_length),
         "sample_numbers": list(sample_numbers),
-        **facts,
+        "losses": {} if result is None else result.losses,
+        "failure": None if failure is None else str(failure),
+        **{name: getattr(result, name, None) for name in ("grad_norm", "skipped", "dropped_tokens")},
     }
     problem, size = writing.finish(head, recorder, replayable)
     if failure is not None:
@@ -213,11 +207,9 @@ class _RecordWriter:
 
     def gradients(self) -> None:
         """Write the gradients, reduced and not yet clipped, unless that has been done."""
-        ctx = self.ctx
-        if self._has_gradients:
-            return
-        self._has_gradients = True
-        self._write_full_tensors(step_record.GRADIENTS, gather_unscaled_grads(ctx))
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._write_full_tensors(step_record.GRADIENTS, gather_unscaled_grads(self.ctx))
 
     def finish(
         self, head: Mapping[str, Any], recorder: StepRecorder, replayable: RewindableIterator[Batch]
@@ -228,33 +220,21 @@ class _RecordWriter:
             The first problem of any rank or None; size in bytes.
         """
         ps, size = self.ctx.ps, 0
-        first = ps.tp.rank == ps.cp.rank == ps.pp.rank == 0
-        fields = (
-            {}
-            if not first
-            else {
+        fields = {}
+        if ps.tp.rank == ps.cp.rank == ps.pp.rank == 0:
+            fields = {
                 f"{step_record.BATCH}{name}": torch.stack([getattr(batch, name) for batch in replayable.batches])
                 for name, value in vars(replayable.batches[0]).items()
                 if value is not None
             }
-        )
         tensors = recorder.tensors({**self.scaling, **fields})
+        random_state = to_plain_types(replayable.random_state)
         if self.problem is None:
-            self._try(
-                lambda: step_record.write_rank(
-                    self.staging_dir, ps.world.rank, tensors, to_plain_types(replayable.random_state)
-                )
-            )
+            self._try(lambda: step_record.write_rank(self.staging_dir, ps.world.rank, tensors, random_state))
         problems = gather_errors(self.problem, ps.world)
         if not problems and ps.world.rank == 0:
-            names = [
-                *self.files,
-                *(
-                    name
-                    for rank in range(ps.world.size)
-                    for name in (step_record.rank_file(rank), step_record.random_file(rank))
-                ),
-            ]
+            of_rank = (step_record.rank_file, step_record.random_file)
+            names = [*self.files, *(name(rank) for rank in range(ps.world.size) for name in of_rank)]
             size = self._try(lambda: step_record.finalize_record(self.staging_dir, self.folder, head, names)) or 0
             problems = [] if self.problem is None else [self.problem]
         problem, size = collectives.broadcast_object((next(iter(problems), None), size), ps.world)

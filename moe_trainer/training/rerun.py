@@ -72,12 +72,8 @@ class StepEvaluation:
     overflowed: bool = False
 
 
-@dataclass(frozen=True)
-class ValidationOutcome:
-    """Accepted evaluation. `skipped` is the reason why its update is not made, None if it is made."""
-
-    evaluation: StepEvaluation
-    skipped: str | None = None
+Outcome = tuple[StepEvaluation, str | None]
+"""Accepted evaluation, and why its update is not made; None if it is made."""
 
 
 def rejection_rules(args: Arguments) -> RejectionRules:
@@ -164,7 +160,7 @@ def inject_error(ctx: TrainContext, state: TrainState, sums: list[Tensor], repea
 
 def validate_result(
     ctx: TrainContext, state: TrainState, first: StepEvaluation, rerun: Callable[[bool], StepEvaluation]
-) -> ValidationOutcome:
+) -> Outcome:
     """Decide whether the result of an iteration is accepted.
 
     `rerun` evaluates the iteration again from its start; its argument disables CUDA graphs.
@@ -177,7 +173,7 @@ def validate_result(
     rules, mode = rejection_rules(ctx.args), ctx.args.training.rerun_mode
     logs = (state.iteration + 1) % ctx.args.output.log_interval == 0
     if not rules.any:
-        return ValidationOutcome(_add_rerun(state, first, rerun(False)) if mode == "report_stats" and logs else first)
+        return (_add_rerun(state, first, rerun(False)) if mode == "report_stats" and logs else first), None
     if math.isfinite(first.norm) and state.history.judge_norm(first.norm, rules) is None:
         _resolve_fault_report(ctx, state)
         if mode == "report_stats" and logs:
@@ -186,9 +182,9 @@ def validate_result(
     return _RejectionHandler(ctx, state, rules, rerun).decide(first)
 
 
-def _accepted(state: TrainState, evaluation: StepEvaluation, rules: RejectionRules) -> ValidationOutcome:
+def _accepted(state: TrainState, evaluation: StepEvaluation, rules: RejectionRules) -> Outcome:
     state.history.update(evaluation.loss, evaluation.norm, rules)
-    return ValidationOutcome(evaluation)
+    return evaluation, None
 
 
 def _add_rerun(state: TrainState, first: StepEvaluation, second: StepEvaluation) -> StepEvaluation:
@@ -250,11 +246,11 @@ class _RejectionHandler:
         self.ctx, self.state, self.rules, self.rerun = ctx, state, rules, rerun
         self.number = state.iteration + 1
 
-    def decide(self, first: StepEvaluation) -> ValidationOutcome:
+    def decide(self, first: StepEvaluation) -> Outcome:
         """Decide about a result that a rank rejects, or whose gradients overflow under a dynamic loss scale."""
         first, reason = self._find_reason(first)
         if reason is None:
-            return ValidationOutcome(first)
+            return first, None
         if self.ctx.args.training.rerun_mode != "validate_results":
             return self._apply_policy(first, reason, "")
         _track(self.ctx, self.number, "initial_run", reason.text)
@@ -334,7 +330,7 @@ class _RejectionHandler:
         self._log_rank0(f"{text}. Training continues with the rerun's result")
         _track(self.ctx, self.number, "first_rerun_not_reproducible", text)
 
-    def _apply_policy(self, evaluation: StepEvaluation, reason: RejectionReason, where: str) -> ValidationOutcome:
+    def _apply_policy(self, evaluation: StepEvaluation, reason: RejectionReason, where: str) -> Outcome:
         """Apply --on-nan or --on-loss-spike to a result that is taken to be reproducible."""
         training, state = self.ctx.args.training, self.state
         action = training.on_nan if reason.kind == "nan" else training.on_loss_spike
@@ -344,7 +340,7 @@ class _RejectionHandler:
             return _accepted(state, evaluation, self.rules)
         if action == "skip" and state.history.consecutive_skips + 1 < MAX_CONSECUTIVE_SKIPS:
             self._log_rank0(f"{text}; the update is skipped")
-            return ValidationOutcome(evaluation, reason.text)
+            return evaluation, reason.text
         if action == "skip":
             raise ResultRejectedError(
                 f"{text}. {MAX_CONSECUTIVE_SKIPS} consecutive iterations were rejected, so this is not a single bad "

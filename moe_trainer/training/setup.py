@@ -89,7 +89,10 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
             )
         grads, optimizer = None, None
         if args.has_frozen_weights:
-            prepare_evaluation(args, runtime, chunks)
+            if args.parallel.has_sharded_params and ps.dp_cp.size > 1:
+                apply_fsdp(args, runtime, chunks)
+            if args.has_fp8_params:
+                logger.info("--fp8-param-gather has no effect: there are no updated weights to gather")
         else:
             grads = build_grad_buffers(args, runtime, chunks)
             optimizer = Optimizer(
@@ -153,17 +156,6 @@ def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transfo
         return None
     streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
     return IterationGraph(args.training.cuda_graph_warmup_steps, streams)
-
-
-def prepare_evaluation(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
-    """Shard the model over the data-parallel ranks if the flags require it.
-
-    No gradients or optimizer state. Collective.
-    """
-    if args.parallel.has_sharded_params and runtime.ps.dp_cp.size > 1:
-        apply_fsdp(args, runtime, chunks)
-    if args.has_fp8_params:
-        logger.info("--fp8-param-gather has no effect: there are no updated weights to gather")
 
 
 def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | FsdpGrads:

@@ -111,15 +111,14 @@ def train_step(
         restart()
         return evaluate(eager, repeated=True)
 
-    outcome = validate_result(ctx, state, evaluate(), rerun)
-    result = outcome.evaluation
+    result, skipped = validate_result(ctx, state, evaluate(), rerun)
     dumps.write(result.tokens)
     if observer is not None:
         observer.before_update()
-    if outcome.skipped is not None:
+    if skipped is not None:
         reset_iteration_stats(ctx)
         losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
-        return StepResult(losses, skipped=outcome.skipped)
+        return StepResult(losses, skipped=skipped)
     update_scales(ctx.chunks, ps)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
