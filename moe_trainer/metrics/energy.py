@@ -9,6 +9,7 @@ import torch
 
 from moe_trainer.backends import import_problem
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.coordination import gather_errors
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -45,7 +46,7 @@ def open_energy_meter(ps: ParallelState, device: torch.device) -> EnergyMeter | 
         read_mj = _open_counter(device)
     except ValueError as error:
         problem = str(error)
-    problems = sorted({each for each in collectives.all_gather_object(problem, ps.world) if each is not None})
+    problems = sorted(set(gather_errors(problem, ps.world)))
     return "; ".join(problems) if problems else EnergyMeter(ps, device, read_mj)
 
 

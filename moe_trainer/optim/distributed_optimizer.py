@@ -92,9 +92,7 @@ class _ForwardHooks:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], bucket_indices: dict[Parameter, int], gather: ParamGather):
-        self._gather = gather
-        self._chunks = chunks
-        self._bucket_indices = bucket_indices
+        self._gather, self._chunks, self._bucket_indices = gather, chunks, bucket_indices
         self._called: set[nn.Module] = set()
         self._reads: dict[nn.Module, tuple[int, ...]] | None = None
         self.uncovered: tuple[int, ...] = ()  # buckets read by no module that is called

@@ -49,10 +49,7 @@ class GradBuffer:
             op: reduction, "sum" or "avg".
             sums_in_fp32: reduce-scatter narrower dtypes than fp32 with fp32 sums.
         """
-        self.layout = layout
-        self.is_sharded = is_sharded
-        self.factor = factor
-        self.op = op
+        self.layout, self.is_sharded, self.factor, self.op = layout, is_sharded, factor, op
         self.sums_in_fp32 = sums_in_fp32 and dtype != torch.float32 and layout.group.size > 1
         self.flat = layout.allocate(dtype)
 
@@ -121,8 +118,7 @@ class _PendingBucket:
     """State of a bucket during one iteration."""
 
     def __init__(self, buffer: GradBuffer, bucket: Bucket):
-        self.buffer = buffer
-        self.bucket = bucket
+        self.buffer, self.bucket = buffer, bucket
         self.local: dict[Slot, Tensor] = {}  # fp32 sums of microbatches, for slots with fp32 local accumulation
         self.hook_counts = dict.fromkeys(bucket.slots, 0)  # per last microbatch, counted in the first iteration
         self.reset()

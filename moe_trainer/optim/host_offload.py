@@ -84,10 +84,8 @@ class HostUpdatePipeline:
         copies: CopyStream | None = None,
     ):
         self._copies = copies or CopyStream(device)
-        self._is_pinned = {
-            "grads": pinned_grads and device.type == "cuda",
-            "params": pinned_params and device.type == "cuda",
-        }
+        is_cuda = device.type == "cuda"
+        self._is_pinned = {"grads": pinned_grads and is_cuda, "params": pinned_params and is_cuda}
         self._overlap = overlap
         self._rings: dict[tuple[str, torch.dtype], _BufferRing] = {}
         self._max_numel = 0

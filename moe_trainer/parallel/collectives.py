@@ -100,17 +100,9 @@ def broadcast_object(obj: Any, group: Group, src: int = 0) -> Any:
     """Return the picklable object of group rank `src`."""
     if group.size == 1:
         return obj
-    objects = [obj]
-    communicate(
-        group,
-        "broadcast_object",
-        None,
-        False,
-        dist.broadcast_object_list,
-        objects,
-        src=group.ranks[src],
-        group=group.handle,
-    )
+    objects, root = [obj], group.ranks[src]
+    launch = dist.broadcast_object_list
+    communicate(group, "broadcast_object", None, False, launch, objects, src=root, group=group.handle)
     return objects[0]
 
 

@@ -56,11 +56,7 @@ class Call:
     instruction: int
 
     def __init__(self, trace: "Trace", operation: str, group: str, ranks: tuple[int, ...], number: int):
-        self.trace = trace
-        self.operation = operation
-        self.group = group
-        self.ranks = ranks
-        self.number = number
+        self.trace, self.operation, self.group, self.ranks, self.number = trace, operation, group, ranks, number
         self.place = (trace.layer, trace.phase, trace.microbatch, trace.iteration)
         self.began = time.monotonic()
         self.event: Any = None

@@ -14,9 +14,7 @@ class MicrobatchCache(Generic[Batch]):
     """
 
     def __init__(self, read: Callable[[], Batch], num_chunks: int):
-        self._read = read
-        self._num_chunks = num_chunks
-        self._next = 0
+        self._read, self._num_chunks, self._next = read, num_chunks, 0
         self._cached: dict[int, tuple[Batch, int]] = {}
 
     def __call__(self, microbatch: int) -> Batch:

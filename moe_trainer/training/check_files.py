@@ -271,7 +271,8 @@ class _Check:
         free = stat.f_bavail * stat.f_frsize
         if free == 0:
             message = f"--save {output.save}: the file system of {folder} has no space that can be written"
-            return self._add_problem("--save", message)
+            self._add_problem("--save", message)
+            return
         size = None if vocab_size is None else checkpoint_bytes(self.args, vocab_size)
         if size is None:
             self.lines.append(f"--save {output.save}: can be written, {_format_bytes(free)} free")

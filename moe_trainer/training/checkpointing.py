@@ -20,7 +20,6 @@ from moe_trainer.errors import as_user_error
 from moe_trainer.optim.scheduler_state import scheduler_state_dict
 from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
 from moe_trainer.training.context import TrainContext, TrainState
-from moe_trainer.training.rerun import history_state
 
 logger = logging.getLogger(__name__)
 
@@ -97,27 +96,25 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
 def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointState:
     """Return everything of a checkpoint except tensors."""
     assert ctx.learning_rate is not None and ctx.weight_decay is not None
-    return CheckpointState(
-        iteration=state.iteration,
-        args=ctx.args.as_dict() | _megatron_extra_args(ctx),
-        consumed_train_samples=state.consumed_train_samples,
-        consumed_valid_samples=state.consumed_valid_samples,
-        skipped_train_samples=state.skipped_train_samples,
-        num_floating_point_operations_so_far=state.total_flops,
-        scheduler=scheduler_state_dict(ctx.learning_rate, ctx.weight_decay, state.scheduled_samples),
-        extra=history_state(state) | ({"fingerprint": state.fingerprint} if state.fingerprint else {}),
-    )
-
-
-def _megatron_extra_args(ctx: TrainContext) -> dict[str, object]:
-    """Return the values that Megatron-LM records in addition to the flags, and that its loader compares or uses."""
-    return {
+    # values that Megatron-LM records in addition to the flags, and that its loader compares or uses
+    megatron_args = {
         "padded_vocab_size": ctx.padded_vocab_size,
         "world_size": ctx.ps.world.size,
         "data_parallel_size": ctx.ps.dp.size,
         # read by torch's own reader; the other strategy needs a package that is not used here
         "async_strategy": "mcore",
     }
+    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint}
+    return CheckpointState(
+        iteration=state.iteration,
+        args=ctx.args.as_dict() | megatron_args,
+        consumed_train_samples=state.consumed_train_samples,
+        consumed_valid_samples=state.consumed_valid_samples,
+        skipped_train_samples=state.skipped_train_samples,
+        num_floating_point_operations_so_far=state.total_flops,
+        scheduler=scheduler_state_dict(ctx.learning_rate, ctx.weight_decay, state.scheduled_samples),
+        extra={name: value for name, value in extra.items() if value},
+    )
 
 
 def finish_save(ctx: TrainContext) -> None:

@@ -83,10 +83,10 @@ class TrainContext:
     batch_size: BatchSizeSchedule
     train_iters: int
     save_options: SaveOptions
-    saver: AsyncSaver
-    save_history: SaveHistory
     timers: Timers
     profiler: Profiler
+    saver: AsyncSaver = field(default_factory=AsyncSaver)
+    save_history: SaveHistory = field(default_factory=SaveHistory)
     iteration_graph: IterationGraph | None = None
     dumps: Dumps = field(default_factory=Dumps)
     datasets: Datasets | None = None

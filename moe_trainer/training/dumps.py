@@ -117,41 +117,24 @@ class StepDumps:
             return
         assert ctx.optimizer is not None
         groups = ((name, getattr(ps, name)) for name in ("tp", "cp", "pp", "dp", "ep", "etp"))
-        metadata = {
-            "iteration": self._iteration,
-            **{name: f"{group.rank} of {group.size}" for name, group in groups},
-        }
+        metadata = {"iteration": self._iteration, **{name: f"{group.rank} of {group.size}" for name, group in groups}}
         scale = 1.0 / ctx.optimizer.loss_scale / (max(tokens, 1.0) if ctx.per_token else 1.0)
-        for what, tensors, factor in (
-            ("activations", self._tensors.activations, None),
-            ("dgrads", self._tensors.input_grads, scale),
-        ):
+        grads = {name: grad * scale for name, grad in self._tensors.input_grads.items()}
+        for what, tensors in (("activations", self._tensors.activations), ("dgrads", grads)):
             if what in self._due:
                 with dumps.warn_once_on_error(f"--save-{what}-interval"):
-                    dumps.write_rank_tensors(
-                        what,
-                        self._iteration,
-                        {name: tensor if factor is None else tensor * factor for name, tensor in tensors.items()},
-                        metadata,
-                    )
+                    dumps.write_rank_tensors(what, self._iteration, tensors, metadata)
 
     def _write_trace(self) -> None:
         trace, score = self._ctx.dumps.trace, self._ctx.args.moe.moe_router_score_function
         assert trace is not None
         with self._ctx.dumps.warn_once_on_error("--moe-routing-trace-path"):
-            routers = [
-                TracedRouter(
-                    router.name,
-                    records,
-                    {
-                        "weight": router.weight,
-                        "expert_bias": router.expert_bias,
-                        "score_function": score,
-                        "topk": router.topk,
-                    },
+            routers = []
+            for router, records in self._routers:
+                tensors = {"weight": router.weight, "expert_bias": router.expert_bias}
+                routers.append(
+                    TracedRouter(router.name, records, {**tensors, "score_function": score, "topk": router.topk})
                 )
-                for router, records in self._routers
-            ]
             trace.write(self._iteration, routers)
 
 

@@ -119,14 +119,8 @@ def evaluate(
     num_bytes = None if count is None else _sum_bytes(ctx, count.total)
     result = EvaluationResult(kind, microbatches * micro * ps.dp.size, loss_sum, int(tokens), num_bytes)
     if ctx.metrics is not None:
-        ctx.metrics.validation(
-            where,
-            kind,
-            {"lm loss": result.loss},
-            state.iteration,
-            state.consumed_train_samples,
-            result if bytes_of else None,
-        )
+        losses, evaluated = {"lm loss": result.loss}, result if bytes_of else None
+        ctx.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples, evaluated)
     return result
 
 

@@ -39,15 +39,8 @@ def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], l
         sums = rerun()
     for index, pair in enumerate(sums, start=1):
         if not torch.isfinite(pair[0]):
-            tracer.note(
-                Fault(
-                    index,
-                    FORWARD,
-                    chunks[-1].number,
-                    AFTER_LAST,
-                    "the loss is not finite, and all modules' results are",
-                )
-            )
+            text = "the loss is not finite, and all modules' results are"
+            tracer.note(Fault(index, FORWARD, chunks[-1].number, AFTER_LAST, text))
     local_fault = tracer.earliest()
     if local_fault is None and (names := nonfinite_gradients(ctx.grads.owned_views())):
         text = f"the sum of the gradients of {', '.join(names[:3])} is not finite, and each of them is"

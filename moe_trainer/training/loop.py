@@ -21,10 +21,10 @@ from moe_trainer.parallel import collectives
 from moe_trainer.resilience.signals import ExitSignalHandler
 from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.record_step import record_step, recording_is_due
-from moe_trainer.training.rerun import log_rerun_statistics, snapshot_iteration_start
+from moe_trainer.training.rerun import snapshot_iteration_start
 from moe_trainer.training.step import train_step
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ def train(
                 save_checkpoint(ctx, state)
         if decision.reason is not None:
             return decision
-    log_rerun_statistics(ctx, state)
+    if state.spread.repeats:
+        print_rank_0(ctx.runtime, f"--rerun-mode report_stats: {state.spread.text}")
     return None
 
 
@@ -194,25 +195,13 @@ def report_memory(ctx: TrainContext, iteration: int) -> None:
     interval = output.log_memory_interval
     is_due = iteration % interval == 0 if interval else iteration in (1, output.log_interval, 2 * output.log_interval)
     if device.type == "cuda" and is_due and ctx.ps.dp.rank == 0:
-        cuda = torch.cuda
-        print(
-            memory_line(
-                ctx.runtime.launch_env.rank,
-                iteration,
-                cuda.memory_allocated(device),
-                cuda.max_memory_allocated(device),
-                cuda.memory_reserved(device),
-                cuda.max_memory_reserved(device),
-                device_memory_used(device) if output.log_device_memory_used else None,
-            ),
-            flush=True,
-        )
-
-
-def device_memory_used(device: torch.device) -> int:
-    """Return the bytes in use on the device, including other processes, communicators and the driver."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+        cuda, used = torch.cuda, None
+        counters = (cuda.memory_allocated, cuda.max_memory_allocated, cuda.memory_reserved, cuda.max_memory_reserved)
+        if output.log_device_memory_used:  # including other processes, communicators and the driver
+            free, total = cuda.mem_get_info(device)
+            used = total - free
+        rank = ctx.runtime.launch_env.rank
+        print(memory_line(rank, iteration, *(counter(device) for counter in counters), used), flush=True)
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -162,19 +162,12 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
 
 def get_sample_numbers(ctx: TrainContext, state: TrainState, num_microbatches: int) -> list[int]:
     """Return the dataset indices of the iteration's samples in the order of the global batch."""
-    training, dp = ctx.args.training, ctx.ps.dp
+    training, dp, consumed = ctx.args.training, ctx.ps.dp, state.consumed_train_samples
     assert ctx.datasets is not None and ctx.datasets.train is not None and ctx.batch_format is not None
+    kind, micro = training.dataloader_type or "single", training.micro_batch_size
     by_rank = []
     for rank in range(dp.size):
-        loader = build_loader(
-            ctx.datasets.train,
-            training.micro_batch_size,
-            rank,
-            dp.size,
-            state.consumed_train_samples,
-            training.dataloader_type or "single",
-            fmt=ctx.batch_format,
-        )
+        loader = build_loader(ctx.datasets.train, micro, rank, dp.size, consumed, kind, fmt=ctx.batch_format)
         by_rank.append([batch for batch, _ in zip(loader.indices(), range(num_microbatches))])
     return [int(number) for microbatch in zip(*by_rank) for batch in microbatch for number in batch]
 

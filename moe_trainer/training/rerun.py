@@ -44,7 +44,7 @@ from moe_trainer.resilience.rejection import (
     track,
 )
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.fault_localization import device_name, global_name, locate_nonfinite
 
 logger = logging.getLogger(__name__)
@@ -115,18 +115,6 @@ def snapshot_iteration_start(ctx: TrainContext) -> None:
     """Snapshot the batch position and the random state at the start of an iteration."""
     if isinstance(ctx.train_batches, RewindableIterator):
         ctx.train_batches.begin()
-
-
-def history_state(state: TrainState) -> dict[str, dict]:
-    """Return the part of a checkpoint that holds the history of results."""
-    kept = state.history.as_dict()
-    return {"history": kept} if kept else {}
-
-
-def log_rerun_statistics(ctx: TrainContext, state: TrainState) -> None:
-    """Log the differences between repeated iterations (--rerun-mode report_stats)."""
-    if state.spread.repeats:
-        print_rank_0(ctx.runtime, f"--rerun-mode report_stats: {state.spread.text}")
 
 
 def inject_error(ctx: TrainContext, state: TrainState, sums: list[Tensor], repeated: bool) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Files that describe how a run was built (--config-logger-dir, --dump-param-to-param-group-map)."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ def write_run_manifest(args: Arguments, chunks: Sequence[nn.Module], ps: Paralle
 
 def _parameter_groups(args: Arguments, chunks: Sequence[nn.Module], ps: ParallelState) -> dict[str, dict]:
     """Return the parameter group of every parameter of the model, by name. Collective."""
+    params = unique_params(param for chunk in chunks for param in chunk.parameters())
     local = {
         name: asdict(get_param_group(param, args.optimizer, ps.ep.size > 1))
-        for param, name in named_local_params(chunks)
+        for param in params
+        for name in get_param_info(param).names
     }
     return {name: group for each in collectives.all_gather_object(local, ps.world) for name, group in each.items()}
 
@@ -72,12 +74,6 @@ def _describe(chunk: nn.Module) -> dict[str, Any]:
             "shard": f"{info.shard_rank} of {info.shard_count}",
         }
     return {"modules": modules, "parameters": parameters}
-
-
-def named_local_params(chunks: Iterable[nn.Module]) -> list[tuple[nn.Parameter, str]]:
-    """Return (parameter, global name) pairs of this rank; a parameter with several names appears once for each."""
-    params = unique_params(param for chunk in chunks for param in chunk.parameters())
-    return [(param, name) for param in params for name in get_param_info(param).names]
 
 
 def write_group_map(path: str, groups: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,6 +10,8 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +23,7 @@ from arguments import Arguments
 from arguments.regular_file import regular_file
 from arguments.vocabulary import choose_padded_vocab_size, get_padded_vocab_size
 from moe_trainer.checkpoint.directory import tokenizer_files
-from moe_trainer.checkpoint.manager import AsyncSaver, saved_padded_vocab_size
+from moe_trainer.checkpoint.manager import saved_padded_vocab_size
 from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import AnyDataset, batch_format, build_datasets, requested_sizes
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
@@ -50,7 +52,6 @@ from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.quantization.iteration import store_weights_in_fp8
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
-from moe_trainer.resilience.save_failures import SaveHistory
 from moe_trainer.training.context import TrainContext, TrainState, named_transformer_layers, print_rank_0
 from moe_trainer.training.initialize import Runtime
 
@@ -72,21 +73,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
     )
     timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace)
     with timers("model-and-optimizer-setup"):
-        chunks = build_chunks(args, ps, vocab, runtime.device)
-        if args.model.dsa_indexer_warmup:
-            freeze_all_but_indexers(chunks)
-        register_layer_trace_hooks(ps.trace, named_transformer_layers(chunks))
-        if args.output.init_from is not None:
-            with as_user_error(f"--init-from {args.output.init_from}"):
-                load_named_weights(chunks, read_safetensors(args.output.init_from), ps, strict=True)
-            logger.info("initial weights from %s", args.output.init_from)
-        count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-        if ps.dp_cp.rank == 0:
-            print(
-                f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
-                f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}",
-                flush=True,
-            )
+        chunks = build_model(args, runtime, vocab)
         grads, optimizer = None, None
         if args.has_frozen_weights:
             if args.parallel.has_sharded_params and ps.dp_cp.size > 1:
@@ -133,16 +120,37 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         weight_decay=weight_decay,
         batch_size=batch_size,
         train_iters=train_iters,
-        save_options=SaveOptions.from_args(
-            args.output, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
-        ),
-        saver=AsyncSaver(),
-        save_history=SaveHistory(),
+        save_options=SaveOptions.from_args(args.output, _tokenizer_files(args)),
         timers=timers,
         profiler=Profiler(args.output, runtime.launch_env.rank),
         iteration_graph=_iteration_graph(args, runtime.device, chunks),
         dumps=Dumps(args.output, args.moe, runtime.launch_env.rank),
     )
+
+
+def build_model(args: Arguments, runtime: Runtime, vocab_size: int) -> list[Transformer]:
+    """Build this rank's chunks of the model with their initial weights. Collective."""
+    ps = runtime.ps
+    chunks = build_chunks(args, ps, vocab_size, runtime.device)
+    if args.model.dsa_indexer_warmup:
+        freeze_all_but_indexers(chunks)
+    register_layer_trace_hooks(ps.trace, named_transformer_layers(chunks))
+    if args.output.init_from is not None:
+        with as_user_error(f"--init-from {args.output.init_from}"):
+            load_named_weights(chunks, read_safetensors(args.output.init_from), ps, strict=True)
+        logger.info("initial weights from %s", args.output.init_from)
+    count = sum(param.numel() for param in parameters(chunks))
+    if ps.dp_cp.rank == 0:
+        print(
+            f" > number of parameters on (tensor, gtp_weight_remat, pipeline) model parallel rank "
+            f"({ps.tp.rank}, 0, {ps.pp.rank}): {count}",
+            flush=True,
+        )
+    return chunks
+
+
+def _tokenizer_files(args: Arguments) -> tuple[Path, ...]:
+    return tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
 
 
 def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph | None:
@@ -269,26 +277,16 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
         print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
         if rank == 0 and not args.training.skip_train:  # other data may be evaluated
-            current = make_fingerprint(
-                args.data, tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
-            )
+            current = make_fingerprint(args.data, _tokenizer_files(args))
             for warning in compare_fingerprints(state.fingerprint, current):
                 logger.warning("WARNING: %s", warning)
             state.fingerprint = current
-        datasets = build_datasets(
-            args.data,
-            args.training,
-            tokenizer,
-            (train, valid, test),
-            is_builder=rank == 0,
-            barrier=lambda: collectives.barrier(ps.world),
-        )
+        sizes, barrier = (train, valid, test), partial(collectives.barrier, ps.world)
+        datasets = build_datasets(args.data, args.training, tokenizer, sizes, is_builder=rank == 0, barrier=barrier)
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:
-            batches = make_batch_iterator(
-                ctx, datasets.train, args.training.micro_batch_size, state.consumed_train_samples
-            )
-            ctx = replace(ctx, train_batches=batches)
+            micro, consumed = args.training.micro_batch_size, state.consumed_train_samples
+            ctx = replace(ctx, train_batches=make_batch_iterator(ctx, datasets.train, micro, consumed))
     return ctx
 
 
@@ -296,20 +294,12 @@ def make_batch_iterator(
     ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int, consumed: int
 ) -> Iterator[Batch]:
     """Return this rank's batches of a dataset after `consumed` samples, counted over all ranks."""
-    args, dp = ctx.args, ctx.ps.dp
-    assert ctx.batch_format is not None
+    args, dp, fmt = ctx.args, ctx.ps.dp, ctx.batch_format
+    assert fmt is not None
+    kind, workers = args.training.dataloader_type or "single", args.data.num_workers
+    pinned = ctx.runtime.device.type == "cuda"
     return iter(
-        build_loader(
-            dataset,
-            micro_batch_size,
-            dp.rank,
-            dp.size,
-            consumed,
-            args.training.dataloader_type or "single",
-            args.data.num_workers,
-            fmt=ctx.batch_format,
-            pin_memory=ctx.runtime.device.type == "cuda",
-        )
+        build_loader(dataset, micro_batch_size, dp.rank, dp.size, consumed, kind, workers, fmt=fmt, pin_memory=pinned)
     )
 
 
