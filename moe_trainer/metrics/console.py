@@ -85,18 +85,12 @@ def validation_line(where: str, losses: Mapping[str, float]) -> str:
     return f"{frame}\n{text}\n{frame}"
 
 
-def memory_line(
-    rank: int,
-    iteration: int,
-    allocated: int,
-    max_allocated: int,
-    reserved: int,
-    max_reserved: int,
-    used: int | None = None,
-) -> str:
-    """Return Megatron-LM's device memory line. Amounts are in bytes, printed in MiB; `used` is of all processes."""
+def memory_line(rank: int, iteration: int, *amounts: int | None) -> str:
+    """Return Megatron-LM's device memory line.
+
+    `amounts` are in bytes, in the order of the names below, printed in MiB; None is left out.
+    """
     names = ("allocated", "max allocated", "reserved", "max reserved", "total device memory used")
-    amounts = (allocated, max_allocated, reserved, max_reserved, used)
     text = "".join(f" | {name}: {each / 2**20}" for name, each in zip(names, amounts) if each is not None)
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB){text}"
 

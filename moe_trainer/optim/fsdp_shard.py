@@ -65,14 +65,12 @@ class FsdpGrads:
         for param in self.params:
             param.grad = None
 
-    def accumulate(self) -> contextlib.AbstractContextManager:
-        """Return the context for the backward of every microbatch but the last."""
-        return self._rounding() if self._sums_in_bf16 else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _rounding(self) -> Iterator[None]:
+    def accumulate(self) -> Iterator[None]:
+        """Enclose the backward of every microbatch but the last."""
         yield
-        self._round()
+        if self._sums_in_bf16:
+            self._round()
 
     @torch.no_grad()
     def _round(self) -> None:

@@ -5,7 +5,7 @@ ranks arrive in the order in which they were sent. `exchange` starts a batch, wh
 the order of sends and receives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +17,18 @@ from moe_trainer.parallel.state import Group, communicate
 
 @dataclass(frozen=True)
 class Send:
-    """Send `x` to group rank `to`."""
+    """Send `x` to group rank `peer`."""
 
     x: Tensor
-    to: int
-
-    def describe(self, group: Group) -> str:
-        return f"send to rank {group.ranks[self.to]}"
+    peer: int
 
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive from group rank `source` into `out`, of the same shape and dtype."""
+    """Receive from group rank `peer` into `x`, of the same shape and dtype."""
 
-    out: Tensor
-    source: int
-
-    def describe(self, group: Group) -> str:
-        return f"receive from rank {group.ranks[self.source]}"
+    x: Tensor
+    peer: int
 
 
 class Works:
@@ -50,16 +44,11 @@ class Works:
 
 
 def isend(x: Tensor, group: Group, to: int) -> Any:
-    assert to != group.rank, f"{group.name}: rank {to} sends to itself"
-    return communicate(
-        group, Send(x, to).describe(group), x, True, dist.isend, x, dst=group.ranks[to], group=group.handle
-    )
+    return _start(Send(x, to), group)
 
 
 def irecv(out: Tensor, group: Group, source: int) -> Any:
-    assert source != group.rank, f"{group.name}: rank {source} receives from itself"
-    operation = Receive(out, source).describe(group)
-    return communicate(group, operation, out, True, dist.irecv, out, src=group.ranks[source], group=group.handle)
+    return _start(Receive(out, source), group)
 
 
 def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
@@ -69,12 +58,20 @@ def exchange(ops: Sequence[Send | Receive], group: Group) -> Any:
     """
     if not ops:
         return Works(())
-    batch = [
-        dist.P2POp(dist.isend, op.x, group.ranks[op.to], group.handle)
-        if isinstance(op, Send)
-        else dist.P2POp(dist.irecv, op.out, group.ranks[op.source], group.handle)
-        for op in ops
-    ]
-    operation = " and ".join(op.describe(group) for op in ops)
-    first = ops[0].x if isinstance(ops[0], Send) else ops[0].out
-    return communicate(group, operation, first, True, lambda: Works(dist.batch_isend_irecv(batch)))
+    batch = [dist.P2POp(_launcher(op), op.x, group.ranks[op.peer], group.handle) for op in ops]
+    operation = " and ".join(_describe(op, group) for op in ops)
+    return communicate(group, operation, ops[0].x, True, lambda: Works(dist.batch_isend_irecv(batch)))
+
+
+def _start(op: Send | Receive, group: Group) -> Any:
+    operation, peer = _describe(op, group), group.ranks[op.peer]
+    assert op.peer != group.rank, f"{group.name}: rank {group.rank}: {operation} is a message to itself"
+    return communicate(group, operation, op.x, True, _launcher(op), op.x, peer, group.handle)
+
+
+def _launcher(op: Send | Receive) -> Callable[..., Any]:
+    return dist.isend if isinstance(op, Send) else dist.irecv
+
+
+def _describe(op: Send | Receive, group: Group) -> str:
+    return f"{'send to' if isinstance(op, Send) else 'receive from'} rank {group.ranks[op.peer]}"

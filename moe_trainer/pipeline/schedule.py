@@ -220,7 +220,7 @@ class _Execution(Generic[Result]):
         if self.schedule.overlap:
             groups = [self.schedule.channels[channel(pp.rank, message, pp.size)] for message in step.messages]
             works = [
-                p2p.isend(op.x, group, op.to) if isinstance(op, p2p.Send) else p2p.irecv(op.out, group, op.source)
+                p2p.isend(op.x, group, op.peer) if isinstance(op, p2p.Send) else p2p.irecv(op.x, group, op.peer)
                 for op, group in zip(ops, groups, strict=True)
             ]
         else:
@@ -229,7 +229,7 @@ class _Execution(Generic[Result]):
             if isinstance(op, p2p.Send):
                 self.in_flight.append((work, op.x))
             else:
-                self.arrivals[action] = _Arrival(op.out, work)
+                self.arrivals[action] = _Arrival(op.x, work)
         while len(self.in_flight) > MAX_INFLIGHT_SENDS:
             self.in_flight.pop(0)[0].wait()
 

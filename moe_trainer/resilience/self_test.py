@@ -157,13 +157,8 @@ def _run_forked_rank(rank: int, size: int, folder: str) -> None:
     timeout = StepTimeout(rank, report)
     try:
         timeout.at("joining the other ranks")
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(f"{folder}/store", size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=STEP_TIMEOUT_S),
-        )
+        store, limit = dist.FileStore(f"{folder}/store", size), timedelta(seconds=STEP_TIMEOUT_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         passed, speed = run_collectives(rank, size, "gloo", torch.device("cpu"), timeout)
         Path(folder, f"{rank}.json").write_text(json.dumps({"passed": passed, "gb_s": speed}))
         dist.destroy_process_group()

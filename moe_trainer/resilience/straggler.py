@@ -143,11 +143,8 @@ class StragglerDetector:
         """
         seconds, count, self._iterations = self._timer.pop_totals(), self._iterations, 0
         requested = self.on if self._switch is None else self._switch.on
-        local = torch.tensor(
-            [seconds[part] / max(count, 1) for part in PARTS] + [float(requested)],
-            dtype=torch.float64,
-            device=self._device,
-        )
+        values = [seconds[part] / max(count, 1) for part in PARTS] + [float(requested)]
+        local = torch.tensor(values, dtype=torch.float64, device=self._device)
         gathered = local.new_empty(local.numel() * self._ps.world.size)
         collectives.all_gather_flat(gathered, local, self._ps.world)
         rows = gathered.view(self._ps.world.size, -1).tolist()

@@ -57,11 +57,9 @@ class _ByteCount:
 
 def can_validate(ctx: TrainContext) -> bool:
     """Return whether there is a validation set to evaluate."""
-    return (
-        ctx.datasets is not None
-        and bool(ctx.datasets.valid)
-        and (ctx.args.training.eval_iters > 0 or ctx.args.training.full_validation)
-    )
+    training = ctx.args.training
+    has_data = ctx.datasets is not None and bool(ctx.datasets.valid)
+    return has_data and (training.eval_iters > 0 or training.full_validation)
 
 
 def validate(

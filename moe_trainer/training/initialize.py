@@ -140,10 +140,8 @@ def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timede
     """
     sizes = parallel_sizes(args)
     if args.parallel.print_groups and launch_env.rank == 0:
-        print(
-            f"groups of {launch_env.world_size} ranks:\n{group_table(plan_groups(launch_env.world_size, **sizes))}",
-            flush=True,
-        )
+        table = group_table(plan_groups(launch_env.world_size, **sizes))
+        print(f"groups of {launch_env.world_size} ranks:\n{table}", flush=True)
     try:
         return ParallelState.create(launch_env.world_size, launch_env.rank, **sizes, timeout=timeout)
     except RuntimeError as error:
@@ -182,9 +180,8 @@ def configure_logging(launch_env: LaunchEnv, level: int | None) -> None:
             raise ValueError(f"environment variable MEGATRON_LOGGING_LEVEL must be a number such as 20, got {text!r}")
         level = int(text)
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        logging.Formatter("%(message)s" if launch_env.world_size == 1 else f"[rank {launch_env.rank}] %(message)s")
-    )
+    prefix = "" if launch_env.world_size == 1 else f"[rank {launch_env.rank}] "
+    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     handler.addFilter(lambda record: launch_env.rank == 0 or record.levelno >= logging.WARNING)
     for name in ("moe_trainer", "arguments"):
         root = logging.getLogger(name)

@@ -21,11 +21,9 @@ def open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger | None:
     Raises:
         UserError: on every rank, if they cannot be written.
     """
-    launch_env = ctx.runtime.launch_env
     with raise_on_all_ranks(ctx.ps.world, "logging"):
-        if launch_env.rank == launch_env.world_size - 1:
-            return _open_metrics(ctx, state)
-    return None
+        is_last = ctx.ps.world.rank == ctx.ps.world.size - 1
+        return _open_metrics(ctx, state) if is_last else None
 
 
 def close_metrics(ctx: TrainContext) -> None:

@@ -87,14 +87,8 @@ def run_job(
     """Build, resume, train, evaluate and save; return the exit code."""
     args = resolve_auto_resume(args, runtime.ps)
     log_arguments(args, runtime)
-    parallel = args.parallel
-    timeouts = TimeoutManager(
-        runtime.ps,
-        watchdog,
-        runtime.device,
-        parallel.distributed_timeout_minutes * 60.0,
-        parallel.distributed_timeout_seconds_after_init,
-    )
+    startup_s, training_s = watchdog.timeout, args.parallel.distributed_timeout_seconds_after_init
+    timeouts = TimeoutManager(runtime.ps, watchdog, runtime.device, startup_s, training_s)
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)

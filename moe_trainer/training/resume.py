@@ -166,18 +166,13 @@ def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainC
             )
         return ctx, 0
     assert ctx.learning_rate is not None and ctx.weight_decay is not None
+    override, use_saved = optimizer.override_opt_param_scheduler, optimizer.use_checkpoint_opt_param_scheduler
     with as_user_error(f"--load {output.load}"):
         learning_rate, weight_decay = resume_schedules(
-            ctx.learning_rate,
-            ctx.weight_decay,
-            saved.scheduler,
-            override=optimizer.override_opt_param_scheduler,
-            use_saved=optimizer.use_checkpoint_opt_param_scheduler,
+            ctx.learning_rate, ctx.weight_decay, saved.scheduler, override=override, use_saved=use_saved
         )
-    override = optimizer.override_opt_param_scheduler
-    samples = (
-        saved.consumed_train_samples if override else saved.scheduler.get("num_steps", saved.consumed_train_samples)
-    )
+    consumed = saved.consumed_train_samples
+    samples = consumed if override else saved.scheduler.get("num_steps", consumed)
     return replace(ctx, learning_rate=learning_rate, weight_decay=weight_decay), samples
 
 

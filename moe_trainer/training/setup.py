@@ -61,16 +61,11 @@ logger = logging.getLogger(__name__)
 def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> TrainContext:
     """Build model, gradient buffers, optimizer and schedules. Collective."""
     ps = runtime.ps
-    vocab = padded_vocabulary(args, ps, tokenizer.vocab_size)
-    if vocab < tokenizer.vocab_size:
-        raise UserError(
-            f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({tokenizer.vocab_size})"
-        )
-    print_rank_0(
-        runtime,
-        f" > padded vocab (size: {tokenizer.vocab_size}) with {vocab - tokenizer.vocab_size} dummy tokens (new size: "
-        f"{vocab})",
-    )
+    size = tokenizer.vocab_size
+    vocab = padded_vocabulary(args, ps, size)
+    if vocab < size:
+        raise UserError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({size})")
+    print_rank_0(runtime, f" > padded vocab (size: {size}) with {vocab - size} dummy tokens (new size: {vocab})")
     timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace)
     with timers("model-and-optimizer-setup"):
         chunks = build_model(args, runtime, vocab)
