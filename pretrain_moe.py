@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         for name, value in args.recipe_env.items():
             os.environ.setdefault(name, value)
         os.environ.update(allocator_environment(args, os.environ))
-        require_packages("torch", "numpy", "safetensors")
+        require_packages("torch", "numpy", "safetensors", "tqdm")
     except ValueError as error:
         return _report_error(error, rank)
 

@@ -39,13 +39,14 @@ if TYPE_CHECKING:  # it imports torch, which may be what is missing
     from moe_trainer.resilience.self_test import SelfTestResult
 
 MIN_TORCH_VERSION = (2, 11)
-REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "gloo"})
+REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = (
     "python",
     "torch",
     "numpy",
     "PyYAML",
     "safetensors",
+    "tqdm",
     "gloo",
     "cuda",
     "nccl",
@@ -211,6 +212,7 @@ def collect_environment() -> list[Finding]:
         find_package("numpy", "numpy", "nothing runs"),
         find_package("PyYAML", "yaml", "nothing runs: presets and recipes are YAML"),
         find_package("safetensors", "safetensors", "nothing runs: --init-from and --export-weights are read at start"),
+        find_package("tqdm", "tqdm", "nothing runs: it draws the progress bar"),
         find_apex(),
         find_package("triton", "triton", "--triton-kernels falls back to plain torch"),
         find_package(
