@@ -7,7 +7,7 @@ and torch is imported only to inspect a checkpoint. All problems are collected.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -96,7 +96,8 @@ class _Check:
             reason = "" if data.mock_data else ", because no data is given (--data-path)"
             self.lines.append(f"data: mock data{reason}")
             return
-        blends, shares = per_split, [(0.0, 1.0)] * 3
+        blends = per_split
+        shares: Sequence[tuple[float, float] | None] = ((0.0, 1.0),) * 3
         if blends is None:
             blends, shares = (combined, combined, combined), parse_split(data.split or DEFAULT_SPLIT)
         numbered = [(number, blend) for number, blend in enumerate(blends) if blend]
