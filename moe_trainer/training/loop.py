@@ -167,14 +167,10 @@ def skip_iteration(ctx: TrainContext, state: TrainState, microbatches: int, samp
 
 def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
     """Return whether a validation follows this iteration."""
-    training = ctx.args.training
-    start = training.start_eval_at_iter or 0
-    return (
-        training.eval_interval is not None
-        and state.iteration % training.eval_interval == 0
-        and state.iteration >= start
-        and can_validate(ctx)
-    )
+    training, iteration = ctx.args.training, state.iteration
+    if training.eval_interval is None or iteration % training.eval_interval != 0:
+        return False
+    return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
 
 
 def report_timers(ctx: TrainContext, iteration: int) -> None:

@@ -272,10 +272,8 @@ class _RejectionHandler:
         self, reason: RejectionReason, repeated: RejectionReason, first: StepEvaluation, second: StepEvaluation
     ) -> bool:
         """Return whether all ranks got the same result twice. Collective."""
-        alike = (
-            reason.kind == repeated.kind
-            and max(difference(first.loss, second.loss), difference(first.norm, second.norm)) <= TOLERANCE
-        )
+        largest = max(difference(first.loss, second.loss), difference(first.norm, second.norm))
+        alike = reason.kind == repeated.kind and largest <= TOLERANCE
         return all(collectives.all_gather_object(alike, self.ctx.ps.world))
 
     def _copy_results(self, evaluation: StepEvaluation) -> list[tuple[str, Tensor]]:
