@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments.tokens import FIELDS
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, run_dry_run
-from moe_trainer.estimate.hardware import Constants, find_hardware
+from moe_trainer.estimate.hardware import GIB, Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.local_calibration import (
     calibrate,
@@ -39,7 +39,6 @@ from moe_trainer.estimate.local_calibration import (
     read_device_name,
     read_runs,
 )
-from moe_trainer.estimate.memory import GIB
 from moe_trainer.estimate.plan import make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.search import DEFAULT_HEADROOM, search, search_formats

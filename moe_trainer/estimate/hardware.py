@@ -21,6 +21,13 @@ from typing import Any
 
 from arguments.regular_file import regular_file
 
+GIB = 2.0**30
+RESERVED_BYTES = 3 * GIB
+"""Bytes of a device that tensors cannot use.
+
+An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces.
+"""
+
 
 class HardwareError(ValueError):
     """--hardware is unknown, or a file that cannot be used."""
@@ -119,6 +126,11 @@ class Hardware:
     def is_blackwell(self) -> bool:
         """Whether it has the tensor cores of Blackwell, the ones with fp4."""
         return self.fp4 > 0
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a device that tensors can use."""
+        return self.memory_gib * GIB - RESERVED_BYTES
 
     def peak(self, width: str) -> float:
         """Return the dense FLOP/s of GEMMs in "bf16", "fp8" or "fp4", or in the next wider format that it has."""

@@ -13,23 +13,22 @@ eight; 8x70B is Llama-3-70B with eight experts per layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moe_trainer.estimate.published_runs import (
     GRAPHS,
     H100_TFLOPS_PER_PERCENT,
     HYBRIDEP,
     MXFP8,
     OVERLAP,
+    RECOMPUTE,
     SEVEN,
     SPLIT,
     UNFOLDED,
-    PublishedRun,
+    VPP,
+    HoldoutRun,
 )
 
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
 ROUTER_GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router moe_preprocess"
-RECOMPUTE = "--recompute-granularity selective --recompute-modules"
 NO_MTP = "--mtp-num-layers 0"
 FOUR = "--pipeline-model-parallel-layout Et*4|(t*4|)*14tmL"
 FOUR_PLAIN = "--pipeline-model-parallel-layout Et*4|(t*4|)*14tL"
@@ -43,198 +42,149 @@ SEVENTY = (
 )
 
 
-@dataclass(frozen=True)
-class HoldoutRun(PublishedRun):
-    """A published run that no constant was fitted to."""
-
-    is_fitted: bool = False
-
-
 HOLDOUT_RUNS = (
     HoldoutRun(
         "DeepSeek-V3 without MTP 256xGB300 BF16",
-        *("deepseek_v3", "gb300", 256, "bf16", 1, 2, 32, 1, 4096, 961),
+        *(1, 2, 32, 1, 4096, 961),
         f"{NO_MTP} {EIGHT_PLAIN} {HYBRIDEP} {ROUTER_GRAPHS} {RECOMPUTE} mla_up_proj",
         "BP 25.11",
     ),
     HoldoutRun(
         "DeepSeek-V3 without MTP 256xGB300 MXFP8",
-        *("deepseek_v3", "gb300", 256, "fp8", 1, 2, 32, 1, 4096, 1088),
+        *(1, 2, 32, 1, 4096, 1088),
         f"{NO_MTP} {EIGHT_PLAIN} {HYBRIDEP} {MXFP8} {ROUTER_GRAPHS} {RECOMPUTE} mla_up_proj",
         "BP 25.11",
     ),
     HoldoutRun(
         "DeepSeek-V3 256xGB300 MXFP8, PP2",
-        *("deepseek_v3", "gb300", 256, "fp8", 1, 2, 32, 2, 4096, 1199),
+        *(1, 2, 32, 2, 4096, 1199),
         f"{FOUR} {HYBRIDEP} {MXFP8} {GRAPHS} {RECOMPUTE} mla_up_proj",
         "BP 26.02",
     ),
     HoldoutRun(
         "DeepSeek-V3 without MTP 256xGB200 BF16",
-        *("deepseek_v3", "gb200", 256, "bf16", 1, 4, 64, 1, 4096, 782),
+        *(1, 4, 64, 1, 4096, 782),
         f"{NO_MTP} {FOUR_PLAIN} {HYBRIDEP} {GRAPHS} {RECOMPUTE} mla_up_proj",
         "BP 25.11",
     ),
     HoldoutRun(
         "DeepSeek-V3 without MTP 256xGB200 MXFP8, PP8",
-        *("deepseek_v3", "gb200", 256, "fp8", 1, 8, 32, 1, 4096, 1003),
+        *(1, 8, 32, 1, 4096, 1003),
         f"{NO_MTP} {TWO_PLAIN} {HYBRIDEP} {MXFP8} {GRAPHS}",
         "BP 25.11",
     ),
     HoldoutRun(
         "DeepSeek-V3 256xGB200 MXFP8, batch 4096",
-        *("deepseek_v3", "gb200", 256, "fp8", 1, 4, 64, 1, 4096, 1028),
+        *(1, 4, 64, 1, 4096, 1028),
         f"{FOUR} {HYBRIDEP} {MXFP8} {GRAPHS} {RECOMPUTE} mlp",
         "BP 26.02",
     ),
     HoldoutRun(
         "DeepSeek-V3 256xB300 MXFP8, PP16 EP8",
-        *("deepseek_v3", "b300", 256, "fp8", 1, 16, 8, 1, 4096, 776),
+        *(1, 16, 8, 1, 4096, 776),
         f"{SIXTEEN} {HYBRIDEP} {MXFP8} {GRAPHS} {RECOMPUTE} mla_up_proj",
         "BP 26.02",
     ),
     HoldoutRun(
         "DeepSeek-V3 256xB200 MXFP8, PP16 EP8",
-        *("deepseek_v3", "b200", 256, "fp8", 1, 16, 8, 1, 4096, 699),
+        *(1, 16, 8, 1, 4096, 699),
         f"{SIXTEEN} {HYBRIDEP} {MXFP8} {RECOMPUTE} mla_up_proj",
         "BP 26.02",
     ),
+    HoldoutRun("Qwen3-30B 8xGB300 MXFP8", *(1, 1, 8, 8, 512, 699), f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}", "BP 26.02"),
     HoldoutRun(
-        "Qwen3-30B 8xGB300 MXFP8",
-        *("qwen3_30b_a3b", "gb300", 8, "fp8", 1, 1, 8, 8, 512, 699),
-        f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}",
-        "BP 26.02",
+        "Qwen3-30B 8xGB300 MXFP8, older", *(1, 1, 8, 4, 512, 666), f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}", "BP 25.11"
     ),
+    HoldoutRun("Qwen3-30B 8xGB200 MXFP8", *(1, 1, 8, 4, 512, 600), f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}", "BP 26.02"),
     HoldoutRun(
-        "Qwen3-30B 8xGB300 MXFP8, older",
-        *("qwen3_30b_a3b", "gb300", 8, "fp8", 1, 1, 8, 4, 512, 666),
-        f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}",
-        "BP 25.11",
+        "Qwen3-30B 8xGB200 MXFP8, older", *(1, 1, 8, 4, 512, 547), f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}", "BP 25.11"
     ),
-    HoldoutRun(
-        "Qwen3-30B 8xGB200 MXFP8",
-        *("qwen3_30b_a3b", "gb200", 8, "fp8", 1, 1, 8, 4, 512, 600),
-        f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}",
-        "BP 26.02",
-    ),
-    HoldoutRun(
-        "Qwen3-30B 8xGB200 MXFP8, older",
-        *("qwen3_30b_a3b", "gb200", 8, "fp8", 1, 1, 8, 4, 512, 547),
-        f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}",
-        "BP 25.11",
-    ),
-    HoldoutRun(
-        "Qwen3-30B 8xB300 MXFP8",
-        *("qwen3_30b_a3b", "b300", 8, "fp8", 1, 1, 8, 8, 512, 679),
-        f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}",
-        "BP 26.02",
-    ),
-    HoldoutRun(
-        "Qwen3-30B 8xB200 MXFP8, eager, alltoall",
-        *("qwen3_30b_a3b", "b200", 8, "fp8", 1, 1, 8, 1, 512, 223),
-        MXFP8,
-        "BP 26.02",
-    ),
+    HoldoutRun("Qwen3-30B 8xB300 MXFP8", *(1, 1, 8, 8, 512, 679), f"{HYBRIDEP} {MXFP8} {ROUTER_GRAPHS}", "BP 26.02"),
+    HoldoutRun("Qwen3-30B 8xB200 MXFP8, eager, alltoall", *(1, 1, 8, 1, 512, 223), MXFP8, "BP 26.02"),
     HoldoutRun(
         "Qwen3-30B 16xH100 FP8, eager, alltoall, PP2 VPP12",
-        *("qwen3_30b_a3b", "h100", 16, "fp8", 1, 2, 8, 1, 1024, 118),
-        f"{TENSORWISE} --num-virtual-stages-per-pipeline-rank 12 {OVERLAP}",
+        *(1, 2, 8, 1, 1024, 118),
+        f"{TENSORWISE} {VPP} 12 {OVERLAP}",
         "BP 26.02",
     ),
     HoldoutRun(
         "Qwen3-235B 256xGB300 MXFP8, batch 8192",
-        *("qwen3_235b_a22b", "gb300", 256, "fp8", 1, 4, 32, 2, 8192, 974),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {MXFP8} {GRAPHS}",
+        *(1, 4, 32, 2, 8192, 974),
+        f"{SPLIT} {VPP} 12 {HYBRIDEP} {MXFP8} {GRAPHS}",
         "BP 26.02",
     ),
     HoldoutRun(
         "Qwen3-235B 256xGB300 BF16",
-        *("qwen3_235b_a22b", "gb300", 256, "bf16", 1, 4, 16, 2, 8192, 907),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {GRAPHS}",
+        *(1, 4, 16, 2, 8192, 907),
+        f"{SPLIT} {VPP} 12 {HYBRIDEP} {GRAPHS}",
         "BP 25.11",
     ),
     HoldoutRun(
         "Qwen3-235B 256xGB200 MXFP8, PP8",
-        *("qwen3_235b_a22b", "gb200", 256, "fp8", 1, 8, 32, 1, 8192, 806),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 3 {HYBRIDEP} {MXFP8} {GRAPHS}",
+        *(1, 8, 32, 1, 8192, 806),
+        f"{SPLIT} {VPP} 3 {HYBRIDEP} {MXFP8} {GRAPHS}",
         "BP 26.02",
     ),
     HoldoutRun(
         "Qwen3-235B 256xGB200 BF16, PP8",
-        *("qwen3_235b_a22b", "gb200", 256, "bf16", 1, 8, 32, 1, 8192, 728),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 3 {HYBRIDEP} {GRAPHS}",
+        *(1, 8, 32, 1, 8192, 728),
+        f"{SPLIT} {VPP} 3 {HYBRIDEP} {GRAPHS}",
         "BP 25.11",
     ),
-    HoldoutRun(
-        "Qwen3-235B 256xB200 MXFP8, eager, alltoall",
-        *("qwen3_235b_a22b", "b200", 256, "fp8", 1, 8, 8, 1, 8192, 563),
-        f"{SPLIT} {MXFP8}",
-        "BP 26.02",
-    ),
+    HoldoutRun("Qwen3-235B 256xB200 MXFP8, eager, alltoall", *(1, 8, 8, 1, 8192, 563), f"{SPLIT} {MXFP8}", "BP 26.02"),
     HoldoutRun(
         "Qwen3-235B 256xH100 FP8, eager, alltoall",
-        *("qwen3_235b_a22b", "h100", 256, "fp8", 2, 8, 32, 1, 8192, 242),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 4 {TENSORWISE} {OVERLAP}",
+        *(2, 8, 32, 1, 8192, 242),
+        f"{SPLIT} {VPP} 4 {TENSORWISE} {OVERLAP}",
         "BP 26.02",
     ),
-    HoldoutRun(
-        "GPT-OSS-120B 64xGB300 BF16, alltoall",
-        *("gpt_oss_120b", "gb300", 64, "bf16", 1, 1, 64, 4, 1280, 527),
-        GRAPHS,
-        "BP 26.02",
-    ),
+    HoldoutRun("GPT-OSS-120B 64xGB300 BF16, alltoall", *(1, 1, 64, 4, 1280, 527), GRAPHS, "BP 26.02"),
     HoldoutRun(
         "GPT-OSS-120B 64xGB200 BF16, eager, alltoall",
-        *("gpt_oss_120b", "gb200", 64, "bf16", 1, 1, 64, 4, 1280, 428),
+        *(1, 1, 64, 4, 1280, 428),
         f"{RECOMPUTE} layernorm moe_act",
         "BP 26.02",
     ),
     HoldoutRun(
         "GPT-OSS-120B 64xB200 BF16, eager, alltoall",
-        *("gpt_oss_120b", "b200", 64, "bf16", 1, 1, 64, 4, 1280, 219),
+        *(1, 1, 64, 4, 1280, 219),
         f"{RECOMPUTE} layernorm moe_act",
         "BP 26.02",
     ),
     HoldoutRun(
         "GPT-OSS-120B 64xH100 BF16, eager, alltoall",
-        *("gpt_oss_120b", "h100", 64, "bf16", 1, 4, 8, 1, 1280, 163),
+        *(1, 4, 8, 1, 1280, 163),
         f"{RECOMPUTE} layernorm moe_act",
         "BP 26.02",
     ),
     HoldoutRun(
         "Mixtral-8x22B 128xH100 BF16, experts over TP",
-        *("mixtral_8x22b", "h100", 128, "bf16", 2, 8, 4, 1, 256, 46.3 * H100_TFLOPS_PER_PERCENT),
+        *(2, 8, 4, 1, 256, 46.3 * H100_TFLOPS_PER_PERCENT),
         f"{SEVEN} {UNFOLDED}",
         "PF, 46.3 %",
     ),
     HoldoutRun(
-        "Mixtral-8x22B 128xH100 BF16, no pipeline",
-        *("mixtral_8x22b", "h100", 128, "bf16", 4, 1, 8, 1, 256, 36.6 * H100_TFLOPS_PER_PERCENT),
-        "",
-        "PF, 36.6 %",
+        "Mixtral-8x22B 128xH100 BF16, no pipeline", *(4, 1, 8, 1, 256, 36.6 * H100_TFLOPS_PER_PERCENT), "", "PF, 36.6 %"
     ),
     HoldoutRun(
         "Qwen2-57B 64xH100 BF16, experts over TP",
-        *("qwen2_57b_a14b", "h100", 64, "bf16", 2, 4, 4, 1, 256, 35.3 * H100_TFLOPS_PER_PERCENT),
+        *(2, 4, 4, 1, 256, 35.3 * H100_TFLOPS_PER_PERCENT),
         f"{SEVEN} {UNFOLDED}",
         "PF, 35.3 %",
     ),
     HoldoutRun(
-        "Qwen2-57B 64xH100 BF16, no pipeline",
-        *("qwen2_57b_a14b", "h100", 64, "bf16", 4, 1, 4, 1, 256, 23.1 * H100_TFLOPS_PER_PERCENT),
-        "",
-        "PF, 23.1 %",
+        "Qwen2-57B 64xH100 BF16, no pipeline", *(4, 1, 4, 1, 256, 23.1 * H100_TFLOPS_PER_PERCENT), "", "PF, 23.1 %"
     ),
     HoldoutRun(
         "G8T8 128xH100 BF16, experts over TP",
-        *("mixtral_8x22b", "h100", 128, "bf16", 2, 8, 8, 1, 256, 17.1 * H100_TFLOPS_PER_PERCENT),
+        *(2, 8, 8, 1, 256, 17.1 * H100_TFLOPS_PER_PERCENT),
         f"{FINE} {SEVEN} {UNFOLDED}",
         "PF, 17.1 %",
     ),
     *tuple(
         HoldoutRun(
             f"G8T8 {gpus}xH100 BF16, batch {batch}",
-            *("mixtral_8x22b", "h100", gpus, "bf16", 4, 8, 8, 1, batch, mfu * H100_TFLOPS_PER_PERCENT),
+            *(4, 8, 8, 1, batch, mfu * H100_TFLOPS_PER_PERCENT),
             f"{FINE} {SEVEN}",
             f"PF, {mfu} %",
         )
@@ -248,14 +198,14 @@ HOLDOUT_RUNS = (
     ),
     HoldoutRun(
         "8x70B 256xH100 BF16, experts over TP",
-        *("mixtral_8x22b", "h100", 256, "bf16", 8, 8, 4, 1, 256, 38.8 * H100_TFLOPS_PER_PERCENT),
+        *(8, 8, 4, 1, 256, 38.8 * H100_TFLOPS_PER_PERCENT),
         f"{SEVENTY} --expert-tensor-parallel-size 8",
         "PF, 38.8 %",
     ),
     *tuple(
         HoldoutRun(
             f"8x70B 256xH100 BF16, batch {batch}",
-            *("mixtral_8x22b", "h100", 256, "bf16", 8, 16, 8, 1, batch, mfu * H100_TFLOPS_PER_PERCENT),
+            *(8, 16, 8, 1, batch, mfu * H100_TFLOPS_PER_PERCENT),
             SEVENTY,
             f"PF, {mfu} %",
         )

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -88,21 +89,16 @@ class PassTime:
     context: float = 0.0
 
     def __add__(self, other: PassTime) -> PassTime:
-        return PassTime(
-            self.compute + other.compute,
-            self.exchange + other.exchange,
-            self.tensor + other.tensor,
-            self.context + other.context,
-        )
+        return PassTime(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def scale(self, factor: float) -> PassTime:
         """Return this time multiplied by `factor`."""
-        return PassTime(*(factor * part for part in (self.compute, self.exchange, self.tensor, self.context)))
+        return PassTime(*(factor * part for part in vars(self).values()))
 
     @property
     def total(self) -> float:
         """Sum of all parts, without overlap."""
-        return self.compute + self.exchange + self.tensor + self.context
+        return sum(vars(self).values())
 
 
 def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
@@ -162,17 +158,16 @@ class LayerTime:
         self.memory_bandwidth = interconnect.hardware.hbm_tb_s * 1e12 * self.constants.memory
         self.recomputed = args.training.recomputed_modules
         self.fc1_factor = 2 if model.swiglu or model.quick_geglu else 1
+        self.expert_ffn = (args.moe.moe_ffn_hidden_size or model.ffn_hidden_size) // self.etp
+        self.key_width = model.qk_head_dim + model.qk_pos_emb_head_dim  # of latent attention
         self.has_indexer = model.experimental_attention_variant == "dsa"
         self.is_sparse, self.gathers_keys = is_sparse(model, args.data.seq_length), use_gathered_keys(args)
         self.trains_indexer = self.has_indexer and bool(model.dsa_indexer_loss_coeff)
         self.pairs = self.tokens * args.data.seq_length / 2  # pairs of queries and visible keys
         linear = [is_linear(model, number) for number in range(model.num_layers)]
         self.linear_share = sum(linear) / len(linear)  # share of layers with a gated DeltaNet
-        seen = [
-            window_share(model, args.data.seq_length, number + 1)
-            for number, without in enumerate(linear)
-            if not without
-        ]
+        softmax_layers = [number for number, without in enumerate(linear, start=1) if not without]
+        seen = [window_share(model, args.data.seq_length, number) for number in softmax_layers]
         self.visible_share = sum(seen) / len(seen) if seen else 0.0  # share of pairs that softmax attention scores
 
     def gemm(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
@@ -182,10 +177,8 @@ class LayerTime:
         """
         narrow = self.gemm_format != "bf16" and not plain and self.hardware.fp8 > 0
         traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
-        seconds = count * max(
-            gemm_seconds(self.hardware, m, n, k, self.gemm_format if narrow else "bf16", self.size),
-            traffic / self.memory_bandwidth,
-        )
+        compute = gemm_seconds(self.hardware, m, n, k, self.gemm_format if narrow else "bf16", self.size)
+        seconds = count * max(compute, traffic / self.memory_bandwidth)
         if narrow:  # quantization reads the operand and writes it for both directions
             seconds += count * m * k * (self.size + 2) / self.memory_bandwidth
         return seconds
@@ -198,19 +191,12 @@ class LayerTime:
         peak = self.hardware.peak("bf16") * self.constants.products_bf16 / (TF32_SLOWDOWN if self.size == 4 else 1)
         fwd = 2.0 * selected * heads * (width + kv_rank) / peak
         bwd = 2.0 * selected * heads * 3 * (width + kv_rank) / peak
-        fwd += (
-            selected
-            * (FP32_BYTES * heads * GATHERED_ATTENTION_PASSES[0] + width * self.size * LATENT_PASSES[0])
-            / self.memory_bandwidth
-        )
-        bwd += (
-            selected
-            * (
-                FP32_BYTES * heads * GATHERED_ATTENTION_PASSES[1]
-                + width * (self.size * LATENT_PASSES[1] + FP32_BYTES * LATENT_PASSES[2])
-            )
-            / self.memory_bandwidth
-        )
+        latent_io = (self.size * LATENT_PASSES[0], self.size * LATENT_PASSES[1] + FP32_BYTES * LATENT_PASSES[2])
+        io = [
+            FP32_BYTES * heads * passes + width * latent for passes, latent in zip(GATHERED_ATTENTION_PASSES, latent_io)
+        ]
+        fwd += selected * io[0] / self.memory_bandwidth
+        bwd += selected * io[1] / self.memory_bandwidth
         # backward projects the queries to latents again, also for the weight gradient
         return fwd, bwd + self.gemm(self.tokens, heads * model.qk_head_dim, kv_rank, plain=True)
 
@@ -230,10 +216,8 @@ class LayerTime:
         if self.gathers_keys:
             return self._gathered_attention()
         model, heads = self.model, self.model.num_attention_heads // self.tp
-        if model.multi_latent_attention:
-            widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
-        else:
-            widths = 2 * model.kv_channels
+        latent_widths = self.key_width + model.v_head_dim
+        widths = latent_widths if model.multi_latent_attention else 2 * model.kv_channels
         operations = self.tokens * self.args.data.seq_length * heads * widths
         rates = attention_rates(self.hardware, self.args.data.seq_length / self.cp)
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
@@ -255,7 +239,7 @@ class LayerTime:
         matrices += self.gemm(self.tokens, index + width, model.hidden_size, plain=True)
         operations, elements = 2.0 * self.pairs * index * width, self.pairs * index * INDEXER_SCORE_PASSES
         if self.trains_indexer:  # two gradients of the scores, and the target from attention's heads
-            keys, wide = self.pairs, model.qk_head_dim + model.qk_pos_emb_head_dim
+            keys, wide = self.pairs, self.key_width
             if self.gathers_keys:
                 keys, wide = self.tokens * model.dsa_indexer_topk, model.kv_lora_rank + model.qk_pos_emb_head_dim
             operations += 4.0 * self.pairs * index * width + 2.0 * keys * heads * wide
@@ -266,9 +250,10 @@ class LayerTime:
     def _up_projections(self) -> float:
         """Return the seconds of the up-projections of latent attention."""
         model, heads = self.model, self.model.num_attention_heads // self.tp
-        key = model.qk_head_dim + model.qk_pos_emb_head_dim
         seconds = self.gemm(self.tokens, heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank)
-        return seconds + (self.gemm(self.tokens, heads * key, model.q_lora_rank) if model.q_lora_rank else 0.0)
+        if model.q_lora_rank:
+            seconds += self.gemm(self.tokens, heads * self.key_width, model.q_lora_rank)
+        return seconds
 
     def _attention_gemms(self) -> float:
         """Return the forward seconds of the attention's projections, averaged over the layers."""
@@ -277,10 +262,8 @@ class LayerTime:
             return seconds
         model, hidden = self.model, self.model.hidden_size
         values = model.linear_num_value_heads * model.linear_value_head_dim // self.tp
-        keys, heads = (
-            model.linear_num_key_heads * model.linear_key_head_dim // self.tp,
-            model.linear_num_value_heads // self.tp,
-        )
+        keys = model.linear_num_key_heads * model.linear_key_head_dim // self.tp
+        heads = model.linear_num_value_heads // self.tp
         delta = self.gemm(self.tokens, 2 * (keys + values + heads), hidden) + self.gemm(self.tokens, hidden, values)
         return seconds + self.linear_share * (delta - seconds)
 
@@ -290,21 +273,19 @@ class LayerTime:
         if not model.multi_latent_attention:
             groups = max(1, model.query_groups // self.tp)
             out = heads * model.kv_channels
-            wide = 2 * out if model.attention_output_gate else out
-            return self.gemm(self.tokens, wide + 2 * groups * model.kv_channels, hidden) + self.gemm(
-                self.tokens, hidden, out
-            )
+            wide = (2 * out if model.attention_output_gate else out) + 2 * groups * model.kv_channels
+            return self.gemm(self.tokens, wide, hidden) + self.gemm(self.tokens, hidden, out)
         seconds = self._up_projections() + self.gemm(self.tokens, hidden, heads * model.v_head_dim)
         if model.q_lora_rank is None:
-            seconds += self.gemm(self.tokens, heads * (model.qk_head_dim + model.qk_pos_emb_head_dim), hidden)
+            seconds += self.gemm(self.tokens, heads * self.key_width, hidden)
         else:
             seconds += self.gemm(self.sizes.rows, model.q_lora_rank, hidden)
         return seconds + self.gemm(self.sizes.rows, model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden)
 
     def _mlp(self, width: int) -> float:
-        return self.gemm(self.tokens, self.fc1_factor * width // self.tp, self.model.hidden_size) + self.gemm(
-            self.tokens, self.model.hidden_size, width // self.tp
-        )
+        hidden = self.model.hidden_size
+        fc1 = self.gemm(self.tokens, self.fc1_factor * width // self.tp, hidden)
+        return fc1 + self.gemm(self.tokens, hidden, width // self.tp)
 
     def _shared_experts(self) -> float:
         width = self.moe.moe_shared_expert_intermediate_size
@@ -314,7 +295,7 @@ class LayerTime:
         moe, hidden, num_experts = self.moe, self.model.hidden_size, self.moe.num_experts or 0
         local = num_experts // self.ep
         reads, makes = moe.expert_widths(hidden)
-        width = (moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
+        width = self.expert_ffn
         each = self.sizes.received / local
         seconds = self.gemm(each, self.fc1_factor * width, reads, local) + self.gemm(each, makes, width, local)
         if moe.moe_latent_size:
@@ -328,19 +309,17 @@ class LayerTime:
 
     def host_seconds(self, is_moe: bool) -> float:
         """Return the seconds in which the host launches the kernels of a forward pass."""
-        parts = {"latent attention" if self.model.multi_latent_attention else "attention"}
-        parts |= {"experts"} if is_moe else {"feed-forward"}
-        parts |= {"shared experts"} if is_moe and self.moe.moe_shared_expert_intermediate_size else set()
         graphs = self.args.training.captured_modules
         if "layer" in graphs or self.args.training.cuda_graph_impl == "full_iteration":
             return 0.0
-        kernels = dict(KERNELS_BY_PART)
-        for module, part in GRAPH_PARTS:
-            if module in graphs and part in parts:
-                parts.discard(part)
-        count = sum(kernels[part] for part in parts) - (
-            ROUTER_KERNELS if is_moe and "moe_router" in graphs and "experts" in parts else 0
-        )
+        parts = {"latent attention" if self.model.multi_latent_attention else "attention"}
+        parts.add("experts" if is_moe else "feed-forward")
+        if is_moe and self.moe.moe_shared_expert_intermediate_size:
+            parts.add("shared experts")
+        parts -= {part for module, part in GRAPH_PARTS if module in graphs}
+        count = sum(number for part, number in KERNELS_BY_PART if part in parts)
+        if "experts" in parts and "moe_router" in graphs:
+            count -= ROUTER_KERNELS
         return count * self.constants.launch
 
     def _tensor_parallel(self, is_moe: bool) -> float:
@@ -363,10 +342,7 @@ class LayerTime:
             return 0.0, 0.0
         model, heads = self.model, self.model.num_attention_heads // self.tp
         if model.multi_latent_attention:
-            keys, queries = (
-                heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim),
-                heads * MLA_QUERY_CHANNELS,
-            )
+            keys, queries = heads * (self.key_width + model.v_head_dim), heads * MLA_QUERY_CHANNELS
         else:
             keys, queries = 2 * max(1, model.query_groups // self.tp) * model.kv_channels, 2 * heads * model.kv_channels
         if self.gathers_keys:
@@ -379,35 +355,34 @@ class LayerTime:
 
     def passes(self, is_moe: bool) -> tuple[PassTime, PassTime]:
         """Return forward and backward of one layer, with recompute; the exchange of tokens is a separate part."""
-        exchange = (
-            dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size) if is_moe else 0.0
-        )
-        mlp = self._routed_experts() + self._shared_experts() if is_moe else self._mlp(self.model.ffn_hidden_size)
+        if is_moe:
+            exchange = dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size)
+            mlp, permute = self._routed_experts() + self._shared_experts(), self._permute()
+        else:
+            exchange, mlp, permute = 0.0, self._mlp(self.model.ffn_hidden_size), 0.0
         attention = self._attention_gemms()
         (core, core_back), (matrices, indexer) = self._core_attention(), self._indexer()
-        saved = self._saved_tensors_io(is_moe)
-        permute = self._permute() if is_moe else 0.0
+        saved = self.sizes.bare_layer(is_moe) / self.memory_bandwidth  # seconds to write or read all saved tensors
+        host = self.host_seconds(is_moe)
         tp_comm, (cp_comm, overlapped) = self._tensor_parallel(is_moe), self._context_parallel()
         core += matrices + indexer
-        forward = PassTime(
-            self._elapsed(attention + mlp + core + 2 * saved + permute, self.host_seconds(is_moe)),
-            exchange,
-            tp_comm,
-            cp_comm - min(overlapped, core),
-        )
+        compute = self._elapsed(attention + mlp + core + 2 * saved + permute, host)
+        forward = PassTime(compute, exchange, tp_comm, cp_comm - min(overlapped, core))
         # backward gathers the input again; the gradient's collectives overlap the wgrad GEMM
         overlapped_tp = min(tp_comm, attention + (0.0 if is_moe else mlp))
-        backward = PassTime(
-            self._elapsed(
-                2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute, 2 * self.host_seconds(is_moe)
-            ),
-            exchange,
-            1.5 * tp_comm - 0.5 * overlapped_tp,
-            2 * cp_comm - min(2 * overlapped, core_back),
-        )
+        compute = self._elapsed(2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute, 2 * host)
+        cp_comm_back = 2 * cp_comm - min(2 * overlapped, core_back)
+        backward = PassTime(compute, exchange, 1.5 * tp_comm - 0.5 * overlapped_tp, cp_comm_back)
         if is_moe:
             forward, backward = self._apply_overlap(forward, backward)
-        return forward, backward + self._recompute_time(is_moe, forward, attention, mlp, core, exchange, permute, saved)
+        if "full" in self.recomputed:
+            return forward, backward + forward
+        recomputed = PassTime(core if "core_attn" in self.recomputed else 0.0)
+        if is_moe and "moe" in self.recomputed:
+            recomputed += PassTime(mlp + permute + saved, exchange)
+        elif not is_moe and "mlp" in self.recomputed:
+            recomputed += PassTime(mlp)
+        return forward, backward + recomputed + PassTime(self._recompute_seconds(is_moe))
 
     def _elapsed(self, device: float, host: float) -> float:
         """Return the seconds of kernels that run for `device` and are launched in `host` seconds."""
@@ -423,40 +398,18 @@ class LayerTime:
             )
         return forward, backward
 
-    def _saved_tensors_io(self, is_moe: bool) -> float:
-        """Return the seconds to write (or read) what a layer saves when nothing is recomputed."""
-        return self.sizes.bare_layer(is_moe) / self.memory_bandwidth
-
-    def _recompute_time(
-        self,
-        is_moe: bool,
-        forward: PassTime,
-        attention: float,
-        mlp: float,
-        core: float,
-        exchange: float,
-        permute: float,
-        saved: float,
-    ) -> PassTime:
-        """Return what recompute adds to backward."""
-        if "full" in self.recomputed:
-            return forward
-        seconds = 0.0
-        seconds += core if "core_attn" in self.recomputed else 0.0
-        seconds += self._up_projections() if "mla_up_proj" in self.recomputed else 0.0
-        norm_io = self.sizes.rows * self.model.hidden_size * self.size / self.memory_bandwidth
-        seconds += 4 * norm_io if "layernorm" in self.recomputed else 0.0
-        if is_moe:
-            seconds += self._shared_experts() if "shared_experts" in self.recomputed else 0.0
-            if "moe" in self.recomputed:
-                return PassTime(seconds + mlp + permute + saved, exchange)
-            if "moe_act" in self.recomputed and self.sizes.quantized_experts:
-                # reads fc1's output again and writes the activation
-                width = (self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size) // self.etp
-                seconds += (self.fc1_factor + 1) * self.sizes.received * width * self.size / self.memory_bandwidth
-        elif "mlp" in self.recomputed:
-            seconds += mlp
-        return PassTime(seconds)
+    def _recompute_seconds(self, is_moe: bool) -> float:
+        """Return the seconds of backward that recompute parts of a layer smaller than its core attention or MLP."""
+        seconds = self._up_projections() if "mla_up_proj" in self.recomputed else 0.0
+        if "layernorm" in self.recomputed:
+            seconds += 4 * self.sizes.rows * self.model.hidden_size * self.size / self.memory_bandwidth
+        if is_moe and "shared_experts" in self.recomputed:
+            seconds += self._shared_experts()
+        if is_moe and "moe_act" in self.recomputed and "moe" not in self.recomputed and self.sizes.quantized_experts:
+            # reads fc1's output again and writes the activation
+            elements = (self.fc1_factor + 1) * self.sizes.received * self.expert_ffn
+            seconds += elements * self.size / self.memory_bandwidth
+        return seconds
 
     def head(self) -> tuple[float, float]:
         """Return forward and backward of the output layer and its losses, including those of multi-token prediction."""

@@ -47,9 +47,9 @@ from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
 
-GIB = 2.0**30
 QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
 """Inputs of quantized GEMMs.
 
@@ -60,11 +60,6 @@ SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
 """Of an element that Transformer Engine casts; its other recipes have a scale for thousands of elements."""
 BLOCK, QUERY_BLOCK = 1 << 27, 512
 """Maximum elements of [heads, block, keys], and queries of a block, on a GPU (ops/sparse_attention.py)."""
-RESERVED_BYTES = 3 * GIB
-"""Bytes of a device that tensors cannot use.
-
-An assumption: about 0.5 GiB for the context, the rest for NCCL's channels and workspaces.
-"""
 _MODULES = (
     ("logits", ("head.",)),
     ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")),
@@ -122,12 +117,10 @@ def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence
     flight.
     """
     parts = args.training.captured_modules
-    by_kind = {
-        kind: len(parts & {"layer", "attn", *(("moe", "moe_router") if kind else ("mlp",))}) for kind in (False, True)
-    }
-    units = sum(
-        count * sum(by_kind[sizes.pattern[number]] for number in chunk.layers) for count, chunk in zip(counts, chunks)
-    )
+    dense, moe = len(parts & {"layer", "attn", "mlp"}), len(parts & {"layer", "attn", "moe", "moe_router"})
+    units = 0
+    for count, chunk in zip(counts, chunks):
+        units += count * sum(moe if sizes.pattern[number] else dense for number in chunk.layers)
     return 2.0 * units * sizes.rows * args.model.hidden_size * sizes.size
 
 
@@ -144,6 +137,13 @@ def module_name(name: str) -> str:
     return next((module for module, marks in _MODULES if any(mark in bare for mark in marks)), "other")
 
 
+def without_recompute(training: TrainingArgs) -> TrainingArgs:
+    """Return the arguments with all activations saved."""
+    return replace(
+        training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None, recompute_modules=None
+    )
+
+
 class ChunkBytes:
     """Bytes that chunks save of one microbatch; layers of one kind are counted once."""
 
@@ -154,10 +154,9 @@ class ChunkBytes:
         self.tokens = args.training.micro_batch_size * args.data.seq_length // args.parallel.context_parallel_size
         self.rows = self.tokens // self.tp if args.parallel.sequence_parallel else self.tokens
         self.etp = args.parallel.expert_tensor_parallel_size or self.tp
-        self.sent = math.ceil(self.tokens // self.tp * args.moe.moe_router_topk * processed_load(args.moe))
-        self.received = math.ceil(
-            self.tokens // self.tp * args.moe.moe_router_topk * self.etp * processed_load(args.moe, load)
-        )
+        routed = self.tokens // self.tp * args.moe.moe_router_topk
+        self.sent = math.ceil(routed * processed_load(args.moe))
+        self.received = math.ceil(routed * self.etp * processed_load(args.moe, load))
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.quantized_linears, self.quantized_experts = te_quantizes(args)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
@@ -171,10 +170,8 @@ class ChunkBytes:
         key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
         if key not in self._chunks:
             sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
-            for entry in [
-                *self._add_te_tensors(chunk_activations(self.args, layout, received=self.received)),
-                *self._final_tensors(layout),
-            ]:
+            layers = chunk_activations(self.args, layout, received=self.received)
+            for entry in (*self._add_te_tensors(layers), *self._final_tensors(layout)):
                 sizes[module_name(entry.name), entry.on_host] += self._saved_bytes(entry)
             self._chunks[key] = sizes
         return self._chunks[key]
@@ -185,43 +182,30 @@ class ChunkBytes:
         gate = 2 if self.args.model.swiglu or self.args.model.quick_geglu else 1
         for entry in entries:
             yield entry
-            if (
-                keeps
-                and entry.name.endswith("experts.linear_fc1.y")
-                and not entry.name.endswith("shared_experts.linear_fc1.y")
-            ):
-                yield replace(
-                    entry,
-                    name=entry.name.replace("linear_fc1.y", "linear_fc2.x"),
-                    shape=(entry.shape[0], entry.shape[1] // gate),
-                )
+            if keeps and _local_name(entry.name) == "experts.linear_fc1.y":
+                shape = (entry.shape[0], entry.shape[1] // gate)
+                yield replace(entry, name=entry.name.replace("linear_fc1.y", "linear_fc2.x"), shape=shape)
 
     def _saved_bytes(self, entry: SavedTensor) -> float:
         leaf = _local_name(entry.name)
         by_library = self.quantized_experts if leaf.startswith("experts.") else self.quantized_linears
-        quantized = by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED)
-        return entry.num_bytes * (
-            QUANTIZED_BYTES["fp4" if self.args.precision.fp4 else "fp8"] / self.size if quantized else 1
-        )
+        if by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED):
+            return entry.num_bytes * (QUANTIZED_BYTES["fp4" if self.args.precision.fp4 else "fp8"] / self.size)
+        return entry.num_bytes
 
-    def _final_tensors(self, layout: ChunkLayout) -> list[SavedTensor]:
-        """Return the tensors of the final norm, and of head and loss for the model and each MTP depth."""
-        hidden, found = self.args.model.hidden_size, []
+    def _final_tensors(self, layout: ChunkLayout) -> Iterator[SavedTensor]:
+        """Yield the tensors of the final norm, and of head and loss for the model and each MTP depth."""
+        hidden = self.args.model.hidden_size
         if layout.has_final_norm:
-            found += [
-                SavedTensor("final_layernorm.x", (self.rows, hidden), self.size),
-                SavedTensor("final_layernorm.statistics", (self.rows,), WIDE),
-            ]
+            yield SavedTensor("final_layernorm.x", (self.rows, hidden), self.size)
+            yield SavedTensor("final_layernorm.statistics", (self.rows,), WIDE)
         if layout.has_loss:
             shape = (self.tokens, self.vocab_rows // self.tp)
             size = {"fp32": 4, "bf16": 2}.get(self.args.precision.logit_dtype or "", self.size)
             for _ in range(1 + (self.args.model.mtp_num_layers or 0)):
-                found += [
-                    SavedTensor("head.logits", shape, size),
-                    SavedTensor("head.normed", (self.rows, hidden), self.size),
-                    SavedTensor("head.logits.labels", (self.tokens,), INDEX),
-                ]
-        return found
+                yield SavedTensor("head.logits", shape, size)
+                yield SavedTensor("head.normed", (self.rows, hidden), self.size)
+                yield SavedTensor("head.logits.labels", (self.tokens,), INDEX)
 
     def layer(self, is_moe: bool) -> float:
         """Return the device bytes of one layer."""
@@ -229,16 +213,13 @@ class ChunkBytes:
 
     def bare_layer(self, is_moe: bool) -> float:
         """Return the device bytes of one layer without recompute."""
-        training = replace(
-            self.args.training, recompute_granularity=None, recompute_modules=None, recompute_method=None
-        )
-        return self._layer(is_moe, replace(self.args, training=training))
+        return self._layer(is_moe, replace(self.args, training=without_recompute(self.args.training)))
 
     def _layer(self, is_moe: bool, args: Arguments) -> float:
         key = is_moe, args is self.args
         if key not in self._layers:
-            entries = self._add_te_tensors(layer_activations(args, is_moe=is_moe, received=self.received))
-            self._layers[key] = sum(map(self._saved_bytes, (entry for entry in entries if not entry.on_host)))
+            entries = layer_activations(args, is_moe=is_moe, received=self.received)
+            self._layers[key] = sum(map(self._saved_bytes, self._add_te_tensors(entries)))
         return self._layers[key]
 
 
@@ -279,11 +260,9 @@ def steady_state_microbatches(args: Arguments, num_microbatches: int) -> int:
     parallel = args.parallel
     group = parallel.microbatch_group_size_per_vp_stage or parallel.pipeline_model_parallel_size
     enough = 4 * max(group, parallel.pipeline_model_parallel_size)
-    return (
-        num_microbatches
-        if num_microbatches <= enough + group
-        else enough // group * group + num_microbatches % group + group
-    )
+    if num_microbatches <= enough + group:
+        return num_microbatches
+    return enough // group * group + num_microbatches % group + group
 
 
 def peak_inflight_microbatches(order: Order, sizes: Sequence[float], frees: str = BACKWARD) -> tuple[int, ...]:
@@ -326,13 +305,9 @@ def plan_memory(
         if args.moe.num_experts and hardware is not None:
             limit = processed_load(args.moe, math.inf)  # where tokens are dropped, no load is larger
             more = processed_load(args.moe, 2.0) - processed_load(args.moe)
-            slope = (
-                (_stage(args, stage, chunks, params, state, crowded, orders[stage]).total - now.total) / more
-                if more
-                else 0.0
-            )
-            margin = hardware.memory_gib * GIB - RESERVED_BYTES - now.total
-            headroom = max(0.0, 1 + margin / slope) if slope > 0 else math.inf
+            growth = _stage(args, stage, chunks, params, state, crowded, orders[stage]).total - now.total
+            margin = hardware.usable_bytes - now.total
+            headroom = max(0.0, 1 + margin / (growth / more)) if more and growth > 0 else math.inf
             now = replace(now, headroom=headroom if headroom < limit else None)
         found.append(now)
     return tuple(found)
@@ -347,7 +322,7 @@ def _stage(
     sizes: ChunkBytes,
     order: Order,
 ) -> StageMemory:
-    held = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
+    held = params.stage(chunks)
     saved = [sizes.of(chunk) for chunk in chunks]
     on_device = [sum(count for (_, on_host), count in each.items() if not on_host) for each in saved]
     apart = args.parallel.pipeline_schedule == "zero-bubble"
@@ -363,30 +338,13 @@ def _stage(
     dispatch, working = _buffers(args, chunks, params, sizes)
     if args.has_frozen_weights:  # forward only: a layer's tensors are freed after it
         kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
-        return StageMemory(
-            stage,
-            held,
-            state.weights,
-            0.0,
-            0.0,
-            {},
-            (0,) * len(chunks),
-            dispatch,
-            max(map(sizes.layer, kinds), default=0.0),
-            state.host,
-        )
-    return StageMemory(
-        stage,
-        held,
-        state.weights,
-        state.gradients,
-        state.main_params + state.moments - state.host,
-        dict(modules),
-        counts,
-        dispatch,
-        working + graph_bytes(args, chunks, counts, sizes),
-        host,
-    )
+        counts, host, working = (0,) * len(chunks), state.host, max(map(sizes.layer, kinds), default=0.0)
+        modules.clear()
+    else:
+        working += graph_bytes(args, chunks, counts, sizes)
+    optimizer = state.main_params + state.moments - state.host
+    states = (state.weights, state.gradients, optimizer)
+    return StageMemory(stage, held, *states, dict(modules), counts, dispatch, working, host)
 
 
 def _buffers(
@@ -408,22 +366,17 @@ def _buffers(
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp
         dispatch += received * 3 * width * sizes.size  # gradients of what the activation reads and makes
         dispatch *= 2 if args.parallel.overlap_moe_expert_parallel_comm else 1
-    span = (
-        training.recompute_num_layers
-        if training.recompute_method == "uniform" and training.recompute_granularity == "full"
-        else 1
-    )
     # in a pair one layer runs before another is freed
     working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
     if True in kinds and moe.moe_grouped_gemm and not sizes.quantized_experts:
         # gradients of a layer's experts, before they are added to the main gradients
         working += params.layers[True].expert * sizes.size
     if training.recompute_granularity is not None:
-        selective = training.recompute_granularity == "selective"
-        working += max(
-            ((span or 1) * (sizes.bare_layer(kind) - (sizes.layer(kind) if selective else 0)) for kind in kinds),
-            default=0.0,
-        )
+        is_full, span = training.recompute_granularity == "full", 1
+        if is_full and training.recompute_method == "uniform":
+            span = training.recompute_num_layers or 1
+        restored = (sizes.bare_layer(kind) - (0 if is_full else sizes.layer(kind)) for kind in kinds)
+        working += span * max(restored, default=0.0)
     working += indexer_bytes(args, sizes)
     if args.parallel.fsdp_strategy == "optim_grads_params":
         largest = max((params.layers[kind].total for kind in kinds), default=0)

@@ -24,20 +24,28 @@ if TYPE_CHECKING:
     from arguments import Arguments
     from moe_trainer.estimate.hardware import Hardware
 
-SEARCHED = frozenset(
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "expert_tensor_parallel_size sequence_parallel pipeline_model_parallel_layout "
-    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_schedule "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split micro_batch_size "
+RECOMPUTE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
-    "checkpoint_activations moe_layer_recompute moe_token_dispatcher_type moe_flex_dispatcher_backend "
-    "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute world_size hardware dry_run "
-    "validate_only fake_process_group report".split()
+    "checkpoint_activations moe_layer_recompute".split()
 )
-"""Flags that a mapping sets, or that make no sense with a search; they are removed from the command line."""
-REPLACED = SEARCHED - frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))
+LAYOUT = frozenset(
+    "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split".split()
+)
+REPLACED = (
+    RECOMPUTE
+    | LAYOUT
+    | frozenset(
+        "tensor_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+        "sequence_parallel pipeline_schedule micro_batch_size moe_token_dispatcher_type moe_flex_dispatcher_backend "
+        "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute".split()
+    )
+)
 """Flags whose values a search chooses."""
+SEARCHED = REPLACED | frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))
+"""Flags that a mapping sets, or that make no sense with a search; they are removed from the command line."""
 FORMATS = MappingProxyType(
     {
         "bf16": ("--bf16",),
@@ -101,27 +109,17 @@ class ParallelConfig:
         words += ["--sequence-parallel"] if self.tp > 1 else []
         words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 else []
         has_experts = base is None or bool(base.moe.num_experts)
-        words += (
-            ["--expert-tensor-parallel-size", self.etp]
-            if has_experts and (self.tp > 1 or preset and preset.expert_tensor_parallel_size)
-            else []
-        )
+        if has_experts and (self.tp > 1 or preset and preset.expert_tensor_parallel_size):
+            words += ["--expert-tensor-parallel-size", self.etp]
         words += ["--micro-batch-size", self.mbs]
         if has_experts:  # even without an exchange, because other flags require one of the two
-            words += (
-                ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", self.backend]
-                if self.backend
-                else ["--moe-token-dispatcher-type", "alltoall"]
-            )
+            words += ["--moe-token-dispatcher-type", "flex" if self.backend else "alltoall"]
+            words += ["--moe-flex-dispatcher-backend", self.backend] if self.backend else []
         if self.overlap:
             words += ["--overlap-moe-expert-parallel-comm"]
         elif preset and preset.overlap_moe_expert_parallel_comm:
             words += ["--overlap-moe-expert-parallel-comm=false"]
-        if self.recompute == FULL_RECOMPUTE:
-            words += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-        elif self.recompute:
-            words += ["--recompute-granularity", "selective", "--recompute-modules", *self.recompute]
-        return [str(word) for word in words]
+        return [*map(str, words), *(recompute_flags(self.recompute) if self.recompute else ())]
 
     def applied(self, args: Arguments, layout: str | None) -> Arguments:
         """Return the arguments with this mapping, without validation; what the rules would derive is set here."""
@@ -156,6 +154,13 @@ class ParallelConfig:
         return replace(args, parallel=parallel, training=training, moe=moe)
 
 
+def recompute_flags(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags that recompute these modules, or everything (FULL_RECOMPUTE)."""
+    if modules == FULL_RECOMPUTE:
+        return tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
+    return "--recompute-granularity", "selective", "--recompute-modules", *modules
+
+
 def drop_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
     """Return the command line without the flags of these destinations and their values."""
     return [word for word, within in _marked(argv, dests) if not within]
@@ -186,15 +191,13 @@ def _dests(name: str) -> tuple[str, ...]:
 
 def gemm_formats(hardware: Hardware) -> tuple[str, ...]:
     """Return the formats that a device has GEMMs in: 32-element blocks since Blackwell, larger ones before it."""
-    eight = (
-        () if not hardware.fp8 else ("tensorwise", "mxfp8") if hardware.is_blackwell else ("tensorwise", "blockwise")
-    )
+    eight = ("tensorwise", "mxfp8" if hardware.is_blackwell else "blockwise") if hardware.fp8 else ()
     return ("bf16", *eight, *(("nvfp4",) if hardware.fp4 else ()))
 
 
-def divisors(number: int, most: int) -> list[int]:
+def divisors(number: int, limit: int) -> list[int]:
     """Return the divisors of a number up to a limit, ascending."""
-    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+    return [each for each in range(1, min(number, limit) + 1) if number % each == 0]
 
 
 def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
@@ -216,27 +219,22 @@ def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -
     if ep * etp == 1:
         return [("", False)]
     half = args.precision.bf16 or args.precision.fp16
-    overlaps = (
-        [False, True]
-        if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap
-        else [False]
-    )
+    overlaps = [False]
+    if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap:
+        overlaps.append(True)
     if etp > 1 or ep == 1:
         return [("", overlap) for overlap in overlaps]
     # An all-to-all over NCCL hides little: it reached 133 of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
     # One call of HybridEP sends and receives, so it cannot be overlapped here.
-    return [
-        ("", False),
-        *(("deepep", overlap) for overlap in overlaps),
-        *([("hybridep", False)] if hardware.is_blackwell else []),
-    ]
+    hybrid = [("hybridep", False)] if hardware.is_blackwell else []
+    return [("", False), *(("deepep", overlap) for overlap in overlaps), *hybrid]
 
 
 def parallel_shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[ParallelConfig]:
     """Yield all sizes that divide, without recompute and dispatcher."""
     model, experts = args.model, args.moe.num_experts or 1
     seq, batch = args.data.seq_length, args.training.global_batch_size
-    layers = model.num_layers
+    layers, expert_ffn = model.num_layers, args.moe.moe_ffn_hidden_size or model.ffn_hidden_size
     for tp in divisors(math.gcd(gpus, model.num_attention_heads), min(hardware.domain, MAX_TENSOR_PARALLEL)):
         groups = model.query_groups
         if not model.multi_latent_attention and groups % tp and tp % groups:
@@ -254,10 +252,7 @@ def parallel_shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[
                     for vpp in _virtual(layers, pp, batch // (mbs * replicas)):
                         for etp in sorted({1, tp} if experts > 1 else {tp}):
                             for ep in divisors(experts, gpus):
-                                if (
-                                    gpus % (etp * ep * pp) == 0
-                                    and (args.moe.moe_ffn_hidden_size or model.ffn_hidden_size) % etp == 0
-                                ):
+                                if gpus % (etp * ep * pp) == 0 and expert_ffn % etp == 0:
                                     yield ParallelConfig(tp, cp, pp, vpp, ep, etp, mbs)
 
 

@@ -22,7 +22,9 @@ over ep.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
@@ -49,7 +51,7 @@ _BY_NAME = (
     ("llama-2", 32000),
 )
 """(part of a tokenizer's name, vocabulary size of the configurations published with it)."""
-_BY_TYPE = (("Llama2Tokenizer", 32000), ("GPT2BPETokenizer", 50257))
+_BY_TYPE: Mapping[str | None, int] = MappingProxyType({"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257})
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ class ParamsPerRank:
     def __add__(self, other: ParamsPerRank) -> ParamsPerRank:
         return ParamsPerRank(self.dense + other.dense, self.expert + other.expert)
 
+    def scale(self, factor: int) -> ParamsPerRank:
+        return ParamsPerRank(factor * self.dense, factor * self.expert)
+
 
 class LayerParams:
     """Parameters of the parts of a model on one rank, or with `is_sharded=False` of the full model.
@@ -148,9 +153,8 @@ class LayerParams:
         if model.q_lora_rank is None:
             count = hidden * heads * key // self.tp
         else:
-            count = (
-                hidden * model.q_lora_rank + model.q_lora_rank * heads * key // self.tp + latent_norm(model.q_lora_rank)
-            )
+            count = model.q_lora_rank * hidden + model.q_lora_rank * heads * key // self.tp
+            count += latent_norm(model.q_lora_rank)
         count += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + latent_norm(model.kv_lora_rank)
         count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp
         return count + heads * model.v_head_dim * hidden // self.tp + rest
@@ -160,9 +164,8 @@ class LayerParams:
         model = self.model
         if not is_linear(model, number):
             return ParamsPerRank(0, 0)
-        return ParamsPerRank(
-            gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim) - self.attention(), 0
-        )
+        linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)
+        return ParamsPerRank(linear - self.attention(), 0)
 
     def _mlp(self, width: int, tp: int, bias: bool) -> int:
         up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width // tp
@@ -183,11 +186,8 @@ class LayerParams:
     def shared(self) -> int:
         """Return the parameters of a layer's shared experts and their gate."""
         width = self.moe.moe_shared_expert_intermediate_size
-        if not width:
-            return 0
-        return self._mlp(width, self.tp, bias=False) + (
-            self.model.hidden_size if self.moe.moe_shared_expert_gate else 0
-        )
+        gate = self.model.hidden_size if self.moe.moe_shared_expert_gate else 0
+        return self._mlp(width, self.tp, bias=False) + gate if width else 0
 
     def _layer(self, is_moe: bool) -> ParamsPerRank:
         model = self.model
@@ -221,12 +221,13 @@ class LayerParams:
         depths = model.mtp_num_layers or 0
         if model.mtp_use_repeated_layer:
             depths = min(depths, 1)
-        one = (
-            self.layers[mtp_is_moe(self.pattern)]
-            + self.more(model.num_layers)
-            + ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
-        )
-        return ParamsPerRank(depths * one.dense, depths * one.expert)
+        projection = ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
+        one = self.layers[mtp_is_moe(self.pattern)] + self.more(model.num_layers) + projection
+        return one.scale(depths)
+
+    def stage(self, layouts: Iterable[ChunkLayout]) -> ParamsPerRank:
+        """Return the parameters of the chunks of a pipeline stage."""
+        return sum(map(self.chunk, layouts), ParamsPerRank(0, 0))
 
     def chunk(self, layout: ChunkLayout) -> ParamsPerRank:
         """Return the parameters of one pipeline chunk."""
@@ -296,9 +297,8 @@ def planned_vocab_size(args: Arguments) -> tuple[int | None, str]:
     if rows is not None:
         return rows, ""
     name = (args.data.tokenizer_model or "").lower()
-    size = next((size for part, size in _BY_NAME if part in name), None)
-    if size is None:
-        size = next((size for kind, size in _BY_TYPE if kind == args.data.tokenizer_type), None)
+    by_type = _BY_TYPE.get(args.data.tokenizer_type)
+    size = next((size for part, size in _BY_NAME if part in name), by_type)
     if size is None:
         return None, ""
     rows = get_padded_vocab_size(args, size)

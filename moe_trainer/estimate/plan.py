@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.memory import (
-    GIB,
-    RESERVED_BYTES,
     StageMemory,
     data_parallel_size,
     microbatches_per_iteration,
@@ -73,12 +71,16 @@ class Plan:
     @property
     def margin(self) -> float:
         """Bytes that the fullest device has left; negative if it does not fit."""
-        return self.hardware.memory_gib * GIB - RESERVED_BYTES - self.peak.total
+        return self.hardware.usable_bytes - self.peak.total
 
     @property
     def headroom(self) -> float | None:
         """The smallest headroom of all stages (memory.py)."""
         return min((stage.headroom for stage in self.memory if stage.headroom is not None), default=None)
+
+    def fits(self, headroom: float) -> bool:
+        """Return whether it fits while a rank gets `headroom` times an even share of tokens."""
+        return self.margin >= 0 and (self.headroom is None or self.headroom >= headroom)
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,14 +108,14 @@ class Plan:
         return self.tflops * 1e12 / self.hardware.peak(self.width)
 
 
-def validated_args(argv: list[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
+def validated_args(argv: Sequence[str], world_size: int, checkpoint: Mapping[str, object] | None = None) -> Arguments:
     """Return the arguments, if a run on `world_size` ranks would start with them.
 
     Raises:
         ArgumentError: with everything that is wrong.
         PlanError: for batch sizes with which virtual stages would deadlock.
     """
-    args = parse_args(argv, world_size, checkpoint)
+    args = parse_args(list(argv), world_size, checkpoint)
     if args.unbuildable:
         raise ArgumentError(args.unbuildable)
     waiting = deadlocking_batch_sizes(args, data_parallel_size(args, world_size))
@@ -147,6 +149,14 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
         )
         note = "; ".join(filter(None, (note, forward)))
     return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time, flops, count, batch, rows, note)
+
+
+def try_plan(argv: Sequence[str], world_size: int, hardware: Hardware) -> Plan | None:
+    """Plan a command line; None if it cannot be planned or the rules reject it."""
+    try:
+        return make_plan(validated_args(argv, world_size), world_size, hardware)
+    except ValueError:
+        return None
 
 
 def closest_reference_run(plan: Plan) -> ReferenceRun:

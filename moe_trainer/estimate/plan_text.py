@@ -6,25 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moe_trainer.estimate.memory import GIB, RESERVED_BYTES, StageMemory
+from moe_trainer.estimate.hardware import GIB, RESERVED_BYTES
+from moe_trainer.estimate.memory import StageMemory
 from moe_trainer.estimate.plan import Plan, closest_reference_run
 from moe_trainer.estimate.published_runs import BILLION_PARAMS
+from moe_trainer.estimate.step_time import PARTS
 from moe_trainer.estimate.uncertainty import PUBLISHED_HARDWARE, error_bar
 
 if TYPE_CHECKING:
     from moe_trainer.estimate.suggestions import Fix
-
-PARTS = (
-    ("compute", "computation"),
-    ("exchange", "expert exchange, exposed"),
-    ("tensor", "tensor parallel, exposed"),
-    ("context", "context parallel, exposed"),
-    ("pipeline", "pipeline messages, exposed"),
-    ("data", "gradients and parameters, exposed"),
-    ("bubble", "pipeline bubble"),
-    ("optimizer", "optimizer"),
-    ("host", "between iterations"),
-)
 
 
 def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
@@ -86,7 +76,7 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
 
 
 def _stage_line(plan: Plan, stage: StageMemory) -> str:
-    margin = plan.hardware.memory_gib * GIB - RESERVED_BYTES - stage.total
+    margin = plan.hardware.usable_bytes - stage.total
     state = stage.weights, stage.gradients, stage.optimizer
     sizes = (*state, stage.kept, stage.dispatch, stage.working, stage.total, margin)
     columns = [f"{size / GIB:{width}.2f}" for size, width in zip(sizes, (9, 9, 11, 13, 10, 9, 9, 9))]

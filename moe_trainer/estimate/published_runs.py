@@ -12,9 +12,25 @@ of the same models in Megatron-MoE-ModelZoo for the others).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
+PRESETS = MappingProxyType(
+    {
+        "DeepSeek-V3": "deepseek_v3",
+        "Qwen3-235B": "qwen3_235b_a22b",
+        "Qwen3-30B": "qwen3_30b_a3b",
+        "Moonlight-16B": "moonlight_16b",
+        "Mixtral-8x22B": "mixtral_8x22b",
+        "Qwen2-57B": "qwen2_57b_a14b",
+        "GPT-OSS-120B": "gpt_oss_120b",
+        "G8T8": "mixtral_8x22b",
+        "8x70B": "mixtral_8x22b",
+    }
+)
+"""Preset of each model; those of the last two are changed by flags."""
 BILLION_PARAMS = MappingProxyType(
     {
         "deepseek_v3": 682.6,
@@ -34,7 +50,11 @@ BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
 NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16"
 DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
-SEVEN = "--num-virtual-stages-per-pipeline-rank 7"
+VPP = "--num-virtual-stages-per-pipeline-rank"
+SEVEN = f"{VPP} 7"
+PP4 = "--pipeline-model-parallel-layout Et*4|(tttt|)*14tmL"
+PP8 = "--pipeline-model-parallel-layout Et|(tt|)*30mL"
+RECOMPUTE = "--recompute-granularity selective --recompute-modules"
 UNFOLDED = "--expert-tensor-parallel-size 2"
 H100_TFLOPS_PER_PERCENT = 9.895
 """TFLOP/s of a percent of MFU in PF."""
@@ -46,16 +66,12 @@ class PublishedRun:
     """One run.
 
     Attributes:
-        width: format of the GEMMs, "bf16" or "fp8".
+        name: "MODEL GPUSxHARDWARE FORMAT", and what else tells it from other runs.
         flags: the rest of its command line.
         peak_gib: memory, if known.
     """
 
     name: str
-    model: str
-    hardware: str
-    gpus: int
-    width: str
     tp: int
     pp: int
     ep: int
@@ -69,6 +85,29 @@ class PublishedRun:
     peak_gib: float | None = None
     cp: int = 1
 
+    @cached_property
+    def _words(self) -> tuple[str, ...]:
+        """Model, number of GPUs, hardware and format."""
+        return re.findall(r"^(\S+).* (\d+)x(\w+) (\w+)", self.name)[0]
+
+    @property
+    def model(self) -> str:
+        """Preset of the model."""
+        return PRESETS[self._words[0]]
+
+    @property
+    def gpus(self) -> int:
+        return int(self._words[1])
+
+    @property
+    def hardware(self) -> str:
+        return self._words[2].lower()
+
+    @property
+    def width(self) -> str:
+        """Format of the GEMMs, "bf16" or "fp8"."""
+        return "bf16" if self._words[3] == "BF16" else "fp8"
+
     @property
     def etp(self) -> int:
         """Expert tensor parallel size."""
@@ -77,14 +116,11 @@ class PublishedRun:
     @property
     def family(self) -> str:
         """The model, where one preset represents several."""
-        other = self.name.split()[0]
-        return other if other in ("G8T8", "8x70B") else self.model
+        return self._words[0] if self._words[0] in ("G8T8", "8x70B") else self.model
 
     @property
     def dispatcher(self) -> str:
-        return next(
-            (name for name, flags in (("hybridep", HYBRIDEP), ("deepep", DEEPEP)) if flags in self.flags), "alltoall"
-        )
+        return next((backend for backend in ("hybridep", "deepep") if backend in self.flags), "alltoall")
 
     def argv(self) -> list[str]:
         """Return its command line, as far as it matters here."""
@@ -101,149 +137,117 @@ class PublishedRun:
         ).split()
 
 
-def _layout(text: str) -> str:
-    return f"--pipeline-model-parallel-layout {text}"
+@dataclass(frozen=True)
+class HoldoutRun(PublishedRun):
+    """A published run that no constant was fitted to."""
+
+    is_fitted: bool = False
 
 
 SERIES = (
-    ("Mixtral-8x22B", "mixtral_8x22b", 8, 8, True, ((128, 52.2), (256, 50.7), (512, 48.9), (1024, 44.9))),
-    ("Mixtral-8x22B", "mixtral_8x22b", 8, 4, False, ((128, 49.4), (256, 48.0), (512, 45.5), (1024, 42.3))),
-    ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, True, ((64, 39.9), (128, 39.7), (256, 38.1), (512, 36.6), (1024, 33.4))),
-    ("Qwen2-57B", "qwen2_57b_a14b", 4, 4, False, ((64, 36.2), (128, 36.0), (256, 34.8), (512, 32.5), (1024, 29.8))),
+    ("Mixtral-8x22B", 8, 8, True, ((128, 52.2), (256, 50.7), (512, 48.9), (1024, 44.9))),
+    ("Mixtral-8x22B", 8, 4, False, ((128, 49.4), (256, 48.0), (512, 45.5), (1024, 42.3))),
+    ("Qwen2-57B", 4, 4, True, ((64, 39.9), (128, 39.7), (256, 38.1), (512, 36.6), (1024, 33.4))),
+    ("Qwen2-57B", 4, 4, False, ((64, 36.2), (128, 36.0), (256, 34.8), (512, 32.5), (1024, 29.8))),
 )
 """Strong scaling of PF with 1024 sequences per iteration.
 
-Name, preset, PP, EP, whether experts are folded (else sharded like attention), (GPUs, MFU in %). The ends of the folded
+Name, PP, EP, whether experts are folded (else sharded like attention), (GPUs, MFU in %). The ends of the folded
 series are fitted: nothing else determines the time of an iteration besides its microbatches.
 """
 
 PUBLISHED_RUNS = (
     PublishedRun(
         "DeepSeek-V3 256xGB300 MXFP8",
-        *("deepseek_v3", "gb300", 256, "fp8", 1, 4, 64, 1, 8192, 1233),
-        f"{_layout('Et*4|(tttt|)*14tmL')} {HYBRIDEP} {MXFP8} {OVERLAP} {GRAPHS}",
+        *(1, 4, 64, 1, 8192, 1233),
+        f"{PP4} {HYBRIDEP} {MXFP8} {OVERLAP} {GRAPHS}",
         "P table 11",
     ),
     PublishedRun(
         "DeepSeek-V3 256xGB200 MXFP8",
-        *("deepseek_v3", "gb200", 256, "fp8", 1, 4, 64, 1, 8192, 1048),
-        f"{_layout('Et*4|(tttt|)*14tmL')} {HYBRIDEP} {MXFP8} --recompute-granularity selective "
-        f"--recompute-modules mlp {GRAPHS}",
+        *(1, 4, 64, 1, 8192, 1048),
+        f"{PP4} {HYBRIDEP} {MXFP8} {RECOMPUTE} mlp {GRAPHS}",
         "P table 11",
     ),
     PublishedRun(
         "DeepSeek-V3 256xGB200 BF16",
-        *("deepseek_v3", "gb200", 256, "bf16", 1, 8, 32, 1, 4096, 857),
-        f"{_layout('Et|(tt|)*30mL')} {HYBRIDEP} {GRAPHS}",
+        *(1, 8, 32, 1, 4096, 857),
+        f"{PP8} {HYBRIDEP} {GRAPHS}",
         "P table 11",
     ),
     PublishedRun(
         "DeepSeek-V3 1024xH100 FP8",
-        *("deepseek_v3", "h100", 1024, "fp8", 2, 8, 64, 1, 8192, 368),
-        f"{_layout('Et|(tt|)*30mL')} {DEEPEP} {BLOCKWISE} {OVERLAP} --recompute-granularity selective "
-        "--recompute-modules mlp mla_up_proj moe_act layernorm",
+        *(2, 8, 64, 1, 8192, 368),
+        f"{PP8} {DEEPEP} {BLOCKWISE} {OVERLAP} {RECOMPUTE} mlp mla_up_proj moe_act layernorm",
         "P tables 11 and 17",
     ),
     PublishedRun(
         "Qwen3-235B 256xGB300 MXFP8",
-        *("qwen3_235b_a22b", "gb300", 256, "fp8", 1, 4, 64, 2, 3072, 974),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 6 {HYBRIDEP} {MXFP8} {GRAPHS}",
+        *(1, 4, 64, 2, 3072, 974),
+        f"{SPLIT} {VPP} 6 {HYBRIDEP} {MXFP8} {GRAPHS}",
         "P table 11",
     ),
     PublishedRun(
         "Qwen3-235B 256xH100 BF16",
-        *("qwen3_235b_a22b", "h100", 256, "bf16", 2, 8, 32, 1, 2048, 320),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 4 {DEEPEP} {OVERLAP} {GRAPHS} --recompute-granularity "
-        "selective --recompute-modules moe_act layernorm",
+        *(2, 8, 32, 1, 2048, 320),
+        f"{SPLIT} {VPP} 4 {DEEPEP} {OVERLAP} {GRAPHS} {RECOMPUTE} moe_act layernorm",
         "P table 11",
     ),
     PublishedRun(
         "Qwen3-30B 16xH100 BF16, exchange overlapped",
-        *("qwen3_30b_a3b", "h100", 16, "bf16", 1, 1, 16, 1, 1024, 299.352),
+        *(1, 1, 16, 1, 1024, 299.352),
         f"{HYBRIDEP} {OVERLAP}",
         "BR perf-moe-hardware-configs",
         peak_gib=62.166,
     ),
-    PublishedRun(
-        "Qwen3-30B 16xH100 BF16",
-        *("qwen3_30b_a3b", "h100", 16, "bf16", 1, 1, 16, 1, 1024, 244.039),
-        HYBRIDEP,
-        "BR perf-expert-parallel-overlap",
-    ),
+    PublishedRun("Qwen3-30B 16xH100 BF16", *(1, 1, 16, 1, 1024, 244.039), HYBRIDEP, "BR perf-expert-parallel-overlap"),
     # predictions
     # This run measured the host: recompute that costs the device almost nothing makes it up to 11 % slower
-    PublishedRun(
+    HoldoutRun(
         "Moonlight-16B 8xH100 BF16",
-        *("moonlight_16b", "h100", 8, "bf16", 2, 1, 8, 1, 4, 77.5),
+        *(2, 1, 8, 1, 4, 77.5),
         NARROW,
         "BR perf-activation-recompute (0.457 s; memory 36.6, GB or GiB)",
-        is_fitted=False,
     ),
-    PublishedRun(
+    HoldoutRun(
         "Qwen3-235B 256xGB200 BF16",
-        *("qwen3_235b_a22b", "gb200", 256, "bf16", 1, 4, 32, 1, 8192, 750),
-        f"{SPLIT} --num-virtual-stages-per-pipeline-rank 12 {HYBRIDEP} {OVERLAP} {GRAPHS} --recompute-granularity "
-        "selective --recompute-modules moe_act layernorm",
+        *(1, 4, 32, 1, 8192, 750),
+        f"{SPLIT} {VPP} 12 {HYBRIDEP} {OVERLAP} {GRAPHS} {RECOMPUTE} moe_act layernorm",
         "P table 11",
-        is_fitted=False,
     ),
-    PublishedRun(
+    HoldoutRun(
         "DeepSeek-V3 256xGB200 MXFP8, PP8",
-        *("deepseek_v3", "gb200", 256, "fp8", 1, 8, 32, 1, 2048, 944),
-        f"{_layout('Et|(tt|)*30mL')} {HYBRIDEP} {MXFP8} {GRAPHS}",
+        *(1, 8, 32, 1, 2048, 944),
+        f"{PP8} {HYBRIDEP} {MXFP8} {GRAPHS}",
         "DEV",
-        is_fitted=False,
     ),
-    PublishedRun(
+    HoldoutRun(
         "Qwen3-30B 16xH100 BF16, alltoall",
-        *("qwen3_30b_a3b", "h100", 16, "bf16", 1, 1, 16, 1, 1024, 132.9),
+        *(1, 1, 16, 1, 1024, 132.9),
         "",
         "BR perf-expert-parallel-overlap (whether the exchange is overlapped is not stated)",
-        is_fitted=False,
     ),
-    PublishedRun(
-        "Mixtral-8x22B 128xH100 BF16",
-        *("mixtral_8x22b", "h100", 128, "bf16", 2, 8, 8, 1, 256, 487.8),
-        SEVEN,
-        "PF, 49.3 %",
-        is_fitted=False,
+    HoldoutRun("Mixtral-8x22B 128xH100 BF16", *(2, 8, 8, 1, 256, 487.8), SEVEN, "PF, 49.3 %"),
+    HoldoutRun("Mixtral-8x22B 128xH100 FP8", *(2, 8, 8, 1, 256, 632), f"{SEVEN} {DELAYED}", "PF"),
+    HoldoutRun(
+        "Mixtral-8x22B 128xH100 FP8, experts over TP", *(2, 8, 4, 1, 256, 575), f"{SEVEN} {DELAYED} {UNFOLDED}", "PF"
     ),
-    PublishedRun(
-        "Mixtral-8x22B 128xH100 FP8",
-        *("mixtral_8x22b", "h100", 128, "fp8", 2, 8, 8, 1, 256, 632),
-        f"{SEVEN} {DELAYED}",
-        "PF",
-        is_fitted=False,
-    ),
-    PublishedRun(
-        "Mixtral-8x22B 128xH100 FP8, experts over TP",
-        *("mixtral_8x22b", "h100", 128, "fp8", 2, 8, 4, 1, 256, 575),
-        f"{SEVEN} {DELAYED} {UNFOLDED}",
-        "PF",
-        is_fitted=False,
-    ),
-    PublishedRun(
-        "Qwen2-57B 64xH100 BF16",
-        *("qwen2_57b_a14b", "h100", 64, "bf16", 2, 4, 4, 1, 256, 385.9),
-        SEVEN,
-        "PF, 39.0 %",
-        is_fitted=False,
-    ),
+    HoldoutRun("Qwen2-57B 64xH100 BF16", *(2, 4, 4, 1, 256, 385.9), SEVEN, "PF, 39.0 %"),
     *tuple(
         PublishedRun(
             f"{name} {gpus}xH100 BF16{'' if folded else ', experts over TP'}, batch 1024",
-            *(model, "h100", gpus, "bf16", 2, pp, ep, 1, 1024, H100_TFLOPS_PER_PERCENT * mfu),
+            *(2, pp, ep, 1, 1024, H100_TFLOPS_PER_PERCENT * mfu),
             SEVEN if folded else f"{SEVEN} {UNFOLDED}",
             f"PF, {mfu} %",
             is_fitted=folded and gpus in (points[0][0], points[-1][0]),
         )
-        for name, model, pp, ep, folded, points in SERIES
+        for name, pp, ep, folded, points in SERIES
         for gpus, mfu in points
     ),
     *tuple(
         PublishedRun(
             f"Mixtral-8x22B {gpus}xH100 BF16, {seq // 1024}K",
-            *("mixtral_8x22b", "h100", gpus, "bf16", tp, 8, 8, 1, 1024, H100_TFLOPS_PER_PERCENT * mfu),
+            *(tp, 8, 8, 1, 1024, H100_TFLOPS_PER_PERCENT * mfu),
             f"{SEVEN} --max-position-embeddings 131072",
             f"PF, {mfu} % (global batch taken for that of its other runs)",
             seq,

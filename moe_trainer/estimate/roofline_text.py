@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from moe_trainer.estimate.plan import Plan, closest_reference_run
-from moe_trainer.estimate.plan_text import PARTS
 from moe_trainer.estimate.roofline import LineCost, RankCosts, Roofline
+from moe_trainer.estimate.step_time import PARTS
 from moe_trainer.estimate.uncertainty import error_bar
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,10 @@ from arguments import ArgumentError, parse_args
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.parallel import ParallelArgs
 from arguments.parse import resolve_command_line
+from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
-from moe_trainer.estimate.memory import GIB, RESERVED_BYTES, ChunkBytes
+from moe_trainer.estimate.memory import ChunkBytes, without_recompute
 from moe_trainer.estimate.parallel_configs import (
     FORMAT_FLAGS,
     FORMATS,
@@ -46,10 +48,10 @@ from moe_trainer.estimate.parallel_configs import (
     select_flags,
 )
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, planned_vocab_size
-from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan, validated_args
+from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan, try_plan, validated_args
 from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.state_bytes import rank_state_bytes
-from moe_trainer.estimate.step_time import OVERLAPPED_EXCHANGE_SHARE, exchange_slowdown
+from moe_trainer.estimate.step_time import OVERLAPPED_EXCHANGE_SHARE, PARTS, exchange_slowdown
 from moe_trainer.estimate.suggestions import Fix, cheapest_fixes
 from moe_trainer.estimate.uncertainty import ErrorBar, comparison_bar, config_error, error_bar
 
@@ -140,10 +142,6 @@ class SearchResult:
 Progress = Callable[[str], None]
 
 
-def silent(text: str) -> None:
-    """Ignore progress reports."""
-
-
 def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
     """Remove the flags that a search chooses itself.
 
@@ -170,14 +168,7 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
         if field.name in SEARCHED and field.default is not MISSING
     }
     parallel = replace(mapped.parallel, **unmapped)
-    training = replace(
-        mapped.training,
-        recompute_granularity=None,
-        recompute_method=None,
-        recompute_num_layers=None,
-        recompute_modules=None,
-    )
-    return base, replace(mapped, parallel=parallel, training=training)
+    return base, replace(mapped, parallel=parallel, training=without_recompute(mapped.training))
 
 
 def search(
@@ -186,7 +177,7 @@ def search(
     hardware: Hardware,
     best: int = 10,
     headroom: float = DEFAULT_HEADROOM,
-    progress: Progress = silent,
+    progress: Progress = lambda text: None,
 ) -> SearchResult:
     """Find the best mappings for a command line, whose own mapping flags are replaced.
 
@@ -212,21 +203,19 @@ def search(
             progress(f"{seen:,} of {len(mappings):,} mappings estimated")
         if least is None or estimate.memory < least.memory:
             least = estimate
-        if estimate.memory <= MEMORY_SLACK * (hardware.memory_gib * GIB - RESERVED_BYTES):
+        if estimate.memory <= MEMORY_SLACK * hardware.usable_bytes:
             estimates.append(estimate)
     found: list[RankedConfig] = []
     planned = refused = 0
     tries: Counter[tuple[ParallelConfig, bool]] = Counter()
     reasons: Counter[str] = Counter()
     for estimate in estimator.planning_order(estimates):
-        uncertain = estimator.added_error(estimate.mapping) > 0
-        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), uncertain
-        if (
-            (planned >= MIN_PLANNED and len(found) >= 2 * best)
-            or planned - refused >= MAX_PLANNED
-            or refused >= MAX_REJECTED
-        ):
+        if planned >= MIN_PLANNED and len(found) >= 2 * best:
             break
+        if planned - refused >= MAX_PLANNED or refused >= MAX_REJECTED:
+            break
+        is_uncertain = estimator.added_error(estimate.mapping) > 0
+        shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), is_uncertain
         if tries[shape] >= MAX_TRIES_PER_SHAPE:
             continue
         tries[shape] += 1
@@ -236,31 +225,22 @@ def search(
         line = estimate.mapping.flags(estimate.layout, args)
         try:
             plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
-        except ArgumentError as error:
-            refused += 1
-            reasons.update({violation.message for violation in error.violations})
-            continue
         except ValueError as error:
             refused += 1
-            reasons[str(error)] += 1
+            violations = error.violations if isinstance(error, ArgumentError) else ()
+            reasons.update({violation.message for violation in violations} or {str(error)})
             continue
-        if plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom):
+        if plan.fits(headroom):
             found.append(RankedConfig(estimate.mapping, tuple(line), plan, find_bottleneck(plan), error_bar(plan)))
             tries[shape] = MAX_TRIES_PER_SHAPE
-    own = _plan_own(argv, base, gpus, hardware)
-    known = _plan_published(found[0].plan, base) if found else None
     outcome = SearchResult(
         tuple(base),
         tuple(ranked(found, best)),
-        seen,
-        len(estimates),
-        planned,
-        refused,
-        time.monotonic() - begin,
-        own,
-        known,
-        tuple(reasons.most_common(3)),
-        tuple(select_flags(argv, REPLACED)),
+        *(seen, len(estimates), planned, refused, time.monotonic() - begin),
+        own=None if list(argv) == base else try_plan(argv, gpus, hardware),
+        published=_plan_published(found[0].plan, base) if found else None,
+        refusals=tuple(reasons.most_common(3)),
+        replaced=tuple(select_flags(argv, REPLACED)),
     )
     return outcome if found else _explain_no_fit(outcome, estimator, least, headroom)
 
@@ -315,28 +295,24 @@ def _explain_no_fit(
     outcome: SearchResult, estimator: Estimator, least: Estimate | None, headroom: float
 ) -> SearchResult:
     """Add what would fit: changes of other flags on the smallest mapping, and a number of devices."""
-    hardware, gpus = estimator.hardware, estimator.gpus
-    closest: tuple[Plan, tuple[str, ...]] | None = None
-    fixes: tuple[Fix, ...] = ()
+    outcome = replace(outcome, devices=_smallest_num_devices(estimator))
     if least is None:
         smallest = min(estimator.mappings(small=False), key=estimator.state_bytes, default=None)
         if smallest is not None:
             least = estimator.estimate(replace(smallest, recompute=FULL_RECOMPUTE))
-    if least is not None:
-        line = least.mapping.flags(least.layout, estimator.args)
-        try:
-            plan = make_plan(validated_args([*outcome.base, *line], gpus), gpus, hardware)
-        except ValueError:
-            plan = None
-        if plan is not None:
-            closest = plan, tuple(line)
-            fixes = tuple(cheapest_fixes([*outcome.base, *line], plan, headroom=headroom, searched=False))
-    return replace(outcome, closest=closest, fixes=fixes, devices=_smallest_num_devices(estimator))
+    if least is None:
+        return outcome
+    line = least.mapping.flags(least.layout, estimator.args)
+    plan = try_plan([*outcome.base, *line], estimator.gpus, estimator.hardware)
+    if plan is None:
+        return outcome
+    fixes = cheapest_fixes([*outcome.base, *line], plan, headroom=headroom, searched=False)
+    return replace(outcome, closest=(plan, tuple(line)), fixes=tuple(fixes))
 
 
 def _smallest_num_devices(estimator: Estimator) -> int | None:
     """Return the smallest number of devices, doubled from the current one, that holds weights and optimizer state."""
-    available = estimator.hardware.memory_gib * GIB - RESERVED_BYTES
+    available = estimator.hardware.usable_bytes
     for doubling in range(1, 6):
         gpus = estimator.gpus << doubling
         larger = Estimator(estimator.args, gpus, estimator.hardware, estimator.rows, estimator.load)
@@ -355,7 +331,7 @@ def search_formats(
     hardware: Hardware,
     best: int = 10,
     headroom: float = DEFAULT_HEADROOM,
-    progress: Progress = silent,
+    progress: Progress = lambda text: None,
 ) -> SearchResult:
     """Search over several GEMM formats (FORMATS) instead of the one that the command line names.
 
@@ -369,83 +345,42 @@ def search_formats(
         )
     base = drop_flags(argv, FORMAT_FLAGS)
 
-    def search_format(name: str) -> SearchResult:
-        line = [*base, *FORMATS[name]]
-        return search(line, gpus, hardware, best, headroom, lambda text: progress(f"{name}: {text}"))
+    outcomes, found = [], []
+    refusals: Counter[str] = Counter()
+    for name in formats:
+        report = partial(_report_format, name, progress)
+        outcomes.append(search([*base, *FORMATS[name]], gpus, hardware, best, headroom, report))
+        found += [replace(each, argv=(*FORMATS[name], *each.argv)) for each in outcomes[-1].found]
+        refusals.update(dict(outcomes[-1].refusals))
+    published = (outcome.published for outcome in outcomes if outcome.published)
+    totals = ("seen", "small", "planned", "refused", "seconds")
+    return replace(
+        outcomes[-1],
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in totals},
+        base=tuple(drop_flags(base)),
+        found=tuple(ranked(found, best)),
+        own=None if list(argv) == drop_flags(base) else try_plan(argv, gpus, hardware),
+        published=max(published, key=lambda pair: pair[0].tflops, default=None),
+        refusals=tuple(refusals.most_common(3)),
+        replaced=tuple(select_flags(base, REPLACED)),
+    )
 
-    outcomes = [search_format(name) for name in formats]
-    found = ranked(
-        [
-            replace(each, argv=(*FORMATS[name], *each.argv))
-            for name, outcome in zip(formats, outcomes)
-            for each in outcome.found
-        ],
-        best,
-    )
-    known = max(
-        (outcome.published for outcome in outcomes if outcome.published),
-        key=lambda published: published[0].tflops,
-        default=None,
-    )
-    seen, small, planned, refused, seconds = (
-        sum(getattr(outcome, name) for outcome in outcomes)
-        for name in ("seen", "small", "planned", "refused", "seconds")
-    )
-    refusals = Counter({reason: count for outcome in outcomes for reason, count in outcome.refusals}).most_common(3)
-    last = outcomes[-1]
-    return SearchResult(
-        tuple(drop_flags(base)),
-        tuple(found),
-        seen,
-        small,
-        planned,
-        refused,
-        seconds,
-        _plan_own(argv, drop_flags(base), gpus, hardware),
-        known,
-        tuple(refusals),
-        tuple(select_flags(base, REPLACED)),
-        last.closest,
-        last.fixes,
-        last.devices,
-    )
+
+def _report_format(name: str, progress: Progress, text: str) -> None:
+    progress(f"{name}: {text}")
 
 
 def _plan_published(plan: Plan, base: Sequence[str]) -> tuple[PublishedRun, Plan] | None:
     """Return the published run that differs only in what is searched, and its plan."""
     billions = (plan.counts.total + plan.counts.mtp) / 1e9
+    setting = (plan.hardware.name, plan.world_size, plan.width, plan.args.data.seq_length)
     for run in PUBLISHED_RUNS:
-        same = (run.hardware, run.gpus, run.width, run.seq) == (
-            plan.hardware.name,
-            plan.world_size,
-            plan.width,
-            plan.args.data.seq_length,
-        )
-        if same and abs(billions / BILLION_PARAMS[run.model] - 1) < 0.01:
-            try:
-                return run, make_plan(
-                    validated_args([*base, *select_flags(run.argv())], plan.world_size), plan.world_size, plan.hardware
-                )
-            except ValueError:
-                continue
+        is_same = (run.hardware, run.gpus, run.width, run.seq) == setting
+        if is_same and abs(billions / BILLION_PARAMS[run.model] - 1) < 0.01:
+            mapped = try_plan([*base, *select_flags(run.argv())], plan.world_size, plan.hardware)
+            if mapped is not None:
+                return run, mapped
     return None
-
-
-def _plan_own(argv: Sequence[str], base: Sequence[str], gpus: int, hardware: Hardware) -> Plan | None:
-    if list(argv) == list(base):
-        return None
-    try:
-        return make_plan(validated_args(list(argv), gpus), gpus, hardware)
-    except ValueError:
-        return None
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A mapping that is not planned yet, for `config_error`."""
-
-    args: Arguments
-    hardware: Hardware
 
 
 class Estimator:
@@ -470,7 +405,7 @@ class Estimator:
             small: only those whose weights and optimizer state fit on a device.
             shapes_only: without choices of recompute and overlap, with the first dispatcher.
         """
-        available = self.hardware.memory_gib * GIB - RESERVED_BYTES
+        available = self.hardware.usable_bytes
         for shape in parallel_shapes(self.args, self.gpus, self.hardware):
             if small and self.state_bytes(shape) > available:
                 continue
@@ -486,16 +421,10 @@ class Estimator:
 
     def added_error(self, mapping: ParallelConfig) -> float:
         """Return what the choices of a mapping add to the error bar of the model on this hardware."""
-        key = (
-            mapping.cp,
-            mapping.pp,
-            mapping.ep,
-            mapping.backend,
-            mapping.overlap,
-            mapping.recompute == FULL_RECOMPUTE,
-        )
+        is_full = mapping.recompute == FULL_RECOMPUTE
+        key = (mapping.cp, mapping.pp, mapping.ep, mapping.backend, mapping.overlap, is_full)
         if key not in self._added_errors:
-            self._added_errors[key] = config_error(_Choice(mapping.applied(self.args, None), self.hardware))
+            self._added_errors[key] = config_error(mapping.applied(self.args, None), self.hardware)
         return self._added_errors[key]
 
     def planning_order(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
@@ -511,7 +440,7 @@ class Estimator:
 
     def state_bytes(self, mapping: ParallelConfig) -> float:
         """Return the bytes of weights, gradients and optimizer state of a middle rank."""
-        return self._state(mapping, mapping.vpp)[0]
+        return self._state(mapping)[0]
 
     def estimate(self, mapping: ParallelConfig) -> Estimate:
         kinds, head, extra = self._layer_times(mapping)
@@ -520,8 +449,8 @@ class Estimator:
         count = self.args.training.global_batch_size // (mapping.mbs * replicas)
         busy, first = self._busy_seconds(mapping, counts, kinds, head)
         chunk = sum(busy) / mapping.pp / mapping.vpp
-        bubble = (mapping.pp - 1) * chunk + (0.0 if not mapping.overlap else first - busy[0])
-        _, dense, expert = self._state(mapping, mapping.vpp)
+        bubble = (mapping.pp - 1) * chunk + (first - busy[0] if mapping.overlap else 0.0)
+        _, dense, expert = self._state(mapping)
         seconds = count * max(busy) + bubble + self._update(mapping, dense, expert)
         return Estimate(mapping, layout_text(counts, self.depths), seconds, self._memory(mapping, counts, count))
 
@@ -534,12 +463,9 @@ class Estimator:
             times = LayerTime(args, self.links, self._bytes(mapping)[0])
             kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
             forward, backward = times.head()
-            extra = forward + backward
-            if self.depths:
-                one = kinds[mtp_is_moe(self.pattern)]
-                extra += self.depths * (3 * times.mtp_projection() + one[0].total + one[1].total)
-            usual = kinds[mtp_is_moe(self.pattern)]
-            self._times[key] = kinds, (forward, backward), extra / (usual[0].total + usual[1].total)
+            layer = sum(each.total for each in kinds[mtp_is_moe(self.pattern)])
+            extra = forward + backward + self.depths * (3 * times.mtp_projection() + layer)
+            self._times[key] = kinds, (forward, backward), extra / layer
         return self._times[key]
 
     def _busy_seconds(
@@ -566,27 +492,22 @@ class Estimator:
             busy[stage % mapping.pp] += experts * each.get(True, 0.0) + (number - experts) * each.get(False, 0.0)
             begin += number
         busy[-1] += sum(head) + self.depths * each[mtp_is_moe(self.pattern)]
-        plain = (
-            sum(self.kinds[kind] * (forward.total + backward.total) for kind, (forward, backward) in kinds.items())
-            / mapping.pp
-        )
-        return busy, max(plain, busy[0])
+        plain = sum(self.kinds[kind] * sum(each.total for each in passes) for kind, passes in kinds.items())
+        return busy, max(plain / mapping.pp, busy[0])
 
     def _bytes(self, mapping: ParallelConfig) -> tuple[ChunkBytes, dict[bool, float]]:
         key = (mapping.tp, mapping.cp, mapping.etp, mapping.ep, mapping.mbs, mapping.recompute)
         if key not in self._bytes_by_key:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
             sizes, crowded = ChunkBytes(args, self.rows), ChunkBytes(args, self.rows, self.load)
-            layers = {
-                kind: crowded.layer(kind)
-                if mapping.recompute != FULL_RECOMPUTE
-                else float(sizes.rows * args.model.hidden_size * sizes.size)
-                for kind in set(self.pattern)
-            }
+            if mapping.recompute == FULL_RECOMPUTE:
+                layers = dict.fromkeys(self.kinds, float(sizes.rows * args.model.hidden_size * sizes.size))
+            else:
+                layers = {kind: crowded.layer(kind) for kind in self.kinds}
             self._bytes_by_key[key] = sizes, layers
         return self._bytes_by_key[key]
 
-    def _state(self, mapping: ParallelConfig, vpp: int) -> tuple[float, float, float]:
+    def _state(self, mapping: ParallelConfig) -> tuple[float, float, float]:
         """Return (bytes of state of a middle rank, its dense parameters, its expert parameters)."""
         key = (mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp)
         if key not in self._states:
@@ -596,11 +517,8 @@ class Estimator:
             held = sum((params.layers[kind] for kind in self.pattern), ParamsPerRank(0, 0))
             tables = 2 * params.table() if mapping.pp == 1 else 0
             dense, expert = held.dense / mapping.pp + tables, held.expert / mapping.pp
-            self._states[key] = (
-                rank_state_bytes(args, self.gpus, round(dense), round(expert), tables=tables).device,
-                dense,
-                expert,
-            )
+            state = rank_state_bytes(args, self.gpus, round(dense), round(expert), tables=tables)
+            self._states[key] = state.device, dense, expert
         return self._states[key]
 
     def _memory(self, mapping: ParallelConfig, counts: Sequence[int], microbatches: int) -> float:
@@ -611,65 +529,39 @@ class Estimator:
             number = min(microbatches * mapping.vpp, 2 * (mapping.pp - 1) + (mapping.vpp - 1) * mapping.pp + 1)
         per_chunk = sum(self.kinds[kind] * size for kind, size in layers.items()) / len(counts)
         logits = sizes.tokens * self.rows // mapping.tp * sizes.size * (1 + self.depths) if mapping.pp == 1 else 0
-        return self._state(mapping, mapping.vpp)[0] + number * per_chunk + logits
+        return self._state(mapping)[0] + number * per_chunk + logits
 
     def _update(self, mapping: ParallelConfig, dense: float, expert: float) -> float:
         """Return roughly the seconds of gradient reduction, parameter gathering and update that are not overlapped."""
         parallel, found = self.args.parallel, self.hardware.constants.iteration
         if not (parallel.overlap_grad_reduce and parallel.overlap_param_gather):
             replicas = self.gpus // (mapping.tp * mapping.pp)
+            stride = mapping.etp * mapping.ep
             found += self.links.ring(6 * dense, mapping.tp, replicas)
-            found += self.links.ring(
-                6 * expert, mapping.etp * mapping.ep, max(1, self.gpus // (mapping.etp * mapping.ep * mapping.pp))
-            )
+            found += self.links.ring(6 * expert, stride, max(1, self.gpus // (stride * mapping.pp)))
         return found
 
 
 def find_bottleneck(plan: Plan) -> str:
     """Return what keeps a plan from being faster: the memory that other choices would need, or its largest loss."""
-    time_ = plan.time
-    losses = {
-        "expert exchange": time_.exchange,
-        "tensor parallel": time_.tensor,
-        "context parallel": time_.context,
-        "pipeline bubble": time_.bubble,
-        "pipeline messages": time_.pipeline,
-        "gradients and parameters": time_.data,
-        "optimizer": time_.optimizer,
-    }
-    name, most = max(losses.items(), key=lambda item: item[1])
-    text = (
-        f"memory, of which {plan.margin / GIB:.1f} GiB are free"
-        if plan.margin < 0.1 * plan.hardware.memory_gib * GIB
-        else ""
-    )
-    recompute = "recompute" if plan.args.training.recompute_granularity else ""
-    parts = [
-        part
-        for part in (text, recompute, f"{name} {100 * most / time_.step:.1f} %" if most > 0.02 * time_.step else "")
-        if part
-    ]
+    losses = [(getattr(plan.time, name), text) for name, text in PARTS if name not in ("compute", "host")]
+    largest, text = max(losses, key=lambda loss: loss[0])
+    parts = []
+    if plan.margin < 0.1 * plan.hardware.memory_gib * GIB:
+        parts.append(f"memory, of which {plan.margin / GIB:.1f} GiB are free")
+    if plan.args.training.recompute_granularity:
+        parts.append("recompute")
+    if largest > 0.02 * plan.time.step:
+        parts.append(f"{text.removesuffix(', exposed')} {100 * largest / plan.time.step:.1f} %")
     return ", ".join(parts) or "computation"
 
 
 def explain_speedup(first: Plan, second: Plan) -> list[str]:
     """Return why the first plan is faster, cause by cause, the largest first."""
-    names = (
-        ("compute", "computation"),
-        ("exchange", "expert exchange"),
-        ("tensor", "tensor-parallel communication"),
-        ("context", "context-parallel communication"),
-        ("pipeline", "pipeline messages"),
-        ("data", "gradients and parameters"),
-        ("bubble", "pipeline bubble"),
-        ("optimizer", "optimizer"),
-    )
-    changes = sorted(
-        ((getattr(second.time, name) - getattr(first.time, name), text) for name, text in names),
-        key=lambda item: -abs(item[0]),
-    )
-    return [
-        f"{abs(change):.3f} s {'less' if change > 0 else 'more'} {text}"
-        for change, text in changes
-        if abs(change) > 0.002 * second.time.step
-    ]
+    changes = []
+    for name, text in PARTS:
+        change = getattr(second.time, name) - getattr(first.time, name)
+        if name != "host" and abs(change) > 0.002 * second.time.step:
+            text = text.removesuffix(", exposed").replace(" parallel", "-parallel communication")
+            changes.append((abs(change), f"{abs(change):.3f} s {'less' if change > 0 else 'more'} {text}"))
+    return [text for _, text in sorted(changes, key=lambda item: -item[0])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from moe_trainer.estimate.memory import GIB
+from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.plan_text import fix_lines
 from moe_trainer.estimate.search import RankedConfig, SearchResult, explain_speedup, ties

@@ -12,7 +12,7 @@ scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -80,13 +80,9 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     width = 2.0 if half else 4.0
     if parallel.has_sharded_params and _data_ranks(args, world_size, "dense") > 1:
         # fp32 shards are weights and main parameters at once
-        return StateBytes(
-            4 / instance_ranks + (width if parallel.has_gathered_params else 0.0),
-            4 / instance_ranks,
-            0.0,
-            moments / instance_ranks,
-            _share_on_host(args) * moments / instance_ranks,
-        )
+        shard, moments = 4 / instance_ranks, moments / instance_ranks
+        gathered = width if parallel.has_gathered_params else 0.0
+        return StateBytes(shard + gathered, shard, 0.0, moments, _share_on_host(args) * moments)
     is_sharded = parallel.use_distributed_optimizer and parallel.fsdp_strategy != "no_shard"
     shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
@@ -100,13 +96,9 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
         main_device = 2.0 if shared else main_host
         if not optimizer.optimizer_cpu_offload:
             main_host = main_device
-    return StateBytes(
-        width,
-        _gradient_bytes(args),
-        ((1 - share) * main_device + share * main_host) / shards,
-        moments / shards,
-        share * (main_host + moments) / shards,
-    )
+    main = (1 - share) * main_device + share * main_host
+    host = share * (main_host + moments)
+    return StateBytes(width, _gradient_bytes(args), main / shards, moments / shards, host / shards)
 
 
 def rank_state_bytes(
@@ -125,12 +117,8 @@ def rank_state_bytes(
         ("dense", False, True, tables),
     )
     parts = [(count, state_bytes(args, world_size, kind, is_fp8, table)) for kind, is_fp8, table, count in counts]
-    return StateBytes(
-        *(
-            sum(count * getattr(each, name) for count, each in parts)
-            for name in ("weights", "gradients", "main_params", "moments", "host")
-        )
-    )
+    names = [field.name for field in fields(StateBytes)]
+    return StateBytes(*(sum(count * getattr(each, name) for count, each in parts) for name in names))
 
 
 def has_known_state(args: Arguments) -> bool:
@@ -165,12 +153,7 @@ def _gradient_bytes(args: Arguments) -> float:
     """
     precision, half = args.precision, args.precision.bf16 or args.precision.fp16
     sharded = args.parallel.use_megatron_fsdp and args.parallel.megatron_fsdp_main_grads_dtype == "bf16"
-    narrow = (
-        precision.bf16
-        and precision.grad_reduce_in_bf16
-        or half
-        and (sharded or args.optimizer.main_grads_dtype == "bf16")
-    )
-    if not narrow:
+    stored_in_bf16 = half and (sharded or args.optimizer.main_grads_dtype == "bf16")
+    if not (stored_in_bf16 or (precision.bf16 and precision.grad_reduce_in_bf16)):
         return 4.0
     return 6.0 if "all" in args.parallel.ddp_param_name_patterns_for_fp32_local_accumulation else 2.0

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params
 from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
     from arguments import Arguments
-
-_GIB = 2.0**30
 
 
 def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[StateBytes]:
@@ -24,21 +23,14 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
     params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
     states = []
     for chunks in chunk_layouts(args.model, args.parallel):
-        held = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
+        held = params.stage(chunks)
         stored = fp8_params_on_rank(plain, chunks) if args.has_fp8_params else ParamsPerRank(0, 0)
         if args.model.dsa_indexer_warmup:
             states.append(_indexer_warmup_state(args, world_size, held, chunks))
             continue
-        states.append(
-            rank_state_bytes(
-                args,
-                world_size,
-                held.dense,
-                held.expert,
-                (stored.dense, stored.expert),
-                sum(params.tables(chunk) for chunk in chunks),
-            )
-        )
+        tables = sum(map(params.tables, chunks))
+        in_fp8 = (stored.dense, stored.expert)
+        states.append(rank_state_bytes(args, world_size, held.dense, held.expert, in_fp8, tables))
     return states
 
 
@@ -49,28 +41,22 @@ def _indexer_warmup_state(
     depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
     trained = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
     state = rank_state_bytes(args, world_size, trained, 0)
-    return replace(
-        state,
-        weights=state.weights + (held.total - trained) * (4.0 if args.precision.params_dtype_name == "fp32" else 2.0),
-    )
+    width = 4.0 if args.precision.params_dtype_name == "fp32" else 2.0
+    return replace(state, weights=state.weights + (held.total - trained) * width)
 
 
 def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
     """Return the parameters of the same model without biases and without the norms of queries and keys."""
-    return LayerParams(
-        replace(args, model=replace(args.model, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)),
-        vocab_rows,
-    )
+    model = replace(args.model, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
+    return LayerParams(replace(args, model=model), vocab_rows)
 
 
 def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
     """Return the weights that a rank stores in fp8 with --fp8-param-gather."""
     model, precision = plain.model, plain.args.precision
-    first, last = (
-        (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
-        if precision.first_last_layers_bf16
-        else (0, 0)
-    )
+    first = last = 0
+    if precision.first_last_layers_bf16:
+        first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     held = ParamsPerRank(0, 0)
     for chunk in chunks:
         for number in chunk.layers:
@@ -78,10 +64,8 @@ def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> Par
                 held += _quantized_matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
             depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
-            one = _quantized_matrices(plain, mtp_is_moe(plain.pattern), model.num_layers) + ParamsPerRank(
-                2 * model.hidden_size**2 // plain.tp, 0
-            )
-            held += ParamsPerRank(depths * one.dense, depths * one.expert)
+            layer = _quantized_matrices(plain, mtp_is_moe(plain.pattern), model.num_layers)
+            held += (layer + ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)).scale(depths)
     return held
 
 
@@ -90,9 +74,8 @@ def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> Params
     hidden, moe = plain.model.hidden_size, plain.moe
     rest = 2 * plain.norm(hidden) + indexer_params(plain.model)
     if is_moe:
-        rest += plain.num_experts * hidden + (
-            hidden if moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate else 0
-        )
+        has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
+        rest += (plain.num_experts + (1 if has_gate else 0)) * hidden
     if is_linear(plain.model, number):
         rest += plain.attention() - gated_delta_net_params(plain.model, matrices=True) // plain.tp
     return plain.layers[is_moe] + ParamsPerRank(-rest, 0)
@@ -107,27 +90,22 @@ def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int
     if rows is None or not has_known_state(args):
         return []
     sizes = parallel_sizes(args)
-    world_size = world_size or math.lcm(
-        sizes["tp"] * sizes["cp"] * sizes["pp"], sizes["etp"] * sizes["ep"] * sizes["pp"]
-    )
+    dense, expert = sizes["tp"] * sizes["cp"] * sizes["pp"], sizes["etp"] * sizes["ep"] * sizes["pp"]
+    world_size = world_size or math.lcm(dense, expert)
     stages = stage_states(args, world_size, rows)
     most = max(stages, key=lambda state: state.total)
     parts = ", ".join(
-        f"{name.replace('_', ' ')} {getattr(most, name) / _GIB:.2f}"
+        f"{name.replace('_', ' ')} {getattr(most, name) / GIB:.2f}"
         for name in ("weights", "gradients", "main_params", "moments")
     )
-    host = (
-        f"; {most.host / _GIB:.2f} GiB of it on the host, {(most.total - most.host) / _GIB:.2f} on the device"
-        if most.host
-        else ""
-    )
+    host = where = ""
+    if most.host:
+        host = f"; {most.host / GIB:.2f} GiB of it on the host, {most.device / GIB:.2f} on the device"
     least = min(state.total for state in stages)
-    where = ""
     if least < most.total:
-        where = (
-            f" on pipeline stage {stages.index(most)} of {len(stages)}, where it is most (least: {least / _GIB:.2f})"
-        )
+        stage = f"stage {stages.index(most)} of {len(stages)}"
+        where = f" on pipeline {stage}, where it is most (least: {least / GIB:.2f})"
     return [
-        f"memory per rank: {most.total / _GIB:.2f} GiB of weights, gradients and optimizer state{where} "
+        f"memory per rank: {most.total / GIB:.2f} GiB of weights, gradients and optimizer state{where} "
         f"({parts}){host}; activations are counted by --dry-run"
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_is_moe
@@ -21,7 +21,7 @@ from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, StageMemory, stage_orders, steady_state_microbatches
-from moe_trainer.estimate.state_bytes import StateBytes, state_bytes
+from moe_trainer.estimate.state_bytes import state_bytes
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, simulate_schedule, step_actions
 
 if TYPE_CHECKING:
@@ -34,6 +34,20 @@ EXCHANGE_SMS = 20
 """Multiprocessors that the exchange occupies without --moe-flex-dispatcher-num-sms (DeepEP's default)."""
 HOST_ADAM = 50e9
 """Bytes/s at which a rank's share of the host updates offloaded states: an eighth of two sockets' memory bandwidth."""
+
+
+PARTS = (
+    ("compute", "computation"),
+    ("exchange", "expert exchange, exposed"),
+    ("tensor", "tensor parallel, exposed"),
+    ("context", "context parallel, exposed"),
+    ("pipeline", "pipeline messages, exposed"),
+    ("data", "gradients and parameters, exposed"),
+    ("bubble", "pipeline bubble"),
+    ("optimizer", "optimizer"),
+    ("host", "between iterations"),
+)
+"""Fields of StepTime, as texts."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +98,14 @@ class ActionTimes:
             total = PassTime()
             for action in actions:
                 forward, backward = self.passes[rank][action.chunk]
-                if self.has_wgrad_actions:  # half of a backward's GEMMs
-                    backward = (
-                        backward.scale(0.5)
-                        if action.kind != BACKWARD
-                        else PassTime(backward.compute / 2, backward.exchange, backward.tensor, backward.context)
-                    )
-                    backward = PassTime(backward.compute) if action.kind not in (FORWARD, BACKWARD) else backward
+                if self.has_wgrad_actions:  # each has half of a backward's GEMMs
+                    half = backward.compute / 2
+                    backward = replace(backward, compute=half) if action.kind == BACKWARD else PassTime(half)
                 total += forward if action.kind == FORWARD else backward
             if len(actions) > 1:
                 hidden = min(OVERLAPPED_EXCHANGE_SHARE * total.exchange, total.compute)
-                total = PassTime(
-                    total.compute + hidden * self.slowdown, total.exchange - hidden, total.tensor, total.context
-                )
+                compute = total.compute + hidden * self.slowdown
+                total = replace(total, compute=compute, exchange=total.exchange - hidden)
             self._spent[key] = total
         return self._spent[key]
 
@@ -107,25 +116,22 @@ class ActionTimes:
 
 def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[PassTime, PassTime]:
     pattern, model = times.sizes.pattern, times.args.model
-    kinds = [pattern[number] for number in layout.layers] + [mtp_is_moe(pattern)] * (
-        model.mtp_num_layers or 0 if layout.mtp else 0
-    )
+    depths = model.mtp_num_layers or 0 if layout.mtp else 0
+    kinds = [pattern[number] for number in layout.layers] + [mtp_is_moe(pattern)] * depths
     forward, backward = PassTime(), PassTime()
     for kind in sorted(set(kinds)):
         fwd, bwd = times.passes(kind)
         forward, backward = forward + fwd.scale(kinds.count(kind)), backward + bwd.scale(kinds.count(kind))
     if layout.mtp:
-        projection = (model.mtp_num_layers or 0) * times.mtp_projection()
+        projection = depths * times.mtp_projection()
         forward, backward = forward + PassTime(projection), backward + PassTime(2 * projection)
     if layout.has_loss:
         head, head_backward = times.head()
         forward, backward = forward + PassTime(head), backward + PassTime(head_backward)
     saved = times.sizes.of(layout)
     copies = sum(count for (_, on_host), count in saved.items() if on_host) / (times.hardware.host_gb_s * 1e9)
-    return (
-        PassTime(max(forward.compute, copies), forward.exchange, forward.tensor, forward.context),
-        PassTime(max(backward.compute, copies), backward.exchange, backward.tensor, backward.context),
-    )
+    forward, backward = (replace(each, compute=max(each.compute, copies)) for each in (forward, backward))
+    return forward, backward
 
 
 def exchange_slowdown(args: Arguments, hardware: Hardware) -> float:
@@ -185,22 +191,11 @@ def step_from_passes(
     times = ActionTimes(passes, message, exchange_slowdown(args, hardware), parallel.pipeline_schedule == "zero-bubble")
     makespan, busy, spent = _simulate_all(args, times, num_microbatches, len(passes[0]))
     rank = max(range(pp), key=lambda number: busy[number])
-    window = sum((forward + backward for forward, backward in times.passes[rank]), PassTime())
+    window = [sum(passes, PassTime()) for passes in zip(*times.passes[rank])]
     messages = 2 * len(passes[0]) * num_microbatches * message
-    data = _data_parallel(
-        args, world_size, memory[rank], links, times.passes[rank], window, num_microbatches, sizes.size
-    )
-    return StepTime(
-        spent[rank].compute,
-        spent[rank].exchange,
-        spent[rank].tensor,
-        spent[rank].context,
-        messages,
-        data,
-        max(0.0, makespan - busy[rank]),
-        optimizer,
-        host,
-    )
+    bubble = max(0.0, makespan - busy[rank])
+    data = _data_parallel(args, world_size, memory[rank], links, window, num_microbatches, sizes.size)
+    return StepTime(**vars(spent[rank]), pipeline=messages, data=data, bubble=bubble, optimizer=optimizer, host=host)
 
 
 def _simulate_all(
@@ -240,30 +235,29 @@ def _data_parallel(
     world_size: int,
     stage: StageMemory,
     links: Interconnect,
-    passes: Sequence[tuple[PassTime, PassTime]],
-    window: PassTime,
+    window: Sequence[PassTime],
     num_microbatches: int,
     size: int,
 ) -> float:
-    """Return the exposed seconds of reducing gradients and gathering parameters."""
+    """Return the exposed seconds of reducing gradients and gathering parameters.
+
+    `window`: forward and backward of one microbatch, which they may overlap.
+    """
     parallel, mapping = args.parallel, parallel_sizes(args)
-    dense = max(1, world_size // (mapping["tp"] * mapping["pp"]))
-    edp = max(1, world_size // (mapping["etp"] * mapping["ep"] * mapping["pp"]))
-    narrow = gradient_wire_bytes(args)
     reduce = gather = 0.0
-    for num_params, stride, ranks in (
-        (stage.held.dense, mapping["tp"], dense),
-        (stage.held.expert, mapping["etp"] * mapping["ep"], edp),
+    for num_params, stride in (
+        (stage.held.dense, mapping["tp"]),
+        (stage.held.expert, mapping["etp"] * mapping["ep"]),
     ):
-        reduce += links.ring(num_params * narrow, stride, ranks)
-        gather += links.ring(num_params * size, stride, ranks)
+        replicas = max(1, world_size // (stride * mapping["pp"]))
+        reduce += links.ring(num_params * gradient_wire_bytes(args), stride, replicas)
+        gather += links.ring(num_params * size, stride, replicas)
     if parallel.fsdp_strategy not in (None, "no_shard"):
         each = reduce + (2 if parallel.fsdp_strategy == "optim_grads_params" else 0) * gather
-        return num_microbatches * max(0.0, each - window.compute)
+        return num_microbatches * max(0.0, each - window[0].compute - window[1].compute)
     if not parallel.use_distributed_optimizer:
         gather = reduce  # the other half of an all-reduce
-    forward = sum(pair[0].compute for pair in passes)
-    backward = sum(pair[1].compute for pair in passes)
+    forward, backward = (passes.compute for passes in window)
     exposed = max(0.0, reduce - backward) if parallel.overlap_grad_reduce else reduce
     return exposed + (max(0.0, gather - forward) if parallel.overlap_param_gather else gather)
 
@@ -282,14 +276,11 @@ def optimizer_seconds(args: Arguments, world_size: int, stage: StageMemory, hard
         ("expert", stage.held.expert),
     )
     for kind, num_params in parts:
-        each: StateBytes = state_bytes(args, world_size, kind)
+        each = state_bytes(args, world_size, kind)
         states = each.main_params + each.moments
         shard = states / (4.0 + 8.0) if states else 1.0  # rough share of the parameters that this rank updates
-        seconds += (
-            num_params
-            * (2 * (states - each.host) + shard * (2 * each.gradients + each.weights) + each.gradients)
-            / memory
-        )
+        moved = 2 * (states - each.host) + shard * (2 * each.gradients + each.weights) + each.gradients
+        seconds += num_params * moved / memory
         if args.optimizer.optimizer_cpu_offload:
             seconds += num_params * max(2.5 * each.host / HOST_ADAM, shard * 6.0 / (hardware.host_gb_s * 1e9))
         elif each.host:

@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.stage_layout import chunk_layouts
-from moe_trainer.estimate.memory import GIB
+from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.parallel_configs import (
     FULL_RECOMPUTE,
+    LAYOUT,
     MAX_PIPELINE_STAGES,
     MAX_TENSOR_PARALLEL,
+    RECOMPUTE,
     drop_flags,
     layer_counts,
     layout_text,
+    recompute_flags,
     recompute_sets,
 )
-from moe_trainer.estimate.plan import Plan, make_plan, validated_args
+from moe_trainer.estimate.plan import Plan, try_plan
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -48,16 +51,6 @@ LEAST_SHARD = 2048
 """Minimum positions of a sequence per rank with context parallelism."""
 LEAST_CONTEXT = 8192
 """Sequence length from which context parallelism is offered."""
-RECOMPUTE = frozenset(
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
-    "checkpoint_activations moe_layer_recompute".split()
-)
-LAYOUT = frozenset(
-    "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
-    "decoder_first_pipeline_num_layers num_virtual_stages_per_pipeline_rank decoder_last_pipeline_num_layers "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "microbatch_group_size_per_vp_stage".split()
-)
 
 
 @dataclass(frozen=True)
@@ -120,25 +113,20 @@ def cheapest_fixes(
         if other is None:
             continue
         legal.append((change, other))
-        if _fits(other, headroom):
+        if other.fits(headroom):
             found.append(Fix((change,), other, _slowdown(other, plan)))
     if not found or min(fix.slower for fix in found) > SLOW:
         found += _pairs(argv, plan, legal, headroom)
     if not found and legal:
         found = _chain(argv, plan, [change for change, _ in legal], headroom)
     if not found and searched:
-        more = [
-            Change(
-                "devices",
-                ("--world-size", str(plan.world_size * times)),
-                frozenset(("world_size",)),
-                f"{times} times the devices",
-                times,
-            )
-            for times in (2, 4, 8)
-        ]
-        larger = [(change, other) for change in more if (other := _plan_changes(argv, (change,), plan)) is not None]
-        found = [Fix((change,), other, _slowdown(other, plan)) for change, other in larger if _fits(other, headroom)]
+        larger = []
+        for times in (2, 4, 8):
+            words = ("--world-size", str(plan.world_size * times))
+            change = Change("devices", words, frozenset(("world_size",)), f"{times} times the devices", times)
+            if (other := _plan_changes(argv, (change,), plan)) is not None:
+                larger.append((change, other))
+        found = [Fix((change,), other, _slowdown(other, plan)) for change, other in larger if other.fits(headroom)]
         if not found:
             found = _pairs(argv, plan, [*legal, *larger], headroom)
     return _undominated(found)[:most]
@@ -154,10 +142,6 @@ def _undominated(found: Sequence[Fix]) -> list[Fix]:
     return kept
 
 
-def _fits(plan: Plan, headroom: float) -> bool:
-    return plan.margin >= 0 and (plan.headroom is None or plan.headroom >= headroom)
-
-
 def _slowdown(plan: Plan, before: Plan) -> float:
     return before.tokens_per_second / plan.tokens_per_second - 1
 
@@ -166,13 +150,7 @@ def _plan_changes(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> 
     """Return the plan with these changes, None if the rules reject them."""
     dests = frozenset().union(*(change.dests for change in chosen))
     line = [*drop_flags(argv, dests), *(word for change in chosen for word in change.words)]
-    gpus = plan.world_size
-    for change in chosen:
-        gpus *= change.devices
-    try:
-        return make_plan(validated_args(line, gpus), gpus, plan.hardware)
-    except ValueError:
-        return None
+    return try_plan(line, plan.world_size * math.prod(change.devices for change in chosen), plan.hardware)
 
 
 def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:
@@ -182,7 +160,7 @@ def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]]
     for (first, one), (second, two) in itertools.combinations(legal, 2):
         if first.kind == second.kind:
             continue
-        needs = plan.peak.total * (one.peak.total / plan.peak.total) * (two.peak.total / plan.peak.total)
+        needs = one.peak.total * two.peak.total / plan.peak.total
         slower = (1 + _slowdown(one, plan)) * (1 + _slowdown(two, plan))
         if needs <= POSSIBLE * budget:
             likely = needs <= LIKELY * budget
@@ -190,7 +168,7 @@ def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]]
     found: list[Fix] = []
     for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MOST_PAIRS]:
         other = _plan_changes(argv, (first, second), plan)
-        if other is not None and _fits(other, headroom):
+        if other is not None and other.fits(headroom):
             found.append(Fix((first, second), other, _slowdown(other, plan)))
             if len(found) >= ENOUGH_PAIRS:
                 break
@@ -211,7 +189,7 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
             and other.peak.total < now.peak.total
         ]
         fitting = [
-            Fix((*chosen, change), other, _slowdown(other, plan)) for change, other in plans if _fits(other, headroom)
+            Fix((*chosen, change), other, _slowdown(other, plan)) for change, other in plans if other.fits(headroom)
         ]
         if fitting or not plans:
             return fitting
@@ -240,99 +218,63 @@ def _recompute(args: Arguments) -> Iterator[Change]:
     if "full" in now:
         return
     for parts in recompute_sets(args):
-        if parts == FULL_RECOMPUTE:
-            yield Change(
-                "recompute",
-                tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
-                RECOMPUTE,
-            )
-        elif not set(parts) <= now:
-            modules = sorted(now | set(parts))
-            if "moe" in modules:
-                modules = [module for module in modules if module not in ("moe_act", "shared_experts")]
-            yield Change(
-                "recompute", ("--recompute-granularity", "selective", "--recompute-modules", *modules), RECOMPUTE
-            )
+        if parts != FULL_RECOMPUTE and set(parts) <= now:
+            continue
+        modules = sorted(now | set(parts)) if parts != FULL_RECOMPUTE else FULL_RECOMPUTE
+        if "moe" in modules:
+            modules = [module for module in modules if module not in ("moe_act", "shared_experts")]
+        yield Change("recompute", recompute_flags(modules), RECOMPUTE)
 
 
 def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]:
-    parallel, training = args.parallel, args.training
+    parallel, moe, length, layers = args.parallel, args.moe, args.data.seq_length, args.model.num_layers
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    ep = parallel.expert_model_parallel_size
-    cp, mbs = parallel.context_parallel_size, training.micro_batch_size
+    ep, cp, mbs = parallel.expert_model_parallel_size, parallel.context_parallel_size, args.training.micro_batch_size
+
+    def resize(kind: str, dest: str, size: int, *more: str) -> Change:
+        return Change(kind, (f"--{dest.replace('_', '-')}", str(size), *more), frozenset((dest,)))
+
     for size in sorted({mbs // 2, 1} - {0, mbs}, reverse=True):
-        yield Change("micro-batch", ("--micro-batch-size", str(size)), frozenset(("micro_batch_size",)))
+        yield resize("micro-batch", "micro_batch_size", size)
     for times in (2, 4, 8):
-        if times * ep <= min(gpus, args.moe.num_experts or 1):
-            dispatcher = (
-                ()
-                if ep > 1 or args.moe.moe_token_dispatcher_type != "allgather"
-                else ("--moe-token-dispatcher-type", "alltoall")
-            )
-            yield Change(
-                "EP",
-                ("--expert-model-parallel-size", str(times * ep), *dispatcher),
-                frozenset(("expert_model_parallel_size",)),
-            )
+        if times * ep <= min(gpus, moe.num_experts or 1):
+            is_allgather = ep == 1 and moe.moe_token_dispatcher_type == "allgather"
+            dispatcher = ("--moe-token-dispatcher-type", "alltoall") if is_allgather else ()
+            yield resize("EP", "expert_model_parallel_size", times * ep, *dispatcher)
         if times * tp <= min(hardware.domain, MAX_TENSOR_PARALLEL):
-            etp = (
-                ("--expert-tensor-parallel-size", "1")
-                if args.moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1)
-                else ()
-            )
-            yield Change(
-                "TP",
-                ("--tensor-model-parallel-size", str(times * tp), "--sequence-parallel", *etp),
-                frozenset(("tensor_model_parallel_size",)),
-            )
-        if args.data.seq_length >= LEAST_CONTEXT and args.data.seq_length // (times * cp) >= LEAST_SHARD:
-            yield Change("CP", ("--context-parallel-size", str(times * cp)), frozenset(("context_parallel_size",)))
+            is_folded = moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1)
+            etp = ("--expert-tensor-parallel-size", "1") if is_folded else ()
+            yield resize("TP", "tensor_model_parallel_size", times * tp, "--sequence-parallel", *etp)
+        if length >= LEAST_CONTEXT and length // (times * cp) >= LEAST_SHARD:
+            yield resize("CP", "context_parallel_size", times * cp)
     vpp = len(chunk_layouts(args.model, parallel)[0])
     for stages in (pp, 2 * pp, 4 * pp):
         for chunks in sorted({1, max(1, vpp // 2), vpp}):
-            if (
-                stages > min(MAX_PIPELINE_STAGES, args.model.num_layers)
-                or stages * chunks > args.model.num_layers + 1
-                or stages == 1
-                or (stages == pp and chunks >= vpp)
-            ):
-                continue
-            layout = layout_text(
-                layer_counts(args.model.num_layers, stages * chunks, 1.5), args.model.mtp_num_layers or 0
-            )
-            yield Change(
-                "PP",
-                ("--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", str(layout)),
-                LAYOUT,
-            )
+            is_smaller = stages == pp and chunks >= vpp
+            is_possible = 1 < stages <= min(MAX_PIPELINE_STAGES, layers) and stages * chunks <= layers + 1
+            if is_possible and not is_smaller:
+                layout = layout_text(layer_counts(layers, stages * chunks, 1.5), args.model.mtp_num_layers or 0)
+                yield Change(
+                    "PP",
+                    ("--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", str(layout)),
+                    LAYOUT,
+                )
 
 
 def _optimizer(args: Arguments) -> Iterator[Change]:
-    optimizer, distributed = args.optimizer, args.parallel.use_distributed_optimizer
-    needs = () if distributed else ("--use-distributed-optimizer",)
-    if not distributed:
+    optimizer = args.optimizer
+    needs = () if args.parallel.use_distributed_optimizer else ("--use-distributed-optimizer",)
+    aware = (*needs, "--use-precision-aware-optimizer")
+    if needs:
         yield Change("optimizer", needs)
     if args.precision.bf16 and not optimizer.use_precision_aware_optimizer:
+        narrow = (*aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+        yield Change("optimizer", narrow, note="moments are kept in bf16")
         yield Change(
-            "optimizer",
-            (*needs, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
-            note="moments are kept in bf16",
-        )
-        yield Change(
-            "optimizer",
-            (
-                *needs,
-                *"--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype "
-                "bf16".split(),
-            ),
-            note="moments and gradients are kept in bf16",
+            "optimizer", (*narrow, "--main-grads-dtype", "bf16"), note="moments and gradients are kept in bf16"
         )
     if not optimizer.optimizer_cpu_offload:
-        yield Change(
-            "optimizer",
-            (*needs, "--use-precision-aware-optimizer", "--optimizer-cpu-offload"),
-            note="the host updates the parameters",
-        )
+        yield Change("optimizer", (*aware, "--optimizer-cpu-offload"), note="the host updates the parameters")
 
 
 def _offloading(args: Arguments) -> Iterator[Change]:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, cast
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
 from moe_trainer.estimate.interconnect import Interconnect
@@ -59,16 +59,6 @@ def host_share(plan: Plan) -> float:
 def _uses_alltoall(plan: Plan) -> bool:
     moe, parallel = plan.args.moe, plan.args.parallel
     return moe.moe_token_dispatcher_type == "alltoall" and parallel.expert_model_parallel_size > 1
-
-
-class Choice(Protocol):
-    """What a feature depends on: a plan, or what is known before it is made."""
-
-    @property
-    def args(self) -> Arguments: ...
-
-    @property
-    def hardware(self) -> Hardware: ...
 
 
 Features = Mapping[str, Callable[["Plan"], bool]]
@@ -253,10 +243,10 @@ def _term(terms: ErrorTerms, name: str) -> float:
     return terms.terms.get(name, UNTESTED)
 
 
-def config_error(choice: Choice) -> float:
+def config_error(args: Arguments, hardware: Hardware) -> float:
     """Return what the features that a mapping chooses (OF_MAPPINGS) add to the bar of a plan."""
     tables = {**FEATURES, **UNTESTED_FEATURES}
-    plan = cast("Plan", choice)  # these features read args and hardware only
+    plan = cast("Plan", SimpleNamespace(args=args, hardware=hardware))  # these features read nothing else
     return sum(_term(FITTED, name) for name in OF_MAPPINGS if tables[name](plan))
 
 

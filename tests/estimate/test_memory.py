@@ -8,9 +8,8 @@ from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.calibrate import plan_published_run
-from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.hardware import GIB, find_hardware
 from moe_trainer.estimate.memory import (
-    GIB,
     ChunkBytes,
     indexer_bytes,
     microbatches_per_iteration,
