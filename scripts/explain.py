@@ -25,7 +25,7 @@ from arguments.layer_pattern import moe_layer_pattern
 from arguments.parse import resolve_command_line
 from arguments.report import get_world_size, table
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, planned_vocab_size
+from moe_trainer.estimate.parameters import LayerParams, planned_vocab_size
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
@@ -67,14 +67,8 @@ def main(words: list[str]) -> int:
     # the trainer reports --world-size as a flag without effect; this script uses it
     print("\n".join(line for line in settings.lines() if not line.startswith("--world-size")))
     if violations:
-        print(
-            "\n".join(
-                [
-                    f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:",
-                    *(f"  - {violation.message}" for violation in violations),
-                ]
-            )
-        )
+        print(f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:")
+        print("\n".join(f"  - {violation.message}" for violation in violations))
         return ExitCode.USER_ERROR
     if world_size is None:
         print("stages, experts and groups: the number of ranks is not known (give --world-size)")
@@ -96,14 +90,9 @@ def grid_lines(layout: Layout) -> list[str]:
     """Return both factorizations of the ranks, the fastest varying axis first."""
     lines = ["", "rank grids, the fastest varying axis first:"]
     for name, grid, axes in (("attention", layout.dense, {}), ("experts", layout.expert, {"tp": "etp", "dp": "edp"})):
-        lines.append(
-            f"  {name:10s} "
-            + " x ".join(
-                f"{axes.get(axis, axis)} {size}"
-                for axis, size in zip(grid.axes, grid.sizes)
-                if axis != ("ep" if name == "attention" else "cp")
-            )
-        )
+        unused = "ep" if name == "attention" else "cp"
+        sizes = (f"{axes.get(axis, axis)} {size}" for axis, size in zip(grid.axes, grid.sizes) if axis != unused)
+        lines.append(f"  {name:10s} {' x '.join(sizes)}")
     return lines
 
 
@@ -137,7 +126,7 @@ def stage_lines(args: Arguments) -> Iterator[str]:
     for stage, chunks in enumerate(chunk_layouts(args.model, args.parallel)):
         count = ""
         if params is not None:
-            on_rank = sum((params.chunk(chunk) for chunk in chunks), ParamsPerRank(0, 0))
+            on_rank = params.stage(chunks)
             count = f" {on_rank.total:,} parameters per rank, {on_rank.expert:,} of them in experts"
         yield f"  stage {stage}:{count}"
         for number, chunk in enumerate(chunks):
@@ -161,11 +150,8 @@ def rank_lines(args: Arguments, layout: Layout, rank: int) -> Iterator[str]:
     """Yield the coordinates, layers, experts and groups of one rank."""
     dense, expert = layout.dense.coordinates(rank), layout.expert.coordinates(rank)
     coordinates = [f"{axis} {dense[axis]}" for axis in ("tp", "cp", "dp", "pp")]
-    coordinates += (
-        [f"{name} {expert[axis]}" for name, axis in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"))]
-        if args.moe.num_experts
-        else []
-    )
+    if args.moe.num_experts:
+        coordinates += [f"{name} {expert[axis]}" for name, axis in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"))]
     yield f"rank {rank}: {', '.join(coordinates)}"
     for number, chunk in enumerate(chunk_layouts(args.model, args.parallel)[dense["pp"]]):
         yield f"  chunk {number}: {_chunk_text(args, chunk)}"

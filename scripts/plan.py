@@ -48,43 +48,34 @@ from moe_trainer.exit_codes import ExitCode
 
 SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size")
 RECORD = Path(__file__).resolve().parent / "bench_results" / "planner.md"
-LARGE_ERRORS = (
-    "The form of the model, the assumptions where a source is silent, and the choice of fitted runs were made with all "
-    "runs",
-    "known, so the errors are somewhat optimistic.",
-    "",
-    "Large errors, and their causes where known:",
-    "",
-    "- Moonlight-16B: 2,048 tokens per GPU and iteration, eager, over 27 layers: the device waits for the host. The "
-    "source",
-    "  confirms it: recomputing the MLA up-projections, almost free on the device, makes the iteration 5 % slower,",
-    "  recomputing norms and activations 11 %. The host time per kernel is derived from this difference. Other host "
-    "work",
-    "  (fetching token counts from the device, an optimizer that iterates over some 800 tensors) is not modeled.",
-    "- Qwen3-235B on GB200 in BF16: the sources give two mappings for the figure (PP4 VPP12 EP32 overlapped, and PP8 "
-    "VPP1",
-    "  EP8); the prediction for the second is 10 % too high. An overlapped exchange of two-layer chunks costs the host "
-    "more",
-    "  than is modeled.",
-    "- Qwen3-30B over NCCL's all-to-all: the flags of that run are not published in full; its token counts go through "
-    "the",
-    "  host.",
-    "- DeepSeek-V3 on 256 GB200: intermediate results were published too (494, 540, 566, 611, 663, 691, 762, 798, 830, "
-    "944,",
-    "  970). The prediction is that of a tuned program, and up to 80 % too fast for the first of them, whose kernels "
-    "were",
-    "  not fused and whose host code was not tuned.",
-)
+LARGE_ERRORS = """\
+The form of the model, the assumptions where a source is silent, and the choice of fitted runs were made with all runs
+known, so the errors are somewhat optimistic.
 
-LARGE_HOLDOUT_ERRORS = (
-    "- Eager runs over NCCL's all-to-all: the device waits for the host. Only kernel launches of the host are modeled, "
-    "not",
-    "  fetching token counts in every layer, nor its work per expert in FP8. Qwen3-30B on H100 in FP8 takes 17 ms per "
-    "layer",
-    "  and microbatch (7 here). Read plans of such command lines as predictions for CUDA graphs with DeepEP or "
-    "HybridEP.",
-    "- GPT-OSS, and Qwen2-57B without a pipeline (TP4, a shared expert of 20,480 channels): not explained.",
-)
+Large errors, and their causes where known:
+
+- Moonlight-16B: 2,048 tokens per GPU and iteration, eager, over 27 layers: the device waits for the host. The source
+  confirms it: recomputing the MLA up-projections, almost free on the device, makes the iteration 5 % slower,
+  recomputing norms and activations 11 %. The host time per kernel is derived from this difference. Other host work
+  (fetching token counts from the device, an optimizer that iterates over some 800 tensors) is not modeled.
+- Qwen3-235B on GB200 in BF16: the sources give two mappings for the figure (PP4 VPP12 EP32 overlapped, and PP8 VPP1
+  EP8); the prediction for the second is 10 % too high. An overlapped exchange of two-layer chunks costs the host more
+  than is modeled.
+- Qwen3-30B over NCCL's all-to-all: the flags of that run are not published in full; its token counts go through the
+  host.
+- DeepSeek-V3 on 256 GB200: intermediate results were published too (494, 540, 566, 611, 663, 691, 762, 798, 830, 944,
+  970). The prediction is that of a tuned program, and up to 80 % too fast for the first of them, whose kernels were
+  not fused and whose host code was not tuned."""
+LARGE_HOLDOUT_ERRORS = """\
+- Eager runs over NCCL's all-to-all: the device waits for the host. Only kernel launches of the host are modeled, not
+  fetching token counts in every layer, nor its work per expert in FP8. Qwen3-30B on H100 in FP8 takes 17 ms per layer
+  and microbatch (7 here). Read plans of such command lines as predictions for CUDA graphs with DeepEP or HybridEP.
+- GPT-OSS, and Qwen2-57B without a pipeline (TP4, a shared expert of 20,480 channels): not explained."""
+
+MOONLIGHT_MEMORY = """\
+Of Moonlight's difference, 3.8 would be main parameters if that run stored them in 4 bytes: this program stores 2
+bytes in addition to the bf16 weight with --use-precision-aware-optimizer. The rest is not explained; the source
+attributes the peak to the optimizer step, whose temporary buffers are not counted."""
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -179,12 +170,8 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
     try:
         hardware = find_hardware(options.hardware)
         with progress_line(sys.stderr) as progress:
-            if options.formats:
-                outcome = search_formats(
-                    flags, options.formats, options.gpus, hardware, options.best, options.headroom, progress
-                )
-            else:
-                outcome = search(flags, options.gpus, hardware, options.best, options.headroom, progress)
+            limits = (options.gpus, hardware, options.best, options.headroom, progress)
+            outcome = search_formats(flags, options.formats, *limits) if options.formats else search(flags, *limits)
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
@@ -213,12 +200,9 @@ def misspelled(flags: list[str]) -> list[tuple[str, str]]:
 
     Other unknown flags are left to the trainer's parser.
     """
-    words = (flag.partition("=")[0] for flag in flags if flag.startswith("--"))
-    matches = (
-        (word, difflib.get_close_matches(word, SEARCH_OPTIONS, n=1, cutoff=0.75))
-        for word in words
-        if word not in FIELDS
-    )
+    words = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    unknown = [word for word in words if word not in FIELDS]
+    matches = [(word, difflib.get_close_matches(word, SEARCH_OPTIONS, n=1, cutoff=0.75)) for word in unknown]
     return [(word, close[0]) for word, close in matches if close]
 
 
@@ -238,15 +222,10 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
     """Fit the constants to the user's runs, print the errors before and after, and write the hardware file."""
-    if (
-        not output.name
-        or (output.exists() and not output.is_file())
-        or output.resolve() in {Path(path).resolve() for path in paths}
-    ):
-        print(
-            f"plan.py: --output {output}: the name of a new file is needed, or of an older hardware file",
-            file=sys.stderr,
-        )
+    is_input = output.resolve() in {Path(path).resolve() for path in paths}
+    if not output.name or is_input or (output.exists() and not output.is_file()):
+        reason = "the name of a new file is needed, or of an older hardware file"
+        print(f"plan.py: --output {output}: {reason}", file=sys.stderr)
         return ExitCode.USER_ERROR
     try:
         machine = machine or read_device_name(paths[0])
@@ -256,19 +235,14 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    fitted = replace(
-        fitted, source=f"{before.name}, constants fitted to {len(runs)} own run{'s' if len(runs) > 1 else ''}"
-    )
+    source = f"{before.name}, constants fitted to {len(runs)} own run{'s' if len(runs) > 1 else ''}"
+    fitted = replace(fitted, source=source)
     print("\n".join(calibration_table(fitted, before)))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.exists():
-            number = next(
-                number
-                for number in itertools.count(1)
-                if not output.with_name(f"{output.stem}-{number}{output.suffix}").exists()
-            )
-            output.rename(output.with_name(f"{output.stem}-{number}{output.suffix}"))
+            names = (output.with_name(f"{output.stem}-{number}{output.suffix}") for number in itertools.count(1))
+            output.rename(next(name for name in names if not name.exists()))
         output.write_text(hardware_yaml(fitted, before.name), encoding="utf-8")
     except OSError as error:
         print(f"plan.py: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr)
@@ -276,8 +250,7 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
     if len(runs) == 1:
         print(
             "one run cannot determine all constants: predictions are best for runs of its size; add runs of other "
-            "sizes "
-            "and mappings"
+            "sizes and mappings"
         )
     print(f"written: {output}. Use it as --hardware {output}")
     return 0
@@ -298,8 +271,7 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         "# Predictions of published runs",
         "",
         "`python scripts/plan.py calibrate --write`. TFLOP/s per GPU; errors are predicted / published - 1. None of "
-        "the "
-        "runs is of this program.",
+        "the runs is of this program.",
         "",
         f"Constants that fit the {len(names)} fitted runs best (moe_trainer/estimate/calibrate.py): {best}. In use: "
         f"{used}.",
@@ -326,27 +298,23 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         f"Median of the absolute errors: {100 * median_error(not_fitted):.1f} %. Of all {len(all_errors)} runs: "
         f"{100 * median_error(all_errors):.1f} %.",
         "",
-        *LARGE_ERRORS,
+        LARGE_ERRORS,
         "",
         "## Runs looked up after the model was finished",
         "",
         "The selection is favorable: 51 runs were planned, and 38 of them selected when all errors were known. Of the "
-        "13 "
-        "others, nine (GPT-OSS, Qwen3, DeepSeek) were predicted 20 to 145 % too fast, one (DeepSeek-V3 on H100) 10 %. "
-        "No "
-        "constant was changed afterwards, but the form of the model was, once (layers with a window no longer score "
-        "every "
-        "key), and GPT-OSS is read as all-to-all, since its recipe names no backend. The tables of BP do not state the "
-        "dispatcher, recompute and CUDA graphs (moe_trainer/estimate/holdout_runs.py).",
+        "13 others, nine (GPT-OSS, Qwen3, DeepSeek) were predicted 20 to 145 % too fast, one (DeepSeek-V3 on H100) "
+        "10 %. No constant was changed afterwards, but the form of the model was, once (layers with a window no longer "
+        "score every key), and GPT-OSS is read as all-to-all, since its recipe names no backend. The tables of BP do "
+        "not state the dispatcher, recompute and CUDA graphs (moe_trainer/estimate/holdout_runs.py).",
         "",
         *_error_table(holdout),
         "",
         f"Median of the absolute errors of the {len(holdout)} runs: {100 * median_error(holdout):.1f} %; of the "
-        f"{len(eager)} "
-        "eager "
-        f"runs {100 * median_error(eager):.1f} %, of the others {100 * median_error(not_eager):.1f} %.",
+        f"{len(eager)} eager runs {100 * median_error(eager):.1f} %, of the others {100 * median_error(not_eager):.1f} "
+        "%.",
         "",
-        *LARGE_HOLDOUT_ERRORS,
+        LARGE_HOLDOUT_ERRORS,
         "",
         *_bar_lines(
             [*(PredictionError(run, calibration.plans[run.name].tflops, used) for run in PUBLISHED_RUNS), *holdout],
@@ -356,16 +324,12 @@ def calibration_lines(calibration: Calibration) -> list[str]:
     ]
 
 
-def _error_table(errors: list[PredictionError]) -> list[str]:
-    return [
-        "| run | published | predicted | error | source |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {error.run.name} | {error.run.tflops:.1f} | {error.tflops:.1f} | {_percent(error)} | "
-            f"{error.run.source} |"
-            for error in errors
-        ),
-    ]
+def _error_table(errors: list[PredictionError]) -> Iterator[str]:
+    yield "| run | published | predicted | error | source |"
+    yield "|---|---|---|---|---|"
+    for error in errors:
+        run = error.run
+        yield f"| {run.name} | {run.tflops:.1f} | {error.tflops:.1f} | {_percent(error)} | {run.source} |"
 
 
 def _bar_lines(errors: list[PredictionError], calibration: Calibration) -> list[str]:
@@ -410,7 +374,7 @@ def _memory_lines(calibration: Calibration) -> list[str]:
         calibration.plans[name].peak.total / GIB
         for name in ("Qwen3-30B 16xH100 BF16, exchange overlapped", "Moonlight-16B 8xH100 BF16")
     )
-    weights, optimizer, activations = ((stage.weights + stage.gradients) / GIB, stage.optimizer / GIB, stage.kept / GIB)
+    sizes = [size / GIB for size in (stage.weights + stage.gradients, stage.optimizer, stage.kept)]
     return [
         "## Memory",
         "",
@@ -419,16 +383,11 @@ def _memory_lines(calibration: Calibration) -> list[str]:
         "| run | published | predicted |",
         "|---|---|---|",
         "| DeepSeek-V3, PP4 VPP4 EP64, BF16 (P table 3): weights and gradients, optimizer, activations, sum "
-        f"| 36.4, 32.1, 131.0, 199.5 | {weights:.1f}, {optimizer:.1f}, {activations:.1f}, "
-        f"{weights + optimizer + activations:.1f} |",
+        f"| 36.4, 32.1, 131.0, 199.5 | {', '.join(f'{size:.1f}' for size in (*sizes, sum(sizes)))} |",
         f"| Qwen3-30B 16xH100 BF16, exchange overlapped (BR) | 62.2 | {qwen:.1f} |",
         f"| Moonlight-16B 8xH100 BF16 (BR) | 36.6 or 34.1 | {moonlight:.1f} |",
         "",
-        "Of Moonlight's difference, 3.8 would be main parameters if that run stored them in 4 bytes: this program "
-        "stores 2",
-        "bytes in addition to the bf16 weight with --use-precision-aware-optimizer. The rest is not explained; the "
-        "source",
-        "attributes the peak to the optimizer step, whose temporary buffers are not counted.",
+        MOONLIGHT_MEMORY,
     ]
 
 

@@ -72,10 +72,8 @@ def main(words: list[str]) -> int:
     try:
         cases, shrunk = _cases(options, flags)
     except ShrinkError as error:
-        print(
-            "\n".join(["these flags cannot be checked:", *(f"  - {reason}" for reason in error.reasons)]),
-            file=sys.stderr,
-        )
+        reasons = [f"  - {reason}" for reason in error.reasons]
+        print("\n".join(["these flags cannot be checked:", *reasons]), file=sys.stderr)
         return ExitCode.USER_ERROR
     if options.shrink_only:
         print("\n".join(shrunk_lines(shrunk) if shrunk is not None else map(command, cases)))

@@ -155,23 +155,22 @@ def _run(record: Record, plan: ReplayPlan, folder: Path, timeout_s: float) -> No
     folder.parent.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0))
     # the recorded number of threads gives the same order of summation
-    threads = (
-        record.head["threads"] if plan.world_size == record.head["world_size"] else max(1, cores // plan.world_size)
-    )
+    is_same_size = plan.world_size == record.head["world_size"]
+    threads = record.head["threads"] if is_same_size else max(1, cores // plan.world_size)
     with RankPool(plan.world_size, timeout_s) as pool:
         try:
             pool.run(replay_on_cpu, plan.world_size, record, plan, str(folder), threads)
         except RankPoolError as error:
             tracebacks = [text.strip().splitlines() for text in error.by_rank.values() if "UserError: " in text]
             if tracebacks:
-                raise ValueError("\n".join(_last_message(tracebacks[0]))) from None
+                raise ValueError(_last_message(tracebacks[0])) from None
             raise ValueError(f"the replay failed\n{error}") from None
 
 
-def _last_message(lines: Sequence[str]) -> list[str]:
+def _last_message(lines: Sequence[str]) -> str:
     """Return the message of the last UserError of a traceback."""
     start = max(number for number, line in enumerate(lines) if "UserError: " in line)
-    return [lines[start].partition("UserError: ")[2], *lines[start + 1 :]]
+    return "\n".join(lines[start:]).partition("UserError: ")[2]
 
 
 def _repeat_recorded(record: Record, folder: Path, options: argparse.Namespace) -> dict[tuple[str, str], float] | None:

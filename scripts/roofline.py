@@ -93,10 +93,10 @@ def main(words: list[str]) -> int:
         parser.print_help()
         return ExitCode.USER_ERROR
     try:
-        if words[0] == "models" or {"--help", "-h"} & set(words):
-            if words[0] != "models":
-                words = ["--help"]
+        if words[0] == "models":
             return print_models(parser.parse_args(words).write)
+        if {"--help", "-h"} & set(words):
+            parser.parse_args(["--help"])
         plan, roofline = plan_and_roofline(words)
         print("\n".join(roofline_lines(plan, roofline)))
         if plan.args.output.report is not None:
@@ -158,9 +158,8 @@ def plan_and_roofline(flags: Sequence[str], recordings: dict[tuple, dict] | None
         raise ExecutionError(str(error)) from None
     report = plan.args.output.report
     if report is not None and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
-        raise ExecutionError(
-            f"--report {report}: the file cannot be written (its directory is missing, or it is a directory)"
-        )
+        reason = "its directory is missing, or it is a directory"
+        raise ExecutionError(f"--report {report}: the file cannot be written ({reason})")
     if plan.hardware.synchronous:
         raise ExecutionError(
             f"--hardware {plan.hardware.name}: a CUDA device is needed, since CUDA operators are executed"
@@ -168,8 +167,7 @@ def plan_and_roofline(flags: Sequence[str], recordings: dict[tuple, dict] | None
     if plan.args.has_frozen_weights:
         raise ExecutionError(
             "a roofline describes training steps, and these flags update no weights (--skip-train, "
-            "--freeze-all-layers, "
-            "--train-iters 0)"
+            "--freeze-all-layers, --train-iters 0)"
         )
     recordings = {} if recordings is None else recordings
     key = (plan.width != "bf16" and plan.hardware.name, *(word for word in flags if word != plan.hardware.name))
@@ -189,15 +187,8 @@ def execute(plan: Plan, flags: Sequence[str]) -> dict[int, dict[str, list]]:
 
     def run(stage: int, path: Path) -> dict[str, list]:
         rank = rank_of_stage(plan.args, plan.world_size, stage)
-        command = [
-            sys.executable,
-            str(DEVICE / "record_step.py"),
-            str(path),
-            str(rank),
-            str(plan.world_size),
-            str(microbatches),
-            *flags,
-        ]
+        numbers = map(str, (rank, plan.world_size, microbatches))
+        command = [sys.executable, str(DEVICE / "record_step.py"), str(path), *numbers, *flags]
         done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -39,6 +39,11 @@ On 256 GB200, DeepSeek-V3 went from 830 to 944 TFLOP/s when HybridEP replaced De
 """
 
 
+def dispatcher_name(moe: MoEArgs) -> str:
+    """Return the token dispatcher, by its backend if it is flex."""
+    return moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
+
+
 @dataclass(frozen=True)
 class Interconnect:
     """The links of one machine."""

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from arguments.container import from_values
 from arguments.regular_file import regular_file
 from moe_trainer.estimate.hardware import KNOWN_HARDWARE, CalibrationRun, Constants, Hardware, find_device
 from moe_trainer.estimate.plan import Plan, PlanError, make_plan
 from moe_trainer.estimate.step_time import plan_step
-from moe_trainer.estimate.uncertainty import features, sizes_of
+from moe_trainer.estimate.uncertainty import features, get_mapping_sizes
 
 WARM_UP, LEAST = 3, 5
 """Iterations after a start that are ignored, and iterations that are required after them."""
@@ -72,16 +72,13 @@ def read_device_name(path: str | Path) -> str:
     Raises:
         PlanError: if it is unknown.
     """
-    where = f"--from {path}"
-    run: Mapping[str, Any] = next(
-        (record["run"] for record in _records(path) if isinstance(record.get("run"), dict)), {}
-    )
+    runs = (record["run"] for record in _records(path) if isinstance(record.get("run"), dict))
+    run: Mapping[str, Any] = next(runs, {})
     device = str(run.get("device", ""))
     found = find_device(device)
     if found is None:
-        raise PlanError(
-            f"{where}: its device {device or '(none)'} is none of {', '.join(KNOWN_HARDWARE)}: give --hardware"
-        )
+        known = ", ".join(KNOWN_HARDWARE)
+        raise PlanError(f"--from {path}: its device {device or '(none)'} is none of {known}: give --hardware")
     return found.name
 
 
@@ -130,32 +127,22 @@ def _records(path: str | Path) -> Iterator[Mapping[str, Any]]:
             for number, line in enumerate(file, start=1):
                 if not line.endswith("\n"):
                     return  # the run was killed while it wrote
-                yield _record(where, number, line)
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    raise PlanError(f"{where}: line {number} is no JSON") from None
+                if not isinstance(record, dict):
+                    raise PlanError(f"{where}: line {number} is no record")
+                yield record
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{where}: the file cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _record(where: str, number: int, line: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise PlanError(f"{where}: line {number} is no JSON") from None
-    if not isinstance(record, dict):
-        raise PlanError(f"{where}: line {number} is no record")
-    return record
 
 
 def _measured_run(
     name: str, run: Mapping[str, Any], seconds: Sequence[float], hardware: Hardware, where: str
 ) -> MeasuredRun:
     world_size, rows, settings = run.get("world_size"), run.get("padded_vocab_size"), run.get("settings")
-    if (
-        type(world_size) is not int
-        or not 0 < world_size < MAX_RANKS
-        or type(rows) is not int
-        or not 0 < rows < MAX_VOCABULARY
-        or not isinstance(settings, dict)
-    ):
+    if not (_is_count(world_size, MAX_RANKS) and _is_count(rows, MAX_VOCABULARY) and isinstance(settings, dict)):
         raise PlanError(f"{where}: `run` lacks world_size, padded_vocab_size or settings")
     try:
         for flag, most in MAX_LISTED.items():
@@ -165,15 +152,13 @@ def _measured_run(
         plan = make_plan(args, world_size, hardware)
     except (TypeError, ValueError, ArithmeticError, AssertionError, AttributeError, LookupError) as error:
         raise PlanError(f"{where}: its settings cannot be planned ({error})") from None
-    timed = list(seconds[WARM_UP:])
-    return MeasuredRun(
-        name,
-        median(timed),
-        len(timed),
-        str(run.get("device")),
-        run.get("threads") if isinstance(run.get("threads"), int) else None,
-        plan,
-    )
+    timed, threads = seconds[WARM_UP:], run.get("threads")
+    threads = threads if isinstance(threads, int) else None
+    return MeasuredRun(name, median(timed), len(timed), str(run.get("device")), threads, plan)
+
+
+def _is_count(value: object, limit: int) -> TypeGuard[int]:
+    return type(value) is int and 0 < value < limit
 
 
 def predicted_seconds(run: MeasuredRun, hardware: Hardware) -> float:
@@ -184,9 +169,9 @@ def predicted_seconds(run: MeasuredRun, hardware: Hardware) -> float:
 
 def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int = 12) -> Constants:
     """Return the most likely constants: Gauss-Newton steps in logarithms, halved while they do not help."""
-    names = [name for name, _ in PRIOR.items() if getattr(hardware.constants, name) > 0]
+    names = [name for name in PRIOR if getattr(hardware.constants, name) > 0]
     start = [math.log(getattr(hardware.constants, name)) for name in names]
-    now = list(start)
+    now = start
 
     def constants(point: Sequence[float]) -> Constants:
         return replace(hardware.constants, **{name: math.exp(value) for name, value in zip(names, point)})
@@ -202,22 +187,15 @@ def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int =
 
     errors = misfits(now)
     for _ in range(rounds):
-        step = 0.02
-        slopes = []
-        for index in range(len(names)):
+        step, indices = 0.02, range(len(names))
+        slopes, matrix, right = [], [], []
+        for index in indices:
             moved = [value + step * (other == index) for other, value in enumerate(now)]
             slopes.append([(after - before) / step for after, before in zip(misfits(moved), errors)])
-        matrix = [
-            [
-                sum(a * b for a, b in zip(slopes[row], slopes[column])) + (row == column) / PRIOR[names[row]] ** 2
-                for column in range(len(names))
-            ]
-            for row in range(len(names))
-        ]
-        right = [
-            -sum(a * b for a, b in zip(slopes[row], errors)) - (now[row] - start[row]) / PRIOR[names[row]] ** 2
-            for row in range(len(names))
-        ]
+        for row in indices:
+            weight = 1 / PRIOR[names[row]] ** 2
+            matrix.append([_dot(slopes[row], slopes[column]) + (row == column) * weight for column in indices])
+            right.append(-_dot(slopes[row], errors) - (now[row] - start[row]) * weight)
         move, share = _solve(matrix, right), 1.0
         while share > 0.01:
             trial = [value + share * part for value, part in zip(now, move)]
@@ -231,6 +209,10 @@ def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int =
     return constants(now)
 
 
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(first, second))
+
+
 def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
     """Solve a positive definite system by elimination."""
     rows = [[*row, value] for row, value in zip(matrix, right)]
@@ -242,9 +224,7 @@ def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[fl
     found: list[float] = []
     for index in range(len(rows) - 1, -1, -1):
         row = rows[index]
-        found.insert(
-            0, (row[-1] - sum(row[index + 1 + column] * value for column, value in enumerate(found))) / row[index]
-        )
+        found.insert(0, (row[-1] - _dot(row[index + 1 :], found)) / row[index])
     return found
 
 
@@ -256,27 +236,21 @@ def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware, name: str) -> Har
     """
     kinds = {(run.device, run.threads) for run in runs}
     if len(kinds) > 1:
-        devices = ", ".join(
-            sorted(f"{device}" + (f" with {threads} threads a rank" if threads else "") for device, threads in kinds)
-        )
-        raise PlanError(f"the runs are of different devices ({devices}): calibrate each on its own")
+        texts = (f"{device} with {threads} threads a rank" if threads else device for device, threads in kinds)
+        raise PlanError(f"the runs are of different devices ({', '.join(sorted(texts))}): calibrate each on its own")
     fitted = replace(hardware, name=name, constants=fit_constants(runs, hardware))
     own = []
     for run in runs:
         others = [other for other in runs if other is not run]
-        left_out = (
-            predicted_seconds(run, replace(hardware, constants=fit_constants(others, hardware))) if others else None
-        )
+        left_out = None
+        if others:
+            left_out = predicted_seconds(run, replace(hardware, constants=fit_constants(others, hardware)))
         own.append(
             CalibrationRun(
-                run.name,
-                run.seconds,
-                predicted_seconds(run, fitted),
-                left_out,
-                run.plan.world_size,
-                tuple(sorted(features(replace(run.plan, hardware=fitted)))),
-                run.plan.counts.total + run.plan.counts.mtp,
-                tuple(sizes_of(run.plan).items()),
+                *(run.name, run.seconds, predicted_seconds(run, fitted), left_out, run.plan.world_size),
+                features=tuple(sorted(features(replace(run.plan, hardware=fitted)))),
+                parameters=run.plan.counts.total + run.plan.counts.mtp,
+                sizes=tuple(get_mapping_sizes(run.plan).items()),
             )
         )
     return replace(fitted, calibration=tuple(own))
@@ -289,9 +263,8 @@ def hardware_yaml(hardware: Hardware, like: str) -> str:
     table: dict[str, object] = {"like": like} if base is not None else {}
     for each in fields(Hardware):
         value = getattr(hardware, each.name)
-        if each.name not in ("constants", "calibration", "name", "source") and (
-            base is None or getattr(base, each.name) != value
-        ):
+        is_written_below = each.name in ("constants", "calibration", "name", "source")
+        if not is_written_below and (base is None or getattr(base, each.name) != value):
             table[each.name] = value
     table["source"] = hardware.source
     table["constants"] = {name: float(f"{value:.4g}") for name, value in asdict(hardware.constants).items()}
@@ -314,20 +287,16 @@ def hardware_yaml(hardware: Hardware, like: str) -> str:
 def calibration_table(hardware: Hardware, before: Hardware) -> list[str]:
     """Return runs and constants as lines for a terminal."""
     runs = hardware.calibration
-    lines = [
-        f"{'run':40s}   measured     fitted   error   " + ("fitted to the others   error" if len(runs) > 1 else "")
-    ]
+    others = "fitted to the others   error" if len(runs) > 1 else ""
+    lines = [f"{'run':40s}   measured     fitted   error   {others}"]
     for run in runs:
-        left_out = (
-            "" if run.left_out is None else f"{run.left_out:18.3f} s {100 * (run.left_out / run.seconds - 1):+6.1f} %"
-        )
+        left_out = ""
+        if run.left_out is not None:
+            left_out = f"{run.left_out:18.3f} s {100 * (run.left_out / run.seconds - 1):+6.1f} %"
         lines.append(
             f"{run.name[-40:]:40s} {run.seconds:8.3f} s {run.predicted:8.3f} s "
             f"{100 * (run.predicted / run.seconds - 1):+6.1f} % {left_out}"
         )
-    changed = [
-        f"{each.name} {getattr(before.constants, each.name):.3g} -> {getattr(hardware.constants, each.name):.3g}"
-        for each in fields(Constants)
-        if not math.isclose(getattr(before.constants, each.name), getattr(hardware.constants, each.name), rel_tol=0.01)
-    ]
+    pairs = [(name, old, getattr(hardware.constants, name)) for name, old in vars(before.constants).items()]
+    changed = [f"{name} {old:.3g} -> {new:.3g}" for name, old, new in pairs if not math.isclose(old, new, rel_tol=0.01)]
     return [*lines, "constants: " + (", ".join(changed) or "as they were")]

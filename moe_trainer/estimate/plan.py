@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
 from moe_trainer.estimate.flops import training_flops
+from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.memory import (
     StageMemory,
     data_parallel_size,
@@ -194,13 +195,10 @@ def _compare(plan: Plan, run: PublishedRun) -> ReferenceRun:
             differs.append(f"{name} {mine} instead of {theirs}")
             distance += weight * abs(math.log2(mine / theirs))
     if sizes.overlap_moe_expert_parallel_comm != ("--overlap-moe-expert" in run.flags):
-        differs.append("with" if sizes.overlap_moe_expert_parallel_comm else "without")
-        differs[-1] += " overlapped token exchange"
+        verb = "with" if sizes.overlap_moe_expert_parallel_comm else "without"
+        differs.append(f"{verb} overlapped token exchange")
         distance += 0.3
-    moe = args.moe
-    dispatcher = (
-        moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
-    )
+    dispatcher = dispatcher_name(args.moe)
     if sizes.expert_model_parallel_size > 1 and dispatcher != run.dispatcher:
         differs.append(f"{dispatcher} instead of {run.dispatcher}")
         distance += 0.3

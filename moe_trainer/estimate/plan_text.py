@@ -35,15 +35,9 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     ]
     lines += [_stage_line(plan, stage) for stage in plan.memory]
     peak = plan.peak
-    lines.append(
-        "  activations of stage "
-        + f"{peak.stage}: "
-        + ", ".join(
-            f"{module} {count / GIB:.2f}"
-            for module, count in sorted(peak.activations.items(), key=lambda item: -item[1])
-            if count
-        )
-    )
+    modules = sorted(peak.activations.items(), key=lambda item: -item[1])
+    activations = ", ".join(f"{module} {count / GIB:.2f}" for module, count in modules if count)
+    lines.append(f"  activations of stage {peak.stage}: {activations}")
     if max(len(stage.peak_inflight_microbatches) for stage in plan.memory) > 1:
         lines.append("  microbatches held: at the peak, by each chunk (virtual stage) of the stage")
     lines.append(
@@ -80,12 +74,8 @@ def _stage_line(plan: Plan, stage: StageMemory) -> str:
     state = stage.weights, stage.gradients, stage.optimizer
     sizes = (*state, stage.kept, stage.dispatch, stage.working, stage.total, margin)
     columns = [f"{size / GIB:{width}.2f}" for size, width in zip(sizes, (9, 9, 11, 13, 10, 9, 9, 9))]
-    return (
-        f"  {stage.stage:5d} {stage.held.total:12,d}".ljust(20)
-        + "".join(columns)
-        + "  "
-        + " ".join(map(str, stage.peak_inflight_microbatches))
-    )
+    in_flight = " ".join(map(str, stage.peak_inflight_microbatches))
+    return f"  {stage.stage:5d} {stage.held.total:12,d}{''.join(columns)}  {in_flight}"
 
 
 def _fit_line(plan: Plan) -> str:
@@ -95,10 +85,8 @@ def _fit_line(plan: Plan) -> str:
     if plan.headroom is not None and plan.headroom > 100:
         text += "; uneven routing cannot fill it"
     elif plan.headroom is not None:
-        text += (
-            f"; uneven routing fills it when a rank gets {plan.headroom:.2f} times an even share of tokens in every "
-            "layer"
-        )
+        share = f"{plan.headroom:.2f} times an even share of tokens"
+        text += f"; uneven routing fills it when a rank gets {share} in every layer"
     return text
 
 
@@ -108,8 +96,7 @@ def fix_lines(fixes: Sequence[Fix], title: str, none: str = "") -> list[str]:
         return [
             none
             or "no few changes of recompute, mapping, optimizer and offloading make it fit, and not eight times the "
-            "devices; "
-            "`scripts/plan.py search` tries every mapping"
+            "devices; `scripts/plan.py search` tries every mapping"
         ]
     return [f"{title}:", *(f"  {fix.text}" for fix in fixes)]
 
@@ -160,12 +147,7 @@ def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
         "world_size": plan.world_size,
         "hardware": plan.hardware.name,
         "fits": plan.margin >= 0,
-        "params": {
-            "total": plan.counts.total,
-            "mtp": plan.counts.mtp,
-            "active": plan.counts.active,
-            "active_no_embedding": plan.counts.active_no_embedding,
-        },
+        "params": {name: getattr(plan.counts, name) for name in ("total", "mtp", "active", "active_no_embedding")},
         "memory": memory_json(plan),
         "microbatches": plan.num_microbatches,
         "flops": plan.flops,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, uses_window
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
+from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name, exchange_seconds
 from moe_trainer.estimate.layer_time import ATTENTION_BACKWARD_RATIO, PassTime, attention_rates, gemm_seconds
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.step_time import StepTime, optimizer_seconds, step_from_passes
@@ -159,20 +159,10 @@ def read_operator(text: str) -> Operator:
     if "flash_attention" in base or "efficient_attention" in base or "cudnn_attention" in base:
         backward = "backward" in base
         query, key, value = matrices[1:4] if backward else matrices[:3]
-        flops = (
-            2
-            * math.prod(query.shape[:3])
-            * key.shape[2]
-            * (query.shape[3] + value.shape[3])
-            // (2 if word.endswith(" causal") else 1)
-        )
-        return Operator(
-            name,
-            moved,
-            round(flops * (ATTENTION_BACKWARD_RATIO if backward else 1)),
-            queries=query.shape[2],
-            backward=backward,
-        )
+        flops = 2 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
+        flops //= 2 if word.endswith(" causal") else 1
+        flops = round(flops * (ATTENTION_BACKWARD_RATIO if backward else 1))
+        return Operator(name, moved, flops, queries=query.shape[2], backward=backward)
     if "convolution" in base and "backward" not in base:
         return Operator(name, moved, 2 * math.prod(tensors[-1].shape) * math.prod(matrices[1].shape[1:]))
     return Operator(name, moved, 0)
@@ -203,9 +193,8 @@ def _bytes(base: str, out: bool, tensors: Sequence[Tensor]) -> int:
         return sum(x.bytes for x in reads) + (2 if "add" in base or "reduce" in base else 1) * source
     if base == "_embedding_bag_forward_only" and reads:
         table, indices = reads[:2]
-        return math.prod(indices.shape) * table.bytes // max(1, table.shape[0]) + sum(
-            x.bytes for x in (*reads[1:], *made)
-        )
+        rows = math.prod(indices.shape) * table.bytes // max(1, table.shape[0])
+        return rows + sum(x.bytes for x in (*reads[1:], *made))
     if base.startswith("_fused_adam"):
         return 7 * sum(x.bytes for x in writes) // 4 if writes else 0  # gradients are only read
     once = out or base.startswith(OVERWRITES)
@@ -259,6 +248,17 @@ class RankCosts:
     lines: dict[str, LineCost] = field(default_factory=dict)
     layers: CostSums = field(default_factory=CostSums)
 
+    def add(self, operator: Operator, times: Mapping[str, float], bound: float, weight: float, place: str) -> None:
+        """Add an operator of a source line, `weight` times."""
+        limit = max(times, key=times.__getitem__)
+        line = self.lines.setdefault(place, LineCost())
+        line.seconds[limit] += weight * times[limit]
+        line.bytes += weight * operator.bytes
+        line.flops += weight * operator.flops
+        line.kernels[limit] += weight
+        self.bound += weight * bound
+        self.unfilled += weight * (times[limit] - max(times["compute"], times["memory"]))
+
     @property
     def total(self) -> float:
         return sum(line.seconds.total() for line in self.lines.values())
@@ -299,9 +299,14 @@ class RecordingCosts:
             weight, place = self.weight(microbatch), texts[action]
             seconds = 0.0
             if kind == OPERATOR:
-                seconds = self._operator(
-                    found, texts[text], texts[line], texts[part], weight, device, host, (place, microbatch)
-                )
+                operator = self.operators.get(texts[text]) or read_operator(texts[text])
+                self.operators[texts[text]] = operator
+                is_captured = "iteration" in self.graphs or texts[part] in self.graphs
+                times = self._operator_times(operator, 0.0 if is_captured else self.constants.launch)
+                seconds = max(times.values())
+                found.add(operator, times, operator.bound(self.hardware), weight, texts[line])
+                device[place, microbatch] += max(times["compute"], times["memory"])
+                host[place, microbatch] += times["launch"]
                 clock += seconds
                 found.layers[texts[layer]] += weight * seconds
             elif kind == WAIT:
@@ -321,9 +326,8 @@ class RecordingCosts:
                 direction, chunk = place.split()
                 key = ("forward" if direction == "forward" else "backward"), int(chunk)
                 if cause:
-                    found.passes[key] = found.passes.get(key, PassTime()) + PassTime(
-                        **{cause: weight * seconds / self.count}
-                    )
+                    time = PassTime(**{cause: weight * seconds / self.count})
+                    found.passes[key] = found.passes.get(key, PassTime()) + time
             elif kind == OPERATOR:
                 found.outside += seconds
             elif kind == WAIT:
@@ -331,39 +335,13 @@ class RecordingCosts:
         found.ahead = sum(self.weight(key[1]) * max(seconds, host[key]) for key, seconds in device.items())
         return found
 
-    def _operator(
-        self,
-        found: RankCosts,
-        text: str,
-        place: str,
-        part: str,
-        weight: float,
-        device: defaultdict[tuple[str, int], float],
-        host: defaultdict[tuple[str, int], float],
-        key: tuple[str, int],
-    ) -> float:
-        operator = self.operators.get(text) or self.operators.setdefault(text, read_operator(text))
-        launch = 0.0 if "iteration" in self.graphs or part in self.graphs else self.constants.launch
-        times = {
-            "compute": operator.compute(self.hardware),
-            "memory": operator.bytes / (self.hardware.hbm_tb_s * 1e12 * self.constants.memory),
-            "launch": launch,
-        }
+    def _operator_times(self, operator: Operator, launch: float) -> dict[str, float]:
+        """Return the seconds of an operator by what may limit it."""
+        memory = operator.bytes / (self.hardware.hbm_tb_s * 1e12 * self.constants.memory)
         if operator.name in ("copy to the host", "copy to the device"):
             # copies of offloaded tensors overlap the computation
-            times["memory"] = 0.0 if operator.bytes > 1 << 20 else launch
-        limit = max(times, key=times.__getitem__)
-        line = found.lines.setdefault(place, LineCost())
-        line.seconds[limit] += weight * times[limit]
-        line.bytes += weight * operator.bytes
-        line.flops += weight * operator.flops
-        line.kernels[limit] += weight
-        found.bound += weight * operator.bound(self.hardware)
-        useful = max(times["compute"], times["memory"])
-        found.unfilled += weight * (times[limit] - useful)
-        device[key] += useful
-        host[key] += launch
-        return times[limit]
+            memory = 0.0 if operator.bytes > 1 << 20 else launch
+        return {"compute": operator.compute(self.hardware), "memory": memory, "launch": launch}
 
     def collective(self, collective: Collective) -> float:
         """Return the seconds of a collective of a pass; the token exchange is that of the flags' dispatcher."""
@@ -402,21 +380,14 @@ def stage_kinds(args: Arguments) -> list[tuple]:
     pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
 
     def kind(chunk: ChunkLayout) -> tuple:
-        layers = tuple(
+        layers = [
             (pattern[number], is_linear(args.model, number), uses_window(args.model, number + 1))
             for number in chunk.layers
-        )
-        return (
-            layers,
-            chunk.has_embedding,
-            chunk.has_loss,
-            chunk.has_final_norm,
-            chunk.mtp,
-            chunk.receives_normed,
-            chunk.receives_depths,
-        )
+        ]
+        ends = (chunk.has_embedding, chunk.has_loss, chunk.has_final_norm)
+        return *layers, *ends, chunk.mtp, chunk.receives_normed, chunk.receives_depths
 
-    return [tuple(kind(chunk) for chunk in chunks) for chunks in chunk_layouts(args.model, args.parallel)]
+    return [tuple(map(kind, chunks)) for chunks in chunk_layouts(args.model, args.parallel)]
 
 
 def stages_to_execute(args: Arguments) -> list[int]:
@@ -426,9 +397,8 @@ def stages_to_execute(args: Arguments) -> list[int]:
 
 
 def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
-    axes = {
-        name: size for name, size in parallel_sizes(args).items() if name in ("tp", "cp", "pp", "ep", "etp", "order")
-    }
+    sizes = parallel_sizes(args)
+    axes = {name: sizes[name] for name in ("tp", "cp", "pp", "ep", "etp", "order")}
     return next(ranks for ranks in make_layout(world_size, **axes).groups("pp") if 0 in ranks)[stage]
 
 
@@ -439,27 +409,20 @@ def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> R
     costs = {stage: recorded.costs(recording) for stage, recording in recordings.items()}
     kinds = stage_kinds(args)
     of_stage = [costs[kinds.index(kind)] for kind in kinds]
-    passes = [
-        [
-            (cost.passes.get(("forward", chunk), PassTime()), cost.passes.get(("backward", chunk), PassTime()))
-            for chunk in range(len(kinds[stage]))
-        ]
-        for stage, cost in enumerate(of_stage)
-    ]
+    passes: list[list[tuple[PassTime, PassTime]]] = []
+    for kind, cost in zip(kinds, of_stage):
+        forward, backward = (
+            [cost.passes.get((direction, chunk), PassTime()) for chunk in range(len(kind))]
+            for direction in ("forward", "backward")
+        )
+        passes.append(list(zip(forward, backward)))
     if args.optimizer.optimizer_cpu_offload or args.optimizer.chunked_optimizer_state_offload:
         optimizer = max(optimizer_seconds(args, plan.world_size, stage, hardware) for stage in plan.memory)
     else:
         optimizer = max(cost.outside for cost in of_stage)
+    waits, count = max(cost.waits for cost in of_stage), plan.num_microbatches
     time = step_from_passes(
-        args,
-        plan.world_size,
-        recorded.sizes,
-        plan.num_microbatches,
-        plan.memory,
-        hardware,
-        passes,
-        optimizer,
-        max(cost.waits for cost in of_stage),
+        args, plan.world_size, recorded.sizes, count, plan.memory, hardware, passes, optimizer, waits
     )
     stage = max(range(len(of_stage)), key=lambda number: sum(each.total for pair in passes[number] for each in pair))
     return Roofline(time, of_stage[stage], tuple(notes(args)), stage, costs, executed)
@@ -471,17 +434,9 @@ def notes(args: Arguments) -> Iterator[str]:
     if moe.num_experts:
         yield "tokens: an even routing, as in the plan"
     if moe.num_experts and moe.moe_token_dispatcher_type != "alltoall" and parallel.expert_model_parallel_size > 1:
-        name = (
-            moe.moe_flex_dispatcher_backend
-            if moe.moe_token_dispatcher_type == "flex"
-            else moe.moe_token_dispatcher_type
-        )
-        yield f"dispatcher: executed with all-to-all, timed as {name}"
-    if (
-        moe.moe_expert_capacity_factor is not None
-        and moe.moe_expert_capacity_factor >= 0
-        and not moe.moe_pad_expert_input_to_capacity
-    ):
+        yield f"dispatcher: executed with all-to-all, timed as {dispatcher_name(moe)}"
+    has_capacity = moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0
+    if has_capacity and not moe.moe_pad_expert_input_to_capacity:
         yield "capacity: executed with experts that are filled up to it"
     if training.captured_modules:
         yield "CUDA graphs: executed without; the operators of captured parts cost no launch"

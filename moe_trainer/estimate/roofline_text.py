@@ -199,12 +199,7 @@ def _costs(costs: RankCosts) -> dict[str, object]:
         "layers_s": dict(costs.layers),
         "passes": {f"{direction} of chunk {chunk}": vars(each) for (direction, chunk), each in costs.passes.items()},
         "lines": {
-            place: {
-                "seconds": dict(line.seconds),
-                "kernels": dict(line.kernels),
-                "bytes": line.bytes,
-                "flops": line.flops,
-            }
+            place: {**vars(line), "seconds": dict(line.seconds), "kernels": dict(line.kernels)}
             for place, line in most_expensive(costs, len(costs.lines))
         },
     }

@@ -13,21 +13,19 @@ from moe_trainer.estimate.uncertainty import error_bar
 
 def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
     refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
-    head = (
+    lines = [
         f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, "
         f"{outcome.planned} planned in full{refused}; {outcome.seconds:.0f} s"
-    )
-    lines = [
-        head,
-        *(f"  refused {'once' if count == 1 else f'{count} times'}: {reason}" for reason, count in outcome.refusals),
     ]
+    for reason, count in outcome.refusals:
+        lines.append(f"  refused {'once' if count == 1 else f'{count} times'}: {reason}")
     if outcome.replaced:
         lines.append(f"the search replaces: {shlex.join(outcome.replaced)}")
     if not outcome.found:
         return [*lines, *_no_fit_lines(outcome, gpus)]
     lines += [
-        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products   "
-        " dispatcher         recompute"
+        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products    "
+        "dispatcher         recompute"
     ]
     for number, each in enumerate(outcome.found, start=1):
         plan, mapping = each.plan, each.mapping
@@ -45,13 +43,13 @@ def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
         "headroom: the load of the busiest rank, as a multiple of an even share of tokens, at which memory is full"
     )
     lines += _order_lines(outcome)
+    first = outcome.found[0].plan
     if outcome.own is not None:
-        lines += _compare("your own mapping", outcome.own, outcome.found[0].plan)
+        lines += _compare("your own mapping", outcome.own, first)
     if outcome.published is not None:
-        row, plan = outcome.published
-        lines += _compare(
-            f"the published mapping ({row.name}, measured at {row.tflops:.0f} TFLOP/s)", plan, outcome.found[0].plan
-        )
+        run, plan = outcome.published
+        name = f"the published mapping ({run.name}, measured at {run.tflops:.0f} TFLOP/s)"
+        lines += _compare(name, plan, first)
     return [*lines, "to run it (on every node):", "  " + launch_line(outcome, gpus)]
 
 
@@ -59,14 +57,10 @@ def launch_line(outcome: SearchResult, gpus: int) -> str:
     """Return the best mapping as a command line with the launcher."""
     per_node = min(gpus, outcome.found[0].plan.hardware.node)
     nodes = -(-gpus // per_node)
-    several = (
-        f"--nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT "
-        if nodes > 1
-        else ""
-    )
-    return f"torchrun --nproc-per-node {per_node} {several}" + shlex.join(
-        ["pretrain_moe.py", *outcome.base, *outcome.found[0].argv]
-    )
+    launcher = f"torchrun --nproc-per-node {per_node}"
+    if nodes > 1:
+        launcher += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    return f"{launcher} {shlex.join(['pretrain_moe.py', *outcome.base, *outcome.found[0].argv])}"
 
 
 def _uncertainties(found: RankedConfig) -> str:
@@ -92,11 +86,9 @@ def _order_lines(outcome: SearchResult) -> list[str]:
             f"{100 * (first.time.step / fastest.plan.time.step - 1):.1f} %: worth a trial of some iterations"
         )
     if len(outcome.found) > 1 and not ties(first, outcome.found[1].plan):
-        why = explain_speedup(first, outcome.found[1].plan)
-        lines.append(
-            f"the first beats the second by {100 * (outcome.found[1].plan.time.step / first.time.step - 1):.1f} "
-            f"%: {', '.join(why)}"
-        )
+        second = outcome.found[1].plan
+        share, causes = 100 * (second.time.step / first.time.step - 1), explain_speedup(first, second)
+        lines.append(f"the first beats the second by {share:.1f} %: {', '.join(causes)}")
     return lines
 
 
@@ -146,23 +138,14 @@ def _gemm_recipe(plan: Plan) -> str:
 
 def _compare(name: str, plan: Plan, first: Plan) -> list[str]:
     """Return the comparison of another mapping with the first."""
-    fit_text = (
-        f"fits with {plan.margin / GIB:.1f} GiB left"
-        if plan.margin >= 0
-        else f"does not fit by {-plan.margin / GIB:.1f} GiB"
-    )
+    margin = f"{abs(plan.margin) / GIB:.1f} GiB"
+    fit_text = f"fits with {margin} left" if plan.margin >= 0 else f"does not fit by {margin}"
     headroom = "" if plan.headroom is None else f", headroom {plan.headroom:.2f}"
     share = 100 * (plan.tokens_per_second / first.tokens_per_second - 1)
-    compared = (
-        f"{abs(share):.1f} % {'faster' if share > 0 else 'slower'} than the "
-        f"first{', a tie' if ties(first, plan) else ''}"
-    )
+    is_tied, causes = ties(first, plan), explain_speedup(first, plan)
+    compared = f"{abs(share):.1f} % {'faster' if share > 0 else 'slower'} than the first{', a tie' if is_tied else ''}"
     return [
         f"{name}: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s +- {error_bar(plan).percent}, "
         f"{compared}; {plan.peak.total / GIB:.1f} GiB, {fit_text}{headroom}",
-        *(
-            ["  the first has " + ", ".join(explain_speedup(first, plan)[:3])]
-            if explain_speedup(first, plan) and not ties(first, plan)
-            else []
-        ),
+        *([f"  the first has {', '.join(causes[:3])}"] if causes and not is_tied else []),
     ]

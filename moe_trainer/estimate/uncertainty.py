@@ -22,7 +22,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
-from moe_trainer.estimate.interconnect import Interconnect
+from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name
 from moe_trainer.estimate.layer_time import LayerTime
 from moe_trainer.estimate.memory import ChunkBytes
 
@@ -104,7 +104,9 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "the allgather dispatcher": lambda plan: (
             plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
         ),
-        "DeepEP where NVLink joins more than 8": lambda plan: _backend(plan) == "deepep" and plan.hardware.domain > 8,
+        "DeepEP where NVLink joins more than 8": lambda plan: (
+            dispatcher_name(plan.args.moe) == "deepep" and plan.hardware.domain > 8
+        ),
         "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
@@ -130,11 +132,6 @@ OF_MAPPINGS = (
     "more than 16 pipeline stages",
 )
 """Features that a search chooses; they depend on flags and hardware only."""
-
-
-def _backend(plan: Plan) -> str:
-    moe = plan.args.moe
-    return moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
 
 
 @dataclass(frozen=True)
@@ -214,10 +211,8 @@ def fit(residuals: Sequence[Residual], sweeps: int = 100) -> ErrorTerms:
                 if name in each.features
             ]
             terms[name] = max(0.0, quantile(others))
-        base = max(
-            0.0,
-            quantile([each.error - sum(terms[name] for name in names if name in each.features) for each in residuals]),
-        )
+        above = [each.error - sum(terms[name] for name in names if name in each.features) for each in residuals]
+        base = max(0.0, quantile(above))
         if before == (base, terms):
             break
     return ErrorTerms(base, MappingProxyType(terms))
@@ -259,38 +254,30 @@ def cross_validate(residuals: Sequence[Residual]) -> list[tuple[Residual, float]
     return found
 
 
-def _doublings(value: float, least: float, most: float) -> float:
-    return max(0.0, math.log2(value / most), math.log2(least / value))
+def _doublings_error(value: float, least: float, most: float) -> float:
+    return PER_DOUBLING * max(0.0, math.log2(value / most), math.log2(least / value))
 
 
 def error_bar(plan: Plan) -> ErrorBar:
     """Return how far the time of a plan may be off, and why."""
     if plan.hardware.calibration:
         return _calibrated_bar(plan, plan.hardware.calibration)
-    parts = [(name, _term(FITTED, name)) for name in features(plan)]
-    billions = plan.counts.total + plan.counts.mtp
-    parts.append(
-        (
-            f"{billions / 1e9:.3g} billion parameters, {PUBLISHED_PARAMETERS[0] / 1e9:.0f} to "
-            f"{PUBLISHED_PARAMETERS[1] / 1e9:.0f} are published",
-            PER_DOUBLING * _doublings(billions, *PUBLISHED_PARAMETERS),
-        )
-    )
-    parts.append(
-        (
-            f"{plan.world_size} devices, {PUBLISHED_GPUS[0]} to {PUBLISHED_GPUS[1]} are published",
-            PER_DOUBLING * _doublings(plan.world_size, *PUBLISHED_GPUS),
-        )
-    )
+    parts = {name: _term(FITTED, name) for name in features(plan)}
+    size, (least, most) = plan.counts.total + plan.counts.mtp, PUBLISHED_PARAMETERS
+    text = f"{size / 1e9:.3g} billion parameters, {least / 1e9:.0f} to {most / 1e9:.0f} are published"
+    parts[text] = _doublings_error(size, least, most)
+    text = f"{plan.world_size} devices, {PUBLISHED_GPUS[0]} to {PUBLISHED_GPUS[1]} are published"
+    parts[text] = _doublings_error(plan.world_size, *PUBLISHED_GPUS)
     return _sum_terms(FITTED.base, parts)
 
 
-def _sum_terms(base: float, parts: Iterable[tuple[str, float]]) -> ErrorBar:
-    kept = sorted(((name, value) for name, value in parts if value > 0.005), key=lambda part: (-part[1], part[0]))
+def _sum_terms(base: float, parts: Mapping[str, float]) -> ErrorBar:
+    large = [(name, value) for name, value in parts.items() if value > 0.005]
+    kept = sorted(large, key=lambda part: (-part[1], part[0]))
     return ErrorBar(base + sum(value for _, value in kept), tuple(kept))
 
 
-def sizes_of(plan: Plan) -> dict[str, int]:
+def get_mapping_sizes(plan: Plan) -> dict[str, int]:
     """Return the sizes of a mapping that change how it communicates."""
     parallel = plan.args.parallel
     return {
@@ -306,28 +293,20 @@ def _calibrated_bar(plan: Plan, runs: Sequence[CalibrationRun]) -> ErrorBar:
     errors = [abs(math.log(run.left_out / run.seconds)) for run in runs if run.left_out]
     base = max(0.02, quantile(errors)) if errors else ONE_RUN
     known = frozenset(name for run in runs for name in run.features)
-    parts = [(f"{name}: in none of the runs of {plan.hardware.name}", UNTESTED) for name in features(plan) - known]
-    for name, size in sizes_of(plan).items():
+    nowhere = f"in none of the runs of {plan.hardware.name}"
+    parts = {f"{name}: {nowhere}": UNTESTED for name in features(plan) - known}
+    for name, size in get_mapping_sizes(plan).items():
         tried = {dict(run.sizes).get(name, 1) for run in runs}
         if size > 1 and max(tried) == 1:
-            parts.append((f"{name} {size}: in none of the runs of {plan.hardware.name}", UNTESTED))
+            parts[f"{name} {size}: {nowhere}"] = UNTESTED
         elif size not in tried:
-            parts.append((f"{name} {size}, runs had {', '.join(map(str, sorted(tried)))}", PER_DOUBLING))
-    parameters = [run.parameters for run in runs]
-    parts.append(
-        (
-            f"{(plan.counts.total + plan.counts.mtp) / 1e9:.3g} billion parameters, runs had "
-            f"{min(parameters) / 1e9:.3g} to {max(parameters) / 1e9:.3g}",
-            PER_DOUBLING * _doublings(plan.counts.total + plan.counts.mtp, min(parameters), max(parameters)),
-        )
-    )
-    ranks = [run.world_size for run in runs]
-    parts.append(
-        (
-            f"{plan.world_size} ranks, runs had {min(ranks)} to {max(ranks)}",
-            PER_DOUBLING * _doublings(plan.world_size, min(ranks), max(ranks)),
-        )
-    )
+            parts[f"{name} {size}, runs had {', '.join(map(str, sorted(tried)))}"] = PER_DOUBLING
+    parameters, ranks = [run.parameters for run in runs], [run.world_size for run in runs]
+    size, least, most = plan.counts.total + plan.counts.mtp, min(parameters), max(parameters)
+    text = f"{size / 1e9:.3g} billion parameters, runs had {least / 1e9:.3g} to {most / 1e9:.3g}"
+    parts[text] = _doublings_error(size, least, most)
+    text = f"{plan.world_size} ranks, runs had {min(ranks)} to {max(ranks)}"
+    parts[text] = _doublings_error(plan.world_size, min(ranks), max(ranks))
     return _sum_terms(base, parts)
 
 
