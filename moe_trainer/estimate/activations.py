@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
@@ -46,12 +47,11 @@ _READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
 
 def _layer(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield everything that a layer saves, in the order of forward."""
-    return (
-        _all_tensors(layer) if not layer.model.dsa_indexer_warmup else _warmup_tensors(layer, list(_all_tensors(layer)))
-    )
+    entries = _all_tensors(layer)
+    return _warmup_tensors(layer, entries) if layer.model.dsa_indexer_warmup else entries
 
 
-def _warmup_tensors(layer: LayerSizes, entries: list[SavedTensor]) -> Iterator[SavedTensor]:
+def _warmup_tensors(layer: LayerSizes, entries: Iterator[SavedTensor]) -> Iterator[SavedTensor]:
     """Yield what indexer warm-up saves: no inputs of frozen weights, and in the first layer nothing of attention."""
     read = set(_READ_BY_INDEXERS)
     if "layernorm" in layer.parts:  # recomputed for the indexer
@@ -82,12 +82,8 @@ def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
     yield from layer.norm("mlp_norm", "pre_mlp_layernorm", layer.rows, layer.hidden, layer.residual)
     region = "moe" if layer.is_moe else "mlp"
     # routed experts read a copy of this rank's tokens; shared experts and recomputed regions read all of them
-    if not discards and (
-        not layer.is_moe
-        or layer.own == layer.rows
-        or region in layer.parts
-        or layer.moe.moe_shared_expert_intermediate_size
-    ):
+    reads_all = layer.own == layer.rows or region in layer.parts or layer.moe.moe_shared_expert_intermediate_size
+    if not discards and (reads_all or not layer.is_moe):
         yield SavedTensor("pre_mlp.normed", (layer.rows, layer.hidden), layer.size)
     if region in layer.parts:
         yield from recompute_cache(layer) if layer.is_moe else ()
@@ -130,20 +126,19 @@ def chunk_activations(
     training, model = args.training, args.model
     pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
     offload = _Offload(training)
+    make_sizes = partial(LayerSizes, args, device=device, received=received, packed=packed)
     found: list[SavedTensor] = []
     for first, stop, recomputed in training.recompute_spans(len(layout.layers)):
         for index in range(first, stop):
             number = layout.layers[index]
-            layer = LayerSizes(args, number, is_moe=pattern[number], device=device, received=received, packed=packed)
+            layer = make_sizes(number, is_moe=pattern[number])
             if not recomputed:
                 entries = offload.mark(_layer(layer), is_complete=index < training.cpu_offloading_num_layers)
             else:
                 entries = list(_recomputed_layer_tensors(layer, first=index == first))
             found += [replace(entry, name=f"decoder.layers.{number}.{entry.name}") for entry in entries]
     for depth in range(model.mtp_num_layers or 0) if layout.mtp else ():
-        layer = LayerSizes(
-            args, model.num_layers + depth, is_moe=mtp_is_moe(pattern), device=device, received=received, packed=packed
-        )
+        layer = make_sizes(model.num_layers + depth, is_moe=mtp_is_moe(pattern))
         found += [replace(entry, name=f"mtp.layers.{depth}.{entry.name}") for entry in _mtp_tensors(layer, offload)]
     return tuple(found)
 
@@ -186,11 +181,8 @@ class _Offload:
         """Return the entries of the next layer. `is_complete`: --cpu-offloading-num-layers offloads all of it."""
         found, going = [], {}
         for entry in entries:
-            part = (
-                "layer"
-                if is_complete and "layer" in self.parts and not entry.name.startswith("routes.")
-                else entry.part
-            )
+            is_whole = is_complete and "layer" in self.parts and not entry.name.startswith("routes.")
+            part = "layer" if is_whole else entry.part
             if part in self.parts and part not in going:
                 number = self.groups[part]
                 self.groups[part] += 1

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import median
 from types import MappingProxyType
 
 from arguments import parse_args
@@ -47,11 +48,9 @@ class PredictionError:
 
 def plan_published_run(run: PublishedRun, constants: Constants | None = None) -> Plan:
     hardware = find_hardware(run.hardware)
-    return make_plan(
-        parse_args(run.argv(), run.gpus),
-        run.gpus,
-        hardware if constants is None else replace(hardware, constants=constants),
-    )
+    if constants is not None:
+        hardware = replace(hardware, constants=constants)
+    return make_plan(parse_args(run.argv(), run.gpus), run.gpus, hardware)
 
 
 class Calibration:
@@ -70,11 +69,9 @@ class Calibration:
         timed = Constants(**{field: getattr(constants, field)}, fill=constants.fill, iteration=0.0)
         key = name, timed
         if key not in self._found:
-            args = plan.args
-            hardware = replace(plan.hardware, constants=timed)
-            self._found[key] = plan_step(
-                args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware
-            ).step
+            hardware, count = replace(plan.hardware, constants=timed), plan.num_microbatches
+            time = plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware)
+            self._found[key] = time.step
         step = self._found[key] + constants.iteration
         return plan.flops / step / plan.world_size / 1e12
 
@@ -85,9 +82,8 @@ class Calibration:
             constants, total = Constants(fill=fill, iteration=iteration), 0.0
             for field, values in PRODUCTS.items():  # runs in one format do not depend on the fraction of the other
                 own = [name for name in names if field.endswith(self.rows[name].width)]
-                misfit, value = min(
-                    (self._misfit(own, replace(constants, **{field: value})), value) for value in values
-                )
+                misfits = [(self._misfit(own, replace(constants, **{field: value})), value) for value in values]
+                misfit, value = min(misfits)
                 constants, total = replace(constants, **{field: value}), total + misfit
             found.append((total, constants))
         return min(found, key=lambda each: each[0])[1]
@@ -126,6 +122,4 @@ class Calibration:
 
 
 def median_error(errors: Sequence[PredictionError]) -> float:
-    sizes = sorted(abs(error.relative) for error in errors)
-    middle = len(sizes) // 2
-    return sizes[middle] if len(sizes) % 2 else (sizes[middle - 1] + sizes[middle]) / 2
+    return median(abs(error.relative) for error in errors)

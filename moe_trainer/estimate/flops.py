@@ -31,7 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
-from moe_trainer.estimate.parameters import indexer_params
+from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -59,12 +59,8 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
 
 def _keys(args: Arguments, seq_length: int) -> float:
     """Return the mean number of keys that a query attends to."""
-    topk = (
-        args.model.dsa_indexer_topk
-        if args.model.experimental_attention_variant == "dsa" and not args.model.dsa_indexer_warmup
-        else None
-    )
-    if topk is None or seq_length <= topk:
+    model, topk = args.model, args.model.dsa_indexer_topk
+    if model.experimental_attention_variant != "dsa" or model.dsa_indexer_warmup or seq_length <= topk:
         return seq_length / 2
     return topk - topk * topk / (2 * seq_length)
 
@@ -72,10 +68,8 @@ def _keys(args: Arguments, seq_length: int) -> float:
 def _indexer_macs(args: Arguments, seq_length: int) -> float:
     """Return the multiply-adds of one indexer per token: its matrices, and the scores of all keys."""
     model = args.model
-    return (
-        indexer_params(model, matrices=True)
-        + seq_length * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) / 2
-    )
+    scores = seq_length * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) / 2
+    return indexer_params(model, matrices=True) + scores
 
 
 def _linear_macs(args: Arguments) -> int:
@@ -83,7 +77,7 @@ def _linear_macs(args: Arguments) -> int:
     model = args.model
     heads, width = model.linear_num_value_heads, model.linear_value_head_dim
     keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * width
-    projections = model.hidden_size * (2 * keys + 3 * values + 2 * heads)
+    projections = gated_delta_net_params(model, matrices=True)
     return projections + model.linear_conv_kernel_dim * (2 * keys + values) + 4 * heads * width**2
 
 

@@ -235,11 +235,8 @@ def _from_file(path: Path) -> Hardware:
         raise HardwareError(f"{where}: the file cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or an invalid date or number
         raise HardwareError(f"{where}: the file is not YAML ({' '.join(str(error).split())})") from None
-    numbers = {
-        field.name: str(field.type)
-        for field in dataclasses.fields(Hardware)
-        if field.name not in ("constants", "calibration")
-    }
+    numbers = {field.name: str(field.type) for field in dataclasses.fields(Hardware)}
+    del numbers["constants"], numbers["calibration"]
     if not isinstance(table, dict):
         raise HardwareError(f"{where}: the file must be a table with {', '.join(numbers)}, or `like` and some of them")
     values: dict[str, Any] = {"name": path.stem, "source": str(path)}
@@ -262,7 +259,7 @@ def _from_file(path: Path) -> Hardware:
     for name, value in values.items():
         if name in numbers:
             values[name] = _checked(where, name, numbers[name], value)
-    constants = _numbers(where, "constants", table.get("constants") or {}, Constants)
+    constants = _read_constants(where, table.get("constants") or {})
     values["constants"] = dataclasses.replace(values.get("constants", Constants()), **constants)
     runs = table.get("calibration") or []
     if not isinstance(runs, list):
@@ -295,38 +292,32 @@ def _checked(where: str, name: str, kind: str, value: object) -> Any:
     return value
 
 
-def _numbers(where: str, title: str, table: object, kind: type) -> dict[str, Any]:
+def _read_constants(where: str, table: object) -> dict[str, Any]:
     if not isinstance(table, dict):
-        raise HardwareError(f"{where}: {title}: {table!r} is no table")
-    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    unknown = sorted(map(str, set(table) - set(types)))
+        raise HardwareError(f"{where}: constants: {table!r} is no table")
+    names = [field.name for field in dataclasses.fields(Constants)]
+    unknown = sorted(map(str, set(table) - set(names)))
     if unknown:
-        raise HardwareError(f"{where}: {title}: unknown {', '.join(unknown)}; there are {', '.join(types)}")
-    return {
-        name: _checked(where, f"{title}: {name}" if name not in MAY_BE_ZERO else name, types[name], value)
-        for name, value in table.items()
-    }
+        raise HardwareError(f"{where}: constants: unknown {', '.join(unknown)}; there are {', '.join(names)}")
+    prefixes = {name: "" if name in MAY_BE_ZERO else "constants: " for name in names}
+    return {name: _checked(where, f"{prefixes[name]}{name}", "float", value) for name, value in table.items()}
 
 
 def _calibration_run(where: str, table: object) -> CalibrationRun:
     names = [field.name for field in dataclasses.fields(CalibrationRun)]
     if not isinstance(table, dict) or {str(name) for name in table} != set(names):
-        raise HardwareError(
-            f"{where}: calibration: every run is a table with {', '.join(names)}, as `plan.py calibrate --from` writes "
-            "them"
-        )
+        text = f"every run is a table with {', '.join(names)}, as `plan.py calibrate --from` writes them"
+        raise HardwareError(f"{where}: calibration: {text}")
     numbers = {name: _checked(where, name, "float", table[name]) for name in ("seconds", "predicted", "parameters")}
     left_out = None if table["left_out"] is None else _checked(where, "left_out", "float", table["left_out"])
     features, sizes = table["features"], table["sizes"]
     if not isinstance(features, list) or not isinstance(sizes, dict):
         raise HardwareError(f"{where}: calibration: features is a list and sizes a table")
     return CalibrationRun(
-        str(table["name"]),
-        numbers["seconds"],
-        numbers["predicted"],
-        left_out,
-        _checked(where, "world_size", "int", table["world_size"]),
-        tuple(map(str, features)),
-        numbers["parameters"],
-        tuple((str(name), _checked(where, name, "int", value)) for name, value in sizes.items()),
+        name=str(table["name"]),
+        left_out=left_out,
+        world_size=_checked(where, "world_size", "int", table["world_size"]),
+        features=tuple(map(str, features)),
+        sizes=tuple((str(name), _checked(where, name, "int", value)) for name, value in sizes.items()),
+        **numbers,
     )

@@ -26,12 +26,10 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     heads, groups = model.num_attention_heads // layer.tp, max(1, model.query_groups // layer.tp)
     width = model.kv_channels
     if model.qk_layernorm or model.qk_l2_norm:
+        numbers = 2 if model.normalization == "LayerNorm" and not model.qk_l2_norm else 1
         for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
-            rms = replace(model, normalization="RMSNorm") if model.qk_l2_norm else model
             yield SavedTensor(f"{name}.x", (layer.tokens * count, width), layer.size)
-            yield SavedTensor(
-                f"{name}.statistics", (layer.tokens * count, 2 if rms.normalization == "LayerNorm" else 1), WIDE
-            )
+            yield SavedTensor(f"{name}.statistics", (layer.tokens * count, numbers), WIDE)
     yield from _core(layer, heads, groups, width, width, discarded=False)
     if model.attention_output_gate:
         yield SavedTensor("gate", (layer.tokens, heads * width), layer.size, "qkv_linear")
@@ -138,19 +136,19 @@ def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, disc
     q = SavedTensor("q", (tokens, heads, key), layer.size, part)
     k = SavedTensor("k", (tokens, groups, key), layer.size, part)
     v = SavedTensor("v", (tokens, groups, value), layer.size, part)
-    y = SavedTensor("core_attn.y", (tokens, heads * value), layer.size, "attn_proj")
+    inputs = () if discarded else (q, k, v)
     if "core_attn" in layer.parts:
-        yield from () if discarded else (q, k, v)
+        yield from inputs
     elif _is_blockwise(layer):
-        yield from () if discarded else (q, k, v)
+        yield from inputs
         yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, part)
     elif layer.cpu and layer.length * shards <= BLOCKED_MAX_LENGTH:
-        yield from () if discarded else (q, k, v)
+        yield from inputs
         shape = (layer.batch, heads // shards, _num_visible(layer.length * shards))
         yield SavedTensor("probs", shape, layer.size, part)
     else:
         yield from _flash(layer, q, k, v, heads, discarded)
-    yield y
+    yield SavedTensor("core_attn.y", (tokens, heads * value), layer.size, "attn_proj")
 
 
 def _num_head_shards(layer: LayerSizes) -> int:
@@ -162,9 +160,8 @@ def _num_head_shards(layer: LayerSizes) -> int:
 
 def _is_blockwise(layer: LayerSizes) -> bool:
     """Return whether attention runs block by block (layers/ring_attention.py)."""
-    return (
-        layer.packed or layer.cp > _num_head_shards(layer) or layer.model.softmax_type != "vanilla" or _is_sparse(layer)
-    )
+    is_ring = layer.packed or layer.cp > _num_head_shards(layer)
+    return is_ring or layer.model.softmax_type != "vanilla" or _is_sparse(layer)
 
 
 def _num_visible(length: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from arguments.rules.derived_sizes import as_list
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
 
 
@@ -109,9 +110,7 @@ def _router(layer: LayerSizes) -> Iterator[SavedTensor]:
 def _loss_gradients(layer: LayerSizes, wide: int) -> Iterator[SavedTensor]:
     """Yield the gradient of the auxiliary losses, which forward computes."""
     moe = layer.moe
-    coefficients = moe.moe_aux_loss_coeff if isinstance(moe.moe_aux_loss_coeff, list) else [moe.moe_aux_loss_coeff]
-    kinds = moe.moe_router_load_balancing_type
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    coefficients, kinds = as_list(moe.moe_aux_loss_coeff), as_list(moe.moe_router_load_balancing_type)
     asked = any(coeff for kind, coeff in zip(kinds, coefficients) if kind.endswith("aux_loss"))
     if asked or moe.moe_z_loss_coeff is not None:
         yield SavedTensor("router.loss_gradient", (layer.own, layer.num_experts), wide)

@@ -15,8 +15,7 @@ from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import (
     LARGE_EPSILON,
     LEARNING_RATE,
-    STEPS,
-    VOCAB,
+    SMALL_TRAINING,
     ParityCase,
     ShrinkError,
     make_case,
@@ -51,7 +50,8 @@ def matrix(world: int, models: int) -> list[ParityCase]:
 
 def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     """Draw a model and options for a mapping; None if the rules reject them."""
-    values = _model(rng, mapping) | _router(rng) | _sample_parallel_options(rng, mapping) | _batch(rng, mapping)
+    values = SMALL_TRAINING | _model(rng, mapping) | _router(rng)
+    values |= _sample_parallel_options(rng, mapping) | _batch(rng, mapping)
 
     def separate_rng() -> random.Random:  # for options that were added later, so that all other draws are unchanged
         return random.Random(repr(sorted(values.items())))
@@ -100,10 +100,6 @@ def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
         "untie_embeddings_and_output_weights": _chance(rng, 0.6),
         "add_bias_linear": True,
         "num_experts": rng.choice((8, 16)),
-        "init_method_std": 0.2,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "make_vocab_size_divisible_by": 16,
     }
     kind = rng.choice(("plain", "grouped", "latent"))
     if _chance(rng, 0.85) or kind == "latent" or mapping.etp > 1:
@@ -321,18 +317,10 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
         "global_batch_size": micro * accumulation * mapping.dp,
         "seq_length": length,
         "max_position_embeddings": length,
-        "train_iters": STEPS,
-        "lr": LEARNING_RATE,
-        "lr_decay_style": "constant",
-        "adam_eps": 1e-5,
         "clip_grad": rng.choice((0.5, 1.0)),
         "decoupled_lr": rng.choice((None, None, 2 * LEARNING_RATE)),
         "optimizer": rng.choice(("adam", "adam", "adam", "sgd")),
         "calculate_per_token_loss": _chance(rng, 0.25),
-        "eval_iters": 0,
-        "mock_data": True,
-        "tokenizer_type": "NullTokenizer",
-        "vocab_size": VOCAB,
         "reset_position_ids": _chance(rng, 0.15),
         "reset_attention_mask": _chance(rng, 0.15),
         "dataloader_inter_document_masking": _chance(rng, 0.05),

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED, TUNED_FEATURE
@@ -31,7 +32,23 @@ from moe_trainer.verification.mapping import NAMES, MappingRequirements, Paralle
 STEPS = 3
 LEARNING_RATE = 1e-3
 LARGE_EPSILON = 1e-2
-VOCAB = 120
+SMALL_TRAINING = MappingProxyType(
+    {
+        "init_method_std": 0.2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "lr": LEARNING_RATE,
+        "lr_decay_style": "constant",
+        "adam_eps": 1e-5,
+        "train_iters": STEPS,
+        "eval_iters": 0,
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 120,
+        "make_vocab_size_divisible_by": 16,
+    }
+)
+"""Random data, no noise, and weights and a learning rate that show a mistake within three steps."""
 
 _SIZES = tuple(
     """
@@ -123,15 +140,12 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
         cases += _plain_case(settings, original, plain, notes)
     if any(low_precision.is_method_note(note) for note in notes):
         cases.append(_case(settings, original, mappings[0], [], quantized=False))
-        notes.append(
-            "the last case is the first mapping without fp8: its weights change, so it checks the optimizer's steps "
-            "and formats"
-        )
+        reason = "its weights change, so it checks the optimizer's steps and formats"
+        notes.append(f"the last case is the first mapping without fp8: {reason}")
     not_compared = _note_changes(settings, notes)
     not_compared += [name for name, _, text in (note.partition(": ") for note in notes) if text.startswith("left out")]
-    return ShrinkResult(
-        original, tuple(cases), tuple(dict.fromkeys(notes)), tuple(left_out), tuple(dict.fromkeys(not_compared))
-    )
+    unique_notes, not_compared = dict.fromkeys(notes), list(dict.fromkeys(not_compared))
+    return ShrinkResult(original, tuple(cases), tuple(unique_notes), tuple(left_out), tuple(not_compared))
 
 
 def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
@@ -269,7 +283,7 @@ def _case(
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers)
-    values |= _determinism_overrides(s)
+    values |= _small_training(s)
     values |= _memory(s, layers) | low_precision.comparable_moment_dtypes(s, notes) | _matrices(s, new, notes)
     if values.get("overlap_grad_reduce"):
         values["ddp_bucket_size"] = 3000
@@ -305,10 +319,8 @@ def _matrices(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, 
         notes.append("--muon-fp32-matmul-prec high: bf16 matmuls amplify the rounding of a gradient")
     if s.muon_tp_mode == "blockwise" and max(new.tp, new.etp) > 1:
         options["muon_tp_mode"] = "duplicated"
-        notes.append(
-            f"{s.shown('muon_tp_mode')}: duplicated instead; one process does not orthogonalize tensor-parallel "
-            "shards separately"
-        )
+        reason = "one process does not orthogonalize tensor-parallel shards separately"
+        notes.append(f"{s.shown('muon_tp_mode')}: duplicated instead; {reason}")
     return options
 
 
@@ -373,36 +385,21 @@ def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[st
     return patterns
 
 
-def _determinism_overrides(s: Settings) -> dict[str, object]:
-    """Return random data, no noise, and weights and a learning rate that show a mistake within three steps."""
-    values = {dest: value for dest, value in NOISE.items() if dest.endswith("dropout")}
+def _small_training(s: Settings) -> dict[str, object]:
+    values: dict[str, object] = dict(SMALL_TRAINING)
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
     if s.experimental_attention_variant == "gdn":
         values["layernorm_epsilon"] = LARGE_EPSILON
     if s.dsa_indexer_loss_coeff:
         values["dsa_indexer_loss_coeff"] = 1.0
-    return values | {
-        "init_method_std": 0.2,
-        "lr": LEARNING_RATE,
-        "lr_decay_style": "constant",
-        "adam_eps": 1e-5,
-        "train_iters": STEPS,
-        "eval_iters": 0,
-        "mock_data": True,
-        "tokenizer_type": "NullTokenizer",
-        "vocab_size": VOCAB,
-        "make_vocab_size_divisible_by": 16,
-    }
+    return values
 
 
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
-    half = [
-        s.flag(dest)
-        for dest in _LOW_PRECISION
-        if s.given(dest) and s.values[dest] not in (None, False, "auto", s.default(dest))
-    ]
+    given = [dest for dest in _LOW_PRECISION if s.given(dest)]
+    half = [s.flag(dest) for dest in given if s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:
         reason = "the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and not rounding"
         notes.append(f"{', '.join(half)}: {reason}")
@@ -412,19 +409,16 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
             "near zero, and the next norm would amplify the rounding of its gradient"
         )
     if s.dsa_indexer_loss_coeff:
-        notes.append(
-            f"{s.shown('dsa_indexer_loss_coeff')}: 1, so that indexers change within three steps as much as the model"
-        )
+        reason = "so that indexers change within three steps as much as the model"
+        notes.append(f"{s.shown('dsa_indexer_loss_coeff')}: 1, {reason}")
     if s.given("embedding_init_method_std"):
         notes.append(f"{s.flag('embedding_init_method_std')}: embeddings are initialized like all other weights")
     noise = [s.shown(dest) for dest, off in NOISE.items() if s.values[dest] not in (off, 0.0, None, False)]
     if noise:
         notes.append(f"{', '.join(noise)}: off; every rank draws its own random numbers")
     if s.values["cuda_graph_impl"] != "none":
-        notes.append(
-            f"{s.shown('cuda_graph_impl')}: left out; graphs repeat the operations of eager passes "
-            "(tests/memory/test_cuda_graph.py)"
-        )
+        reason = "graphs repeat the operations of eager passes (tests/memory/test_cuda_graph.py)"
+        notes.append(f"{s.shown('cuda_graph_impl')}: left out; {reason}")
     if s.moe_use_upcycling:
         flags = [s.flag("moe_use_upcycling")]
         flags += [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []

@@ -33,6 +33,7 @@ from moe_trainer.estimate.search import (
     DEFAULT_HEADROOM,
     Estimator,
     RankedConfig,
+    SearchResult,
     base_arguments,
     explain_speedup,
     ranked,
@@ -111,6 +112,14 @@ def test_formats_are_compared():
     assert gemm_formats(find_hardware("a100")) == ("bf16",) and "nvfp4" in gemm_formats(find_hardware("gb300"))
     with pytest.raises(PlanError, match="no products in mxfp8"):
         search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
+
+
+def test_reasons_of_several_formats_are_counted_together(monkeypatch):
+    refused = SearchResult((), (), 1, 0, 2, 2, 0.0, refusals=(("not legal", 2),))
+    monkeypatch.setattr("moe_trainer.estimate.search.search", lambda *_: refused)
+    flags = ["--preset", "mixtral_tiny", "--mock-data", "--global-batch-size", "16"]
+    outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"))
+    assert outcome.refused == 4 and outcome.refusals == (("not legal", 4),)
 
 
 def test_of_equal_error_bars_the_simplest_mapping_comes_first():
