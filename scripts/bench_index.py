@@ -22,13 +22,13 @@ import numpy as np
 
 from moe_trainer.data.blend import build_blend_index, normalize
 from moe_trainer.data.dataset import DatasetConfig, GPTDataset
-from moe_trainer.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from moe_trainer.data.indexed import IndexedDataset, write_indexed_dataset
 
 
 def write_sparse_corpus(prefix: str, documents: int, mean_length: int) -> int:
     """Write a real index over a .bin of the right size without content; returns its tokens."""
     lengths = np.random.default_rng(0).integers(1, 2 * mean_length, documents, dtype=np.int32)
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+    with write_indexed_dataset(prefix, np.uint16) as builder:
         builder.add_raw(b"", lengths.tolist(), range(1, documents + 1))
     tokens = int(lengths.sum(dtype=np.int64))
     os.truncate(prefix + ".bin", 2 * tokens)

@@ -6,7 +6,7 @@ comparison.
 
 To build it with whole-array operations the range of samples is cut into blocks that advance in lockstep, one numpy
 operation handling one step of every block. A block cannot know its starting counts, so it starts early, from rounded
-ideal counts, and runs a warm-up: the rule always favours the dataset that lags most, so different starting states
+ideal counts, and runs a warm-up: the rule always favors the dataset that lags most, so different starting states
 fall together after a few steps. Fall together is not proof, therefore every block's end state is compared with its
 neighbour's start state; the blocks that began wrongly are done again, from the end states before them, until none is
 left. The first block is exact, so at that point all are: for any weights, at most as many rounds as blocks, in practice
@@ -43,7 +43,9 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
 
     An even number of items whose odd ones are all numbers has weights; anything else is a list of prefixes. One shell
     word that holds blanks ("1.0 /data/a") is split, unless a dataset of that very name exists.
-    Raises: ValueError when the list is empty, only some of the odd items are numbers, or a weight is negative.
+
+    Raises:
+        ValueError: if the list is empty, only some of the odd items are numbers, or a weight is negative.
     """
     words: list[str] = []
     for item in items:
@@ -53,24 +55,26 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
         raise ValueError(f"{flag}: no data prefix was given")
     if len(words) % 2 == 1:
         return Blend(tuple(words), None)
-    weights = [_number(word) for word in words[::2]]
-    if all(weight is None for weight in weights):
+    not_numbers = [word for word in words[::2] if not _is_number(word)]
+    if len(not_numbers) == len(words) // 2:
         return Blend(tuple(words), None)
-    if any(weight is None for weight in weights):
-        bad = next(word for word, weight in zip(words[::2], weights) if weight is None)
+    if not_numbers:
         raise ValueError(
-            f'{flag}: "{bad}" stands where a weight is needed; give a weight before every prefix, or before none'
+            f'{flag}: "{not_numbers[0]}" stands where a weight is needed; give a weight before every prefix, or '
+            "before none"
         )
+    weights = [float(word) for word in words[::2]]
     if any(not 0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"{flag}: weights {weights}: needed non-negative numbers with a positive sum")
     return Blend(tuple(words[1::2]), tuple(weights))
 
 
-def _number(word: str) -> float | None:
+def _is_number(word: str) -> bool:
     try:
-        return float(word)
+        float(word)
     except ValueError:
-        return None
+        return False
+    return True
 
 
 def read_blend_file(path: str) -> Blend:
@@ -78,7 +82,7 @@ def read_blend_file(path: str) -> Blend:
     return parse_blend(_read_text(path, "--data-args-path").split(), f"--data-args-path {path}")
 
 
-def read_split_blends_file(path: str) -> tuple[Blend | None, Blend | None, Blend | None]:
+def read_split_blends_file(path: str) -> tuple[Blend | None, ...]:
     """Read `--per-split-data-args-path`: JSON with train, valid, test, each a list of words, one string or null."""
     try:
         content = json.loads(_read_text(path, "--per-split-data-args-path"))
@@ -194,11 +198,9 @@ def _advance(weights, limits, counts, positions, steps, picks=None, stops=None):
     for step in range(steps):
         k = positions + step
         m = np.maximum(k, 1).astype(np.float64)
-        best = weights[0] * m - counts[0]
-        if limits is not None:
-            best = np.where(counts[0] < limits[0], best, -np.inf)
+        best = np.full(len(columns), -np.inf)
         pick = np.zeros(len(columns), dtype=np.int16)
-        for d in range(1, len(weights)):
+        for d in range(len(weights)):
             lag = weights[d] * m - counts[d]
             if limits is not None:
                 lag = np.where(counts[d] < limits[d], lag, -np.inf)

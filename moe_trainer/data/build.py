@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from arguments.data import DEFAULT_SPLIT, DataArgs
@@ -16,7 +16,8 @@ from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
-from moe_trainer.data.sources import blend_of_all, blends_per_split, domain_names, requested_sizes, source_flag
+from moe_trainer.data.sources import domain_names, get_blends_per_split, get_common_blend, requested_sizes, source_flag
+from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -25,14 +26,19 @@ _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
 AnyDataset = GPTDataset | BlendedDataset
+Sizes = tuple[int | None, int | None, int | None]
+"""Samples of the train, valid and test splits."""
 
 
 @dataclass(frozen=True)
 class Datasets:
     """The datasets of a run.
 
-    valid: one entry, or one per file with --multiple-validation-sets; valid_names are their log suffixes ("" for one).
-    domains: with --skip-train, the prefixes of a blend one by one, for validation and test, by the names of their results.
+    Attributes:
+        valid: one entry, or one per file with --multiple-validation-sets.
+        valid_names: their log suffixes, "" for one.
+        domains: with --skip-train, the prefixes of a blend one by one, for validation and test, by the names of their
+            results.
     """
 
     train: AnyDataset | None
@@ -42,10 +48,10 @@ class Datasets:
     domains: tuple[tuple[str, AnyDataset], ...] = ()
 
 
-def batch_format(data: DataArgs, tokenizer, vocab_size: int | None = None) -> BatchFormat:
+def batch_format(data: DataArgs, tokenizer: Tokenizer, vocab_size: int | None = None) -> BatchFormat:
     """Return how samples become batches under these flags.
 
-    vocab_size: ids from here on are an error (the padded size; default the tokenizer's own).
+    `vocab_size`: ids from here on are an error (the padded size; by default the tokenizer's own).
     """
     pad = tokenizer.pad
     if pad is None or (pad == tokenizer.eod and not data.allow_ambiguous_pad_tokens):
@@ -66,27 +72,30 @@ def batch_format(data: DataArgs, tokenizer, vocab_size: int | None = None) -> Ba
 def build_datasets(
     data: DataArgs,
     training: TrainingArgs,
-    tokenizer,
-    sizes: tuple[int | None, int | None, int | None] | None = None,
+    tokenizer: Tokenizer,
+    sizes: Sizes | None = None,
     *,
     is_builder: bool = True,
     barrier: Callable[[], None] | None = None,
 ) -> Datasets:
     """Build the train, validation and test datasets of a run.
 
-    sizes: samples per split (default: `requested_sizes`); 0 leaves a split out when the data has no part for it, None
-    is one full pass.
-    is_builder: True on the one rank that writes missing index caches. barrier: called once on every rank, between
-    writing and reading.
-    Raises: ValueError for missing or damaged files, contradictory flags, and samples asked of an empty split.
+    Args:
+        data: the flags of data.
+        training: the flags of training.
+        tokenizer: of the run.
+        sizes: samples per split, `requested_sizes` by default; 0 leaves a split out if the data has no part for it,
+            None is one full pass.
+        is_builder: True on the one rank that writes missing index caches.
+        barrier: called once on every rank, between writing and reading.
+
+    Raises:
+        ValueError: for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
     datasets = _Plan(data, training, tokenizer).datasets(sizes)
-    everything = [
-        dataset
-        for dataset in (datasets.train, *datasets.valid, datasets.test, *(each for _, each in datasets.domains))
-        if dataset is not None
-    ]
+    domains = (dataset for _, dataset in datasets.domains)
+    everything = list(filter(None, (datasets.train, *datasets.valid, datasets.test, *domains)))
     try:
         if is_builder:
             for dataset in everything:
@@ -97,7 +106,8 @@ def build_datasets(
             dataset.load()
     except MemoryError as error:
         raise UserError(
-            f"the order of {sizes[0]} training samples (--train-iters, --train-samples) does not fit into memory: {error}"
+            f"the order of {sizes[0]} training samples (--train-iters, --train-samples) does not fit into memory: "
+            f"{error}"
         ) from error
     return datasets
 
@@ -105,36 +115,32 @@ def build_datasets(
 class _Plan:
     """Choose the data source and lay out the datasets, without building any index."""
 
-    def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer):
-        self._data, self._training, self._tokenizer = data, training, tokenizer
+    def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer):
+        self._data, self._training = data, training
         self._opened: dict[str, IndexedDataset] = {}
-        self._per_split = blends_per_split(data)
-        self._blend = blend_of_all(data)
-        sources = [
-            name
-            for name, given in (
-                ("--mock-data", data.mock_data),
-                ("--data-path / --data-args-path", self._blend is not None),
-                (
-                    "--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path",
-                    self._per_split is not None,
-                ),
-            )
-            if given
-        ]
+        self._per_split = get_blends_per_split(data)
+        self._blend = get_common_blend(data)
+        per_split_flags = "--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path"
+        is_given = {
+            "--mock-data": data.mock_data,
+            "--data-path / --data-args-path": self._blend is not None,
+            per_split_flags: self._per_split is not None,
+        }
+        sources = [flags for flags, given in is_given.items() if given]
         if len(sources) > 1:
             raise ValueError(f"one data source is needed, given were {' and '.join(sources)}")
         if not sources:
             logger.warning("no data was given (--data-path): training on mock data")
         for number, blend in enumerate((self._blend, *(self._per_split or ()))):
-            again = Counter(() if blend is None else blend.prefixes)
-            for prefix in (prefix for prefix, count in again.items() if count > 1):
-                logger.warning(
-                    "%s names %s %d times: each of them gives the same samples, as in Megatron-LM",
-                    source_flag(data, max(number - 1, 0)),
-                    prefix,
-                    again[prefix],
-                )
+            counts = Counter(() if blend is None else blend.prefixes)
+            for prefix, count in counts.items():
+                if count > 1:
+                    logger.warning(
+                        "%s names %s %d times: each of them gives the same samples, as in Megatron-LM",
+                        source_flag(data, max(number - 1, 0)),
+                        prefix,
+                        count,
+                    )
         if self._per_split is not None and data.split is not None:
             raise ValueError(
                 f'--split "{data.split}" cannot be combined with data paths per split; every file belongs to one '
@@ -154,61 +160,61 @@ class _Plan:
             fim=FillInTheMiddle.from_args(data, tokenizer),
         )
 
-    def datasets(self, sizes) -> Datasets:
+    def datasets(self, sizes: Sizes) -> Datasets:
         train, test = (self._split(number, sizes[number]) for number in (0, 2))
         valid, names = self._validation(sizes[1])
         domains = tuple(self._domains(sizes)) if self._training.skip_train else ()
         return Datasets(train, valid, names, test, domains)
 
-    def _domains(self, sizes) -> Iterator[tuple[str, AnyDataset]]:
-        """Each prefix of a blend of several, in the splits that are evaluated, unless these are several sets already."""
+    def _domains(self, sizes: Sizes) -> Iterator[tuple[str, AnyDataset]]:
+        """Yield each prefix of a blend, in the splits that are evaluated, unless these are several sets already."""
         for number, kind in ((1, "validation"), (2, "test")):
-            blend = self._blend_of(number)
-            if blend is None or len(blend.prefixes) < 2 or self._share_of(number) is None or sizes[number] == 0:
+            blend = self._get_blend(number)
+            if blend is None or len(blend.prefixes) < 2 or self._get_share(number) is None or sizes[number] == 0:
                 continue
             if number == 1 and self._training.multiple_validation_sets:
                 continue
             for name, prefix in zip(domain_names(blend.prefixes), blend.prefixes):
                 yield f"{kind}-{name}", self._single(prefix, number, sizes[number])
 
-    def _validation(self, size) -> tuple[tuple[AnyDataset, ...], tuple[str, ...]]:
-        blend = self._blend_of(1)
+    def _validation(self, size: int | None) -> tuple[tuple[AnyDataset, ...], tuple[str, ...]]:
+        blend = self._get_blend(1)
         if not self._training.multiple_validation_sets or blend is None:
             dataset = self._split(1, size)
             return ((), ()) if dataset is None else ((dataset,), ("",))
-        names = self._training.validation_set_names or (
-            [str(i) for i in range(len(blend.prefixes))] if len(blend.prefixes) > 1 else [""]
-        )
+        names = self._training.validation_set_names
+        if not names:
+            names = [str(i) for i in range(len(blend.prefixes))] if len(blend.prefixes) > 1 else [""]
         if len(names) != len(blend.prefixes):
             raise ValueError(f"--validation-set-names: {len(names)} names for {len(blend.prefixes)} validation sets")
-        if self._share_of(1) is None or size == 0:
+        if self._get_share(1) is None or size == 0:
             return (), ()
         return tuple(self._single(prefix, 1, size) for prefix in blend.prefixes), tuple(names)
 
-    def _blend_of(self, number: int) -> Blend | None:
+    def _get_blend(self, number: int) -> Blend | None:
         return self._blend if self._per_split is None else self._per_split[number]
 
-    def _share_of(self, number: int) -> tuple[float, float] | None:
+    def _get_share(self, number: int) -> tuple[float, float] | None:
         if self._config.split_matrix is not None:
             return self._config.split_matrix[number]
-        return _WHOLE if self._per_split[number] is not None else None
+        return _WHOLE if self._get_blend(number) is not None else None
 
     def _split(self, number: int, size: int | None) -> AnyDataset | None:
-        """The dataset of split `number`, or None when there is no data for it and none is needed."""
-        if self._share_of(number) is None:
+        """Return the dataset of split `number`, or None when there is no data for it and none is needed."""
+        if self._get_share(number) is None:
             if size:
                 self._leave_out(number, size)
             return None
         if size == 0:
             return None
-        blend = self._blend_of(number)
+        blend = self._get_blend(number)
         if blend is None:
-            return self._mock(number, size)
+            return self._single(None, number, size)
         if blend.weights is None and len(blend.prefixes) == 1:
             return self._single(blend.prefixes[0], number, size)
-        if blend.weights is None or size is None:
-            return self._proportional(blend, number, size)
-        return self._weighted(blend, number, size)
+        if blend.weights is not None and size is not None:
+            return self._weighted(blend.prefixes, blend.weights, number, size)
+        return self._proportional(blend, number, size)
 
     def _leave_out(self, number: int, size: int) -> None:
         """Refuse training without data; recipes often give the test split no share and still set --eval-iters."""
@@ -220,14 +226,14 @@ class _Plan:
             )
         logger.info("there is no data for the %s split (%s): it is not evaluated", name, origin)
 
-    def _weighted(self, blend: Blend, number: int, size: int) -> BlendedDataset:
-        weights = normalize(blend.weights)
+    def _weighted(self, prefixes: Sequence[str], weights: Sequence[float], number: int, size: int) -> BlendedDataset:
+        weights = normalize(weights)
         targets = [math.ceil(size * weight) for weight in weights]
         surplus = 1 + self._data.mid_level_dataset_surplus
         datasets = [
-            self._single(prefix, number, math.ceil(target * surplus)) for prefix, target in zip(blend.prefixes, targets)
+            self._single(prefix, number, math.ceil(target * surplus)) for prefix, target in zip(prefixes, targets)
         ]
-        return BlendedDataset(datasets, list(weights), sum(targets), SPLIT_NAMES[number], self._config)
+        return BlendedDataset(datasets, weights, sum(targets), SPLIT_NAMES[number], self._config)
 
     def _proportional(self, blend: Blend, number: int, size: int | None) -> BlendedDataset:
         if blend.weights is not None:
@@ -239,17 +245,22 @@ class _Plan:
         size = None if size is None else min(size, sum(lengths))
         return BlendedDataset(datasets, lengths, size, SPLIT_NAMES[number], self._config)
 
-    def _single(self, prefix: str, number: int, size: int | None) -> GPTDataset:
+    def _single(self, prefix: str | None, number: int, size: int | None) -> GPTDataset:
+        """Return a split of one token file, or of mock data."""
+        source = (
+            self._open(prefix, number)
+            if prefix is not None
+            else MockTokens(self._config.tokenizer.vocab_size, self._config.tokenizer.eod)
+        )
+        share = self._get_share(number)
+        assert share is not None, "a split without a share has no dataset"
+        begin, end = split_range(share, len(source))
+        return GPTDataset(source, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
+
+    def _open(self, prefix: str, number: int) -> IndexedDataset:
         if prefix not in self._opened:
             try:
                 self._opened[prefix] = open_token_file(prefix, self._config.memory_map)
             except UserError as error:
                 raise UserError(f"{source_flag(self._data, number)}: {error}") from None
-        low = self._opened[prefix]
-        begin, end = split_range(self._share_of(number), len(low))
-        return GPTDataset(low, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
-
-    def _mock(self, number: int, size: int | None) -> GPTDataset:
-        low = MockTokens(self._tokenizer.vocab_size, self._tokenizer.eod)
-        begin, end = split_range(self._share_of(number), len(low))
-        return GPTDataset(low, None, begin, end, size, SPLIT_NAMES[number], self._config)
+        return self._opened[prefix]

@@ -18,9 +18,10 @@ import hashlib
 import json
 import logging
 import os
-from collections import OrderedDict
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from moe_trainer.data.blend import build_blend_index, build_exhaustive_index, no
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import GPTIndices, SplitMatrix, build_indices, plan_epochs
 from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.io import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,15 @@ class TokenDataset(Protocol):
 class DatasetConfig:
     """What the indices of a dataset depend on, besides files and sizes.
 
-    tokenizer: its `unique_identifiers` enter the cache name; `eod` and `vocab_size` shape mock data.
-    split, split_matrix: both None when each split has its own files. fim: how samples are rearranged, not at all with None.
+    Attributes:
+        tokenizer: its `unique_identifiers` enter the cache name; `eod` and `vocab_size` shape mock data.
+        split: None, as `split_matrix`, when each split has its own files.
+        fim: how samples are rearranged, not at all with None.
     """
 
     sequence_length: int
     seed: int
-    tokenizer: object
+    tokenizer: Tokenizer
     split: str | None = None
     split_matrix: SplitMatrix | None = None
     cache_path: str | None = None
@@ -67,7 +71,7 @@ class MockTokens:
     Source: Megatron-Core mock data (lengths from numpy's default generator, seed 0; ids modulo the vocabulary size).
     """
 
-    def __init__(self, vocab_size: int, eod: int):
+    def __init__(self, vocab_size: int, eod: int | None):
         self._vocab_size, self._eod = vocab_size, eod
         self.sequence_lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
 
@@ -78,21 +82,92 @@ class MockTokens:
         whole = int(self.sequence_lengths[index])
         end = whole if length is None else offset + length
         ids = np.arange(offset + 1, end + 1, dtype=np.int64) % self._vocab_size
-        if end == whole and end > offset:
+        if end == whole and end > offset and self._eod is not None:
             ids[-1] = self._eod
         return ids
 
 
-class GPTDataset:
-    """Samples of L+1 tokens cut from the shuffled documents of one split of one token file.
+class CachedIndex(ABC):
+    """Arrays that tell where the samples of a dataset are: built by one rank, mapped from the cache by all.
 
-    num_samples: None for one epoch; otherwise at least that many (the length is what whole epochs give, usually more).
-    Raises: ValueError when samples are asked of a split without tokens.
+    Args:
+        class_name: in Megatron-LM; part of the names of the cache files.
+        split_name: train, valid or test.
+        num_rows: of every array of the index, by its name; None where only the index tells.
+        cache_folder: None without a cache.
+        data_file: the cache is valid if it is not older than this file.
     """
 
     def __init__(
         self,
-        low: IndexedDataset | MockTokens,
+        class_name: str,
+        split_name: str,
+        num_rows: Mapping[str, int | None],
+        cache_folder: str | None,
+        data_file: str | None = None,
+    ):
+        self.class_name, self._split_name, self._num_rows = class_name, split_name, num_rows
+        self._cache_folder, self._data_file = cache_folder, data_file
+        self._index: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def index(self) -> tuple[np.ndarray, ...]:
+        assert self._index is not None, "load() comes before samples"
+        return self._index
+
+    @property
+    @abstractmethod
+    def identifiers(self) -> dict[str, Any]:
+        """Everything that the index depends on, as Megatron-Core describes it."""
+
+    @abstractmethod
+    def _build(self) -> tuple[np.ndarray, ...]: ...
+
+    def _cache(self) -> IndexCache | None:
+        if self._cache_folder is None:
+            return None
+        return IndexCache(self._cache_folder, self.class_name, self._split_name, self.identifiers, self._num_rows)
+
+    def write_cache(self) -> None:
+        """Build the index and write it to the cache unless it is there (one rank, before the barrier)."""
+        cache = self._cache()
+        if cache is not None and not cache.is_valid(self._data_file):
+            index = self._build()
+            if not cache.write(index):
+                self._index = index
+
+    def load(self) -> None:
+        """Map the cached index, or build it in memory where there is no cache."""
+        cache = self._cache()
+        if self._index is not None:
+            return
+        if cache is not None and cache.is_valid(self._data_file):
+            self._index = cache.read()
+            return
+        if cache is not None:
+            logger.warning("the index cache %s is not visible to this rank: building the index in memory", cache.folder)
+        self._index = self._build()
+
+
+class GPTDataset(CachedIndex):
+    """Samples of L+1 tokens cut from the shuffled documents of one split of one token file.
+
+    Its index is that of index_build.GPTIndices.
+
+    Args:
+        source: the token file.
+        path: its prefix, None for mock data.
+        begin: first sequence of the split.
+        end: one past the last one.
+        num_samples: None for one epoch, otherwise at least that many; the length is what whole epochs give.
+
+    Raises:
+        ValueError: if samples are asked of a split without tokens.
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset | MockTokens,
         path: str | None,
         begin: int,
         end: int,
@@ -100,16 +175,27 @@ class GPTDataset:
         split_name: str,
         config: DatasetConfig,
     ):
-        self._low, self._path, self._begin, self._end = low, path, begin, end
-        self._num_samples, self._split_name, self._config = num_samples, split_name, config
-        tokens = int(low.sequence_lengths[begin:end].sum(dtype=np.int64))
+        self._source, self._path, self._begin, self._end = source, path, begin, end
+        self._num_samples, self._config = num_samples, config
+        tokens = int(source.sequence_lengths[begin:end].sum(dtype=np.int64))
         if tokens == 0:
             raise ValueError(
-                f"{self.name}: the {split_name} split (sequences {begin} to {end} of {len(low)}) holds no tokens, and "
-                "samples were asked of it; change --split, add data, or do not evaluate (--eval-iters 0)"
+                f"{self.name}: the {split_name} split (sequences {begin} to {end} of {len(source)}) holds no tokens, "
+                "and samples were asked of it; change --split, add data, or do not evaluate (--eval-iters 0)"
             )
         self._plan = plan_epochs(tokens, config.sequence_length, num_samples)
-        self._indices: GPTIndices | None = None
+        class_name = "GPTDataset" if config.fim is None else "GPTFIMDataset"
+        cache_folder = config.cache_path
+        if cache_folder is None and path is not None:
+            # Megatron uses the data prefix as a folder name here; kept, so that existing caches are found.
+            cache_folder = os.path.join(path, "cache", f"{class_name}_indices")
+        super().__init__(
+            class_name if path is not None else "MockGPTDataset",
+            split_name,
+            {"document": None, "sample": len(self) + 1, "shuffle": len(self)},
+            cache_folder,
+            None if path is None else f"{path}.idx",
+        )
 
     @property
     def name(self) -> str:
@@ -119,82 +205,33 @@ class GPTDataset:
     def epochs(self) -> int:
         return self._plan.epochs
 
-    @property
-    def indices(self) -> GPTIndices:
-        assert self._indices is not None, "load() comes before samples"
-        return self._indices
-
     def __len__(self) -> int:
         return self._plan.samples
 
     @property
-    def class_name(self) -> str:
-        if isinstance(self._low, MockTokens):
-            return "MockGPTDataset"
-        return "GPTDataset" if self._config.fim is None else "GPTFIMDataset"
-
-    @property
-    def identifiers(self) -> OrderedDict:
+    def identifiers(self) -> dict[str, Any]:
         config = self._config
-        return OrderedDict(
-            [
-                ("class", self.class_name),
-                ("dataset_path", self._path),
-                ("num_samples", self._num_samples),
-                ("index_split", self._split_name),
-                ("random_seed", config.seed),
-                ("sequence_length", config.sequence_length),
-                ("split", config.split),
-                ("split_matrix", config.split_matrix),
-                ("tokenizer", config.tokenizer.unique_identifiers),
-            ]
-        )
+        return {
+            "class": self.class_name,
+            "dataset_path": self._path,
+            "num_samples": self._num_samples,
+            "index_split": self._split_name,
+            "random_seed": config.seed,
+            "sequence_length": config.sequence_length,
+            "split": config.split,
+            "split_matrix": config.split_matrix,
+            "tokenizer": config.tokenizer.unique_identifiers,
+        }
 
-    def write_cache(self) -> None:
-        """Build the indices and write them to the cache unless they are there (one rank, before the barrier)."""
-        cache = self._cache()
-        if cache is None or self._is_current(cache):
-            return
+    def _build(self) -> GPTIndices:
         logger.info(
             "building the %s index of %s: %d samples, %d epochs", self._split_name, self.name, len(self), self.epochs
         )
-        indices = self._build()
-        if not cache.write(indices._asdict()):
-            self._indices = indices
-
-    def _is_current(self, cache: IndexCache) -> bool:
-        """Is the cache complete, and not older than the data? Its name follows from the path of the data, whatever is in the file."""
-        return cache.is_complete() and (self._path is None or cache.time() >= os.stat(self._path + ".idx").st_mtime)
-
-    def load(self) -> None:
-        """Map the cached indices, or build them in memory where there is no cache."""
-        if self._indices is not None:
-            return
-        cache = self._cache()
-        if cache is not None and self._is_current(cache):
-            self._indices = GPTIndices(*cache.read(("document", "sample", "shuffle"), (None, len(self) + 1, len(self))))
-            return
-        if cache is not None:
-            logger.warning("the index cache %s is not visible to this rank: building the index in memory", cache.folder)
-        self._indices = self._build()
-
-    def _build(self) -> GPTIndices:
-        if isinstance(self._low, IndexedDataset):
-            self._low.check_sequences()  # here, where lengths are read for long anyway; a cached index was built from sound files
-        lengths = np.ascontiguousarray(self._low.sequence_lengths)
+        if isinstance(self._source, IndexedDataset):
+            self._source.check_sequences()  # here, where lengths are read anyway; a cached index is of sound files
+        lengths = np.ascontiguousarray(self._source.sequence_lengths)
         return build_indices(
             lengths, self._begin, self._end, self._config.sequence_length, self._plan, self._config.seed
-        )
-
-    def _cache(self) -> IndexCache | None:
-        folder = self._config.cache_path
-        if folder is None and self._path is not None:
-            # Megatron uses the data prefix as a folder name here; kept, so that existing caches are found.
-            folder = os.path.join(self._path, "cache", f"{self.class_name}_indices")
-        if folder is None:
-            return None
-        return IndexCache(
-            folder, self.class_name, self._split_name, self.identifiers, ("document", "sample", "shuffle")
         )
 
     def tokens(self, index: int) -> np.ndarray:
@@ -202,22 +239,22 @@ class GPTDataset:
         out = np.empty(self._config.sequence_length + 1, dtype=np.int64)
         at = 0
         for document, offset, length in self._parts(index):
-            out[at : at + length] = self._low.get(document, offset, length)
+            out[at : at + length] = self._source.get(document, offset, length)
             at += length
         assert at == len(out), f"{self.name}: sample {index} has {at} tokens, needed {len(out)}"
         if self._config.fim is None:
             return out
         return self._config.fim.rearrange(out, np.random.RandomState([self._config.seed, index]))
 
-    def _parts(self, index: int):
-        """Yield (document, offset, length) of the pieces of a sample."""
-        documents, samples, shuffle = self.indices
+    def _parts(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (document, offset, length) of the parts of a sample."""
+        documents, samples, shuffle = self.index
         row = int(shuffle[index])
         (first, first_offset), (last, last_offset) = samples[row].tolist(), samples[row + 1].tolist()
         for position in range(first, last + 1):
             document = int(documents[position])
             offset = first_offset if position == first else 0
-            end = last_offset + 1 if position == last else int(self._low.sequence_lengths[document])
+            end = last_offset + 1 if position == last else int(self._source.sequence_lengths[document])
             yield document, offset, end - offset
 
     def part_lengths(self, index: int) -> list[int]:
@@ -241,105 +278,85 @@ class GPTDataset:
         return self.name
 
 
-class BlendedDataset:
+class BlendedDataset(CachedIndex):
     """Several GPT datasets read in the order of a blend (see blend.py).
 
-    weights with size: normalised weights, `size` samples. size None: every sample of every dataset once.
-    Raises: ValueError when the blend would need more samples of a dataset than it has.
+    Its index holds, for every sample, the dataset (int16) and the sample inside it (int64).
+
+    Args:
+        datasets: those of the blend.
+        weights: normalized if there is a size.
+        size: number of samples; None reads every sample of every dataset once.
+
+    Raises:
+        ValueError: if the blend would need more samples of a dataset than it has.
     """
 
     def __init__(
         self,
-        datasets: list[GPTDataset],
-        weights: list[float] | list[int],
+        datasets: Sequence[GPTDataset],
+        weights: Sequence[float],
         size: int | None,
         split_name: str,
         config: DatasetConfig,
     ):
-        self._datasets, self._split_name, self._config = datasets, split_name, config
-        self._weights = normalize(weights) if size is not None else weights
+        self.datasets = tuple(datasets)
+        self._weights = normalize(weights) if size is not None else list(weights)
         self._size = size
-        self._index: tuple[np.ndarray, np.ndarray] | None = None
+        num_rows = {"dataset": len(self), "dataset_sample": len(self)}
+        super().__init__("BlendedDataset", split_name, num_rows, config.cache_path)
 
     @property
-    def datasets(self) -> tuple[GPTDataset, ...]:
-        return tuple(self._datasets)
-
-    @property
-    def index(self) -> tuple[np.ndarray, np.ndarray]:
-        """(dataset int16, sample inside it int64) of every sample."""
-        assert self._index is not None, "load() comes before samples"
-        return self._index
-
-    @property
-    def identifiers(self) -> OrderedDict:
-        return OrderedDict(
-            [
-                ("class", "BlendedDataset"),
-                ("datasets", [dataset.identifiers for dataset in self._datasets]),
-                ("split", self._split_name),
-                ("weights", self._weights),
-                ("size", self._size),
-            ]
-        )
+    def identifiers(self) -> dict[str, Any]:
+        return {
+            "class": self.class_name,
+            "datasets": [dataset.identifiers for dataset in self.datasets],
+            "split": self._split_name,
+            "weights": self._weights,
+            "size": self._size,
+        }
 
     def __len__(self) -> int:
-        return self._size if self._size is not None else sum(map(len, self._datasets))
+        return self._size if self._size is not None else sum(map(len, self.datasets))
 
     def write_cache(self) -> None:
-        """Build what is missing: every dataset's indices, then the blend's. One rank calls this, before the barrier."""
-        for dataset in self._datasets:
+        for dataset in self.datasets:
             dataset.write_cache()
-        cache = self._cache()
-        if cache is not None and not cache.is_complete():
-            index = self._build()
-            if not cache.write({"dataset": index[0], "dataset_sample": index[1]}):
-                self._index = index
+        super().write_cache()
 
     def load(self) -> None:
-        for dataset in self._datasets:
+        for dataset in self.datasets:
             dataset.load()
-        if self._index is not None:
-            return
-        cache = self._cache()
-        if cache is not None and cache.is_complete():
-            self._index = cache.read(("dataset", "dataset_sample"), (len(self), len(self)))
-        else:
-            self._index = self._build()
+        super().load()
 
-    def _build(self):
+    def _build(self) -> tuple[np.ndarray, np.ndarray]:
         if self._size is None:
-            return build_exhaustive_index([len(dataset) for dataset in self._datasets])
+            return build_exhaustive_index([len(dataset) for dataset in self.datasets])
         index = build_blend_index(self._weights, self._size)
-        for number, (taken, dataset) in enumerate(
-            zip(np.bincount(index[0], minlength=len(self._datasets)), self._datasets)
-        ):
-            if taken > len(dataset):
+        needed = np.bincount(index[0], minlength=len(self.datasets))
+        for number, (count, dataset) in enumerate(zip(needed, self.datasets)):
+            if count > len(dataset):
                 raise ValueError(
                     f"blend ({self._split_name}): dataset {number}, {dataset.name}, gives {len(dataset)} samples, its "
-                    f"weight needs {taken}; "
-                    "raise --mid-level-dataset-surplus"
+                    f"weight needs {count}; raise --mid-level-dataset-surplus"
                 )
         return index
 
-    def _cache(self) -> IndexCache | None:
-        if self._config.cache_path is None:
-            return None
-        return IndexCache(
-            self._config.cache_path, "BlendedDataset", self._split_name, self.identifiers, ("dataset", "dataset_sample")
-        )
+    def _find(self, index: int) -> tuple[GPTDataset, int]:
+        dataset, inside = self.index
+        return self.datasets[dataset[index]], int(inside[index])
 
     def tokens(self, index: int) -> np.ndarray:
-        dataset, inside = self.index
-        return self._datasets[dataset[index]].tokens(int(inside[index]))
+        dataset, inside = self._find(index)
+        return dataset.tokens(inside)
 
     def part_lengths(self, index: int) -> list[int]:
-        dataset, inside = self.index
-        return self._datasets[dataset[index]].part_lengths(int(inside[index]))
+        dataset, inside = self._find(index)
+        return dataset.part_lengths(inside)
 
     def locate(self, index: int, position: int) -> str:
-        dataset, inside = self.index
-        return self._datasets[dataset[index]].locate(int(inside[index]), position)
+        dataset, inside = self._find(index)
+        return dataset.locate(inside, position)
 
 
 class IndexCache:
@@ -349,29 +366,35 @@ class IndexCache:
     temporary names and renamed, the description last, so that a complete set is a correct set.
     """
 
-    def __init__(self, folder: str, class_name: str, split_name: str, identifiers: OrderedDict, names: tuple[str, ...]):
-        self.folder = folder
-        self.description = json.dumps(identifiers, indent=4)
-        self.digest = hashlib.md5(self.description.encode("utf-8"), usedforsecurity=False).hexdigest()
-        self._base = f"{self.digest}-{class_name}-{split_name}"
-        self._names = names
+    def __init__(
+        self,
+        folder: str,
+        class_name: str,
+        split_name: str,
+        identifiers: Mapping[str, Any],
+        num_rows: Mapping[str, int | None],
+    ):
+        self.folder, self._num_rows = folder, num_rows
+        self._description = json.dumps(identifiers, indent=4)
+        digest = hashlib.md5(self._description.encode("utf-8"), usedforsecurity=False).hexdigest()
+        self._base = os.path.join(folder, f"{digest}-{class_name}-{split_name}")
 
-    def is_complete(self) -> bool:
-        return all(
-            os.path.isfile(path) for path in (self._path("description.txt"), *map(self._array_path, self._names))
-        )
+    def is_valid(self, data_file: str | None) -> bool:
+        """Return whether all files exist and none is older than the data, whose content their names do not tell."""
+        arrays = list(map(self._array_path, self._num_rows))
+        if not all(map(os.path.isfile, (f"{self._base}-description.txt", *arrays))):
+            return False
+        return data_file is None or min(map(os.path.getmtime, arrays)) >= os.path.getmtime(data_file)
 
-    def time(self) -> float:
-        """When the oldest of the files was written."""
-        return min(os.stat(self._array_path(name)).st_mtime for name in self._names)
-
-    def write(self, arrays: dict[str, np.ndarray]) -> bool:
-        """Write all files; False, with a warning, when the folder cannot be written."""
+    def write(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Write all files; return False, with a warning, when the folder cannot be written."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            for name, array in arrays.items():
-                self._write(self._array_path(name), lambda stream, array=array: np.save(stream, array))
-            self._write(self._path("description.txt"), lambda stream: stream.write(self.description.encode("utf-8")))
+            for name, array in zip(self._num_rows, arrays, strict=True):
+                with atomic_write(self._array_path(name), "wb") as file:
+                    np.save(file, array)
+            with atomic_write(f"{self._base}-description.txt") as file:
+                file.write(self._description)
         except OSError as error:
             logger.warning(
                 "the index cache %s cannot be written (%s): every rank keeps its own copy in memory; "
@@ -382,16 +405,20 @@ class IndexCache:
             return False
         return True
 
-    def read(self, names: tuple[str, ...], rows: tuple[int | None, ...]) -> tuple[np.ndarray, ...]:
-        """Map the arrays. ValueError when one is damaged or has another number of rows than needed."""
+    def read(self) -> tuple[np.ndarray, ...]:
+        """Map the arrays.
+
+        Raises:
+            ValueError: if one is damaged or has another number of rows than needed.
+        """
         arrays = []
-        for name, needed in zip(names, rows):
+        for name, needed in self._num_rows.items():
             path = self._array_path(name)
             try:
                 array = np.load(path, mmap_mode="r")
                 if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
                     raise ValueError(f"an array of {array.ndim} dimensions and type {array.dtype}")
-            except Exception as error:  # noqa: BLE001  numpy reads the header with Python's own parser, which has errors of its own
+            except Exception as error:  # numpy reads the header with Python's own parser, which has errors of its own
                 raise ValueError(f"index cache {path}: cannot be read ({error}); delete it and start again") from None
             if needed is not None and len(array) != needed:
                 raise ValueError(
@@ -400,12 +427,5 @@ class IndexCache:
             arrays.append(array)
         return tuple(arrays)
 
-    def _path(self, ending: str) -> str:
-        return os.path.join(self.folder, f"{self._base}-{ending}")
-
     def _array_path(self, name: str) -> str:
-        return self._path(f"{name}_index.npy")
-
-    def _write(self, path: str, save) -> None:
-        with atomic_write(path, "wb") as file:
-            save(file)
+        return f"{self._base}-{name}_index.npy"

@@ -1,7 +1,7 @@
 """Fingerprints of the files that a run trains on, so that a resumed run can tell when they were replaced.
 
-A token file is read in samples (its size, both ends and blocks in between), not as a whole: a corpus has terabytes, and a file that
-was rebuilt differs almost everywhere.
+A token file is read in samples (its size, both ends and blocks in between), not as a whole: a corpus has terabytes,
+and a file that was rebuilt differs almost everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arguments.regular_file import regular_file
 from moe_trainer.data.sources import data_prefixes
 
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
-_SHOWN = 3
+_MAX_SHOWN = 3
 
 Fingerprint = dict[str, dict[str, str]]
 """{"data": {prefix: digest}, "tokenizer": {file: digest}}."""
@@ -64,12 +64,15 @@ def compare_fingerprints(saved: Mapping[str, Mapping[str, str]], current: Finger
         replaced = [name for name, digest in now.items() if before.get(name) not in (None, digest)]
         added = [name for name, digest in now.items() if name not in before and digest not in before.values()]
         missing = [name for name, digest in before.items() if name not in now and digest not in now.values()]
-        said = [
-            f"{text} {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        changes = [
+            f"{text} {_join(names)}"
             for text, names in (("other content in", replaced), ("new:", added), ("no longer there:", missing))
             if names
-        ]
-        warnings.append(
-            f"{flag}: the {kind} is not that of the checkpoint ({'; '.join(said) or 'a file is used more or less often'}); {effect}"
-        )
+        ] or ["a file is used more or less often"]
+        warnings.append(f"{flag}: the {kind} is not that of the checkpoint ({'; '.join(changes)}); {effect}")
     return warnings
+
+
+def _join(names: list[str]) -> str:
+    rest = len(names) - _MAX_SHOWN
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

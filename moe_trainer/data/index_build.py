@@ -47,7 +47,6 @@ class GPTIndices(NamedTuple):
 class EpochPlan(NamedTuple):
     """What is known about a dataset from counts alone: `samples` is its length."""
 
-    tokens_per_epoch: int
     epochs: int
     samples: int
     samples_before_last_epoch: int
@@ -82,8 +81,10 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * length + 1) // tokens))
     samples = (epochs * tokens - 1) // length
     before = ((epochs - 1) * tokens - 1) // length if epochs > 1 else 0
-    separate = epochs > 1 and num_samples - before < int(_SEPARATE_BELOW * ((tokens - 1) // length))
-    return EpochPlan(tokens, epochs, samples, before, separate)
+    is_separate = False
+    if num_samples is not None and epochs > 1:
+        is_separate = num_samples - before < int(_SEPARATE_BELOW * ((tokens - 1) // length))
+    return EpochPlan(epochs, samples, before, is_separate)
 
 
 def build_indices(

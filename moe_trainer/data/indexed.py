@@ -14,32 +14,35 @@ map; numpy handles those on every platform. The .bin is memory-mapped, or read b
 (`memory_map=False`), which need no shared file position and are therefore safe in threads and forked processes.
 
 Training reads documents in random order, so the map is marked as such: otherwise every touched page drags in its
-neighbours (128 KiB for a document of 1 KiB), which made first reads 40 times dearer when measured.
+neighbors (128 KiB for a document of 1 KiB), which made first reads 40 times slower when measured.
 
-Writing goes to temporary files next to the targets; `finish` renames them, index last, so a reader never sees half a
-dataset and an interrupted run leaves existing files alone. Lengths are kept in compact arrays: 4 bytes a sequence
-while a corpus streams through.
+Writing goes to temporary files next to the targets, which are renamed at the end, index last. So a reader never sees
+half a dataset, and an interrupted run leaves existing files alone. Lengths are kept in compact arrays: 4 bytes a
+sequence while a corpus streams through.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
+from typing import IO
 
 import numpy as np
 
 from moe_trainer.errors import UserError
+from moe_trainer.io import atomic_write
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = MappingProxyType(
     {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 )
+_DTYPE_NAMES = ", ".join(np.dtype(dtype).name for dtype in _DTYPES.values())
 # NOTE: 65500, not 65536: Megatron's preprocessing keeps a margin, and byte-equal files need the same one.
 _UINT16_VOCAB_LIMIT = 65500
 _PAGE_TOKENS = 2048
@@ -54,62 +57,49 @@ def token_dtype(vocab_size: int | None) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < _UINT16_VOCAB_LIMIT else np.int32)
 
 
-def dtype_code(dtype) -> int:
-    """Return the code byte of `dtype`; ValueError when the format has none."""
-    for code, candidate in _DTYPES.items():
-        if np.dtype(candidate) == np.dtype(dtype):
-            return code
-    raise ValueError(f"dtype {np.dtype(dtype)} has no code in the .idx format; use one of {_dtype_names()}")
-
-
-def _dtype_names() -> str:
-    return ", ".join(np.dtype(d).name for d in _DTYPES.values())
-
-
 class IndexedDataset:
-    """Read one `<prefix>.bin/.idx` pair.
+    """Reader of one `<prefix>.bin/.idx` pair.
 
-    Attributes: sequence_lengths int32 [S] in tokens; sequence_pointers int64 [S] in bytes; document_indices int64
-    [D]; dtype.
-    Raises: DataFileError when a file is missing, shorter than it says, multimodal, or not an index at all.
+    Attributes:
+        sequence_lengths: in tokens, int32 [S].
+        sequence_pointers: in bytes, int64 [S].
+        document_indices: int64 [D].
+
+    Raises:
+        DataFileError: if a file is missing, shorter than it says, multimodal, or not an index at all.
     """
 
     def __init__(self, prefix: str, memory_map: bool = True):
-        self.prefix = str(prefix)
-        self.idx_path, self.bin_path = self.prefix + ".idx", self.prefix + ".bin"
-        self._mmap = memory_map
+        self.idx_path, self.bin_path = f"{prefix}.idx", f"{prefix}.bin"
+        self._tokens: np.ndarray | None = None
         self._fd: int | None = None
         self._read_index()
-        self._open_bin()
+        self._open_bin(memory_map)
 
     def _read_index(self) -> None:
         size = _file_size(self.idx_path)
         if size < _HEADER.size:
-            raise DataFileError(
-                f"{self.idx_path}: found {size} bytes, the header alone needs {_HEADER.size}; the index is truncated"
-            )
+            raise self._damaged(f"found {size} bytes, the header alone needs {_HEADER.size}; the index is truncated")
         raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(raw[: _HEADER.size].tobytes())
-        if magic != _MAGIC:
-            raise DataFileError(f"{self.idx_path}: not a Megatron index (it begins with {magic!r}, needed {_MAGIC!r})")
-        if version != 1:
-            raise DataFileError(f"{self.idx_path}: index version {version}, only version 1 exists")
-        if code not in _DTYPES:
-            raise DataFileError(f"{self.idx_path}: unknown dtype code {code}; known are 1 to 8 ({_dtype_names()})")
         needed = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
-        if size < needed:
-            raise DataFileError(
-                f"{self.idx_path}: found {size} bytes, {num_sequences} sequences and {num_boundaries - 1} documents "
-                f"need {needed}; the index is truncated"
-            )
-        if num_sequences and size == needed + num_sequences:
-            raise DataFileError(
-                f"{self.idx_path}: a multimodal index (one mode byte a sequence); only text datasets can be read"
-            )
-        if size != needed:
-            raise DataFileError(
-                f"{self.idx_path}: found {size} bytes, its header describes {needed}; the index is damaged"
-            )
+        for is_wrong, problem in (
+            (magic != _MAGIC, f"not a Megatron index (it begins with {magic!r}, needed {_MAGIC!r})"),
+            (version != 1, f"index version {version}, only version 1 exists"),
+            (code not in _DTYPES, f"unknown dtype code {code}; known are 1 to 8 ({_DTYPE_NAMES})"),
+            (
+                size < needed,
+                f"found {size} bytes, {num_sequences} sequences and {num_boundaries - 1} documents need {needed}; the "
+                "index is truncated",
+            ),
+            (
+                num_sequences and size == needed + num_sequences,
+                "a multimodal index (one mode byte a sequence); only text datasets can be read",
+            ),
+            (size != needed, f"found {size} bytes, its header describes {needed}; the index is damaged"),
+        ):
+            if is_wrong:
+                raise self._damaged(problem)
         self.dtype = np.dtype(_DTYPES[code])
         at = _HEADER.size
         self.sequence_lengths = np.frombuffer(raw, dtype="<i4", count=num_sequences, offset=at)
@@ -118,15 +108,21 @@ class IndexedDataset:
         at += 8 * num_sequences
         self.document_indices = np.frombuffer(raw, dtype="<i8", count=num_boundaries, offset=at)
         if num_boundaries and self.document_indices[-1] != num_sequences:
-            raise DataFileError(
-                f"{self.idx_path}: the document array ends at sequence {self.document_indices[-1]}, the index holds "
-                f"{num_sequences} sequences; the index is damaged"
+            raise self._damaged(
+                f"the document array ends at sequence {self.document_indices[-1]}, the index holds {num_sequences} "
+                "sequences; the index is damaged"
             )
 
-    def check_sequences(self) -> None:
-        """Check the lengths and offsets of all sequences and the document array against the files. Reads the whole index.
+    def _damaged(self, problem: str) -> DataFileError:
+        return DataFileError(f"{self.idx_path}: {problem}")
 
-        Raises: DataFileError naming the first wrong entry.
+    def check_sequences(self) -> None:
+        """Check the lengths and offsets of all sequences and the document array against the files.
+
+        Reads the whole index.
+
+        Raises:
+            DataFileError: naming the first wrong entry.
         """
         lengths, starts = self.sequence_lengths, self.sequence_pointers
         bounds, size = self.document_indices, os.stat(self.bin_path).st_size
@@ -142,21 +138,22 @@ class IndexedDataset:
             if wrong.any():
                 first = int(np.argmax(wrong))
                 said = text.format(length=int(lengths[first]), start=int(starts[first]))
-                raise DataFileError(
-                    f"{self.idx_path}: sequence {first} {said}; the index is damaged, or belongs to another {self.bin_path}"
+                raise self._damaged(
+                    f"sequence {first} {said}; the index is damaged, or belongs to another {self.bin_path}"
                 )
         if len(bounds) and (bounds[0] != 0 or (np.diff(bounds) < 0).any()):
-            raise DataFileError(f"{self.idx_path}: the document array does not ascend from 0; the index is damaged")
+            raise self._damaged("the document array does not ascend from 0; the index is damaged")
 
-    def _open_bin(self) -> None:
-        found, needed = _file_size(self.bin_path), self._bytes_needed()
+    def _open_bin(self, memory_map: bool) -> None:
+        found, needed = _file_size(self.bin_path), 0
+        if len(self):
+            needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if found < needed:
             raise DataFileError(
                 f"{self.bin_path}: found {found} bytes, its index needs {needed} "
                 f"({len(self)} sequences of {self.dtype.name}); the file is truncated or belongs to another index"
             )
-        self._tokens = None
-        if not self._mmap:
+        if not memory_map:
             self._fd = os.open(self.bin_path, os.O_RDONLY)
         elif found < self.dtype.itemsize:
             self._tokens = np.empty(0, self.dtype)
@@ -167,13 +164,8 @@ class IndexedDataset:
                 self._map.madvise(mmap.MADV_RANDOM)
             self._tokens = np.frombuffer(self._map, self.dtype, count=found // self.dtype.itemsize)
 
-    def _bytes_needed(self) -> int:
-        if not len(self):
-            return 0
-        return int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
-
     def __del__(self):
-        if getattr(self, "_fd", None) is not None:
+        if self._fd is not None:
             os.close(self._fd)
 
     def __len__(self) -> int:
@@ -188,43 +180,46 @@ class IndexedDataset:
             length = int(self.sequence_lengths[index]) - offset
         start, rest = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
         if length < 0 or start < 0:
-            raise DataFileError(
-                f"{self.idx_path}: sequence {index} has {length} tokens from token {start} on; the index is damaged"
-            )
+            raise self._damaged(f"sequence {index} has {length} tokens from token {start} on; the index is damaged")
         if rest:
-            raise DataFileError(
-                f"{self.idx_path}: sequence {index} begins in the middle of a token; the index is damaged"
-            )
-        if self._tokens is None:
-            return self._positional_read(index, start + offset, length)
+            raise self._damaged(f"sequence {index} begins in the middle of a token; the index is damaged")
+        if self._fd is not None:
+            return self._positional_read(self._fd, index, start + offset, length)
+        assert self._tokens is not None
         if length > _PAGE_TOKENS and hasattr(mmap, "MADV_WILLNEED"):
-            self._want(start + offset, length)
+            self._prefetch(start + offset, length)
         tokens = self._tokens[start + offset : start + offset + length]
         if len(tokens) != length:
-            raise DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
+            raise self._too_short(index)
         return tokens
 
-    def _want(self, first: int, length: int) -> None:
-        """Ask for all pages of a long piece at once; one by one they would be fetched as they are touched."""
+    def _prefetch(self, first: int, length: int) -> None:
+        """Ask for all pages of a long range at once; one by one they would be fetched as they are touched."""
         begin, size = first * self.dtype.itemsize, length * self.dtype.itemsize
         page = begin - begin % mmap.PAGESIZE
         if begin + size <= len(self._map):
             self._map.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
 
-    def _positional_read(self, index: int, first: int, length: int) -> np.ndarray:
-        wanted = length * self.dtype.itemsize
-        pieces, got = [], 0
-        while got < wanted:
-            piece = os.pread(self._fd, wanted - got, first * self.dtype.itemsize + got)
-            if not piece:
-                raise DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
-            pieces.append(piece)
-            got += len(piece)
-        return np.frombuffer(b"".join(pieces), dtype=self.dtype)
+    def _positional_read(self, descriptor: int, index: int, first: int, length: int) -> np.ndarray:
+        remaining, offset = length * self.dtype.itemsize, first * self.dtype.itemsize
+        parts = []
+        while remaining:
+            parts.append(os.pread(descriptor, remaining, offset))
+            if not parts[-1]:
+                raise self._too_short(index)
+            remaining, offset = remaining - len(parts[-1]), offset + len(parts[-1])
+        return np.frombuffer(b"".join(parts), dtype=self.dtype)
+
+    def _too_short(self, index: int) -> DataFileError:
+        return DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
 
 
 def open_token_file(prefix: str, memory_map: bool = True) -> IndexedDataset:
-    """Open a pair of files that holds token ids. Raises: DataFileError, also for values that are not integers."""
+    """Open a pair of files that holds token ids.
+
+    Raises:
+        DataFileError: also for values that are not integers.
+    """
     low = IndexedDataset(prefix, memory_map)
     if low.dtype.kind not in "iu":
         raise DataFileError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
@@ -241,7 +236,7 @@ def _file_size(path: str) -> int:
 
 
 def _similar_prefixes(path: str) -> str:
-    """A hint for the most common mistake: the prefix without `_text_document`, or with the file's extension."""
+    """Return a hint for the most common mistakes: a prefix without `_text_document`, or with the file's extension."""
     folder, name = os.path.split(path)
     stem = name.rsplit(".", 1)[0]
     for ending in (".bin", ".idx"):
@@ -256,103 +251,65 @@ def _similar_prefixes(path: str) -> str:
     return ""
 
 
-class IndexedDatasetBuilder:
-    """Write one `<prefix>.bin/.idx` pair as a stream of sequences and document ends.
+@contextmanager
+def write_indexed_dataset(prefix: str, dtype: np.typing.DTypeLike) -> Iterator[IndexedDatasetBuilder]:
+    """Yield a writer of one `<prefix>.bin/.idx` pair, whose files replace existing ones at the end of the block.
 
-    Use as a context manager: leaving it normally calls `finish`, an exception calls `abort` (temporary files removed,
-    existing ones kept).
+    Raises:
+        DataFileError: if the files cannot be created.
     """
+    with ExitStack() as stack:
+        try:
+            index = stack.enter_context(atomic_write(f"{prefix}.idx", "wb", sync=True))
+            tokens = stack.enter_context(atomic_write(f"{prefix}.bin", "wb", sync=True))
+        except OSError as error:
+            raise DataFileError(f"{prefix}.bin: cannot be written ({error.strerror})") from None
+        builder = IndexedDatasetBuilder(tokens, np.dtype(dtype))
+        yield builder
+        builder.write_index(index)
+        index.flush()  # before the tokens get their name
 
-    def __init__(self, prefix: str, dtype):
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        self._code = dtype_code(self.dtype)
+
+class IndexedDatasetBuilder:
+    """Writes documents to a .bin file as they come; `write_indexed_dataset` makes one."""
+
+    def __init__(self, file: IO[bytes], dtype: np.dtype):
+        self._file, self._dtype = file, dtype
         self._lengths = array("i")
         self._document_ends = array("q", [0])
-        suffix = f".tmp-{os.getpid()}"
-        self._bin_temporary, self._idx_temporary = self.prefix + ".bin" + suffix, self.prefix + ".idx" + suffix
-        try:
-            self._bin = open(self._bin_temporary, "wb")  # noqa: SIM115  closed by finish or abort
-        except OSError as error:
-            raise DataFileError(f"{self.prefix}.bin: cannot be written ({error.strerror})") from None
-
-    def __enter__(self) -> IndexedDatasetBuilder:  # noqa: PYI034  Self needs Python 3.11
-        return self
-
-    def __exit__(self, kind, value, traceback) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abort()
-
-    def add_sequence(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one sequence. ValueError when an id does not fit the dtype."""
-        self._bin.write(self._as_stored(tokens).tobytes())
-        self._lengths.append(len(tokens))
-
-    def end_document(self) -> None:
-        """Mark the end of a document (one without sequences is allowed)."""
-        self._document_ends.append(len(self._lengths))
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document whose tokens are several sequences back to back."""
-        if sum(lengths) != len(tokens):
-            raise ValueError(
-                f"a document of {len(tokens)} tokens cannot have sequence lengths that sum to {sum(lengths)}"
-            )
-        self._bin.write(self._as_stored(tokens).tobytes())
-        self._lengths.extend(lengths)
-        self.end_document()
+        """Append one document whose tokens are several sequences back to back.
 
-    def add_raw(self, stored: bytes, lengths: array | Sequence[int], document_ends: Sequence[int]) -> None:
+        Raises:
+            ValueError: if an id does not fit the dtype.
+        """
+        self.add_raw(to_stored(tokens, self._dtype).tobytes(), lengths, [len(lengths)])
+
+    def add_raw(self, stored: bytes, lengths: Iterable[int], document_ends: Iterable[int]) -> None:
         """Append documents already in stored form: `document_ends` counts sequences from this call's first one."""
         base = len(self._lengths)
-        self._bin.write(stored)
+        self._file.write(stored)
         self._lengths.extend(lengths)
         self._document_ends.extend(base + end for end in document_ends)
 
-    def add_dataset(self, prefix: str) -> None:
-        """Append another dataset of the same dtype, documents and all (used to merge workers' or partitions' files)."""
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
-            raise ValueError(f"cannot merge {prefix} ({other.dtype.name}) into {self.prefix} ({self.dtype.name})")
-        base = len(self._lengths)
-        self._lengths.frombytes(np.ascontiguousarray(other.sequence_lengths, dtype=np.int32).tobytes())
-        self._document_ends.frombytes((other.document_indices[1:] + base).astype(np.int64).tobytes())
-        with open(other.bin_path, "rb") as source:
-            shutil.copyfileobj(source, self._bin, 16 << 20)
-
-    def finish(self) -> None:
-        """Write the index and put both files in place, the index last."""
-        with self._bin as stream:
-            stream.flush()
-            os.fsync(stream.fileno())
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+    def write_index(self, file: IO[bytes]) -> None:
+        lengths, document_ends = np.asarray(self._lengths), np.asarray(self._document_ends)
         pointers = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        with open(self._idx_temporary, "wb") as stream:
-            stream.write(_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(self._document_ends)))
-            stream.write(lengths.astype("<i4", copy=False).tobytes())
-            stream.write(pointers.astype("<i8", copy=False).tobytes())
-            stream.write(np.frombuffer(self._document_ends, dtype=np.int64).astype("<i8", copy=False).tobytes())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(self._bin_temporary, self.prefix + ".bin")
-        os.replace(self._idx_temporary, self.prefix + ".idx")
-
-    def abort(self) -> None:
-        """Drop what has been written; files that existed before are untouched."""
-        self._bin.close()
-        for path in (self._bin_temporary, self._idx_temporary):
-            if os.path.exists(path):
-                os.remove(path)
-
-    def _as_stored(self, tokens) -> np.ndarray:
-        return to_stored(tokens, self.dtype)
+        pointers *= self._dtype.itemsize
+        code = next(code for code, dtype in _DTYPES.items() if dtype == self._dtype)
+        file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(document_ends)))
+        for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (document_ends, "<i8")):
+            file.write(values.astype(dtype, copy=False).tobytes())
 
 
 def to_stored(tokens: Sequence[int] | np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert ids to the stored dtype; ValueError naming the first id that does not fit."""
+    """Convert ids to the stored dtype.
+
+    Raises:
+        ValueError: naming the first id that does not fit.
+    """
     values = np.asarray(tokens, dtype=None if len(tokens) else dtype)
     if values.dtype == dtype:
         return values

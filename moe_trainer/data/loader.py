@@ -8,15 +8,16 @@ releases the interpreter lock while it copies (and while the kernel reads the pa
 fork next to a process group, share the index maps, and raise the original exception in the main thread. Batches come
 back in order whatever the number of workers; no randomness lives in a worker, so the number changes nothing but speed.
 
-Suffixes: B samples of a micro batch, S sequence length.
+Suffixes: B samples of a microbatch, S sequence length.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,10 +31,12 @@ _BATCHES_AHEAD_PER_WORKER = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank.
+    """One microbatch of one rank. There is no mask of [S, S]: attention needs none.
 
-    tokens_BS, labels_BS, position_ids_BS int64; loss_mask_BS float32; document_ids_BS int32, counting the documents of a
-    sequence from 0, when attention stops at their borders, else None. There is no mask of [S, S]: attention needs none.
+    Attributes:
+        tokens_BS: int64, as labels_BS and position_ids_BS.
+        loss_mask_BS: float32.
+        document_ids_BS: int32, counts the documents of a sequence from 0; None unless attention stops at their borders.
     """
 
     tokens_BS: Tensor
@@ -43,7 +46,10 @@ class Batch:
     document_ids_BS: Tensor | None = None
 
     def to(self, device, non_blocking: bool = True) -> Batch:
-        """Return the batch on another device; document ids stay: the host goes by the borders (Documents), and would wait for them."""
+        """Return the batch on another device.
+
+        Document ids stay on the host, which needs the borders (Documents) and would have to wait for them.
+        """
         fields = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()
@@ -59,9 +65,10 @@ class Batch:
 class BatchFormat:
     """How samples become a batch.
 
-    pad: loss is masked where the label is this id, and the id is replaced by 0 (NO_PAD: nothing is masked).
-    vocab_size: ids from there on are an error (None: unchecked). separate_documents: positions restart and attention
-    stops at every document of the file, not at eod.
+    Attributes:
+        pad: loss is masked where the label is this id, and the id is replaced by 0 (NO_PAD: nothing is masked).
+        vocab_size: ids from there on are an error (None: unchecked).
+        separate_documents: positions restart and attention stops at every document of the file, not at eod.
     """
 
     eod: int | None
@@ -76,7 +83,8 @@ class BatchFormat:
 def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
     """Read samples and derive labels, masks and positions.
 
-    Raises: UserError naming file, document and id when a token lies outside the vocabulary.
+    Raises:
+        UserError: naming file, document and id when a token lies outside the vocabulary.
     """
     ids = np.stack([dataset.tokens(index) for index in indices])
     if fmt.vocab_size is not None:
@@ -140,7 +148,7 @@ def _document_ends(dataset, indices, shape) -> np.ndarray:
 
 
 def single_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
-    """Yield this rank's micro batches in order.
+    """Yield this rank's microbatches in order.
 
     Each chunk of micro_batch_size * dp_size samples is cut into dp_size pieces; an incomplete last chunk is dropped.
     """
@@ -153,7 +161,7 @@ def single_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int,
 def cyclic_order(
     total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int, sharded: bool = True
 ) -> Iterator[list[int]]:
-    """Yield this rank's micro batches endlessly, every epoch in a new random order seeded by the epoch's number.
+    """Yield this rank's microbatches endlessly, every epoch in a new random order seeded by the epoch's number.
 
     sharded: each rank shuffles its own contiguous part; otherwise one shuffle of everything is divided among the ranks.
     """
@@ -166,9 +174,8 @@ def cyclic_order(
             bucket = total // chunk * micro_batch_size
             order = torch.randperm(bucket, generator=generator)[inside // dp_size :] + dp_rank * bucket
         else:
-            order = torch.randperm(total // micro_batch_size * micro_batch_size, generator=generator)[inside:][
-                dp_rank::dp_size
-            ]
+            everything = torch.randperm(total // micro_batch_size * micro_batch_size, generator=generator)
+            order = everything[inside:][dp_rank::dp_size]
         whole = (per_epoch - inside) // chunk
         for start in range(whole):
             yield order[start * micro_batch_size : (start + 1) * micro_batch_size].tolist()
@@ -176,34 +183,41 @@ def cyclic_order(
 
 
 class BatchLoader:
-    """Batches of one rank. `iter(loader)` starts at `consumed_samples`; a cyclic loader never ends.
+    """Batches of one rank, from `consumed_samples` on.
 
-    `len(loader)`: micro batches from `consumed_samples` to the end of the dataset (of the current epoch, when cyclic).
+    Args:
+        dataset: where samples are read.
+        order: returns an iterator over the sample numbers of every batch, which need not end.
+        remaining: microbatches to the end of the dataset (of the current epoch, when cyclic).
+        fmt: from `build.batch_format`.
+        num_workers: threads that read ahead; 0 reads when a batch is asked for.
+        pin_memory: whether batches are in pinned memory.
     """
 
     def __init__(
-        self, dataset: TokenDataset, order, remaining: int, fmt: BatchFormat, num_workers: int, pin_memory: bool
+        self,
+        dataset: TokenDataset,
+        order: Callable[[], Iterator[list[int]]],
+        remaining: int,
+        fmt: BatchFormat,
+        num_workers: int,
+        pin_memory: bool,
     ):
-        self.dataset = dataset
-        self._order, self._remaining, self._format = order, remaining, fmt
+        self.dataset, self.indices, self._remaining, self._format = dataset, order, remaining, fmt
         self._num_workers, self._pin = num_workers, pin_memory
 
     def __len__(self) -> int:
         return self._remaining
 
-    def indices(self) -> Iterator[list[int]]:
-        """Yield the sample numbers of every batch, without reading them."""
-        return self._order()
-
     def __iter__(self) -> Iterator[Batch]:
-        return self._prefetched() if self._num_workers > 0 else map(self._read, self._order())
+        return self._prefetched() if self._num_workers > 0 else map(self._read, self.indices())
 
     def _read(self, indices: list[int]) -> Batch:
         batch = make_batch(self.dataset, indices, self._format)
         return batch.pin_memory() if self._pin else batch
 
     def _prefetched(self) -> Iterator[Batch]:
-        order = self._order()
+        order = self.indices()
         ahead: deque = deque()
         executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
         try:
@@ -235,9 +249,11 @@ def build_loader(
 ) -> BatchLoader:
     """Make the loader of one rank over one dataset.
 
-    consumed_samples counts samples over all ranks. fmt: from `build.batch_format`.
-    Raises: ValueError when more samples are consumed than a single-order dataset holds, or it holds less than one
-    micro batch a rank.
+    `consumed_samples` counts samples over all ranks; `fmt` is from `build.batch_format`.
+
+    Raises:
+        ValueError: if more samples are consumed than a single-order dataset holds, or it holds less than one
+            microbatch a rank.
     """
     total, chunk = len(dataset), micro_batch_size * dp_size
     if total < chunk:
@@ -245,23 +261,18 @@ def build_loader(
             f"the dataset holds {total} samples, one step of {dp_size} data-parallel ranks with micro-batch size "
             f"{micro_batch_size} needs {chunk}"
         )
+    place = total, consumed_samples, micro_batch_size, dp_rank, dp_size
+    order: Callable[[], Iterator[list[int]]]
     if dataloader_type == "single":
         if consumed_samples > total:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or "
                 "--train-samples, or start the data afresh (--finetune)"
             )
-        remaining = (total - consumed_samples) // chunk
-
-        def order():
-            return single_order(total, consumed_samples, micro_batch_size, dp_rank, dp_size)
-
+        remaining, order = (total - consumed_samples) // chunk, partial(single_order, *place)
     elif dataloader_type == "cyclic":
-        remaining = (total - total % chunk - consumed_samples % (total - total % chunk)) // chunk
-
-        def order():
-            return cyclic_order(total, consumed_samples, micro_batch_size, dp_rank, dp_size, sharded)
-
+        per_epoch = total - total % chunk
+        remaining, order = (per_epoch - consumed_samples % per_epoch) // chunk, partial(cyclic_order, *place, sharded)
     else:
         raise ValueError(
             f"--dataloader-type {dataloader_type}: needed single or cyclic (external loaders have no command-line form)"

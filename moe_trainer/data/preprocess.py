@@ -4,13 +4,14 @@ One process reads and writes, workers tokenize. The input is split into chunks o
 the bytes of a chunk in the file's dtype with its lengths and document ends, and chunks are written in the order of the
 input. So the output does not depend on the number of workers, and memory holds two chunks per worker.
 
-Every key is written through `IndexedDatasetBuilder`: temporary files, renamed when everything has succeeded.
+Every key is written through `write_indexed_dataset`: temporary files, renamed when everything has succeeded.
 
 Source of names, dtype, document boundaries and the position of eod: Megatron-LM tools/preprocess_data.py (v0.20).
 """
 
 from __future__ import annotations
 
+import datetime
 import glob
 import gzip
 import io
@@ -29,13 +30,13 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 
 from arguments.data import DataArgs
 from arguments.regular_file import regular_file
-from moe_trainer.data.indexed import IndexedDatasetBuilder, to_stored, token_dtype
+from moe_trainer.data.indexed import to_stored, token_dtype, write_indexed_dataset
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import UserError
 
@@ -84,7 +85,7 @@ class Totals(NamedTuple):
     prefixes: tuple[str, ...]
 
 
-def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) -> Totals:
+def preprocess(options: PreprocessOptions, data: DataArgs, report: TextIO = sys.stderr) -> Totals:
     """Tokenize the inputs and write one dataset per key.
 
     Raises:
@@ -102,7 +103,7 @@ def preprocess(options: PreprocessOptions, data: DataArgs, report=sys.stderr) ->
         chunks = _read_chunks(paths, options.text_unit)
         encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name)
         results = _encode_chunks(chunks, encode, options.workers, stack)
-        builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
+        builders = [stack.enter_context(write_indexed_dataset(prefix, dtype)) for prefix in prefixes]
         documents = tokens = 0
         for chunk_bytes, encoded in results:
             for builder, part in zip(builders, encoded):
@@ -235,16 +236,18 @@ def _start_worker(encode: _Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the main process decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    multiprocessing.current_process().encode = encode
+    vars(multiprocessing.current_process())["encode"] = encode
 
 
 def _exit_with_parent() -> None:
-    multiprocessing.parent_process().join()  # a worker of a killed process would wait for work forever
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # a worker of a killed process would wait for work forever
     os._exit(1)
 
 
 def _encode(chunk: _Chunk) -> tuple[int, list[_Encoded]]:
-    return multiprocessing.current_process().encode(chunk)
+    return vars(multiprocessing.current_process())["encode"](chunk)
 
 
 def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
@@ -284,7 +287,7 @@ def _decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
     return raw
 
 
-def _zstandard_lines(raw: BinaryIO, path: str, zstandard) -> Iterator[bytes]:
+def _zstandard_lines(raw: BinaryIO, path: str, zstandard: Any) -> Iterator[bytes]:
     try:
         yield from io.BufferedReader(
             zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False), 1 << 20
@@ -322,7 +325,7 @@ def _text_documents(stream: Iterable[bytes], unit: str) -> Iterator[tuple[int, b
 class _Progress:
     """Progress line: documents, rates, fraction of the input read, time left. On a terminal it is overwritten."""
 
-    def __init__(self, total_bytes: int, log_interval: int, stream):
+    def __init__(self, total_bytes: int, log_interval: int, stream: TextIO):
         self._total, self._interval, self._stream = max(total_bytes, 1), max(log_interval, 1), stream
         self._start = self._shown_at = time.monotonic()
         self._read, self._shown_documents = 0, 0
@@ -338,8 +341,8 @@ class _Progress:
             left = elapsed / max(share, 1e-9) - elapsed
             self._print(
                 f"Processed {documents} documents ({documents / elapsed:.0f} docs/s, "
-                f"{self._read / elapsed / 2**20:.2f} MB/s, "
-                f"{tokens / elapsed:.0f} tokens/s, {share:.1%}, ETA {_clock(left)})",
+                f"{self._read / elapsed / 2**20:.2f} MB/s, {tokens / elapsed:.0f} tokens/s, {share:.1%}, "
+                f"ETA {datetime.timedelta(seconds=int(left))})",
                 end="\r" if self._terminal else "\n",
             )
             self._shown_at, self._shown_documents = now, documents
@@ -347,7 +350,7 @@ class _Progress:
     def finish(self, documents: int, tokens: int) -> float:
         elapsed = time.monotonic() - self._start
         self._print(
-            f"Processed {documents} documents, {tokens} tokens in {_clock(elapsed)} "
+            f"Processed {documents} documents, {tokens} tokens in {datetime.timedelta(seconds=int(elapsed))} "
             f"({documents / max(elapsed, 1e-9):.0f} docs/s)"
         )
         return elapsed
@@ -355,9 +358,3 @@ class _Progress:
     def _print(self, text: str, end: str = "\n") -> None:
         self._stream.write(f"{text:<100}{end}" if self._terminal else text + end)
         self._stream.flush()
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"

@@ -1,4 +1,7 @@
-"""Which data the flags name: blends, splits and how many samples of each are read. No file of tokens is opened here, and torch is not needed."""
+"""Which data the flags name: blends, splits and how many samples of each are read.
+
+No token file is opened here, and torch is not needed.
+"""
 
 from __future__ import annotations
 
@@ -26,37 +29,39 @@ def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
 
 
 def domain_names(prefixes: Sequence[str]) -> list[str]:
-    """Names of a blend's prefixes: the ends of their paths that tell them apart, without what preprocessing appends."""
+    """Return names of a blend's prefixes: the ends of their paths that differ, without what preprocessing appends."""
     paths = [prefix.removesuffix("_text_document").rstrip("/").split("/") for prefix in prefixes]
-    depth = next(
-        (
-            depth
-            for depth in range(1, max(map(len, paths)) + 1)
-            if len({tuple(path[-depth:]) for path in paths}) == len(paths)
-        ),
-        None,
-    )
-    if depth is None:  # the same prefix twice
-        return [f"{number}-{path[-1]}" for number, path in enumerate(paths)]
-    return ["/".join(path[-depth:]) for path in paths]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number}-{path[-1]}" for number, path in enumerate(paths)]  # the same prefix twice
 
 
 def data_prefixes(data: DataArgs) -> tuple[str, ...]:
-    """The prefixes of all token files that these flags name, each once. Raises: ValueError for a blend that cannot be read."""
-    blends = (blend_of_all(data), *(blends_per_split(data) or ()))
+    """Return the prefixes of all token files that these flags name, each once.
+
+    Raises:
+        ValueError: for a blend that cannot be read.
+    """
+    blends = (get_common_blend(data), *(get_blends_per_split(data) or ()))
     return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
 
 
 def source_flag(data: DataArgs, number: int) -> str:
-    """The flag, with its file, that names the data of split `number`."""
+    """Return the flag, with its file, that names the data of split `number`."""
     for dest in ("data_args_path", "per_split_data_args_path"):
         if getattr(data, dest) is not None:
             return f"--{dest.replace('_', '-')} {getattr(data, dest)}"
     return "--data-path" if data.data_path is not None else f"--{SPLIT_NAMES[number]}-data-path"
 
 
-def blend_of_all(data: DataArgs) -> Blend | None:
-    """The blend that all splits are taken of, None where there is none. Raises: ValueError."""
+def get_common_blend(data: DataArgs) -> Blend | None:
+    """Return the blend that all splits are taken of, None where there is none.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     if data.data_args_path is not None:
         if data.data_path is not None:
             raise ValueError("--data-path and --data-args-path both name the data; give one")
@@ -64,8 +69,12 @@ def blend_of_all(data: DataArgs) -> Blend | None:
     return None if data.data_path is None else parse_blend(data.data_path)
 
 
-def blends_per_split(data: DataArgs) -> tuple[Blend | None, ...] | None:
-    """The blend of each split, None where the splits have no files of their own. Raises: ValueError."""
+def get_blends_per_split(data: DataArgs) -> tuple[Blend | None, ...] | None:
+    """Return the blend of each split, None where the splits have no files of their own.
+
+    Raises:
+        ValueError: if one cannot be read, or both kinds of flags name the data.
+    """
     paths = [(f"--{name}-data-path", getattr(data, f"{name}_data_path")) for name in SPLIT_NAMES]
     given = [flag for flag, items in paths if items is not None]
     if data.per_split_data_args_path is not None:

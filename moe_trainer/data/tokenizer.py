@@ -1,6 +1,6 @@
 """Tokenizers: one small interface over each library, and the choice among them by `--tokenizer-type`.
 
-A `Tokenizer` turns text into ids (`tokenize`) and back, and knows `vocab_size`, `eod` (appended to documents, and the
+A `Tokenizer` turns text into ids (`tokenize`) and knows `vocab_size`, `eod` (appended to documents, and the
 token that the reset flags look for) and `pad`. `unique_identifiers` is what Megatron writes about its tokenizer into
 the description of an index cache; it is made from the flags, in Megatron's order, so that caches are shared. (The
 order is verified against recorded caches for HuggingFaceTokenizer; for the others it follows the same source's
@@ -12,10 +12,8 @@ The libraries live in `tokenizer_libraries.py` and are imported when chosen.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from arguments.data import DataArgs
 from arguments.regular_file import regular_file
@@ -44,24 +42,24 @@ _LIBRARY_OF_TYPE = MappingProxyType(
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. eod, pad and bos are None where the tokenizer has no such token.
+    """Text to ids. eod, pad and bos are None where the tokenizer has no such token.
 
-    Those that --fim-data takes have `plain_text` (without special tokens) and `token_id` (of one token, None where there is none), too.
+    Those that --fim-data takes also have `plain_text`, without special tokens, and `token_id` of one token.
     """
 
     vocab_size: int
     eod: int | None
     pad: int | None
     bos: int | None
-    unique_identifiers: OrderedDict
+    unique_identifiers: dict[str, Any]
 
     def tokenize(self, text: str) -> list[int]: ...
-    def detokenize(self, ids: Sequence[int]) -> str: ...
 
     def byte_lengths(self) -> list[int]:
-        """Of every id the UTF-8 bytes of the text that it decodes to; 0 for special tokens and for those of unknown text.
+        """Return, for every id, the UTF-8 bytes of its text; 0 for special tokens and those of unknown text.
 
-        Raises: ValueError saying why that is not known.
+        Raises:
+            ValueError: saying why that is not known.
         """
         ...
 
@@ -69,8 +67,9 @@ class Tokenizer(Protocol):
 def build_tokenizer(data: DataArgs) -> Tokenizer:
     """Build the tokenizer that the flags describe.
 
-    Raises: ValueError naming the flag or file when it is missing, unreadable, or belongs to another product, and the
-    install line of an absent library.
+    Raises:
+        ValueError: naming the flag or file when it is missing, unreadable, or belongs to another product, and the
+            install line of an absent library.
     """
     kind = data.tokenizer_type or "GPT2BPETokenizer"
     if kind in _OTHER_PRODUCTS:
@@ -80,14 +79,14 @@ def build_tokenizer(data: DataArgs) -> Tokenizer:
         )
     if kind not in _LIBRARY_OF_TYPE:
         raise ValueError(f"--tokenizer-type {kind} is unknown; use one of {', '.join(_LIBRARY_OF_TYPE)}")
-    library = _library(data, kind)
+    library = _find_library(data, kind)
     tokenizer = _open(data, kind, library)
     tokenizer.unique_identifiers = _unique_identifiers(data, kind, library)
     return tokenizer
 
 
-def _library(data: DataArgs, kind: str) -> str:
-    """The library of a type; `--tokenizer-metadata` may name another one."""
+def _find_library(data: DataArgs, kind: str) -> str:
+    """Return the library of a type; `--tokenizer-metadata` may name another one."""
     library = _LIBRARY_OF_TYPE[kind]
     if data.metadata_path is None or library == "null-text":
         return library
@@ -106,7 +105,9 @@ def _open(data: DataArgs, kind: str, library: str) -> Tokenizer:
     from moe_trainer.data import tokenizer_libraries as libraries
 
     if library == "null-text":
-        return _null(data)
+        if not data.vocab_size:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return NullTokenizer(data.vocab_size, data.null_tokenizer_eod_id, data.null_tokenizer_pad_id)
     if library == "megatron":
         return libraries.open_gpt2(data.vocab_file, data.merge_file, data.special_tokens or [])
     if not data.tokenizer_model:
@@ -135,10 +136,11 @@ def _open(data: DataArgs, kind: str, library: str) -> Tokenizer:
     )
 
 
-def _unique_identifiers(data: DataArgs, kind: str, library: str) -> OrderedDict:
+def _unique_identifiers(data: DataArgs, kind: str, library: str) -> dict[str, Any]:
     """Describe the tokenizer as Megatron does: class, path, then its constructor's arguments as strings."""
     path = {"megatron": kind, "null-text": None}.get(library, data.tokenizer_model)
-    chat_template = {"chat_template": None}  # a flag of chat models; it is part of the description all the same
+    # a flag of chat models; it is part of the description all the same
+    arguments: dict[str, Any] = {} if library in ("megatron", "null-text") else {"chat_template": None}
     hugging_face = {
         "use_fast": not data.tokenizer_hf_no_use_fast,
         "trust_remote_code": data.trust_remote_code,
@@ -148,47 +150,36 @@ def _unique_identifiers(data: DataArgs, kind: str, library: str) -> OrderedDict:
     files = {"vocab_file": data.vocab_file, "merges_file": data.merge_file}
     special = {"additional_special_tokens": data.special_tokens or []}
     if library == "huggingface":
-        arguments = chat_template | files | special | hugging_face
+        arguments |= files | special | hugging_face
     elif library == "megatron":
-        arguments = special | files | hugging_face
+        arguments |= special | files | hugging_face
     elif library == "sentencepiece":
-        arguments = chat_template | {
+        arguments |= {
             "legacy": data.tokenizer_sentencepiece_legacy,
             "special_tokens": data.special_tokens,
             "ignore_extra_whitespaces": data.tokenizer_sentencepiece_ignore_extra_whitespaces,
         }
     elif library == "tiktoken":
-        arguments = dict(chat_template)
-        if data.tiktoken_pattern:
-            arguments["pattern"] = data.tiktoken_pattern
-        if data.vocab_size:
-            arguments["vocab_size"] = data.vocab_size
+        given = {"pattern": data.tiktoken_pattern, "vocab_size": data.vocab_size}
+        arguments |= {key: value for key, value in given.items() if value}
         arguments |= {"num_special_tokens": data.tiktoken_num_special_tokens, "special_tokens": data.special_tokens}
     else:
-        arguments = {"vocab_size": data.vocab_size}
-        if data.null_tokenizer_eod_id is not None:
-            arguments["eod_id"] = data.null_tokenizer_eod_id
+        eod = data.null_tokenizer_eod_id
+        arguments |= {"vocab_size": data.vocab_size} | ({} if eod is None else {"eod_id": eod})
         arguments["pad_id"] = data.null_tokenizer_pad_id
-    return OrderedDict(
-        [("class", _MEGATRON_CLASS), ("tokenizer_path", path), *((key, str(value)) for key, value in arguments.items())]
-    )
-
-
-def _null(data: DataArgs) -> NullTokenizer:
-    if not data.vocab_size:
-        raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
-    return NullTokenizer(data.vocab_size, data.null_tokenizer_eod_id, data.null_tokenizer_pad_id)
+    return {"class": _MEGATRON_CLASS, "tokenizer_path": path} | {key: str(value) for key, value in arguments.items()}
 
 
 class NullTokenizer:
     """Text that is ids already, separated by single blanks. eod is the last id unless given."""
 
-    unique_identifiers: OrderedDict
+    unique_identifiers: dict[str, Any]
 
     def __init__(self, vocab_size: int, eod: int | None = None, pad: int = -1):
-        self.vocab_size = int(vocab_size)
-        self.eod = self.vocab_size - 1 if eod is None else eod
-        self.pad, self.bos = pad, None
+        self.vocab_size = vocab_size
+        self.eod: int | None = vocab_size - 1 if eod is None else eod
+        self.pad: int | None = pad
+        self.bos: int | None = None
         if not 0 <= self.eod < self.vocab_size:
             raise ValueError(f"--null-tokenizer-eod-id {self.eod} lies outside --vocab-size {self.vocab_size}")
 
@@ -197,9 +188,6 @@ class NullTokenizer:
             return [int(word) for word in text.split(" ")]
         except ValueError as error:
             raise ValueError(f"NullTokenizer needs ids separated by single blanks: {error}") from None
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
 
     def byte_lengths(self) -> list[int]:
         raise ValueError("the ids of a NullTokenizer stand for no text")

@@ -16,9 +16,9 @@ import json
 import logging
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 from arguments.regular_file import regular_file
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 TIKTOKEN_VOCAB_SIZE = 1 << 17
 _TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-# Pre-tokenisation patterns v1 and v2 as the tokenizer files of these models were trained with; data, not code.
+# Pre-tokenization patterns v1 and v2 as the tokenizer files of these models were trained with; data, not code.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHER = r"[^\r\n\p{L}\p{N}]?"
 _TIKTOKEN_PATTERNS = MappingProxyType(
@@ -42,7 +42,7 @@ _BYTE_PIECE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 _HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def _library(name: str, flag: str):
+def _import_library(name: str, flag: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -52,18 +52,17 @@ def _library(name: str, flag: str):
 class JsonTokenizer:
     """A `tokenizers.Tokenizer` with its special tokens; `include_special_tokens` applies the encoder's own template."""
 
-    unique_identifiers: OrderedDict
+    unique_identifiers: dict[str, Any]
 
-    def __init__(self, encoder, eod: int | None, pad: int | None, include_special_tokens: bool, bos: int | None = None):
+    def __init__(
+        self, encoder: Any, eod: int | None, pad: int | None, include_special_tokens: bool, bos: int | None = None
+    ):
         self._encoder, self._include = encoder, include_special_tokens
         self.eod, self.pad, self.bos = eod, pad, bos
         self.vocab_size = encoder.get_vocab_size(with_added_tokens=True)
 
     def tokenize(self, text: str) -> list[int]:
         return self._encoder.encode(text, add_special_tokens=self._include).ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._encoder.decode(list(ids), skip_special_tokens=False)
 
     def byte_lengths(self) -> list[int]:
         return json_byte_lengths(self._encoder)
@@ -78,9 +77,9 @@ class JsonTokenizer:
 class TransformersTokenizer:
     """A transformers tokenizer (slow ones, remote code, folders without tokenizer.json)."""
 
-    unique_identifiers: OrderedDict
+    unique_identifiers: dict[str, Any]
 
-    def __init__(self, tokenizer, include_special_tokens: bool):
+    def __init__(self, tokenizer: Any, include_special_tokens: bool):
         self._tokenizer, self._include = tokenizer, include_special_tokens
         self.vocab_size = len(tokenizer)
         self.eod = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -89,9 +88,6 @@ class TransformersTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=self._include).input_ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids))
 
     def plain_text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -108,10 +104,13 @@ class TransformersTokenizer:
         return json_byte_lengths(encoder)
 
 
-def json_byte_lengths(encoder) -> list[int]:
-    """The bytes of every token of a `tokenizers.Tokenizer`, by its decoder: byte-level, or pieces with byte fallback.
+def json_byte_lengths(encoder: Any) -> list[int]:
+    """Return the bytes of every token of a `tokenizers.Tokenizer`, by its decoder.
 
-    Raises: ValueError for decoders whose tokens do not stand for bytes of their own (WordPiece, ...).
+    The decoder is byte-level, or one of pieces with byte fallback.
+
+    Raises:
+        ValueError: for decoders whose tokens do not stand for bytes of their own (WordPiece, ...).
     """
     content = json.loads(encoder.to_str())
     decoder = content.get("decoder") or {}
@@ -119,28 +118,27 @@ def json_byte_lengths(encoder) -> list[int]:
     kinds = {step.get("type") for step in steps}
     added = {token["id"]: token for token in content.get("added_tokens") or ()}
     unknown = (content.get("model") or {}).get("unk_token")
-    if "ByteLevel" in kinds:
-        length_of = len  # one character of the byte alphabet stands for one byte
-    elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
-
-        def length_of(token: str) -> int:
-            return (
-                1
-                if "ByteFallback" in kinds and _BYTE_PIECE.match(token)
-                else len(token.replace(_SPACE_PIECE, " ").encode())
-            )
-    else:
+    if not kinds & {"ByteLevel", "Metaspace", "ByteFallback", "Replace"}:
         raise ValueError(
-            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) does not say which bytes a token stands for"
+            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) does not say which bytes a token stands "
+            "for"
         )
+
+    def count_bytes(token: str) -> int:
+        if "ByteLevel" in kinds:
+            return len(token)  # one character of the byte alphabet stands for one byte
+        if "ByteFallback" in kinds and _BYTE_PIECE.match(token):
+            return 1
+        return len(token.replace(_SPACE_PIECE, " ").encode())
+
     lengths = [0] * encoder.get_vocab_size(with_added_tokens=True)
     for token, number in encoder.get_vocab(with_added_tokens=True).items():
+        if number >= len(lengths):
+            continue
         if number in added:
-            length = 0 if added[number].get("special") else len(token.encode())
-        else:
-            length = 0 if token == unknown else length_of(token)
-        if number < len(lengths):
-            lengths[number] = length
+            lengths[number] = 0 if added[number].get("special") else len(token.encode())
+        elif token != unknown:
+            lengths[number] = count_bytes(token)
     return lengths
 
 
@@ -149,17 +147,17 @@ def open_hugging_face(
 ) -> JsonTokenizer | TransformersTokenizer:
     """Open a local folder, a tokenizer.json, or a hub name.
 
-    Raises: ValueError when it cannot be found, fetched or read.
+    Raises:
+        ValueError: if it cannot be found, fetched or read.
     """
-    local = os.path.exists(model)
-    if trust_remote_code or not use_fast:
-        return _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens)
-    if os.path.isfile(model):
-        return _open_json(model, os.path.dirname(model), model, special_tokens, include_special_tokens)
-    folder = model if local else _fetch(model)
-    if folder is None or not os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        return _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens)
-    return _open_json(os.path.join(folder, "tokenizer.json"), folder, model, special_tokens, include_special_tokens)
+    if use_fast and not trust_remote_code:
+        path: str | None = model
+        if not os.path.isfile(model):
+            folder = model if os.path.exists(model) else _fetch(model)
+            path = None if folder is None else os.path.join(folder, "tokenizer.json")
+        if path is not None and os.path.isfile(path):
+            return _open_json(path, model, special_tokens, include_special_tokens)
+    return _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens)
 
 
 def _fetch(name: str) -> str | None:
@@ -169,7 +167,7 @@ def _fetch(name: str) -> str | None:
     """
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"--tokenizer-model {name}: no such file or folder")
-    hub = _library("huggingface_hub", f"--tokenizer-model {name} (a hub name)")
+    hub = _import_library("huggingface_hub", f"--tokenizer-model {name} (a hub name)")
     found = None
     for file in _HUB_FILES:
         try:
@@ -197,30 +195,25 @@ def _fetch_advice(name: str, reason: str) -> str:
     )
 
 
-def _open_json(
-    path: str, folder: str, model: str, special_tokens: Sequence[str], include_special_tokens: bool
-) -> JsonTokenizer:
-    tokenizers = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+def _open_json(path: str, model: str, special_tokens: Sequence[str], include_special_tokens: bool) -> JsonTokenizer:
+    tokenizers = _import_library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
     try:
         encoder = tokenizers.Tokenizer.from_file(str(regular_file(path)))
-    except Exception as error:  # noqa: BLE001  the library raises plain Exception for every fault of the file
+    except Exception as error:  # the library raises plain Exception for every fault of the file
         raise ValueError(f"--tokenizer-model {model}: {path} cannot be read ({error})") from None
     encoder.no_padding()
     encoder.no_truncation()
-    config = _special_token_config(folder)
+    config = _special_token_config(os.path.dirname(path))
     for token in (tokenizers.AddedToken(**fields) for fields in config["added"]):  # in the order of their ids
         if encoder.token_to_id(token.content) is None:
             (encoder.add_special_tokens if token.special else encoder.add_tokens)([token])
-    roles = [config[role] for role in ("eos_token", "sep_token", "pad_token", "bos_token") if config[role]]
-    encoder.add_special_tokens([*roles, *special_tokens])
-
-    def id_of(role: str) -> int | None:
-        return None if config[role] is None else encoder.token_to_id(config[role])
-
-    eod = id_of("eos_token") if config["eos_token"] is not None else id_of("sep_token")
-    tokenizer = JsonTokenizer(encoder, eod, id_of("pad_token"), include_special_tokens, id_of("bos_token"))
+    roles = {role: config[role] for role in ("eos_token", "sep_token", "pad_token", "bos_token") if config[role]}
+    encoder.add_special_tokens([*roles.values(), *special_tokens])
+    ids = {role: encoder.token_to_id(token) for role, token in roles.items()}
+    eod, bos = ids.get("eos_token", ids.get("sep_token")), ids.get("bos_token")
+    tokenizer = JsonTokenizer(encoder, eod, ids.get("pad_token"), include_special_tokens, bos)
     if include_special_tokens:
-        _warn_of_template(model, config, tokenizer.tokenize("a"), id_of("bos_token"), eod)
+        _warn_of_template(model, config, tokenizer.tokenize("a"), bos, eod)
     return tokenizer
 
 
@@ -267,9 +260,9 @@ def _special_token_config(folder: str) -> dict:
 
 
 def _open_with_transformers(
-    model, special_tokens, use_fast, trust_remote_code, include_special_tokens
+    model: str, special_tokens: Sequence[str], use_fast: bool, trust_remote_code: bool, include_special_tokens: bool
 ) -> TransformersTokenizer:
-    transformers = _library(
+    transformers = _import_library(
         "transformers", f"--tokenizer-model {model} (no tokenizer.json, a slow tokenizer, or remote code)"
     )
     try:
@@ -293,10 +286,10 @@ def open_gpt2(vocab_file: str | None, merge_file: str | None, special_tokens: Se
             raise ValueError(f"--tokenizer-type GPT2BPETokenizer needs {flag} (vocab.json and merges.txt of gpt2)")
         if not os.path.isfile(path):
             raise ValueError(f"{flag} {path}: no such file")
-    tokenizers = _library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
+    tokenizers = _import_library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
     try:
         model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
-    except Exception as error:  # noqa: BLE001  the library raises plain Exception for every fault of the files
+    except Exception as error:  # the library raises plain Exception for every fault of the files
         raise ValueError(f"--vocab-file {vocab_file} / --merge-file {merge_file}: cannot be read ({error})") from None
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -308,18 +301,21 @@ def open_gpt2(vocab_file: str | None, merge_file: str | None, special_tokens: Se
 class SentencePieceTokenizer:
     """A SentencePiece model; no begin or end tokens are added to texts.
 
-    legacy: `special_tokens` may be given; they are cut out of texts before encoding, those without a piece get ids
-    after the last one. ignore_extra_whitespaces False: runs of blanks survive although the model would collapse them.
+    Args:
+        path: the model file.
+        special_tokens: cut out of texts before encoding; those without a piece get ids after the last one.
+        legacy: whether special tokens may be given.
+        ignore_extra_whitespaces: False preserves runs of blanks that the model would collapse.
     """
 
-    unique_identifiers: OrderedDict
+    unique_identifiers: dict[str, Any]
 
     def __init__(
         self, path: str, special_tokens: Sequence[str] = (), legacy: bool = False, ignore_extra_whitespaces: bool = True
     ):
         if not os.path.isfile(path):
             raise ValueError(f"--tokenizer-model {path}: no such file")
-        sentencepiece = _library("sentencepiece", "a SentencePiece tokenizer")
+        sentencepiece = _import_library("sentencepiece", "a SentencePiece tokenizer")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as error:
@@ -327,9 +323,10 @@ class SentencePieceTokenizer:
         if special_tokens and not legacy:
             raise ValueError("--tokenizer-special-tokens with SentencePiece needs --tokenizer-sentencepiece-legacy")
         self.vocab_size = self._model.get_piece_size()
-        self.eod = self._model.eos_id() if self._model.eos_id() >= 0 else None
-        self.pad = self._model.pad_id() if self._model.pad_id() >= 0 else None
-        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self.eod, self.pad, self.bos = (
+            number if number >= 0 else None
+            for number in (self._model.eos_id(), self._model.pad_id(), self._model.bos_id())
+        )
         self._special: dict[str, int] = {}
         for token in special_tokens:
             piece = self._model.piece_to_id(token)
@@ -371,17 +368,6 @@ class SentencePieceTokenizer:
                 ids.extend(self._model.encode(part + _EXTRA_SPACE)[:-1])
         return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        names = {number: token for token, number in self._special.items()}
-        pieces, run = [], []
-        for number in ids:
-            if number in names:
-                pieces += [self._model.decode(run), names[number]]
-                run = []
-            else:
-                run.append(int(number))
-        return " ".join(piece for piece in [*pieces, self._model.decode(run)] if piece)
-
     def byte_lengths(self) -> list[int]:
         model, lengths = self._model, [0] * self.vocab_size
         for number in range(model.get_piece_size()):
@@ -389,9 +375,7 @@ class SentencePieceTokenizer:
                 lengths[number] = 1
             elif not (model.is_control(number) or model.is_unknown(number) or model.is_unused(number)):
                 lengths[number] = len(model.id_to_piece(number).replace(_SPACE_PIECE, " ").encode())
-        for number in self._special.values():
-            lengths[number] = 0
-        return lengths
+        return [0 if number in self._special.values() else length for number, length in enumerate(lengths)]
 
 
 class TikTokenizer:
@@ -402,7 +386,7 @@ class TikTokenizer:
     Files: the JSON list of {rank, token_bytes, token_str}, or tiktoken's own lines of base64 and rank. eod is `</s>`.
     """
 
-    unique_identifiers: OrderedDict
+    unique_identifiers: dict[str, Any]
 
     def __init__(
         self,
@@ -430,10 +414,9 @@ class TikTokenizer:
         if len(tokens) < vocab_size - num_special_tokens:
             raise ValueError(
                 f"--tokenizer-model {path}: found {len(tokens)} tokens, --vocab-size {vocab_size} with "
-                f"{num_special_tokens} special ones "
-                f"needs {vocab_size - num_special_tokens}"
+                f"{num_special_tokens} special ones needs {vocab_size - num_special_tokens}"
             )
-        tiktoken = _library("tiktoken", "--tokenizer-type TikTokenizer")
+        tiktoken = _import_library("tiktoken", "--tokenizer-type TikTokenizer")
         special = names + [f"<SPECIAL_{number}>" for number in range(len(names), num_special_tokens)]
         self._encoding = tiktoken.Encoding(
             name=os.path.basename(os.path.dirname(os.path.abspath(path))),
@@ -442,14 +425,13 @@ class TikTokenizer:
             special_tokens={name: number for number, name in enumerate(special)},
         )
         self.vocab_size = vocab_size
-        self.eod, self.pad, self.bos = names.index("</s>"), names.index("<pad>"), None
+        self.eod: int | None = names.index("</s>")
+        self.pad: int | None = names.index("<pad>")
+        self.bos: int | None = None
         self._num_special = num_special_tokens
 
     def tokenize(self, text: str) -> list[int]:
         return self._encoding.encode(text, allowed_special="all")
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode(list(ids))
 
     def plain_text(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([number for number in ids if number >= self._num_special])

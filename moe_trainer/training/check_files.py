@@ -21,7 +21,7 @@ from arguments.vocabulary import choose_padded_vocab_size
 from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
-from moe_trainer.data.sources import blend_of_all, blends_per_split, requested_sizes, source_flag
+from moe_trainer.data.sources import get_blends_per_split, get_common_blend, requested_sizes, source_flag
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.estimate.state_bytes import MOMENTS
@@ -88,7 +88,7 @@ class _Check:
         """Open the index of every prefix in every split, and count tokens."""
         data, training = self.args.data, self.args.training
         try:
-            per_split, combined = blends_per_split(data), blend_of_all(data)
+            per_split, combined = get_blends_per_split(data), get_common_blend(data)
         except ValueError as error:
             self._add_problem("--data-path", str(error))
             return
@@ -191,7 +191,7 @@ class _Check:
         """Describe what to change if a split is too small."""
         data, training = self.args.data, self.args.training
         text = "add data"
-        if blends_per_split(data) is None:
+        if get_blends_per_split(data) is None:
             text = f"give it a larger share (now --split {data.split or DEFAULT_SPLIT}), or add data"
         if number == 0:
             return text

@@ -8,7 +8,7 @@ import numpy as np
 
 from arguments.data import DataArgs
 from arguments.training import TrainingArgs
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 
 RECORDED_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
 
@@ -36,7 +36,7 @@ def training_args(**changes) -> TrainingArgs:
 def write_corpus(prefix: Path, lengths, dtype=np.uint16, vocab_size=500, seed=0) -> str:
     """Write one document per length, with random ids below `vocab_size`; returns the prefix."""
     random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(str(prefix), dtype) as builder:
+    with write_indexed_dataset(str(prefix), dtype) as builder:
         for length in lengths:
             builder.add_document(random.integers(2, vocab_size, length), [length])
     return str(prefix)

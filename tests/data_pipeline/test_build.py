@@ -152,6 +152,7 @@ def test_mock_data(caplog):
     assert len(low) == 100_000 and len(document) == low.sequence_lengths[5]
     expected = [i % 500 for i in range(1, len(document))] + [0]
     assert document.tolist() == expected
+    assert MockTokens(500, None).get(5).tolist() == [*expected[:-1], len(document) % 500]
     assert low.get(5, 3, 4).tolist() == expected[3:7] and low.get(5, 3).tolist() == expected[3:]
     assert datasets.train.class_name == "MockGPTDataset" and datasets.train.tokens(0).max() < 500
     with caplog.at_level(logging.WARNING):

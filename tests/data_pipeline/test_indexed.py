@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_pipeline.corpora import write_corpus
 
-from moe_trainer.data.indexed import DataFileError, IndexedDataset, IndexedDatasetBuilder, token_dtype
+from moe_trainer.data.indexed import DataFileError, IndexedDataset, token_dtype, write_indexed_dataset
 
 DTYPES = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16]
 
@@ -19,11 +19,9 @@ def documents():
 
 
 def write(prefix, documents, dtype):
-    with IndexedDatasetBuilder(str(prefix), dtype) as builder:
+    with write_indexed_dataset(str(prefix), dtype) as builder:
         for sequences in documents:
-            for sequence in sequences:
-                builder.add_sequence(sequence)
-            builder.end_document()
+            builder.add_document(list(itertools.chain(*sequences)), [len(sequence) for sequence in sequences])
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -67,37 +65,20 @@ def read_documents(data):
     return [[data[i] for i in range(begin, end)] for begin, end in itertools.pairwise(ends)]
 
 
-def test_merging_equals_writing_at_once(tmp_path, documents):
-    write(tmp_path / "all", documents + documents, np.int32)
-    write(tmp_path / "part", documents, np.int32)
-    with IndexedDatasetBuilder(str(tmp_path / "merged"), np.int32) as builder:
-        builder.add_dataset(str(tmp_path / "part"))
-        builder.add_dataset(str(tmp_path / "part"))
-    for ending in (".bin", ".idx"):
-        assert (tmp_path / f"merged{ending}").read_bytes() == (tmp_path / f"all{ending}").read_bytes()
-
-
-def test_merging_refuses_another_dtype(tmp_path, documents):
-    write(tmp_path / "part", documents, np.int32)
-    merged = IndexedDatasetBuilder(str(tmp_path / "merged"), np.uint16)
-    with pytest.raises(ValueError, match="int32.*uint16"), merged as builder:
-        builder.add_dataset(str(tmp_path / "part"))
-
-
 def test_an_interrupted_writer_keeps_what_was_there(tmp_path, documents):
     write(tmp_path / "x", documents, np.int32)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError), IndexedDatasetBuilder(str(tmp_path / "x"), np.int32) as builder:
-        builder.add_sequence([1, 2, 3])
+    with pytest.raises(RuntimeError), write_indexed_dataset(str(tmp_path / "x"), np.int32) as builder:
+        builder.add_document([1, 2, 3], [3])
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint8, -1), (np.int32, 1 << 31)])
 def test_ids_that_do_not_fit(tmp_path, dtype, token):
-    writer = IndexedDatasetBuilder(str(tmp_path / "x"), dtype)
+    writer = write_indexed_dataset(str(tmp_path / "x"), dtype)
     with pytest.raises(ValueError, match=f"{token} does not fit.*{np.dtype(dtype).name}"), writer as builder:
-        builder.add_sequence([1, token])
+        builder.add_document([1, token], [2])
     assert not list(tmp_path.iterdir())
 
 

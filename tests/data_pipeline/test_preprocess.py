@@ -256,7 +256,7 @@ def test_a_stopped_command_leaves_nothing(tmp_path):
     deadline = time.monotonic() + 300
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(list(tmp_path.iterdir())) == 2, "the temporary file never appeared"
+    assert len(list(tmp_path.iterdir())) == 3, "the temporary file never appeared"
     process.terminate()
     assert process.wait(300) == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

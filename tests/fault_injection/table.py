@@ -159,13 +159,12 @@ def write_text(folder: Path) -> None:
     """Write token files of 100 small documents."""
     import numpy as np
 
-    from moe_trainer.data.indexed import IndexedDatasetBuilder
+    from moe_trainer.data.indexed import write_indexed_dataset
 
     random = np.random.default_rng(0)
-    with IndexedDatasetBuilder(str(folder / "text"), np.uint16) as builder:
+    with write_indexed_dataset(str(folder / "text"), np.uint16) as builder:
         for _ in range(100):
-            builder.add_sequence(random.integers(1, 119, size=300, dtype=np.uint16))
-            builder.end_document()
+            builder.add_document(random.integers(1, 119, size=300, dtype=np.uint16), [300])
 
 
 def run_baseline(world: int, folder: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from commands import read_metrics, run
 
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 
 LOSSES = {
     "mixtral_tiny": {"lm loss", "load_balancing_loss"},
@@ -24,7 +24,7 @@ FEW = "--split 80,10,10 --train-iters 10 --seq-length 64 --global-batch-size 4 -
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_tiny_preset_trains(name, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    with IndexedDatasetBuilder(str(tmp_path / "pattern"), np.uint16) as builder:
+    with write_indexed_dataset(str(tmp_path / "pattern"), np.uint16) as builder:
         for start in range(50):
             builder.add_document((np.arange(300) * 7 + start) % 50, [300])
     done = run(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from structure.source import ROOT
 
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 from scripts.quickstart_text import DOCUMENT_CHARACTERS, python_sources, read_documents
 from scripts.unigram_loss import main, unigram_loss
 
@@ -56,7 +56,7 @@ def test_unigram_loss_is_the_cross_entropy():
 
 
 def test_unigram_loss_of_files(tmp_path, capsys):
-    with IndexedDatasetBuilder(str(tmp_path / "d"), np.uint16) as builder:
+    with write_indexed_dataset(str(tmp_path / "d"), np.uint16) as builder:
         for token in (0, 0, 1, 1):
             builder.add_document([token, token], [2])
     assert main(["--data-path", str(tmp_path / "d"), "--split", "50,50,0", "--vocab-size", "2"]) == 0

@@ -12,7 +12,7 @@ import pytest
 from training.tiny import TINY
 
 import pretrain_moe
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 
 NULL = "--tokenizer-type NullTokenizer --vocab-size 120".split()
 CHECK = ["--validate-only", "--check-files", "--world-size", "2", "--train-iters", "50", *TINY]
@@ -22,7 +22,7 @@ CHECK = ["--validate-only", "--check-files", "--world-size", "2", "--train-iters
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, high, documents in (("a", 119, 50), ("b", 119, 10), ("other", 5000, 50), ("short", 119, 1)):
-        with IndexedDatasetBuilder(str(tmp_path / name), np.uint16) as builder:
+        with write_indexed_dataset(str(tmp_path / name), np.uint16) as builder:
             for number in range(documents):
                 builder.add_document(np.arange(number, number + 100) % high, [100])
     return tmp_path
@@ -151,7 +151,7 @@ def test_a_start_from_random_weights_is_said(folder, capsys):
 
 
 def test_a_small_split_is_read_again_within_a_sample(folder, capsys):
-    with IndexedDatasetBuilder(str(folder / "three"), np.uint16) as builder:
+    with write_indexed_dataset(str(folder / "three"), np.uint16) as builder:
         for _ in range(3):
             builder.add_document(np.arange(20), [20])
     flags = [*NULL, "--data-path", "three", "--split", "34,33,33"]

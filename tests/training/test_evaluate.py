@@ -7,7 +7,7 @@ import pytest
 from commands import read_metrics, run
 from training.tiny import MOCK, TINY
 
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 
 SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b")
 
@@ -18,7 +18,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     generator = np.random.default_rng(3)
     for name, high in (("a", 40), ("b", 119)):
-        with IndexedDatasetBuilder(str(folder / f"{name}_text_document"), np.uint16) as builder:
+        with write_indexed_dataset(str(folder / f"{name}_text_document"), np.uint16) as builder:
             for _ in range(40):
                 builder.add_document(generator.integers(0, high, 97), [97])
     data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import struct
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy
@@ -258,7 +257,7 @@ class Run:
 
 def test_an_index_cache_of_objects_or_other_forms_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cache = IndexCache(str(tmp_path), "GPTDataset", "train", OrderedDict(a=1), ("document",))
+    cache = IndexCache(str(tmp_path), "GPTDataset", "train", {"a": 1}, {"document": None})
     header = b"\x93NUMPY\x01\x00" + struct.pack("<H", 70)
     for content in (
         pickle.dumps(Run()),
@@ -270,7 +269,7 @@ def test_an_index_cache_of_objects_or_other_forms_is_refused(tmp_path, monkeypat
     ):
         Path(cache._array_path("document")).write_bytes(content)
         with pytest.raises(ValueError, match="delete it and start again"):
-            cache.read(("document",), (None,))
+            cache.read()
     for array in (
         numpy.array([Run()], dtype=object),
         numpy.zeros(3),
@@ -280,7 +279,7 @@ def test_an_index_cache_of_objects_or_other_forms_is_refused(tmp_path, monkeypat
     ):
         numpy.save(cache._array_path("document"), array, allow_pickle=True)
         with pytest.raises(ValueError, match="delete it and start again"):
-            cache.read(("document",), (None,))
+            cache.read()
     assert not (tmp_path / "ran").exists()
 
 

@@ -14,15 +14,14 @@ from training.tiny import TINY
 
 from arguments.data import DataArgs
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 
 
 def write_tokens(prefix, seed):
     random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+    with write_indexed_dataset(str(prefix), np.uint16) as builder:
         for _ in range(60):
-            builder.add_sequence(random.integers(1, 99, size=100, dtype=np.uint16))
-            builder.end_document()
+            builder.add_document(random.integers(1, 99, size=100, dtype=np.uint16), [100])
 
 
 def write_tokenizer(folder, first):

@@ -10,7 +10,7 @@ from training.tiny import MOCK, TINY
 import arguments
 from arguments.vocabulary import get_padded_vocab_size
 from moe_trainer.data.build import batch_format, build_datasets
-from moe_trainer.data.indexed import IndexedDatasetBuilder
+from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.loader import cyclic_order, make_batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.model.build import build_chunks
@@ -49,7 +49,7 @@ class ByHand:
 def documents(prefix, eod):
     """A token file of many short documents of very different length, each ended by eod."""
     generator = np.random.default_rng(0)
-    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+    with write_indexed_dataset(str(prefix), np.uint16) as builder:
         for length in [2] * 30 + [90, 3, 3, 60] * 12:
             builder.add_document(np.append(generator.integers(0, 100, length - 1), eod).astype(np.uint16), [length])
     return str(prefix)

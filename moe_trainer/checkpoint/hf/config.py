@@ -32,28 +32,18 @@ _UNSET = MappingProxyType(
     }
 )
 _LATENT_ONLY = frozenset(
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale "
+    "mscale_all_dim".split()
+)
+# keys that converters read, by the kind of their values
+_KINDS = MappingProxyType(
     {
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "rotary_scaling_factor",
-        "mscale",
-        "mscale_all_dim",
+        "whole": "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace "
+        "n_shared_experts n_group topk_group num_nextn_predict_layers num_mtp_layers full_attention_interval",
+        "number": "rope_theta partial_rotary_factor",
+        "table": "rope_scaling rope_parameters",
+        "list": "layer_types mlp_only_layers",
     }
-)
-
-
-# keys that parts read, by what they hold where they are there
-_WHOLE = tuple(
-    "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace n_shared_experts "
-    "n_group topk_group num_nextn_predict_layers num_mtp_layers full_attention_interval".split()
-)
-_NUMBERS, _TABLES, _LISTS = (
-    ("rope_theta", "partial_rotary_factor"),
-    ("rope_scaling", "rope_parameters"),
-    ("layer_types", "mlp_only_layers"),
 )
 
 
@@ -80,23 +70,23 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
             raise CheckpointError(f"{source} lacks {key.name}")
         _check_kind(source, key.name, value, "number" if OPTIONS[key.dest].type_name == "float" else "whole")
         flags[key.dest] = value
-    for kind, names in (("whole", _WHOLE), ("number", _NUMBERS), ("table", _TABLES), ("list", _LISTS)):
-        for name in names:
+    for kind, names in _KINDS.items():
+        for name in names.split():
             _check_kind(source, name, config.get(name), kind)
     if config.get("layer_types") is not None and len(config["layer_types"]) != flags["num_layers"]:
         raise CheckpointError(
             f"{source}: layer_types names {len(config['layer_types'])} layers, and num_hidden_layers is "
             f"{flags['num_layers']}"
         )
-    for part in family.converters:
-        try:
-            flags |= part.read(config)
-        except CheckpointError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{source} lacks {error}" if isinstance(error, KeyError) else f"{source}: {error}"
-            ) from error
+    try:
+        for converter in family.converters:
+            flags |= converter.read(config)
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{source} lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: {error}") from error
     known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
     notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
     return family, flags, notes + _remarks(family, flags)
@@ -170,13 +160,10 @@ def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -
 
 def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
+    unset = {"moe_ffn_hidden_size": flags.get("ffn_hidden_size"), "moe_router_topk_scaling_factor": 1.0}
     for key in family.keys:
         value = flags.get(key.dest)
-        if value is None:
-            value = {"moe_ffn_hidden_size": flags.get("ffn_hidden_size"), "moe_router_topk_scaling_factor": 1.0}.get(
-                key.dest
-            )
-        config[key.name] = value
+        config[key.name] = unset.get(key.dest) if value is None else value
     for part in family.converters:
         config |= part.write(flags)
     return config | {key: values[0] for key, values in family.required_values.items()} | {"vocab_size": rows}
@@ -193,9 +180,8 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
             or dest not in OPTIONS
             or (dest.startswith("moe_") and not moe)
             or (dest in _LATENT_ONLY and not latent)
+            or (dest.startswith("dsa_") and not sparse)
         ):
-            continue
-        if dest.startswith("dsa_") and not sparse:
             continue
         default = OPTIONS[dest].default
         here, there = (_meaning(dest, values.get(dest, default), default) for values in (expected, actual))
@@ -224,9 +210,8 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
     if dest == "dsa_indexer_k_norm_epsilon":
         return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
     if dest == "moe_ffn_hidden_size":
-        return (expected.get(dest) or expected.get("ffn_hidden_size")) == (
-            actual.get(dest) or actual.get("ffn_hidden_size")
-        )
+        here, there = (flags.get(dest) or flags.get("ffn_hidden_size") for flags in (expected, actual))
+        return here == there
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
         return not _limits(expected) and not _limits(actual)
     if dest == "rope_scaling_factor":

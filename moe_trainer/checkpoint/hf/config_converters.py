@@ -5,7 +5,7 @@ multi-token prediction; rotary positions have a file of their own. A reader gets
 by destination, a writer gets all flags and returns keys. families.py lists the converters of each family.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,9 @@ class ConfigConverter:
     write: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-def _read_tied(config: Config) -> Flags:
-    return {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
-
-
-def _write_tied(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {"tie_word_embeddings": not flags.get("untie_embeddings_and_output_weights")}
+def _negated(key: str, dest: str) -> ConfigConverter:
+    """Return the converter of a switch that is on where its flag is off."""
+    return ConfigConverter(lambda config: {dest: not config.get(key, False)}, lambda flags: {key: not flags.get(dest)})
 
 
 def _read_groups(config: Config) -> Flags:
@@ -63,21 +60,16 @@ def _read_qwen_window(config: Config) -> Flags:
     """
     if not config.get("use_sliding_window"):
         return {}
-    layers, first, kinds = (
-        range(config["num_hidden_layers"]),
-        config.get("max_window_layers", 28),
-        config.get("layer_types"),
-    )
-    match config.get("model_type"):
-        case "qwen3_moe":  # transformers does not read layer_types here
-            slides = [True for _ in layers]
-        case "qwen2_moe":
-            slides = [layer % 2 == 0 and layer < first for layer in layers]
-        case _:
-            slides = [layer >= first for layer in layers]
-    if kinds is None or config.get("model_type") == "qwen3_moe":
-        kinds = [("full_attention", "sliding_attention")[slide] for slide in slides]
-    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": kinds})
+    layers, first, kind = range(config["num_hidden_layers"]), config.get("max_window_layers", 28), config["model_type"]
+    slides = [layer % 2 == 0 and layer < first if kind == "qwen2_moe" else layer >= first for layer in layers]
+    layer_types = config.get("layer_types") or _layer_types(slides, "sliding_attention")
+    if kind == "qwen3_moe":  # transformers does not read layer_types here
+        layer_types = None
+    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
+
+
+def _layer_types(pattern: Iterable[bool], special: str) -> list[str]:
+    return [special if is_special else "full_attention" for is_special in pattern]
 
 
 def _write_window(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +83,7 @@ def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
         config |= {
             "sliding_window": window[0] + 1,
             "max_window_layers": 0,
-            "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding_layers(flags)],
+            "layer_types": _layer_types(sliding_layers(flags), "sliding_attention"),
         }
     return config
 
@@ -106,26 +98,14 @@ def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
 
 def _read_alternating(config: Config) -> Flags:
     """Read the window of gpt-oss: every second layer from the first has it, unless `layer_types` differs."""
-    kinds = config.get("layer_types") or [
-        ("sliding_attention", "full_attention")[layer % 2] for layer in range(config["num_hidden_layers"])
-    ]
-    return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": kinds})
+    alternating = (layer % 2 == 0 for layer in range(config["num_hidden_layers"]))
+    layer_types = config.get("layer_types") or _layer_types(alternating, "sliding_attention")
+    return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": layer_types})
 
 
 def _write_alternating(flags: Mapping[str, Any]) -> dict[str, Any]:
-    config = _write_qwen_window(flags)
-    return {
-        "sliding_window": config.get("sliding_window"),
-        "layer_types": config.get("layer_types") or ["full_attention"] * flags["num_layers"],
-    }
-
-
-def _read_normalized(config: Config) -> Flags:
-    return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
-
-
-def _write_normalized(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {"norm_topk_prob": not flags.get("moe_router_pre_softmax")}
+    slides = sliding_layers(flags) if flags.get("window_size") else [False] * flags["num_layers"]
+    return _write_window(flags) | {"layer_types": _layer_types(slides, "sliding_attention")}
 
 
 def _read_sparse_step(config: Config) -> Flags:
@@ -135,10 +115,8 @@ def _read_sparse_step(config: Config) -> Flags:
 
 
 def _write_sparse_step(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, is_moe in enumerate(expert_layers(flags)) if not is_moe],
-    }
+    dense = [layer for layer, is_moe in enumerate(expert_layers(flags)) if not is_moe]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -156,17 +134,13 @@ def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_shared(config: Config) -> Flags:
-    return {
-        "moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
-        or None
-    }
+    width = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+    return {"moe_shared_expert_intermediate_size": width or None}
 
 
 def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
-    width, expert = (
-        flags.get("moe_shared_expert_intermediate_size") or 0,
-        flags.get("moe_ffn_hidden_size") or flags["ffn_hidden_size"],
-    )
+    width = flags.get("moe_shared_expert_intermediate_size") or 0
+    expert = flags.get("moe_ffn_hidden_size") or flags["ffn_hidden_size"]
     if not width or width % expert:
         raise CheckpointError(
             f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the width "
@@ -182,14 +156,13 @@ def _read_groups_of_experts(config: Config) -> Flags:
 
 
 def _write_groups_of_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
-    limited = bool(flags.get("moe_router_group_topk"))
-    config = {
-        "n_group": flags["moe_router_num_groups"] if limited else 1,
-        "topk_group": flags["moe_router_group_topk"] if limited else 1,
+    best = flags.get("moe_router_group_topk")
+    method = "group_limited_greedy" if best else "greedy"
+    return {
+        "n_group": flags["moe_router_num_groups"] if best else 1,
+        "topk_group": best or 1,
+        "topk_method": "noaux_tc" if flags.get("moe_router_score_function") == "sigmoid" else method,
     }
-    if flags.get("moe_router_score_function") == "sigmoid":
-        return config | {"topk_method": "noaux_tc"}
-    return config | {"topk_method": "group_limited_greedy" if limited else "greedy"}
 
 
 def _write_latent_heads(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,13 +177,12 @@ def _read_latent_heads(config: Config) -> Flags:
 
 def _read_next(config: Config) -> Flags:
     """Read the layers with linear attention. By default a quarter of each head is rotated."""
-    kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
-    layers = config["num_hidden_layers"]
-    pattern = (
-        [int((layer + 1) % every != 0) for layer in range(layers)]
-        if kinds is None
-        else [int(kind == "linear_attention") for kind in kinds]
-    )
+    layer_types, every = config.get("layer_types"), config.get("full_attention_interval") or 4
+    if layer_types is None:
+        layer_types = _layer_types(
+            ((layer + 1) % every != 0 for layer in range(config["num_hidden_layers"])), "linear_attention"
+        )
+    pattern = [int(kind == "linear_attention") for kind in layer_types]
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25
     return {"linear_attention_freq": pattern, "rotary_percent": float(share)}
@@ -218,7 +190,7 @@ def _read_next(config: Config) -> Flags:
 
 def _write_next(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "layer_types": ["linear_attention" if linear else "full_attention" for linear in linear_layers(flags)],
+        "layer_types": _layer_types(linear_layers(flags), "linear_attention"),
         "partial_rotary_factor": flags.get("rotary_percent", 1.0),
     }
 
@@ -280,25 +252,19 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
 
 
-ROPE, EXPLICIT_ROPE = ConfigConverter(read_rotary, write_rotary), ConfigConverter(read_rotary, write_explicit_rotary)
-TIED, GROUPED = ConfigConverter(_read_tied, _write_tied), ConfigConverter(_read_groups, _write_groups)
-WINDOW, QWEN_WINDOW = (
-    ConfigConverter(_read_window, _write_window),
-    ConfigConverter(_read_qwen_window, _write_qwen_window),
-)
+ROPE = ConfigConverter(read_rotary, write_rotary)
+EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
+TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
+GROUPED = ConfigConverter(_read_groups, _write_groups)
+WINDOW = ConfigConverter(_read_window, _write_window)
+QWEN_WINDOW = ConfigConverter(_read_qwen_window, _write_qwen_window)
 ALTERNATING = ConfigConverter(_read_alternating, _write_alternating)
-NORMALIZED, SPARSE_STEP = (
-    ConfigConverter(_read_normalized, _write_normalized),
-    ConfigConverter(_read_sparse_step, _write_sparse_step),
-)
-FIRST_DENSE, SHARED = (
-    ConfigConverter(_read_first_dense, _write_first_dense),
-    ConfigConverter(_read_shared, _write_shared),
-)
+NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
+SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
+FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
+SHARED = ConfigConverter(_read_shared, _write_shared)
+EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
+LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)
 NEXT = ConfigConverter(_read_next, _write_next)
-LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
-EXPERT_GROUPS, MTP = (
-    ConfigConverter(_read_groups_of_experts, _write_groups_of_experts),
-    ConfigConverter(_read_mtp, _write_mtp),
-)
+MTP = ConfigConverter(_read_mtp, _write_mtp)

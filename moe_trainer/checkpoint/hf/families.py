@@ -5,30 +5,13 @@ its converters (config_converters.py). Flags are by destination.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.config_converters import (
-    ALTERNATING,
-    EXPERT_GROUPS,
-    EXPLICIT_ROPE,
-    FIRST_DENSE,
-    GROUPED,
-    INDEXER,
-    LATENT_HEADS,
-    MTP,
-    NEXT,
-    NORMALIZED,
-    QWEN_WINDOW,
-    ROPE,
-    SHARED,
-    SPARSE_STEP,
-    TIED,
-    WINDOW,
-    ConfigConverter,
-)
+from moe_trainer.checkpoint.hf import config_converters as converters
+from moe_trainer.checkpoint.hf.config_converters import ConfigConverter
 from moe_trainer.checkpoint.hf.rotary import Config
 
 NEEDED = "(needed)"
@@ -54,13 +37,17 @@ class Family:
     """
 
     name: str
-    architecture: str
     keys: tuple[Key, ...]
     converters: tuple[ConfigConverter, ...]
     fixed_flags: Mapping[str, Any]
     required_values: Mapping[str, tuple[Any, ...]]
-    ignored: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        """Name of the class in transformers: Qwen3MoeForCausalLM of qwen3_moe."""
+        return "".join(part.capitalize() for part in self.name.split("_")) + "ForCausalLM"
 
 
 _KEYS = (
@@ -87,7 +74,13 @@ _DEEPSEEK_KEYS = _LATENT_KEYS + (
     Key("moe_intermediate_size", "moe_ffn_hidden_size"),
     Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
 )
-_QWEN_MOE_KEYS = (Key("num_experts_per_tok", "moe_router_topk"), Key("moe_intermediate_size", "moe_ffn_hidden_size"))
+_LOCAL_EXPERT_KEYS = (Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk"))
+_QWEN_MOE_KEYS = (
+    Key("num_experts_per_tok", "moe_router_topk"),
+    Key("moe_intermediate_size", "moe_ffn_hidden_size"),
+    Key("num_experts", "num_experts"),
+)
+_SHARED_EXPERT_KEY = Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 _FIXED_FLAGS = MappingProxyType(
     {
         "normalization": "RMSNorm",
@@ -99,24 +92,8 @@ _FIXED_FLAGS = MappingProxyType(
     }
 )
 _MOE = MappingProxyType({"moe_grouped_gemm": True, "moe_router_score_function": "softmax"})
-_GPT_OSS = MappingProxyType(
-    {
-        "swiglu": False,
-        "quick_geglu": True,
-        "glu_linear_offset": 1.0,
-        "add_bias_linear": True,
-        "add_qkv_bias": True,
-        "softmax_type": "learnable",
-    }
-)
 _DEEPSEEK = MappingProxyType(
-    {
-        **_FIXED_FLAGS,
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "moe_grouped_gemm": True,
-        "moe_router_dtype": "fp32",
-    }
+    {"multi_latent_attention": True, "qk_layernorm": True, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
 )
 _BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True})
 _REQUIRED = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
@@ -133,6 +110,12 @@ _DEEPSEEK_V3_DEFAULTS = MappingProxyType(
         "first_k_dense_replace": 3,
     }
 )
+_LINEAR_ATTENTION_FLAGS = tuple(
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads".split()
+)
+_QWEN_MOE = (converters.GROUPED, converters.QWEN_WINDOW, converters.NORMALIZED, converters.SPARSE_STEP)
+_DEEPSEEK_CONVERTERS = (converters.LATENT_HEADS, converters.FIRST_DENSE, converters.SHARED, converters.EXPERT_GROUPS)
 # keys without influence on the function of the model
 IGNORED = tuple(
     "_name_or_path architectures auto_map aux_loss_alpha bos_token_id dtype ep_size eos_token_id id2label "
@@ -149,139 +132,134 @@ IGNORED = tuple(
 )
 
 
-def _dense(
-    name: str, architecture: str, always: Mapping[str, Any], defaults: Mapping[str, Any], *parts: ConfigConverter
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+def _family(
+    name: str,
+    *special: ConfigConverter,
+    keys: tuple[Key, ...] = (),
+    flags: Mapping[str, Any] = _EMPTY,
+    required: Mapping[str, tuple[Any, ...]] = _REQUIRED,
+    ignored: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] = _EMPTY,
+    rope: ConfigConverter = converters.ROPE,
 ) -> Family:
+    """Return a family with what all of them have in common, and with its own keys, converters and flags."""
     return Family(
-        name, architecture, _KEYS, (ROPE, TIED, GROUPED, *parts), _FIXED_FLAGS | always, _REQUIRED, defaults=defaults
+        name, _KEYS + keys, (rope, converters.TIED, *special), _FIXED_FLAGS | flags, required, ignored, defaults
     )
 
 
-FAMILIES = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            _dense("llama", "LlamaForCausalLM", {}, {}),
-            _dense("mistral", "MistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, WINDOW),
-            _dense("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, {"num_key_value_heads": 32}, QWEN_WINDOW),
-            _dense(
-                "qwen3",
-                "Qwen3ForCausalLM",
-                {"qk_layernorm": True},
-                {"num_key_value_heads": 32, "head_dim": 128},
-                QWEN_WINDOW,
-            ),
-            Family(
-                "mixtral",
-                "MixtralForCausalLM",
-                (*_KEYS, Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk")),
-                (ROPE, TIED, GROUPED, WINDOW),
-                _FIXED_FLAGS | _MOE,
-                _REQUIRED,
-                defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-            ),
-            Family(
-                "qwen2_moe",
-                "Qwen2MoeForCausalLM",
-                (
-                    *_KEYS,
-                    *_QWEN_MOE_KEYS,
-                    Key("num_experts", "num_experts"),
-                    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-                ),
-                (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP),
-                _FIXED_FLAGS | _MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-                _REQUIRED | {"qkv_bias": (True,)},
-                defaults={"num_key_value_heads": 16},
-            ),
-            Family(
-                "qwen3_moe",
-                "Qwen3MoeForCausalLM",
-                (*_KEYS, *_QWEN_MOE_KEYS, Key("num_experts", "num_experts")),
-                (ROPE, TIED, GROUPED, QWEN_WINDOW, NORMALIZED, SPARSE_STEP),
-                _FIXED_FLAGS | _MOE | {"qk_layernorm": True},
-                _REQUIRED,
-                defaults={"num_key_value_heads": 4},
-            ),
-            Family(
-                "qwen3_next",
-                "Qwen3NextForCausalLM",
-                (
-                    *_KEYS,
-                    *_QWEN_MOE_KEYS,
-                    Key("num_experts", "num_experts"),
-                    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-                    *(
-                        Key(name, name)
-                        for name in (
-                            "linear_conv_kernel_dim",
-                            "linear_key_head_dim",
-                            "linear_value_head_dim",
-                            "linear_num_key_heads",
-                            "linear_num_value_heads",
-                        )
-                    ),
-                ),
-                (ROPE, TIED, GROUPED, NORMALIZED, SPARSE_STEP, NEXT),
-                _FIXED_FLAGS
-                | _MOE
-                | {
-                    "qk_layernorm": True,
-                    "moe_shared_expert_gate": True,
-                    "attention_output_gate": True,
-                    "moe_router_dtype": "fp32",
-                    "layernorm_zero_centered_gamma": True,
-                    "experimental_attention_variant": "gdn",
-                },
-                _REQUIRED,
-                defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
-            ),
-            Family(
-                "gpt_oss",
-                "GptOssForCausalLM",
-                (
-                    *_KEYS,
-                    Key("num_local_experts", "num_experts"),
-                    Key("num_experts_per_tok", "moe_router_topk"),
-                    Key("swiglu_limit", "activation_func_clamp_value", 7.0),
-                ),
-                (EXPLICIT_ROPE, TIED, GROUPED, ALTERNATING),
-                _FIXED_FLAGS | _MOE | _GPT_OSS,
-                {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
-                ("experts_per_token", "initial_context_length"),
-                {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
-            ),
-            Family(
-                "deepseek_v2",
-                "DeepseekV2ForCausalLM",
-                (*_KEYS, *_DEEPSEEK_KEYS),
-                (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS),
-                _DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
-                _DEEPSEEK_REQUIRED | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
-                defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
-            ),
-            Family(
-                "deepseek_v3",
-                "DeepseekV3ForCausalLM",
-                (*_KEYS, *_DEEPSEEK_KEYS),
-                (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, MTP),
-                _DEEPSEEK | _BIASED_SIGMOID,
-                _DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
-                defaults=_DEEPSEEK_V3_DEFAULTS,
-            ),
-            Family(
-                "deepseek_v32",
-                "DeepseekV32ForCausalLM",
-                (*_KEYS, *_DEEPSEEK_KEYS),
-                (ROPE, TIED, LATENT_HEADS, FIRST_DENSE, SHARED, EXPERT_GROUPS, INDEXER, MTP),
-                _DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
-                _DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
-                ("index_n_heads", "index_head_dim", "index_topk"),
-                _DEEPSEEK_V3_DEFAULTS,
-            ),
-        )
-    }
+_FAMILIES = (
+    _family("llama", converters.GROUPED),
+    _family(
+        "mistral", converters.GROUPED, converters.WINDOW, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    _family(
+        "qwen2",
+        converters.GROUPED,
+        converters.QWEN_WINDOW,
+        flags={"add_qkv_bias": True},
+        defaults={"num_key_value_heads": 32},
+    ),
+    _family(
+        "qwen3",
+        converters.GROUPED,
+        converters.QWEN_WINDOW,
+        flags={"qk_layernorm": True},
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+    ),
+    _family(
+        "mixtral",
+        converters.GROUPED,
+        converters.WINDOW,
+        keys=_LOCAL_EXPERT_KEYS,
+        flags=_MOE,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    ),
+    _family(
+        "qwen2_moe",
+        *_QWEN_MOE,
+        keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY),
+        flags=_MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        required=_REQUIRED | {"qkv_bias": (True,)},
+        defaults={"num_key_value_heads": 16},
+    ),
+    _family(
+        "qwen3_moe",
+        *_QWEN_MOE,
+        keys=_QWEN_MOE_KEYS,
+        flags=_MOE | {"qk_layernorm": True},
+        defaults={"num_key_value_heads": 4},
+    ),
+    _family(
+        "qwen3_next",
+        converters.GROUPED,
+        converters.NORMALIZED,
+        converters.SPARSE_STEP,
+        converters.NEXT,
+        keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS)),
+        flags=_MOE
+        | {
+            "qk_layernorm": True,
+            "moe_shared_expert_gate": True,
+            "attention_output_gate": True,
+            "moe_router_dtype": "fp32",
+            "layernorm_zero_centered_gamma": True,
+            "experimental_attention_variant": "gdn",
+        },
+        defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
+    ),
+    _family(
+        "gpt_oss",
+        converters.GROUPED,
+        converters.ALTERNATING,
+        rope=converters.EXPLICIT_ROPE,
+        keys=(*_LOCAL_EXPERT_KEYS, Key("swiglu_limit", "activation_func_clamp_value", 7.0)),
+        flags=_MOE
+        | {
+            "swiglu": False,
+            "quick_geglu": True,
+            "glu_linear_offset": 1.0,
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "softmax_type": "learnable",
+        },
+        required={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
+        ignored=("experts_per_token", "initial_context_length"),
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+    ),
+    _family(
+        "deepseek_v2",
+        *_DEEPSEEK_CONVERTERS,
+        keys=_DEEPSEEK_KEYS,
+        flags=_DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+        required=_DEEPSEEK_REQUIRED | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
+        defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
+    ),
+    _family(
+        "deepseek_v3",
+        *_DEEPSEEK_CONVERTERS,
+        converters.MTP,
+        keys=_DEEPSEEK_KEYS,
+        flags=_DEEPSEEK | _BIASED_SIGMOID,
+        required=_DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
+        defaults=_DEEPSEEK_V3_DEFAULTS,
+    ),
+    _family(
+        "deepseek_v32",
+        *_DEEPSEEK_CONVERTERS,
+        converters.INDEXER,
+        converters.MTP,
+        keys=_DEEPSEEK_KEYS,
+        flags=_DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
+        required=_DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+        ignored=("index_n_heads", "index_head_dim", "index_topk"),
+        defaults=_DEEPSEEK_V3_DEFAULTS,
+    ),
 )
+FAMILIES = MappingProxyType({family.name: family for family in _FAMILIES})
 OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
 ALIASES = MappingProxyType(
     {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}

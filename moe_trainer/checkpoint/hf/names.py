@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern, mtp_is_moe
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.rules import HEAD, MODEL, MTP_COPIES, NAMES, Rules
+from moe_trainer.checkpoint.hf.rules import HEAD, MODEL, MTP_COPIES, NAMES, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
 
 
@@ -144,28 +144,26 @@ def duplicated_tensors(family: str, flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _expand(
-    tables: Sequence[Rules],
+    rules: Sequence[Rule],
     native_prefix: str,
     hf_prefix: str,
     flags: Mapping[str, Any],
     sizes: ModelSizes,
     present: Callable[[str], bool] | None,
 ) -> Iterator[TensorMapping]:
-    for rules in filter(lambda rules: rules.hold(flags), tables):
-        for name, spellings in rules.lines():
-            shapes: list[tuple[int, ...]] = []
-            parts = _select_spelling(spellings, hf_prefix, present).split(",")
-            siblings = name.replace(" ", "").split("&")
-            for expert in range(sizes["X"]) if "{e}" in name else (None,):
-                refs = tuple(_ref(part, hf_prefix, expert, sizes) for part in parts)
-                # a stack holds both halves already
-                transform = SAME if rules.transform is HALVES and len(refs) == 1 else rules.transform
-                if not shapes:  # equal for all experts
-                    joined = transform.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
-                    shapes = [tuple(each.shape) for each in (joined if len(siblings) > 1 else (joined,))]
-                names = tuple(native_prefix + sibling.format(e=expert) for sibling in siblings)
-                for native, shape in zip(names, shapes, strict=True):
-                    yield TensorMapping(native, shape, refs, transform, names if len(names) > 1 else ())
+    for rule in (rule for rule in rules if rule.applies(flags)):
+        shapes: list[tuple[int, ...]] = []
+        parts = _select_spelling(rule.spellings, hf_prefix, present).split(",")
+        for expert in range(sizes["X"]) if "{e}" in rule.native[0] else (None,):
+            refs = tuple(_ref(part, hf_prefix, expert, sizes) for part in parts)
+            # a stack holds both halves already
+            transform = SAME if rule.transform is HALVES and len(refs) == 1 else rule.transform
+            if not shapes:  # equal for all experts
+                joined = transform.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
+                shapes = [tuple(each.shape) for each in (joined if len(rule.native) > 1 else (joined,))]
+            names = tuple(native_prefix + name.format(e=expert) for name in rule.native)
+            for name, shape in zip(names, shapes, strict=True):
+                yield TensorMapping(name, shape, refs, transform, names if len(names) > 1 else ())
 
 
 def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[str], bool] | None) -> str:

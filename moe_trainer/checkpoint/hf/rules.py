@@ -12,250 +12,152 @@ LKD and LVD their sizes, LO outputs, LZ, LB and LC rows of its two projections a
 Numbers are literal.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from moe_trainer.checkpoint.hf.transforms import (
-    DELTA,
-    DELTA_PARTS,
-    GATED_GROUPS,
-    GROUPS,
-    HALVES,
-    INTERLEAVED,
-    MINUS_ONE,
-    SAME,
-    TRANSPOSED,
-    Transform,
-)
+from moe_trainer.checkpoint.hf.transforms import TRANSFORMS, Transform
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Rules with one transform, one per line: NATIVE = SPELLING [| SPELLING ...].
-
-    A spelling is NAME LAYOUT [, NAME LAYOUT ...]. NATIVE is one name inside the layer, or several joined by " & ".
-    `{e}` is the expert; a spelling without it whose layout begins with X is a stack over experts.
+class Rule:
+    """A rule for the tensors of one kind of layer.
 
     Attributes:
-        needs: flag (with "-" its absence) that the rules require.
+        native: name inside the layer, or several that are made of the same Hugging Face tensors.
+        spellings: NAME LAYOUT [, NAME LAYOUT ...] each. `{e}` is the expert; a spelling without it whose layout begins
+            with X is a stack over experts.
+        needs: flag that the rule requires, after "not " the flag that excludes it.
     """
 
-    text: str
+    native: tuple[str, ...]
+    spellings: tuple[str, ...]
     transform: Transform
-    needs: str = ""
+    needs: str
 
-    def hold(self, flags: Mapping[str, Any]) -> bool:
-        return not self.needs or bool(flags.get(self.needs.lstrip("-"))) != self.needs.startswith("-")
-
-    def lines(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield (native name, spellings)."""
-        for line in filter(None, map(str.strip, self.text.splitlines())):
-            native, _, spellings = line.partition(" = ")
-            yield native.strip(), tuple(map(str.strip, spellings.split("|")))
+    def applies(self, flags: Mapping[str, Any]) -> bool:
+        return not self.needs or bool(flags.get(self.needs.removeprefix("not "))) != self.needs.startswith("not ")
 
 
-MODEL = (Rules("embedding.word_embeddings.weight = model.embed_tokens.weight V H", SAME),)
-HEAD = (
-    Rules("decoder.final_layernorm.weight = model.norm.weight H", SAME),
-    Rules("output_layer.weight = lm_head.weight V H", SAME, "untie_embeddings_and_output_weights"),
-)
-_GROUPED = (
-    Rules(
-        """
-        input_layernorm.weight = input_layernorm.weight H
-        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
-        self_attention.linear_proj.weight = self_attn.o_proj.weight H Q""",
-        SAME,
-    ),
-    Rules(
-        "self_attention.linear_qkv.weight = self_attn.q_proj.weight Q H, self_attn.k_proj.weight K H, "
-        "self_attn.v_proj.weight K H",
-        GROUPS,
-    ),
-    Rules(
-        "self_attention.linear_qkv.bias = self_attn.q_proj.bias Q, self_attn.k_proj.bias K, self_attn.v_proj.bias K",
-        GROUPS,
-        "add_qkv_bias",
-    ),
-    Rules(
-        """
-        self_attention.q_layernorm.weight = self_attn.q_norm.weight D
-        self_attention.k_layernorm.weight = self_attn.k_norm.weight D""",
-        SAME,
-        "qk_layernorm",
-    ),
-)
-_LATENT = (
-    Rules(
-        """
-        input_layernorm.weight = input_layernorm.weight H
-        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
-        self_attention.linear_kv_down_proj.weight = self_attn.kv_a_proj_with_mqa.weight T H
-        self_attention.kv_layernorm.weight = self_attn.kv_a_layernorm.weight C
-        self_attention.linear_kv_up_proj.weight = self_attn.kv_b_proj.weight U C
-        self_attention.linear_proj.weight = self_attn.o_proj.weight H O""",
-        SAME,
-    ),
-    Rules("self_attention.linear_q_proj.weight = self_attn.q_proj.weight P H", SAME, "-q_lora_rank"),
-    Rules(
-        """
-        self_attention.linear_q_down_proj.weight = self_attn.q_a_proj.weight A H
-        self_attention.q_layernorm.weight = self_attn.q_a_layernorm.weight A
-        self_attention.linear_q_up_proj.weight = self_attn.q_b_proj.weight P A""",
-        SAME,
-        "q_lora_rank",
-    ),
-)
-_INDEXER = (
-    Rules(
-        """
+def _rules(text: str) -> tuple[Rule, ...]:
+    """Parse rules, one per line: NATIVE [& NATIVE ...] = SPELLING [| SPELLING ...] [: TRANSFORM] [if [not] FLAG]."""
+    found = []
+    for line in text.strip().splitlines():
+        line, _, needs = line.partition(" if ")
+        line, _, transform = line.partition(" : ")
+        native, spellings = (re.split(r"\s*[&|]\s*", side.strip()) for side in line.split(" = "))
+        found.append(Rule(tuple(native), tuple(spellings), TRANSFORMS[transform or "SAME"], needs))
+    return tuple(found)
+
+
+MODEL = _rules("embedding.word_embeddings.weight = model.embed_tokens.weight V H")
+HEAD = _rules("""
+    decoder.final_layernorm.weight = model.norm.weight H
+    output_layer.weight = lm_head.weight V H if untie_embeddings_and_output_weights
+""")
+_NORMS = _rules("""
+    input_layernorm.weight = input_layernorm.weight H
+    pre_mlp_layernorm.weight = post_attention_layernorm.weight H
+""")
+_GROUPED = _NORMS + _rules("""
+    self_attention.linear_proj.weight = self_attn.o_proj.weight H Q
+    self_attention.linear_qkv.weight = self_attn.q_proj.weight Q H, self_attn.k_proj.weight K H, \
+        self_attn.v_proj.weight K H : GROUPS
+    self_attention.linear_qkv.bias = self_attn.q_proj.bias Q, self_attn.k_proj.bias K, self_attn.v_proj.bias K \
+        : GROUPS if add_qkv_bias
+    self_attention.q_layernorm.weight = self_attn.q_norm.weight D if qk_layernorm
+    self_attention.k_layernorm.weight = self_attn.k_norm.weight D if qk_layernorm
+""")
+_LATENT = _NORMS + _rules("""
+    self_attention.linear_kv_down_proj.weight = self_attn.kv_a_proj_with_mqa.weight T H
+    self_attention.kv_layernorm.weight = self_attn.kv_a_layernorm.weight C
+    self_attention.linear_kv_up_proj.weight = self_attn.kv_b_proj.weight U C
+    self_attention.linear_proj.weight = self_attn.o_proj.weight H O
+    self_attention.linear_q_proj.weight = self_attn.q_proj.weight P H if not q_lora_rank
+    self_attention.linear_q_down_proj.weight = self_attn.q_a_proj.weight A H if q_lora_rank
+    self_attention.q_layernorm.weight = self_attn.q_a_layernorm.weight A if q_lora_rank
+    self_attention.linear_q_up_proj.weight = self_attn.q_b_proj.weight P A if q_lora_rank
+""")
+_INDEXER = _rules("""
     self_attention.core_attention.indexer.linear_wq_b.weight = self_attn.indexer.wq_b.weight IQ A
     self_attention.core_attention.indexer.linear_wk.weight = self_attn.indexer.wk.weight ID H
     self_attention.core_attention.indexer.k_norm.weight = self_attn.indexer.k_norm.weight ID
     self_attention.core_attention.indexer.k_norm.bias = self_attn.indexer.k_norm.bias ID
-    self_attention.core_attention.indexer.linear_weights_proj.weight = self_attn.indexer.weights_proj.weight IH H""",
-        SAME,
-    ),
-)
-_DENSE = (
-    Rules("mlp.linear_fc1.weight = mlp.gate_proj.weight F H, mlp.up_proj.weight F H", HALVES),
-    Rules("mlp.linear_fc2.weight = mlp.down_proj.weight H F", SAME),
-)
-_EXPERTS = (
-    Rules("mlp.router.weight = mlp.gate.weight X H", SAME),
-    Rules("mlp.router.expert_bias = mlp.gate.e_score_correction_bias X", SAME, "moe_router_enable_expert_bias"),
-    Rules(
-        """mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.{e}.gate_proj.weight E H, \
-        mlp.experts.{e}.up_proj.weight E H \
-        | mlp.experts.gate_up_proj X 2E H""",
-        HALVES,
-    ),
-    Rules(
-        "mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.{e}.down_proj.weight H E | "
-        "mlp.experts.down_proj X H E",
-        SAME,
-    ),
-)
-_MIXTRAL = (
-    Rules("mlp.router.weight = block_sparse_moe.gate.weight X H | mlp.gate.weight X H", SAME),
-    Rules(
-        """mlp.experts.local_experts.{e}.linear_fc1.weight = block_sparse_moe.experts.{e}.w1.weight E H, \
-        block_sparse_moe.experts.{e}.w3.weight E H | mlp.experts.gate_up_proj X 2E H""",
-        HALVES,
-    ),
-    Rules(
-        """mlp.experts.local_experts.{e}.linear_fc2.weight = block_sparse_moe.experts.{e}.w2.weight H E \
-        | mlp.experts.down_proj X H E""",
-        SAME,
-    ),
-)
-_BIASED = (
-    Rules(
-        """
+    self_attention.core_attention.indexer.linear_weights_proj.weight = self_attn.indexer.weights_proj.weight IH H
+""")
+_DENSE = _rules("""
+    mlp.linear_fc1.weight = mlp.gate_proj.weight F H, mlp.up_proj.weight F H : HALVES
+    mlp.linear_fc2.weight = mlp.down_proj.weight H F
+""")
+_EXPERTS = _rules("""
+    mlp.router.weight = mlp.gate.weight X H
+    mlp.router.expert_bias = mlp.gate.e_score_correction_bias X if moe_router_enable_expert_bias
+    mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.{e}.gate_proj.weight E H, \
+        mlp.experts.{e}.up_proj.weight E H | mlp.experts.gate_up_proj X 2E H : HALVES
+    mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.{e}.down_proj.weight H E | mlp.experts.down_proj X H E
+""")
+_MIXTRAL = _rules("""
+    mlp.router.weight = block_sparse_moe.gate.weight X H | mlp.gate.weight X H
+    mlp.experts.local_experts.{e}.linear_fc1.weight = block_sparse_moe.experts.{e}.w1.weight E H, \
+        block_sparse_moe.experts.{e}.w3.weight E H | mlp.experts.gate_up_proj X 2E H : HALVES
+    mlp.experts.local_experts.{e}.linear_fc2.weight = block_sparse_moe.experts.{e}.w2.weight H E \
+        | mlp.experts.down_proj X H E
+""")
+_BIASED = _rules("""
     self_attention.linear_proj.bias = self_attn.o_proj.bias H
-    self_attention.core_attention.softmax_offset = self_attn.sinks N""",
-        SAME,
-    ),
-)
-_BIASED_EXPERTS = (
-    Rules(
-        """
-        mlp.router.weight = mlp.router.weight X H
-        mlp.router.bias = mlp.router.bias X
-        mlp.experts.local_experts.{e}.linear_fc2.bias = mlp.experts.down_proj_bias X H""",
-        SAME,
-    ),
-    Rules(
-        """
-        mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.gate_up_proj X H 2E
-        mlp.experts.local_experts.{e}.linear_fc1.bias = mlp.experts.gate_up_proj_bias X 2E""",
-        INTERLEAVED,
-    ),
-    Rules("mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.down_proj X E H", TRANSPOSED),
-)
-_GATED_SHARED = (
-    Rules(
-        """mlp.shared_experts.linear_fc1.weight = mlp.shared_expert.gate_proj.weight S H, \
-        mlp.shared_expert.up_proj.weight S H""",
-        HALVES,
-    ),
-    Rules(
-        """
-        mlp.shared_experts.linear_fc2.weight = mlp.shared_expert.down_proj.weight H S
-        mlp.shared_experts.gate_weight = mlp.shared_expert_gate.weight 1 H""",
-        SAME,
-    ),
-)
-_SHARED = (
-    Rules(
-        "mlp.shared_experts.linear_fc1.weight = mlp.shared_experts.gate_proj.weight S H, "
-        "mlp.shared_experts.up_proj.weight S H",
-        HALVES,
-    ),
-    Rules("mlp.shared_experts.linear_fc2.weight = mlp.shared_experts.down_proj.weight H S", SAME),
-)
-_GATED = (
-    Rules(
-        """
-        input_layernorm.weight = input_layernorm.weight H
-        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
-        self_attention.linear_proj.weight = self_attn.o_proj.weight H Q
-        self_attention.q_layernorm.weight = self_attn.q_norm.weight D
-        self_attention.k_layernorm.weight = self_attn.k_norm.weight D""",
-        SAME,
-    ),
-    Rules(
-        "self_attention.linear_qkv.weight = self_attn.q_proj.weight 2Q H, self_attn.k_proj.weight K H, "
-        "self_attn.v_proj.weight K H",
-        GATED_GROUPS,
-    ),
-)
-_LINEAR = (
-    Rules(
-        """
-        input_layernorm.weight = input_layernorm.weight H
-        pre_mlp_layernorm.weight = post_attention_layernorm.weight H
-        self_attention.A_log = linear_attn.A_log LV
-        self_attention.dt_bias = linear_attn.dt_bias LV
-        self_attention.out_proj.weight = linear_attn.out_proj.weight H LO""",
-        SAME,
-    ),
-    Rules(
-        """self_attention.in_proj.weight.query & self_attention.in_proj.weight.key \
-        & self_attention.in_proj.weight.value \
+    self_attention.core_attention.softmax_offset = self_attn.sinks N
+""")
+_BIASED_EXPERTS = _rules("""
+    mlp.router.weight = mlp.router.weight X H
+    mlp.router.bias = mlp.router.bias X
+    mlp.experts.local_experts.{e}.linear_fc2.bias = mlp.experts.down_proj_bias X H
+    mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.gate_up_proj X H 2E : INTERLEAVED
+    mlp.experts.local_experts.{e}.linear_fc1.bias = mlp.experts.gate_up_proj_bias X 2E : INTERLEAVED
+    mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.down_proj X E H : TRANSPOSED
+""")
+_GATED_SHARED = _rules("""
+    mlp.shared_experts.linear_fc1.weight = mlp.shared_expert.gate_proj.weight S H, \
+        mlp.shared_expert.up_proj.weight S H : HALVES
+    mlp.shared_experts.linear_fc2.weight = mlp.shared_expert.down_proj.weight H S
+    mlp.shared_experts.gate_weight = mlp.shared_expert_gate.weight 1 H
+""")
+_SHARED = _rules("""
+    mlp.shared_experts.linear_fc1.weight = mlp.shared_experts.gate_proj.weight S H, \
+        mlp.shared_experts.up_proj.weight S H : HALVES
+    mlp.shared_experts.linear_fc2.weight = mlp.shared_experts.down_proj.weight H S
+""")
+_GATED = _NORMS + _rules("""
+    self_attention.linear_proj.weight = self_attn.o_proj.weight H Q
+    self_attention.q_layernorm.weight = self_attn.q_norm.weight D
+    self_attention.k_layernorm.weight = self_attn.k_norm.weight D
+    self_attention.linear_qkv.weight = self_attn.q_proj.weight 2Q H, self_attn.k_proj.weight K H, \
+        self_attn.v_proj.weight K H : GATED_GROUPS
+""")
+_LINEAR = _NORMS + _rules("""
+    self_attention.A_log = linear_attn.A_log LV
+    self_attention.dt_bias = linear_attn.dt_bias LV
+    self_attention.out_proj.weight = linear_attn.out_proj.weight H LO
+    self_attention.in_proj.weight.query & self_attention.in_proj.weight.key & self_attention.in_proj.weight.value \
         & self_attention.in_proj.weight.z & self_attention.in_proj.weight.beta & self_attention.in_proj.weight.alpha \
-        = linear_attn.in_proj_qkvz.weight LZ H, linear_attn.in_proj_ba.weight LB H""",
-        DELTA,
-    ),
-    Rules(
-        """self_attention.conv1d.weight.query & self_attention.conv1d.weight.key & self_attention.conv1d.weight.value \
-        = linear_attn.conv1d.weight LC 1 LW""",
-        DELTA_PARTS,
-    ),
-    Rules("self_attention.out_norm.weight = linear_attn.norm.weight LVD", MINUS_ONE),
-)
-_NEXT_MTP = (
-    Rules(
-        """
+        = linear_attn.in_proj_qkvz.weight LZ H, linear_attn.in_proj_ba.weight LB H : DELTA
+    self_attention.conv1d.weight.query & self_attention.conv1d.weight.key & self_attention.conv1d.weight.value \
+        = linear_attn.conv1d.weight LC 1 LW : DELTA_PARTS
+    self_attention.out_norm.weight = linear_attn.norm.weight LVD : MINUS_ONE
+""")
+_NEXT_MTP = _rules("""
     enorm.weight = pre_fc_norm_embedding.weight H
     hnorm.weight = pre_fc_norm_hidden.weight H
     eh_proj.weight = fc.weight H M
-    final_layernorm.weight = norm.weight H""",
-        SAME,
-    ),
-)
-_MTP = (
-    Rules(
-        """
+    final_layernorm.weight = norm.weight H
+""")
+_MTP = _rules("""
     enorm.weight = enorm.weight H
     hnorm.weight = hnorm.weight H
     eh_proj.weight = eh_proj.weight H M
-    final_layernorm.weight = shared_head.norm.weight H""",
-        SAME,
-    ),
-)
+    final_layernorm.weight = shared_head.norm.weight H
+""")
 
 
 @dataclass(frozen=True)
@@ -271,11 +173,11 @@ class Names:
         depth: prefixes of the tensors of an MTP depth and of its layer; {l} continues the layers, {d} starts at zero.
     """
 
-    layer: tuple[Rules, ...]
-    moe: tuple[Rules, ...] = ()
-    dense: tuple[Rules, ...] = _DENSE
-    mtp: tuple[Rules, ...] = ()
-    linear: tuple[Rules, ...] = ()
+    layer: tuple[Rule, ...]
+    moe: tuple[Rule, ...] = ()
+    dense: tuple[Rule, ...] = _DENSE
+    mtp: tuple[Rule, ...] = ()
+    linear: tuple[Rule, ...] = ()
     depth: tuple[str, str] = ("model.layers.{l}.", "model.layers.{l}.")
 
 

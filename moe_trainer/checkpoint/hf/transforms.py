@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,36 +72,38 @@ def _delta_widths(sizes: ModelSizes) -> list[int]:
     return [sizes["LK"] * sizes["LKD"], sizes["LK"] * sizes["LKD"], sizes["LV"] * sizes["LVD"]]
 
 
-def _join_interleaved(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
-    del sizes
+def _join_interleaved(parts: Sequence[Tensor], _sizes: ModelSizes) -> Tensor:
     rows = parts[0].t()  # a bias is its own transpose
     return torch.cat([rows[0::2], rows[1::2]])
 
 
-def _part_interleaved(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
-    del sizes
+def _part_interleaved(full: Tensor, _sizes: ModelSizes) -> Sequence[Tensor]:
     return (torch.stack(full.chunk(2), 1).flatten(0, 1).t(),)
 
 
 SAME = Transform(lambda parts, _: parts[0], lambda full, _: (full,))
+# gate above up
 HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda full, _: full.chunk(2))
-"""Gate above up."""
-GROUPS = Transform(_join_groups, _part_groups)
-"""[q..q, k, v] per key-value group."""
-GATED_GROUPS = Transform(_join_gated_groups, _part_gated_groups)
-"""[q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head."""
-DELTA = Transform(_join_delta, _part_delta)
-"""Query, key, value, gate, beta and alpha of all heads.
-
-Hugging Face: grouped by key head, the last two in a tensor of their own.
-"""
-DELTA_PARTS = Transform(
-    lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda full, _: (torch.cat(tuple(full)),)
+TRANSFORMS = MappingProxyType(
+    {
+        "SAME": SAME,
+        "HALVES": HALVES,
+        # [q..q, k, v] per key-value group
+        "GROUPS": Transform(_join_groups, _part_groups),
+        # [q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head
+        "GATED_GROUPS": Transform(_join_gated_groups, _part_gated_groups),
+        # query, key, value, gate, beta and alpha of all heads; Hugging Face: grouped by key head, the last two in a
+        # tensor of their own
+        "DELTA": Transform(_join_delta, _part_delta),
+        # the channels of query, key and value
+        "DELTA_PARTS": Transform(
+            lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda full, _: (torch.cat(tuple(full)),)
+        ),
+        # inputs x outputs in Hugging Face, which multiplies from the right
+        "TRANSPOSED": Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),)),
+        # gate above up; Hugging Face: transposed, gate and up interleaved
+        "INTERLEAVED": Transform(_join_interleaved, _part_interleaved),
+        # a gain around zero; Hugging Face: around one
+        "MINUS_ONE": Transform(lambda parts, _: parts[0] - 1, lambda full, _: (full + 1,)),
+    }
 )
-"""The channels of query, key and value."""
-TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),))
-"""Inputs x outputs in Hugging Face, which multiplies from the right."""
-INTERLEAVED = Transform(_join_interleaved, _part_interleaved)
-"""Gate above up; Hugging Face: transposed, gate and up interleaved."""
-MINUS_ONE = Transform(lambda parts, _: parts[0] - 1, lambda full, _: (full + 1,))
-"""A gain around zero; Hugging Face: around one."""
