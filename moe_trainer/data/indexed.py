@@ -42,7 +42,6 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = MappingProxyType(
     {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 )
-_DTYPE_NAMES = ", ".join(np.dtype(dtype).name for dtype in _DTYPES.values())
 # NOTE: 65500, not 65536: Megatron's preprocessing keeps a margin, and byte-equal files need the same one.
 _UINT16_VOCAB_LIMIT = 65500
 _PAGE_TOKENS = 2048
@@ -82,11 +81,12 @@ class IndexedDataset:
             raise self._damaged(f"found {size} bytes, the header alone needs {_HEADER.size}; the index is truncated")
         raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+        names = ", ".join(np.dtype(dtype).name for dtype in _DTYPES.values())
         needed = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
         for is_wrong, problem in (
             (magic != _MAGIC, f"not a Megatron index (it begins with {magic!r}, needed {_MAGIC!r})"),
             (version != 1, f"index version {version}, only version 1 exists"),
-            (code not in _DTYPES, f"unknown dtype code {code}; known are 1 to 8 ({_DTYPE_NAMES})"),
+            (code not in _DTYPES, f"unknown dtype code {code}; known are 1 to 8 ({names})"),
             (
                 size < needed,
                 f"found {size} bytes, {num_sequences} sequences and {num_boundaries - 1} documents need {needed}; the "

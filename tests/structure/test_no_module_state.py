@@ -7,6 +7,7 @@ tuples, frozensets and MappingProxyType, compiled patterns, loggers, frozen reco
 """
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -53,13 +54,20 @@ def _frozen_classes(path: Path) -> frozenset[str]:
 
 
 def _frozen_names(tree: ast.Module) -> frozenset[str]:
-    """Return the names in this module that stand for frozen classes, its own and imported ones of ours."""
+    """Return the names in this module of frozen classes, its own and imported ones of ours, and of their makers.
+
+    A maker is a function of this module that returns such a class, or a tuple of it.
+    """
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_frozen_class(node)}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             path = ROOT / (node.module.replace(".", "/") + ".py")
             if path.exists():
                 names |= {alias.asname or alias.name for alias in node.names if alias.name in _frozen_classes(path)}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.returns is not None:
+            if set(re.findall(r"\w+", ast.unparse(node.returns))) <= names | {"tuple"}:
+                names.add(node.name)
     return frozenset(names)
 
 

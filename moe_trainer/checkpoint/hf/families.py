@@ -151,115 +151,124 @@ def _family(
     )
 
 
-_FAMILIES = (
-    _family("llama", converters.GROUPED),
-    _family(
-        "mistral", converters.GROUPED, converters.WINDOW, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
-    ),
-    _family(
-        "qwen2",
-        converters.GROUPED,
-        converters.QWEN_WINDOW,
-        flags={"add_qkv_bias": True},
-        defaults={"num_key_value_heads": 32},
-    ),
-    _family(
-        "qwen3",
-        converters.GROUPED,
-        converters.QWEN_WINDOW,
-        flags={"qk_layernorm": True},
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
-    ),
-    _family(
-        "mixtral",
-        converters.GROUPED,
-        converters.WINDOW,
-        keys=_LOCAL_EXPERT_KEYS,
-        flags=_MOE,
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    ),
-    _family(
-        "qwen2_moe",
-        *_QWEN_MOE,
-        keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY),
-        flags=_MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-        required=_REQUIRED | {"qkv_bias": (True,)},
-        defaults={"num_key_value_heads": 16},
-    ),
-    _family(
-        "qwen3_moe",
-        *_QWEN_MOE,
-        keys=_QWEN_MOE_KEYS,
-        flags=_MOE | {"qk_layernorm": True},
-        defaults={"num_key_value_heads": 4},
-    ),
-    _family(
-        "qwen3_next",
-        converters.GROUPED,
-        converters.NORMALIZED,
-        converters.SPARSE_STEP,
-        converters.NEXT,
-        keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS)),
-        flags=_MOE
-        | {
-            "qk_layernorm": True,
-            "moe_shared_expert_gate": True,
-            "attention_output_gate": True,
-            "moe_router_dtype": "fp32",
-            "layernorm_zero_centered_gamma": True,
-            "experimental_attention_variant": "gdn",
-        },
-        defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
-    ),
-    _family(
-        "gpt_oss",
-        converters.GROUPED,
-        converters.ALTERNATING,
-        rope=converters.EXPLICIT_ROPE,
-        keys=(*_LOCAL_EXPERT_KEYS, Key("swiglu_limit", "activation_func_clamp_value", 7.0)),
-        flags=_MOE
-        | {
-            "swiglu": False,
-            "quick_geglu": True,
-            "glu_linear_offset": 1.0,
-            "add_bias_linear": True,
-            "add_qkv_bias": True,
-            "softmax_type": "learnable",
-        },
-        required={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
-        ignored=("experts_per_token", "initial_context_length"),
-        defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
-    ),
-    _family(
-        "deepseek_v2",
-        *_DEEPSEEK_CONVERTERS,
-        keys=_DEEPSEEK_KEYS,
-        flags=_DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
-        required=_DEEPSEEK_REQUIRED | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
-        defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
-    ),
-    _family(
-        "deepseek_v3",
-        *_DEEPSEEK_CONVERTERS,
-        converters.MTP,
-        keys=_DEEPSEEK_KEYS,
-        flags=_DEEPSEEK | _BIASED_SIGMOID,
-        required=_DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
-        defaults=_DEEPSEEK_V3_DEFAULTS,
-    ),
-    _family(
-        "deepseek_v32",
-        *_DEEPSEEK_CONVERTERS,
-        converters.INDEXER,
-        converters.MTP,
-        keys=_DEEPSEEK_KEYS,
-        flags=_DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
-        required=_DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
-        ignored=("index_n_heads", "index_head_dim", "index_topk"),
-        defaults=_DEEPSEEK_V3_DEFAULTS,
-    ),
+FAMILIES = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            _family("llama", converters.GROUPED),
+            _family(
+                "mistral",
+                converters.GROUPED,
+                converters.WINDOW,
+                defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+            ),
+            _family(
+                "qwen2",
+                converters.GROUPED,
+                converters.QWEN_WINDOW,
+                flags={"add_qkv_bias": True},
+                defaults={"num_key_value_heads": 32},
+            ),
+            _family(
+                "qwen3",
+                converters.GROUPED,
+                converters.QWEN_WINDOW,
+                flags={"qk_layernorm": True},
+                defaults={"num_key_value_heads": 32, "head_dim": 128},
+            ),
+            _family(
+                "mixtral",
+                converters.GROUPED,
+                converters.WINDOW,
+                keys=_LOCAL_EXPERT_KEYS,
+                flags=_MOE,
+                defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+            ),
+            _family(
+                "qwen2_moe",
+                *_QWEN_MOE,
+                keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY),
+                flags=_MOE | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+                required=_REQUIRED | {"qkv_bias": (True,)},
+                defaults={"num_key_value_heads": 16},
+            ),
+            _family(
+                "qwen3_moe",
+                *_QWEN_MOE,
+                keys=_QWEN_MOE_KEYS,
+                flags=_MOE | {"qk_layernorm": True},
+                defaults={"num_key_value_heads": 4},
+            ),
+            _family(
+                "qwen3_next",
+                converters.GROUPED,
+                converters.NORMALIZED,
+                converters.SPARSE_STEP,
+                converters.NEXT,
+                keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS)),
+                flags=_MOE
+                | {
+                    "qk_layernorm": True,
+                    "moe_shared_expert_gate": True,
+                    "attention_output_gate": True,
+                    "moe_router_dtype": "fp32",
+                    "layernorm_zero_centered_gamma": True,
+                    "experimental_attention_variant": "gdn",
+                },
+                defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
+            ),
+            _family(
+                "gpt_oss",
+                converters.GROUPED,
+                converters.ALTERNATING,
+                rope=converters.EXPLICIT_ROPE,
+                keys=(*_LOCAL_EXPERT_KEYS, Key("swiglu_limit", "activation_func_clamp_value", 7.0)),
+                flags=_MOE
+                | {
+                    "swiglu": False,
+                    "quick_geglu": True,
+                    "glu_linear_offset": 1.0,
+                    "add_bias_linear": True,
+                    "add_qkv_bias": True,
+                    "softmax_type": "learnable",
+                },
+                required={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
+                ignored=("experts_per_token", "initial_context_length"),
+                defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+            ),
+            _family(
+                "deepseek_v2",
+                *_DEEPSEEK_CONVERTERS,
+                keys=_DEEPSEEK_KEYS,
+                flags=_DEEPSEEK | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+                required=_DEEPSEEK_REQUIRED
+                | {"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False,)},
+                defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
+            ),
+            _family(
+                "deepseek_v3",
+                *_DEEPSEEK_CONVERTERS,
+                converters.MTP,
+                keys=_DEEPSEEK_KEYS,
+                flags=_DEEPSEEK | _BIASED_SIGMOID,
+                required=_DEEPSEEK_REQUIRED | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
+                defaults=_DEEPSEEK_V3_DEFAULTS,
+            ),
+            _family(
+                "deepseek_v32",
+                *_DEEPSEEK_CONVERTERS,
+                converters.INDEXER,
+                converters.MTP,
+                keys=_DEEPSEEK_KEYS,
+                flags=_DEEPSEEK | _BIASED_SIGMOID | {"experimental_attention_variant": "dsa"},
+                required=_DEEPSEEK_REQUIRED
+                | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
+                ignored=("index_n_heads", "index_head_dim", "index_topk"),
+                defaults=_DEEPSEEK_V3_DEFAULTS,
+            ),
+        )
+    }
 )
-FAMILIES = MappingProxyType({family.name: family for family in _FAMILIES})
 OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
 ALIASES = MappingProxyType(
     {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
