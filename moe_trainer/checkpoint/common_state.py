@@ -34,15 +34,13 @@ _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_
 
 def dump_object(value: Any) -> bytes:
     """Encode as Megatron's sharded objects are: torch.save of a list of one."""
-    stream = io.BytesIO()
-    torch.save([value], stream)
-    return stream.getvalue()
+    return dump_file([value])
 
 
-def dump_file(common: Mapping[str, Any]) -> bytes:
-    """Encode as the file that Megatron-LM up to core_v0.18 reads."""
+def dump_file(content: Any) -> bytes:
+    """Encode as torch.save does, such as the file that Megatron-LM up to core_v0.18 reads."""
     stream = io.BytesIO()
-    torch.save(dict(common), stream)
+    torch.save(content, stream)
     return stream.getvalue()
 
 

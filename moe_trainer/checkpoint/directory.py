@@ -250,12 +250,9 @@ def acquire_lock(directory: Path) -> str | None:
             break
         os.close(descriptor)  # another run has ended and removed the file between the two calls
     os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor,
-        f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        f"{_job()}\n".encode(),
-        0,
-    )
+    job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {since}{job}\n".encode(), 0)
     return None
 
 
@@ -270,11 +267,8 @@ def release_lock(directory: Path) -> None:
 
 def filesystem_id(directory: Path) -> int:
     """Return the device number of the file system that holds the folder, or would hold it."""
-    return (
-        next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
-        .stat()
-        .st_dev
-    )
+    path = directory.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists()).stat().st_dev
 
 
 def check_filesystem_mounted(directory: Path, number: int | None) -> None:
@@ -290,10 +284,6 @@ def check_filesystem_mounted(directory: Path, number: int | None) -> None:
         raise OSError(
             "the file system of the save folder is no longer mounted: another one is there than at the start of the run"
         )
-
-
-def _job() -> str:
-    return f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
 
 
 def append_progress(directory: Path, num_ranks: int, text: str) -> None:

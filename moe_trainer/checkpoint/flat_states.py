@@ -34,20 +34,12 @@ from arguments.stage_layout import ChunkLayout, chunk_layouts
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors
-from moe_trainer.checkpoint.megatron_legacy.names import (
-    EXPERT,
-    LayoutSizes,
-    buffer_offsets,
-    layer_number,
-    local_name,
-    module_order_key,
-    to_spec_name,
-)
+from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.megatron_legacy.reader import bucketing
 from moe_trainer.checkpoint.reading import decode, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.unpickle import to_builtin
-from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk, tensor_entry
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk, incomplete_tensors, tensor_entry
 
 _CHAIN = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _STATE = re.compile(r"^optimizer\.state\.([^.]+)\.(.+)$")
@@ -57,15 +49,11 @@ _BUCKET = re.compile(
 _SCALARS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/")
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _HEAD = "output_layer.weight"
-_LAYOUT_FLAGS = (
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
+_LAYOUT_FLAGS = tuple(
+    "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers pipeline_model_parallel_layout".split()
 )
+_LAYOUT_SWITCHES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 @dataclass(frozen=True)
@@ -132,12 +120,9 @@ class FlatStateMetadata(VirtualMetadata):
         name = _CHAIN.sub("", key)
         self._renamed[name] = key
         self.state_dict_metadata[name] = entry
-        for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
-            self.storage_data[MetadataIndex(name, chunk.offsets)] = self._stored.storage_data[
-                MetadataIndex(key, chunk.offsets)
-            ]
-        if isinstance(entry, BytesStorageMetadata):
-            self.storage_data[MetadataIndex(name)] = self._stored.storage_data[MetadataIndex(key)]
+        places = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+        for place in places:
+            self.storage_data[MetadataIndex(name, place)] = self._stored.storage_data[MetadataIndex(key, place)]
 
     def _add_grid(self, key: str, entry: TensorStorageMetadata) -> None:
         """Add the shards of a state of fully_sharded_model_space."""
@@ -146,22 +131,13 @@ class FlatStateMetadata(VirtualMetadata):
         assert match is not None
         full = tensor_entry(self._stored, match[2]).size
         sizes = tuple(whole // parts for whole, parts in zip(full, entry.size))
-        chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
-        for at in dict.fromkeys(tuple(chunk.offsets[:-1]) for chunk in chunks):
-            place = self._stored.storage_data[
-                MetadataIndex(key, next(chunk.offsets for chunk in chunks if tuple(chunk.offsets[:-1]) == at))
-            ]
-            box = add_chunk(
-                self,
-                (name, (), ()),
-                sizes,
-                entry.properties.dtype,
-                place.relative_path,
-                place.offset,
-                0,
-                full,
-                [number * size for number, size in zip(at, sizes)],
-            )
+        in_order = sorted((tuple(chunk.offsets) for chunk in entry.chunks), reverse=True)
+        first_chunks = {offsets[:-1]: offsets for offsets in in_order}
+        for at in sorted(first_chunks):
+            place = self._stored.storage_data[MetadataIndex(key, torch.Size(first_chunks[at]))]
+            where = place.relative_path, place.offset, 0
+            first = [number * size for number, size in zip(at, sizes)]
+            box = add_chunk(self, (name, (), ()), sizes, entry.properties.dtype, *where, full, first)
             self._flat[box] = FlatRange((key,), 0, entry.size[-1], at)
 
     def _add_buckets(self, record: Mapping[str, Any]) -> None:
@@ -188,55 +164,34 @@ class FlatStateMetadata(VirtualMetadata):
                     )
                 keys = tuple(buckets[place] for place in sorted(buckets))
                 self._add_buffer("fp32_param" if state == "param" else state, keys, entries)
-        self._check_covered()
+        for key, _, _ in incomplete_tensors(self):
+            if _STATE.match(key):
+                raise CheckpointError(f"{key}: the buckets of its optimizer state do not cover the parameter once")
         self.common["optimizer"] = [
             self.read_object(key) for key in self._stored.state_dict_metadata if _SCALARS.match(key)
         ]
 
     def _add_buffer(self, state: str, keys: tuple[str, ...], entries: Sequence["BufferEntry"]) -> None:
         """Add one state of the parameters of a buffer; `keys` are its buckets, in order."""
-        needed, stored = (
-            max(entry.start + entry.numel for entry in entries),
-            sum(tensor_entry(self._stored, key).size[0] for key in keys),
-        )
+        needed = max(entry.start + entry.numel for entry in entries)
+        stored = sum(tensor_entry(self._stored, key).size[0] for key in keys)
         if needed != stored:
             raise CheckpointError(
                 f"{keys[0]} and the buckets after it hold {stored} elements, and the parameters in the order of "
                 f"the modules need {needed}"
             )
-        dtype = tensor_entry(self._stored, keys[0]).properties.dtype
-        place = self._stored.storage_data[MetadataIndex(keys[0], tensor_entry(self._stored, keys[0]).chunks[0].offsets)]
+        bucket = tensor_entry(self._stored, keys[0])
+        place = self._stored.storage_data[MetadataIndex(keys[0], bucket.chunks[0].offsets)]
+        where = place.relative_path, place.offset, 0
         for entry in entries:
-            start = entry.start
+            start, tensor = entry.start, entry.tensor
+            located = f"optimizer.state.{state}.{tensor.key}", tensor.at, tensor.full[: len(tensor.at)]
             for first, sizes in entry.boxes:
                 stop = start + math.prod(sizes)
                 if entry.counts:
-                    box = add_chunk(
-                        self,
-                        (
-                            f"optimizer.state.{state}.{entry.tensor.key}",
-                            entry.tensor.at,
-                            entry.tensor.full[: len(entry.tensor.at)],
-                        ),
-                        sizes,
-                        dtype,
-                        place.relative_path,
-                        place.offset,
-                        0,
-                        entry.tensor.shape,
-                        first,
-                    )
+                    box = add_chunk(self, located, sizes, bucket.properties.dtype, *where, tensor.shape, first)
                     self._flat[box] = FlatRange(keys, start, stop)
                 start = stop
-
-    def _check_covered(self) -> None:
-        for key, entry in self.state_dict_metadata.items():
-            if (
-                _STATE.match(key)
-                and isinstance(entry, TensorStorageMetadata)
-                and sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel()
-            ):
-                raise CheckpointError(f"{key}: the buckets of its optimizer state do not cover the parameter once")
 
     def _read(self, flat: FlatRange) -> Tensor:
         """Return the elements of a range.
@@ -254,9 +209,8 @@ class FlatStateMetadata(VirtualMetadata):
                 first = base + chunk.offsets[-1]
                 low, high = max(first, flat.start), min(first + chunk.sizes[-1], flat.stop)
                 if low < high:
-                    found[low - flat.start : high - flat.start] = decode(self._folder, self._stored, key, chunk).view(
-                        -1
-                    )[low - first : high - first]
+                    values = decode(self._folder, self._stored, key, chunk).view(-1)
+                    found[low - flat.start : high - flat.start] = values[low - first : high - first]
                     filled += high - low
             base += entry.size[-1]
         if filled != found.numel():
@@ -299,13 +253,12 @@ class _BufferLayout:
     """Which parameters are in the buffers of a layout, and where."""
 
     def __init__(self, index: Metadata, record: Mapping[str, Any]):
-        self._record, self._sizes = record, LayoutSizes.from_record(record)
+        self._record, self._sizes = record, legacy.LayoutSizes.from_record(record)
         scheme = KeyScheme.from_record(record)
         self._num_layers = scheme.num_layers
         model: Any = SimpleNamespace(num_layers=self._num_layers, mtp_num_layers=int(record.get("mtp_num_layers") or 0))
         flags = {name: record.get(name) for name in _LAYOUT_FLAGS}
-        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
-            flags[name] = bool(flags[name])
+        flags |= {name: bool(record.get(name)) for name in _LAYOUT_SWITCHES}
         if not isinstance(flags["pipeline_model_parallel_layout"], (str, type(None))):
             raise CheckpointError(
                 "its optimizer state is in buckets of stages whose --pipeline-model-parallel-layout the "
@@ -320,7 +273,7 @@ class _BufferLayout:
             and tensor.name.endswith(("weight", "bias", "softmax_offset"))
             and "expert_bias" not in tensor.name
         }
-        self._routed = {layer_number(name) for name in self._tensors if ".mlp.router." in name}
+        self._routed = {legacy.layer_number(name) for name in self._tensors if ".mlp.router." in name}
 
     def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
         """Return the entries of a buffer: `chain` 1 for experts, model-parallel rank `group`, model chunk `number`."""
@@ -336,19 +289,19 @@ class _BufferLayout:
         first_layer = min(layout.layers, default=0)
         found = []
         for name, tensor, counts in self._held(layout, expert, ep):
-            written = to_spec_name(
-                local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
+            written = legacy.to_spec_name(
+                legacy.local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
                 self._record,
-                layer_number(name) in self._routed,
+                legacy.layer_number(name) in self._routed,
             )
-            boxes = _rank_chunks(tensor, tp, sizes.etp if EXPERT in name else sizes.tp)
+            boxes = _rank_chunks(tensor, tp, sizes.etp if legacy.EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)
-            found.append((module_order_key(name, written), name, tensor, boxes, taken))
+            found.append((legacy.module_order_key(name, written), name, tensor, boxes, taken))
         found.sort(key=lambda each: each[0])
         numels = [(name, sum(math.prod(shape) for _, shape in boxes)) for _, name, _, boxes, _ in found]
         where = {
             name: (first, numel)
-            for name, first, numel in buffer_offsets(numels, *bucketing(self._record, sizes, pp, chunk, expert))
+            for name, first, numel in legacy.buffer_offsets(numels, *bucketing(self._record, sizes, pp, chunk, expert))
         }
         return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in found]
 
@@ -356,11 +309,11 @@ class _BufferLayout:
         """Yield (name, tensor, whether it counts here) of the parameters of a model chunk."""
         apart, mine = self._sizes.ep > 1, range(ep * self._sizes.local_experts, (ep + 1) * self._sizes.local_experts)
         for name, tensor in self._tensors.items():
-            if apart and (EXPERT in name) is not expert:
+            if apart and (legacy.EXPERT in name) is not expert:
                 continue
-            if expert and int(name.partition(EXPERT)[2].partition(".")[0]) not in mine:
+            if expert and int(name.partition(legacy.EXPERT)[2].partition(".")[0]) not in mine:
                 continue
-            layer = layer_number(name)
+            layer = legacy.layer_number(name)
             if layer is not None:
                 there = layer in layout.layers
             elif name in _EMBEDDINGS:

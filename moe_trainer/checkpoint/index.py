@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
@@ -16,6 +15,7 @@ from moe_trainer.checkpoint.hf import files as hf_files
 from moe_trainer.checkpoint.hf import folder as hf_folder
 from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, load_pickle
+from moe_trainer.checkpoint.virtual_index import incomplete_tensors
 
 
 def detect_format(folder: Path) -> str | None:
@@ -107,7 +107,8 @@ def check(folder: Path, hashes: bool = False) -> list[str]:
         return [str(error)]
     if isinstance(index, legacy_reader.LegacyMetadata):
         return index.modified_files() if hashes else []
-    problems = truncated_files(folder, index) + _uncovered(index)
+    problems = truncated_files(folder, index)
+    problems += [f"{key}: {stored} of {full} elements are stored" for key, stored, full in incomplete_tensors(index)]
     return problems + (modified_files(folder) if hashes and not problems else [])
 
 
@@ -145,16 +146,6 @@ def stored_bytes(folder: Path, index: Metadata) -> int:
     if isinstance(index, legacy_reader.LegacyMetadata):
         return sum(path.stat().st_size for path in index.files)
     return sum(info.length for info in index.storage_data.values())
-
-
-def _uncovered(index: Metadata) -> list[str]:
-    problems = []
-    for key, entry in index.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if volume != math.prod(entry.size):
-                problems.append(f"{key}: {volume} of {math.prod(entry.size)} elements are stored")
-    return problems
 
 
 def file_hash(path: Path) -> str:

@@ -15,9 +15,9 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,31 +136,24 @@ def compare_checkpoints(
         CheckpointError: if one of them is damaged.
     """
     indices = [read_index(folder) for folder in (left, right)]
-    tensor_maps = [
+    ours, theirs = (
         {
             tensor.name.replace(_SHARDED_MAIN, _MAIN): tensor
             for tensor in logical_tensors(index)
             if not weights_only or "optimizer." not in tensor.name
         }
         for index in indices
-    ]
-    for one, other in (tensor_maps, tensor_maps[::-1]):
+    )
+    for one, other in ((ours, theirs), (theirs, ours)):
         for name in [name for name in other if name.startswith(_MAIN) and name not in one]:
             weight = one.get(name.removeprefix(_MAIN))
             if weight is not None and weight.dtype == torch.float32:
                 one[name] = weight
-    lines = [
-        f"{name}: only in {folder}"
-        for folder, one, other in ((left, tensor_maps[0], tensor_maps[1]), (right, tensor_maps[1], tensor_maps[0]))
-        for name in one
-        if name not in other
-    ]
-    only = (len(tensor_maps[0].keys() - tensor_maps[1].keys()), len(tensor_maps[1].keys() - tensor_maps[0].keys()))
-    common = len(tensor_maps[0].keys() & tensor_maps[1].keys())
-    for name, first in tensor_maps[0].items():
-        second = tensor_maps[1].get(name)
-        if second is None:
-            continue
+    lines = [f"{name}: only in {left}" for name in ours if name not in theirs]
+    lines += [f"{name}: only in {right}" for name in theirs if name not in ours]
+    only = len(ours.keys() - theirs.keys()), len(theirs.keys() - ours.keys())
+    common = [(name, first, theirs[name]) for name, first in ours.items() if name in theirs]
+    for name, first, second in common:
         if first.shape != second.shape or first.dtype != second.dtype:
             lines.append(f"{name}: {first.shape} {_short(first.dtype)} and {second.shape} {_short(second.dtype)}")
             continue
@@ -174,7 +167,7 @@ def compare_checkpoints(
                 f"{name}: differs by up to {gap.max().item():.3e} in {int((gap != 0).sum())} of {gap.numel()} elements"
             )
     differing = len(lines) - sum(only)
-    return CheckpointComparison(lines, common - differing, differing, only)
+    return CheckpointComparison(lines, len(common) - differing, differing, only)
 
 
 def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:
@@ -246,11 +239,15 @@ def _order(name: str) -> list:
     return [place, *((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))]
 
 
-def _ls(options: argparse.Namespace) -> int:
-    folder = select_checkpoint(options.paths[0], options.ckpt_step)
-    problems = check(folder)
-    if problems:
+def _select_complete(path: Path, ckpt_step: int | None) -> Path:
+    folder = select_checkpoint(path, ckpt_step)
+    if problems := check(folder):
         raise CheckpointError("\n".join(problems))
+    return folder
+
+
+def _ls(options: argparse.Namespace) -> int:
+    folder = _select_complete(options.paths[0], options.ckpt_step)
     index = read_index(folder)
     for line in _header(folder, index):
         print(line)
@@ -283,11 +280,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    left, right = (select_checkpoint(path, options.ckpt_step) for path in options.paths)
-    for folder in (left, right):
-        problems = check(folder)
-        if problems:
-            raise CheckpointError("\n".join(problems))
+    left, right = [_select_complete(path, options.ckpt_step) for path in options.paths]
     for line in flag_differences(left, right):
         print(f"(flag) {line}")
     found = compare_checkpoints(left, right, options.rtol, options.atol, options.weights_only)
@@ -326,14 +319,13 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist and legacy checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    run: Mapping[str, Any] = {"ls": _ls, "verify": _verify, "diff": _diff}
-    texts = {
-        "ls": "list the tensors",
-        "verify": "read every byte; name what is missing, damaged or foreign",
-        "diff": "compare two checkpoints tensor by tensor",
-    }
-    for name, text in texts.items():
+    for name, run, text in (
+        ("ls", _ls, "list the tensors"),
+        ("verify", _verify, "read every byte; name what is missing, damaged or foreign"),
+        ("diff", _diff, "compare two checkpoints tensor by tensor"),
+    ):
         command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
         command.add_argument("paths", metavar="PATH", type=Path, nargs=2 if name == "diff" else 1)
         command.add_argument(
             "--ckpt-step", type=int, help="the iteration to look at, if PATH is a folder of checkpoints"
@@ -352,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
     options = parser.parse_args(argv)
     try:
-        return run[options.command](options)
+        return options.run(options)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER_ERROR

@@ -95,11 +95,7 @@ class Loader:
             for name, buffer in chunk.named_state_buffers():
                 runs = self._find(ParamInfo((name,)), tuple(buffer.shape))
                 if runs is not None:
-                    self._request(
-                        ("dense", "weights"),
-                        make_shards(runs, buffer, 0, buffer.numel()),
-                        {run.key: run.key for run in runs},
-                    )
+                    self._request_buffer(runs, buffer)
 
     def request_scaling(self, chunks: Sequence[Any]) -> None:
         """Request the state of delayed scaling. Without a matching one it starts from initial values."""
@@ -108,11 +104,7 @@ class Loader:
             for name, state in chunk.named_scaling_state():
                 runs = self._schemes[0].placements(ParamInfo((name,)), tuple(state.shape))
                 if runs[0].key in self._stored and self._fits(runs[0]):
-                    self._request(
-                        ("dense", "weights"),
-                        make_shards(runs, state, 0, state.numel()),
-                        {run.key: run.key for run in runs},
-                    )
+                    self._request_buffer(runs, state)
                 else:
                     absent.append(name)
         if absent:
@@ -341,6 +333,10 @@ class Loader:
                 here[0],
             )
         return accepted
+
+    def _request_buffer(self, runs: list[Placement], buffer: torch.Tensor) -> None:
+        shards = make_shards(runs, buffer, 0, buffer.numel())
+        self._request(("dense", "weights"), shards, {run.key: run.key for run in runs})
 
     def _request(self, slot: tuple[str, str], found: Iterator[TensorShard], source: Mapping[str, str | None]) -> None:
         """Request shards; `source` maps their keys to stored keys."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from moe_trainer.checkpoint.layer_spec import FUSED
-from moe_trainer.checkpoint.reading import decode, overlaps
+from moe_trainer.checkpoint.reading import decode, local_box, overlaps
 from moe_trainer.checkpoint.sharding import TensorShard
 
 _KEY = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?(.+)$")
@@ -51,6 +51,11 @@ class LogicalTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def as_shard(self, data: Tensor) -> TensorShard:
+        """Return the part of the stored tensor that is this one, in `data`."""
+        box = (*(1 for _ in self.at), *self.shape)
+        return TensorShard(self.key, self.full, (*self.at, *(0 for _ in self.shape)), box, data)
 
     @property
     def weight(self) -> str:
@@ -96,13 +101,7 @@ def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
 
 def coverage(tensor: LogicalTensor) -> tuple[int, bool]:
     """Return (stored elements, whether some are stored twice) of a logical tensor, from its chunks alone."""
-    local = TensorShard(
-        tensor.key,
-        tensor.full,
-        (*tensor.at, *(0 for _ in tensor.shape)),
-        (*(1 for _ in tensor.at), *tensor.shape),
-        torch.empty(0),
-    )
+    local = tensor.as_shard(torch.empty(0))
     found = [(low, high) for _, _, low, high in overlaps(tensor.chunks, [local])] if tensor.chunks else []
     return sum(math.prod(stop - start for start, stop in zip(low, high)) for low, high in found), _any_overlap(found)
 
@@ -128,24 +127,12 @@ def read_logical(folder: Path, index: Metadata, tensor: LogicalTensor) -> Tensor
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    box = (*tensor.at, *(0 for _ in tensor.shape)), (*(1 for _ in tensor.at), *tensor.shape)
-    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks] == [
-        box
-    ]:  # as it is stored, without a second copy in memory
+    shard = tensor.as_shard(torch.empty(0))
+    places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    if places == [(shard.offsets, shard.sizes)]:  # as it is stored, without a second copy in memory
         return decode(folder, index, tensor.key, tensor.chunks[0]).view(tensor.shape)
-    whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    local = TensorShard(
-        tensor.key,
-        tensor.full,
-        (*tensor.at, *(0 for _ in tensor.shape)),
-        (*(1 for _ in tensor.at), *tensor.shape),
-        whole.view(*(1 for _ in tensor.at), *tensor.shape),
-    )
-    for chunk, shard, low, high in overlaps(tensor.chunks, [local]) if tensor.chunks else ():
+    whole = torch.zeros(shard.sizes, dtype=tensor.dtype)
+    for chunk, _, low, high in overlaps(tensor.chunks, [shard]) if tensor.chunks else ():
         saved = decode(folder, index, tensor.key, chunk)
-        source, target = (
-            tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
-            for bases in (chunk.offsets, shard.offsets)
-        )
-        shard.data[target].copy_(saved[source])
-    return whole
+        whole[local_box(low, high, shard.offsets)] = saved[local_box(low, high, chunk.offsets)]
+    return whole.view(tensor.shape)

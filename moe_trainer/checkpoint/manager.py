@@ -160,14 +160,11 @@ def load(
     if weights_only:
         options = replace(options, load_optim=False, load_rng=False)
     index = _raise_on_all_ranks(lambda: read_index(folder), ps)
+    if has_flat_states(index) and optimizer is not None and not options.finetune:
+        index = _raise_on_all_ranks(lambda: FlatStateMetadata(folder, index), ps)
     state, scalars, from_megatron = _raise_on_all_ranks(
         lambda: common_state.parse(common_state.read(folder, index)), ps
     )
-    if has_flat_states(index) and optimizer is not None and not options.finetune:
-        index = _raise_on_all_ranks(lambda: FlatStateMetadata(folder, index), ps)
-        state, scalars, from_megatron = _raise_on_all_ranks(
-            lambda: common_state.parse(common_state.read(folder, index)), ps
-        )
     if options.upcycle:
         index = _raise_on_all_ranks(lambda: UpcycledMetadata(folder, index, state.args, options.args), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune

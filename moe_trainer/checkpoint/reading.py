@@ -56,13 +56,9 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[TensorShard]]) ->
         found = 0
         for chunk, shard, low, high in overlaps(tensor_entry(index, key).chunks, local):
             found += math.prod(stop - start for start, stop in zip(low, high))
-            source, target = (
-                tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, bases))
-                for bases in (chunk.offsets, shard.offsets)
-            )
             place = MetadataIndex(key, chunk.offsets)
             saved_chunks[place] = chunk
-            uses[place].append((shard.data, target, source))
+            uses[place].append((shard.data, local_box(low, high, shard.offsets), local_box(low, high, chunk.offsets)))
         needed = sum(math.prod(shard.sizes) for shard in local)
         if found != needed:
             raise CheckpointError(f"{folder}: only {found} of {needed} elements of {key} were saved")
@@ -117,6 +113,11 @@ def overlaps(
             high = [min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, shard.offsets, shard.sizes)]
             if all(start < stop for start, stop in zip(low, high)):
                 yield chunk, shard, low, high
+
+
+def local_box(low: Sequence[int], high: Sequence[int], offsets: Sequence[int]) -> Box:
+    """Return where a part in global coordinates is inside a chunk that begins at `offsets`."""
+    return tuple(slice(start - base, stop - base) for start, stop, base in zip(low, high, offsets))
 
 
 def _read_entry(folder: Path, index: Metadata, place: MetadataIndex) -> bytes:

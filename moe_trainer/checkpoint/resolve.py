@@ -43,12 +43,8 @@ def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
     Raises:
         CheckpointError: if the tracker or --ckpt-step names a folder that does not exist.
     """
-    if ckpt_step is not None:
-        wanted: int | str | None = ckpt_step
-        source = f"--ckpt-step {ckpt_step}"
-    else:
-        wanted = read_tracker(directory)
-        source = f"{directory / TRACKER} (iteration {wanted})"
+    wanted = read_tracker(directory) if ckpt_step is None else ckpt_step
+    source = f"{directory / TRACKER} (iteration {wanted})" if ckpt_step is None else f"--ckpt-step {ckpt_step}"
     if wanted is None:
         if is_hf_folder(directory):
             return directory
@@ -66,10 +62,7 @@ def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
             directory / TRACKER,
             wanted,
         )
-    if wanted == "release":
-        folder = directory / "release"
-    else:
-        folder = checkpoint_folder(directory, int(wanted))
+    folder = directory / "release" if wanted == "release" else checkpoint_folder(directory, int(wanted))
     if not folder.is_dir():
         raise CheckpointError(f"{source} asks for {folder}, which does not exist. " + describe_complete(directory))
     return folder
@@ -164,11 +157,9 @@ def latest_valid(directory: Path, hashes: bool = False, before: int | None = Non
             return iteration
         logger.warning("WARNING: skipping the damaged checkpoint %s: %s", folder, problems[0])
     if iterations or isinstance(tracker, int):
-        state = (
-            f"none of its checkpoints (iteration {', '.join(map(str, iterations[-5:]))}) is valid"
-            if iterations
-            else "it holds no checkpoint"
-        )
+        state = "it holds no checkpoint"
+        if iterations:
+            state = f"none of its checkpoints (iteration {', '.join(map(str, iterations[-5:]))}) is valid"
         raise DamagedError(
             f"{directory}: {state}, and the tracker names {tracker}; repair one, or move them and the tracker "
             "elsewhere to start from scratch"

@@ -9,7 +9,6 @@ all chunks without content, and checks that each tensor is covered exactly once.
 """
 
 import io
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.sharding import TensorShard
+from moe_trainer.checkpoint.virtual_index import incomplete_tensors
 
 
 class ShardSavePlanner(SavePlanner):
@@ -102,9 +102,7 @@ def describe_plans(plans: Sequence[SavePlan]) -> Metadata:
                 raise CheckpointError(
                     f"ranks {other} and {rank} would both write {name} at {tuple(item.index.offset or ())}"
                 )
-    for key, entry in content.items():
-        if isinstance(entry, TensorStorageMetadata):
-            volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if volume != math.prod(entry.size):
-                raise CheckpointError(f"{key}: the ranks together hold {volume} of {math.prod(entry.size)} elements")
-    return Metadata(content)
+    index = Metadata(content)
+    for key, held, full in incomplete_tensors(index):
+        raise CheckpointError(f"{key}: the ranks together hold {held} of {full} elements")
+    return index

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,8 @@ class PendingSave:
         self._ps = ps
         self._options = options
         self._results: list = []
+        # files of the legacy format are made of the chunks when all of them are written
+        self._is_legacy = options.ckpt_format == legacy_reader.FORMAT
         self._error: str | None = None
         self._changed = False  # the model is not that of the first save, so retrying would not help
         if ps.world.rank == 0:
@@ -97,19 +99,16 @@ class PendingSave:
                 datetime.datetime.now(),
                 state.iteration,
                 self._directory,
-                legacy_reader.FORMAT if options.ckpt_format == legacy_reader.FORMAT else "torch_dist",
+                legacy_reader.FORMAT if self._is_legacy else "torch_dist",
             )
         self._temporary = self._open()
-        # files of the legacy format are made of the chunks when all of them are written
-        is_legacy = options.ckpt_format == legacy_reader.FORMAT
-        self._chunks_folder = self._temporary / _CHUNKS_FOLDER if is_legacy else self._temporary
+        self._chunks_folder = self._temporary / _CHUNKS_FOLDER if self._is_legacy else self._temporary
         if optimizer is not None:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
-        self._legacy = self._legacy_writer(state, chunks, saved_optimizer) if is_legacy else None
-        common = None
-        if ps.world.rank == 0:
-            common = common_state.build(state, saved_optimizer.scalars() if saved_optimizer is not None else None)
+        scalars = saved_optimizer.scalars() if saved_optimizer is not None else None
+        self._legacy = self._legacy_writer(state, chunks, scalars) if self._is_legacy else None
+        common = common_state.build(state, scalars) if ps.world.rank == 0 else None
         # releases of Megatron-LM up to core_v0.18 read the common state from a file of its own
         self._common_file = common_state.dump_file(common) if common is not None and self._legacy is None else None
         self._planner, self._index = self._plan_writes(
@@ -167,9 +166,7 @@ class PendingSave:
                 remove_stale(self._directory)
                 folder = staging_path(self._directory, self._iteration, "tmp")
                 remove_directory(folder)
-                (folder / _CHUNKS_FOLDER if self._options.ckpt_format == legacy_reader.FORMAT else folder).mkdir(
-                    parents=True
-                )
+                (folder / _CHUNKS_FOLDER if self._is_legacy else folder).mkdir(parents=True)
             except OSError as error:
                 problem = str(error)
         folder, problem = collectives.broadcast_object((folder, problem), self._ps.world)
@@ -178,7 +175,7 @@ class PendingSave:
         return folder
 
     def _legacy_writer(
-        self, state: CheckpointState, chunks: Sequence[Any], optimizer: Any | None
+        self, state: CheckpointState, chunks: Sequence[Any], scalars: Mapping[str, Any] | None
     ) -> Callable[[], None]:
         """Return the function that makes this rank's legacy file from the written chunks. Collective."""
         ps = self._ps
@@ -187,7 +184,6 @@ class PendingSave:
             states = collectives.all_gather_object(
                 random_state.capture_for_checkpoint(random_state.get_streams(chunks), ps), ps.dp_cp
             )
-        scalars = optimizer.scalars() if optimizer is not None else None
 
         def write() -> None:
             index = read_index(self._chunks_folder)
@@ -247,17 +243,16 @@ class PendingSave:
 
     def _convert(self) -> tuple[str | None, type[CheckpointError]]:
         """Make the legacy files from the written chunks and return the first problem on rank 0. Collective."""
-        found: tuple[str, type[CheckpointError]] | None = None
+        problem: tuple[str | None, type[CheckpointError]] = None, StorageError
         assert self._legacy is not None
         try:
             self._legacy()
         except (OSError, RuntimeError) as error:
-            found = (f"rank {self._ps.world.rank}: {_root_cause(error)}", StorageError)
+            problem = f"rank {self._ps.world.rank}: {_root_cause(error)}", StorageError
         except CheckpointError as error:
-            found = (str(error), CheckpointError)
-        shares = collectives.gather_object(found, self._ps.world) or []
-        problems = [each for each in shares if each is not None]
-        return problems[0] if problems else (None, StorageError)
+            problem = str(error), CheckpointError
+        problems = collectives.gather_object(problem, self._ps.world) or []
+        return next((each for each in problems if each[0] is not None), (None, StorageError))
 
     def _finish(self) -> None:
         """Write side files and completion mark, rename, update the tracker and apply retention, on one rank."""
@@ -396,12 +391,10 @@ def _tracked_iteration(directory: Path) -> int | None:
 
 def _free_space(directory: Path) -> str:
     try:
-        for folder in (directory, *directory.parents):
-            if folder.is_dir():
-                return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
+        folder = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+        return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
     except OSError:  # of the failed disk
-        pass
-    return ""
+        return ""
 
 
 def _remaining_checkpoint(directory: Path) -> str:

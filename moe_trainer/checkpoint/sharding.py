@@ -28,16 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_trainer.checkpoint.layer_spec import (
-    IN_PROJ,
-    INPUT,
-    LATENT,
-    MLP,
-    Spelling,
-    norms_of_layers,
-    te_extra_states,
-    te_modules,
-)
+from moe_trainer.checkpoint import layer_spec
 from moe_trainer.parallel.params import ParamInfo, part_lengths
 from moe_trainer.parallel.state import ParallelState
 
@@ -105,7 +96,7 @@ class KeyScheme:
     num_layers: int
     num_experts: int
     stacked: bool
-    norms: tuple[tuple[Spelling, ...], ...]
+    norms: tuple[tuple[layer_spec.Spelling, ...], ...]
     engine: tuple[str, ...] = ()
     mtp_layer: str = MTP_LAYERS[0]
 
@@ -120,8 +111,8 @@ class KeyScheme:
             num_layers=int(record["num_layers"]),
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
-            norms=norms_of_layers(record),
-            engine=te_modules(record),
+            norms=layer_spec.norms_of_layers(record),
+            engine=layer_spec.te_modules(record),
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
@@ -131,7 +122,14 @@ class KeyScheme:
         have been described as alike (stacked) or as a list. Every name is looked up separately, so all or none of the
         fused names cover every mixture.
         """
-        every = tuple((IN_PROJ if IN_PROJ in layer else INPUT, MLP, *LATENT) for layer in self.norms)
+        every = tuple(
+            (
+                layer_spec.IN_PROJ if layer_spec.IN_PROJ in layer else layer_spec.INPUT,
+                layer_spec.MLP,
+                *layer_spec.LATENT,
+            )
+            for layer in self.norms
+        )
         for stacked in (self.stacked, not self.stacked):
             for norms in (self.norms, ((),) * len(self.norms), every):
                 for mtp_layer in MTP_LAYERS:
@@ -207,12 +205,12 @@ class KeyScheme:
                 if _LINEAR.search(name) and not name.startswith("output_layer.")
                 else []
             )
-            found += te_extra_states(key, self.engine)
+            found += layer_spec.te_extra_states(key, self.engine)
             keys += [object_key(base, at or (0,), extents or (1,)) for base in found]
         return keys
 
 
-def _fused(rest: str, norms: tuple[Spelling, ...]) -> str:
+def _fused(rest: str, norms: tuple[layer_spec.Spelling, ...]) -> str:
     """Return the name inside a layer, if it is that of a norm, in its fused form."""
     inner = _MTP_MODULE if rest.startswith(_MTP_MODULE) else ""
     for alone, fused in norms:

@@ -177,28 +177,12 @@ class _NumpyArray(numpy.ndarray):
 
     def __setstate__(self, state: tuple) -> None:
         version, shape, kind, in_columns, content = state
-        super().__setstate__(  # type: ignore[arg-type]
-            (  # type: ignore[arg-type]
-                int(version),
-                shape,
-                kind.checked(),
-                bool(in_columns),
-                content if isinstance(content, bytes) else content.encode("latin1"),
-            )
-        )
+        raw = content if isinstance(content, bytes) else content.encode("latin1")
+        super().__setstate__((int(version), shape, kind.checked(), bool(in_columns), raw))  # type: ignore[arg-type]
 
 
 def _numpy_scalar(kind: _NumpyType, content: bytes | str) -> Any:
     return numpy.frombuffer(content if isinstance(content, bytes) else content.encode("latin1"), kind.checked())[0]
-
-
-def _path(*parts: str) -> pathlib.PurePosixPath:
-    return pathlib.PurePosixPath(*parts)
-
-
-def _number(value: int) -> int:
-    """Return the value of an enumeration of numbers, such as signals."""
-    return int(value)
 
 
 def _bytes(*args: Any) -> bytes:
@@ -215,19 +199,22 @@ def _layout(name: str) -> torch.layout:
 # types whose attributes cannot be set, and classes with a __setstate__, which takes the place of setting attributes
 _TYPES = MappingProxyType(
     {
-        ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "defaultdict"): collections.defaultdict,
-        ("builtins", "set"): set,
-        ("builtins", "frozenset"): frozenset,
-        ("builtins", "slice"): slice,
-        ("builtins", "complex"): complex,
-        ("builtins", "dict"): dict,
-        ("builtins", "list"): list,
-        ("builtins", "tuple"): tuple,
-        ("datetime", "datetime"): datetime.datetime,
-        ("datetime", "timedelta"): datetime.timedelta,
-        ("torch", "Size"): torch.Size,
-        ("torch", "device"): torch.device,
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            collections.OrderedDict,
+            collections.defaultdict,
+            set,
+            frozenset,
+            slice,
+            complex,
+            dict,
+            list,
+            tuple,
+            datetime.datetime,
+            datetime.timedelta,
+            torch.Size,
+            torch.device,
+        )
     }
 )
 _CLASSES = MappingProxyType(
@@ -237,11 +224,11 @@ _FUNCTIONS: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
     {
         ("_codecs", "encode"): _encode,
         ("builtins", "bytearray"): _bytes,
-        ("signal", "Signals"): _number,
-        ("pathlib", "Path"): _path,
-        ("pathlib", "PosixPath"): _path,
-        ("pathlib", "PurePosixPath"): _path,
-        ("pathlib._local", "PosixPath"): _path,
+        ("signal", "Signals"): int,
+        ("pathlib", "Path"): pathlib.PurePosixPath,
+        ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+        ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
+        ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
         ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
         ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
         ("numpy.core.multiarray", "scalar"): _numpy_scalar,
@@ -271,29 +258,16 @@ _STORAGES = MappingProxyType(
         "ComplexDoubleStorage": torch.complex128,
     }
 )
-_INDEX_CLASSES = tuple(
-    getattr(module, name)
-    for module, names in (
-        (
-            metadata,
-            (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            ),
-        ),
-        (filesystem, ("_StorageInfo",)),
-    )
-    for name in names
-    if hasattr(module, name)
+_INDEX_CLASSES = (
+    *tuple(
+        getattr(metadata, name)
+        for name in (
+            "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+            "StorageMeta _MEM_FORMAT_ENCODING".split()
+        )
+    ),
+    filesystem._StorageInfo,
 )
-
-
 # the index of core_v0.15, which has a field more
 _MEGATRON_INDEX = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
 
@@ -307,10 +281,8 @@ class _SafeNames:
         place = (module, name)
         if place in _TYPES or place in _CLASSES:
             return _TYPES.get(place) or _CLASSES[place]
-        if place in _FUNCTIONS:
-            return lambda *args: _FUNCTIONS[place](
-                *args
-            )  # a new function, so that a pickle cannot change it for others
+        if place in _FUNCTIONS:  # as a new function, so that a pickle cannot change it for others
+            return lambda *args: _FUNCTIONS[place](*args)
         if place == _MEGATRON_INDEX:
             return metadata.Metadata
         for kind in _INDEX_CLASSES:
@@ -385,13 +357,7 @@ class _CarefulUnpickler(_SafeNames, _PythonUnpickler):
         _PythonUnpickler.load_build(self)
         self.count(state.values() if isinstance(state, dict) else (state,))
 
-    dispatch = MappingProxyType(
-        {
-            **_PythonUnpickler.dispatch,
-            **_counting_opcodes(),
-            pickle.BUILD[0]: _build,
-        }
-    )
+    dispatch = MappingProxyType({**_PythonUnpickler.dispatch, **_counting_opcodes(), pickle.BUILD[0]: _build})
 
 
 def load_pickle(content: bytes, persistent: Callable[[Any], StoredElements] | None = None) -> Any:

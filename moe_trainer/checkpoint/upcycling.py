@@ -24,7 +24,6 @@ Sources: arXiv 2410.07524 for copies and pieces, arXiv 2603.13364 for FineRMoE. 
 with its weight; fc2's is divided by the sum of the weights of a token's experts.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -217,7 +216,7 @@ def _expand_mlp(
             tuple(shape),
             tensor.dtype,
             tensor,
-            functools.partial(_make_expert, make, expert),
+            lambda full, expert=expert: make(expert, full.float()),  # type: ignore[misc]
         )
     shared = args["moe_shared_expert_intermediate_size"] is not None
     if shared and kind == "weight":
@@ -237,10 +236,6 @@ def _expand_mlp(
     ):
         if is_present:
             yield _drawn_tensor(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))
-
-
-def _make_expert(make: Callable[[int, Tensor], Tensor], expert: int, full: Tensor) -> Tensor:
-    return make(expert, full.float())
 
 
 def _drawn_tensor(

@@ -16,19 +16,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.index import (
-    COMPLETE,
-    INDEX,
-    INTEGRITY,
-    check_mark,
-    modified_files,
-    read_index,
-    stored_bytes,
-    truncated_files,
-)
+from moe_trainer.checkpoint.index import check_mark, modified_files, read_index, stored_bytes, truncated_files
 from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
 from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
+from moe_trainer.checkpoint.megatron_legacy.names import STATE_FILE
 from moe_trainer.checkpoint.reading import decode, read_object
 
 _KNOWN = re.compile(
@@ -89,18 +82,16 @@ def _stored_once(tensor: LogicalTensor) -> Iterator[str]:
 
 def _read_everything(folder: Path, index: Metadata, report: VerificationReport) -> None:
     """Decode every entry, file by file."""
-    entries = [(index.storage_data[place], place) for place in index.storage_data]
     chunks = {
         (key, tuple(chunk.offsets)): chunk
         for key, entry in index.state_dict_metadata.items()
         if not isinstance(entry, BytesStorageMetadata)
         for chunk in entry.chunks
     }
-    unreadable: set[str] = set()
-    for info, place in sorted(entries, key=lambda entry: (entry[0].relative_path, entry[0].offset)):
+    in_order = sorted(index.storage_data.items(), key=lambda item: (item[1].relative_path, item[1].offset))
+    for place, info in in_order:
         if not (folder / info.relative_path).is_file():
-            unreadable.add(info.relative_path)  # named already
-            continue
+            continue  # named already
         try:
             if place.offset is None:
                 read_object(folder, index, place.fqn)
@@ -113,17 +104,11 @@ def _read_everything(folder: Path, index: Metadata, report: VerificationReport) 
 
 
 def _foreign_files(folder: Path, index: Metadata) -> list[str]:
-    known = {info.relative_path for info in index.storage_data.values()} | {
-        COMPLETE,
-        INDEX,
-        INTEGRITY,
-        common_state.OLD_FILE,
-    }
+    stored = {info.relative_path for info in index.storage_data.values()}
+    known = {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE, *stored}
     found = list(folder.iterdir())
     if isinstance(index, legacy_reader.LegacyMetadata):  # its optimizer's file may be one that cannot be read
-        found = [path for path in folder.glob("mp_rank_*/*") if path.name != legacy_reader.STATE_FILE] + [
-            path for path in found if path.is_file()
-        ]
+        found += [path for path in folder.glob("mp_rank_*/*") if path.name != STATE_FILE]
     return [
         f"{path} belongs to no entry of the index"
         for path in sorted(found)

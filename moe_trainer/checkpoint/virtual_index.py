@@ -1,7 +1,8 @@
 """Foreign checkpoint formats presented as an index of ours; chunks are made on demand."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ class VirtualMetadata(Metadata, ABC):
     """
 
     def __init__(self) -> None:
-        super().__init__({})
-        self.storage_data = {}
+        super().__init__({}, storage_data={})
         self.common: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
 
@@ -58,11 +58,13 @@ def tensor_entry(index: Metadata, key: str) -> TensorStorageMetadata:
     return entry
 
 
-def empty_metadata() -> Metadata:
-    """Return an empty index, to be filled and written."""
-    index = Metadata({})
-    index.storage_data = {}
-    return index
+def incomplete_tensors(index: Metadata) -> Iterator[tuple[str, int, int]]:
+    """Yield (key, stored elements, all elements) of every tensor whose chunks do not add up to it."""
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if stored != math.prod(entry.size):
+                yield key, stored, math.prod(entry.size)
 
 
 def add_chunk(

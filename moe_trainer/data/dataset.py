@@ -201,10 +201,6 @@ class GPTDataset(CachedIndex):
     def name(self) -> str:
         return self._path or "mock data"
 
-    @property
-    def epochs(self) -> int:
-        return self._plan.epochs
-
     def __len__(self) -> int:
         return self._plan.samples
 
@@ -225,7 +221,11 @@ class GPTDataset(CachedIndex):
 
     def _build(self) -> GPTIndices:
         logger.info(
-            "building the %s index of %s: %d samples, %d epochs", self._split_name, self.name, len(self), self.epochs
+            "building the %s index of %s: %d samples, %d epochs",
+            self._split_name,
+            self.name,
+            len(self),
+            self._plan.epochs,
         )
         if isinstance(self._source, IndexedDataset):
             self._source.check_sequences()  # here, where lengths are read anyway; a cached index is of sound files

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -222,10 +223,7 @@ class BatchLoader:
         executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
         try:
             while True:
-                while (
-                    len(ahead) < _BATCHES_AHEAD_PER_WORKER * self._num_workers
-                    and (indices := next(order, None)) is not None
-                ):
+                for indices in islice(order, _BATCHES_AHEAD_PER_WORKER * self._num_workers - len(ahead)):
                     ahead.append(executor.submit(self._read, indices))
                 if not ahead:
                     return

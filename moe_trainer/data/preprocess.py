@@ -258,7 +258,7 @@ def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
             numbered = _numbered_lines(stream) if is_json else _text_documents(stream, text_unit)
             numbers: list[int] = []
             documents: list[bytes] = []
-            size, start = 0, 0
+            size = start = 0
             try:
                 for number, document in numbered:
                     numbers.append(number)

@@ -65,9 +65,9 @@ def _frozen_names(tree: ast.Module) -> frozenset[str]:
             if path.exists():
                 names |= {alias.asname or alias.name for alias in node.names if alias.name in _frozen_classes(path)}
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.returns is not None:
-            if set(re.findall(r"\w+", ast.unparse(node.returns))) <= names | {"tuple"}:
-                names.add(node.name)
+        returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else "None"
+        if isinstance(node, ast.FunctionDef) and set(re.findall(r"\w+", returns)) <= names | {"tuple"}:
+            names.add(node.name)
     return frozenset(names)
 
 

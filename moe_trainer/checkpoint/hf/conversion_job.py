@@ -12,6 +12,7 @@ has the target's name.
 import fcntl
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from torch import Tensor
 from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError, StorageError
 from moe_trainer.checkpoint.hf.files import safetensors_header, tensor_bytes
-from moe_trainer.checkpoint.hf.names import num_bytes
 from moe_trainer.io import atomic_path, flush_file, temporary_path
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class PlannedTensor:
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes(self.shape, self.dtype)
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def open_job(job: ConversionJob) -> None:
                 )
         else:
             write_text(job.folder / _PLAN, json.dumps(head))
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        raise (
-            error if isinstance(error, CheckpointError) else StorageError(f"{job.folder} cannot be used: {error}")
-        ) from error
+        raise StorageError(f"{job.folder} cannot be used: {error}") from error
 
 
 def _marker_matches(path: Path, head: Mapping[str, Any]) -> bool:
@@ -179,11 +179,8 @@ def finish_job(job: ConversionJob) -> bool:
             path.unlink(missing_ok=True)
         job.finish(job.folder, notes)
         # the plan stays until everything is done, because a later run continues from it
-        for path in (
-            [_note(job.folder, name) for name in notes]
-            + [job.folder / _LOCK]
-            + ([job.folder / _PLAN] if job.single else [])
-        ):
+        done = [_note(job.folder, name) for name in notes]
+        for path in [*done, job.folder / _LOCK, *([job.folder / _PLAN] if job.single else [])]:
             path.unlink(missing_ok=True)
         flush_folder(job.folder)
         if job.single:

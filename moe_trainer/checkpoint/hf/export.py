@@ -8,14 +8,12 @@ its flags describe.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -31,6 +29,7 @@ from moe_trainer.checkpoint.hf.conversion_job import (
 from moe_trainer.checkpoint.hf.files import CONFIG, INDEX, SINGLE
 from moe_trainer.checkpoint.hf.folder import SENTENCEPIECE_CONFIG, tokenizer_files
 from moe_trainer.checkpoint.hf.names import (
+    HFTensor,
     TensorMapping,
     duplicated_tensors,
     model_sizes,
@@ -104,9 +103,12 @@ def plan_hf_folder(
     found = tensor_mappings(family.name, flags)
     _check_native(found, tensors)
     cut = rows if rows not in (None, stored) else None
-    last = _LastTensorCache(
-        lambda mapping: mapping.transform.to_hf(_read_native(folder, index, tensors, mapping), model_sizes(flags))
-    )
+
+    def make_parts(mapping: TensorMapping) -> Sequence[Tensor]:
+        native = [read_logical(folder, index, tensors[name]) for name in mapping.siblings or (mapping.native,)]
+        return mapping.transform.to_hf(native if mapping.siblings else native[0], model_sizes(flags))
+
+    last = _LastTensorCache(make_parts)
     parts = [
         item
         for mapping in found
@@ -165,15 +167,6 @@ def plan_hf_folder(
     )
 
 
-def _read_native(
-    folder: Path, index: Metadata, tensors: Mapping[str, LogicalTensor], mapping: TensorMapping
-) -> Tensor | list[Tensor]:
-    """Return the native tensors from which the transform of a mapping makes parts."""
-    if mapping.siblings:
-        return [read_logical(folder, index, tensors[name]) for name in mapping.siblings]
-    return read_logical(folder, index, tensors[mapping.native])
-
-
 def _check_native(found: Sequence[TensorMapping], tensors: Mapping[str, LogicalTensor]) -> None:
     """Check that the checkpoint has exactly the tensors of the mappings.
 
@@ -208,18 +201,10 @@ class _LastTensorCache:
         return self._parts[position]
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """Slice `index` of the `count` slices of a stack."""
-
-    item: PlannedTensor
-    index: int
-    count: int
-
-
 def _plan_hf_tensors(
     mapping: TensorMapping, last: _LastTensorCache, stored: torch.dtype, rows: int | None, dtype: torch.dtype | None
-) -> Iterator[PlannedTensor | _Slice]:
+) -> Iterator[tuple[HFTensor, PlannedTensor]]:
+    """Yield the Hugging Face tensors of a mapping, or slices of them."""
     kept = torch.float32 if mapping.keeps_fp32 else dtype or stored
     vocabulary = mapping.native in ("embedding.word_embeddings.weight", "output_layer.weight")
     for position, ref in enumerate(mapping.sources):
@@ -229,26 +214,23 @@ def _plan_hf_tensors(
             yield (value[:rows] if vocabulary else value).to(kept)
 
         shape = (rows, *ref.shape[1:]) if vocabulary and rows is not None else ref.shape
-        item = PlannedTensor(ref.name, kept, shape, make)
-        yield item if ref.index is None else _Slice(item, ref.index, ref.stack)
+        yield ref, PlannedTensor(ref.name, kept, shape, make)
 
 
-def _join_stacks(parts: Sequence[PlannedTensor | _Slice]) -> list[PlannedTensor]:
-    """Combine the slices of each stack into one tensor, which is made slice by slice."""
-    stacks: dict[str, list[_Slice]] = {}
-    for part in parts:
-        if isinstance(part, _Slice):
-            stacks.setdefault(part.item.name, []).append(part)
-    found: list[PlannedTensor] = []
-    for part in parts:
-        if isinstance(part, PlannedTensor):
-            found.append(part)
-        elif part.index == 0:
-            slices = sorted(stacks[part.item.name], key=lambda each: each.index)
+def _join_stacks(parts: Iterable[tuple[HFTensor, PlannedTensor]]) -> list[PlannedTensor]:
+    """Combine the slices of each stack, which come in order, into one tensor, which is made slice by slice."""
+    members: dict[str, list[tuple[HFTensor, PlannedTensor]]] = {}
+    for ref, item in parts:
+        members.setdefault(ref.name, []).append((ref, item))
+    found = []
+    for slices in members.values():
+        ref, item = slices[0]
+        if ref.index is not None:
 
-            def make(slices: Sequence[_Slice] = slices) -> Iterator[Tensor]:
-                for each in slices:
-                    yield from each.item.make()
+            def make(slices: Sequence[tuple[HFTensor, PlannedTensor]] = slices) -> Iterator[Tensor]:
+                for _, each in slices:
+                    yield from each.make()
 
-            found.append(PlannedTensor(part.item.name, part.item.dtype, (part.count, *part.item.shape), make))
+            item = PlannedTensor(ref.name, item.dtype, (ref.stack, *item.shape), make)
+        found.append(item)
     return found

@@ -101,17 +101,13 @@ class SafetensorsFolder:
         """
         self.folder = folder
         self._tensors: dict[str, StoredTensor] = {}
-        index = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else None
-        if (folder / INDEX).is_file() and not (
-            isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())
-        ):
-            raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
-        files = (
-            sorted(set(index.values()))
-            if index is not None
-            else sorted(path.name for path in folder.glob("*.safetensors"))
-        )
-        for name in files:
+        index = None
+        if (folder / INDEX).is_file():
+            index = read_json(folder / INDEX).get("weight_map")
+            if not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
+                raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
+        found = (path.name for path in folder.glob("*.safetensors"))
+        for name in sorted(found if index is None else set(index.values())):
             self._read_table(folder / name, index)
         for tensor, file in (index or {}).items():
             if tensor not in self._tensors or self._tensors[tensor].path.name != file:

@@ -239,12 +239,3 @@ def read_index(folder: Path) -> HFMetadata:
     for note in model.notes:
         logger.info("  %s", note)
     return HFMetadata(model)
-
-
-def saved_args(folder: Path) -> dict[str, Any]:
-    """Return the flags that the folder's model requires, as a checkpoint records them.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
-    return recorded_flags(open_hf_model(folder))

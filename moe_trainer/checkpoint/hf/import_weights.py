@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, TRACKER, write_tracker
@@ -30,7 +31,7 @@ from moe_trainer.checkpoint.hf.folder import HFModel, tokenizer_files, tokenizer
 from moe_trainer.checkpoint.hf.names import TensorMapping
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.sharding import KeyScheme
-from moe_trainer.checkpoint.virtual_index import add_chunk, add_object, empty_metadata
+from moe_trainer.checkpoint.virtual_index import add_chunk, add_object
 from moe_trainer.io import flush_file
 from moe_trainer.parallel.params import ParamInfo
 
@@ -147,7 +148,7 @@ def _finish_native(
     record: Mapping[str, Any],
 ) -> None:
     """Write the index of all files and the non-tensor state."""
-    index = empty_metadata()
+    index = Metadata({}, storage_data={})
     common = common_state.dump_object(common_state.build(CheckpointState(0, record), None))
     empty = common_state.dump_object(None)
     state = f"__{len(notes)}_0.distcp"

@@ -4,7 +4,6 @@
 Shapes, missing and unexpected tensors follow from it.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +222,3 @@ def raise_problems(problems: Sequence[str], shown: int = 12) -> None:
                 ["the tensors do not fit the model that config.json or the flags describe:", *lines[:shown], *more]
             )
         )
-
-
-def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize

@@ -10,18 +10,17 @@ Flags = dict[str, Any]
 Config = Mapping[str, Any]
 # Defaults of transformers for missing keys; for the scaling also for null.
 _BASES = MappingProxyType({"mixtral": 1000000.0, "gpt_oss": 150000.0})
-_SCALINGS = MappingProxyType(
+_LLAMA3_SCALING = MappingProxyType(
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+)
+_GPT_OSS_SCALING = MappingProxyType(
     {
-        "gpt_oss": MappingProxyType(
-            {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            }
-        )
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
     }
 )
 
@@ -33,7 +32,8 @@ def read_rotary(config: Config) -> Flags:
         CheckpointError: for a scaling that no flag supports.
     """
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    rope = rope or dict(_SCALINGS.get(str(config.get("model_type")), {}))
+    if not rope and config.get("model_type") == "gpt_oss":
+        rope = dict(_GPT_OSS_SCALING)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     base = rope.get("rope_theta") or config.get("rope_theta") or _BASES.get(str(config.get("model_type")), 10000.0)
     if float(base) != int(base):
@@ -70,9 +70,10 @@ def read_rotary(config: Config) -> Flags:
     if kind == "linear" and not latent and float(rope["factor"]) == int(rope["factor"]):
         return flags | {"rotary_seq_len_interpolation_factor": int(rope["factor"])}
     if kind == "llama3" and not latent:
-        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        if any(float(rope.get(name, value)) != value for name, value in fixed.items()):
-            raise CheckpointError(f"config.json: --use-rope-scaling means {fixed}, and the model has {rope}")
+        if any(float(rope.get(name, value)) != value for name, value in _LLAMA3_SCALING.items()):
+            raise CheckpointError(
+                f"config.json: --use-rope-scaling means {dict(_LLAMA3_SCALING)}, and the model has {rope}"
+            )
         return flags | {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
     if kind != "default":
         raise CheckpointError(f"config.json: no flag stands for the rotary scaling {rope}")
@@ -87,8 +88,6 @@ def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
         config["partial_rotary_factor"] = flags["rotary_percent"]
     if (flags.get("rope_type") != "rope") if latent else flags.get("position_embedding_type") == "yarn":
         scaling = {
-            "type": "yarn",
-            "rope_type": "yarn",
             "factor": flags.get("rotary_scaling_factor") or 1.0,
             "original_max_position_embeddings": flags.get("yarn_original_max_position_embeddings") or 4096,
             "beta_fast": flags.get("yarn_beta_fast") or 32.0,
@@ -98,26 +97,20 @@ def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
             scaling |= {"mscale": flags.get("mscale", 1.0), "mscale_all_dim": flags["mscale_all_dim"]}
         if flags.get("yarn_correction_range_round_to_int") is False:
             scaling["truncate"] = False
-        config["rope_scaling"] = scaling
+        config["rope_scaling"] = _typed("yarn", scaling)
     elif flags.get("use_rope_scaling") and not latent:
-        config["rope_scaling"] = {
-            "type": "llama3",
-            "rope_type": "llama3",
-            "factor": flags["rope_scaling_factor"],
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+        config["rope_scaling"] = _typed("llama3", {"factor": flags["rope_scaling_factor"], **_LLAMA3_SCALING})
     elif (flags.get("rotary_seq_len_interpolation_factor") or 1) != 1 and not latent:
-        config["rope_scaling"] = {
-            "type": "linear",
-            "rope_type": "linear",
-            "factor": float(flags["rotary_seq_len_interpolation_factor"]),
-        }
+        factor = float(flags["rotary_seq_len_interpolation_factor"])
+        config["rope_scaling"] = _typed("linear", {"factor": factor})
     return config
+
+
+def _typed(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
+    return {"type": kind, "rope_type": kind, **scaling}
 
 
 def write_explicit_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Write the scaling even if there is none, for a family in which null means yarn."""
     config = write_rotary(flags)
-    return config | {"rope_scaling": config["rope_scaling"] or {"type": "default", "rope_type": "default"}}
+    return config | {"rope_scaling": config["rope_scaling"] or _typed("default", {})}

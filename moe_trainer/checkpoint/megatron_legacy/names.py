@@ -183,9 +183,8 @@ def module_order_key(name: str, written: str) -> tuple:
         )
     expert = _LOCAL_EXPERT.search(name)
     number, module = (int(expert[1]), name.rpartition(".")[0][expert.end() :]) if expert else (-1, "")
-    among = (
-        (module, "", number) if _GROUPED.search(written) else ("", f"{number:09d}", module)
-    )  # all of fc1 first, or expert by expert
+    # all of fc1 first, or expert by expert
+    among = (module, "", number) if _GROUPED.search(written) else ("", f"{number:09d}", module)
     fused = 0 if ".layer_norm_" in written else 1
     return block, layer, -1 if inside is None or layer < 0 else inside, among, fused, name.endswith("bias"), name
 
@@ -253,9 +252,8 @@ def buffer_offsets(
         (name, first element, elements); the last one ends where the buffer does.
     """
     end_at = math.lcm(ranks, _END, 2**16) if wide else math.lcm(ranks, _END)
-    at = bucket = saved = (
-        0  # at: in the buffer; bucket: where this one begins in it; saved: elements of earlier buckets
-    )
+    # at: in the buffer; bucket: where this one begins in it; saved: elements of earlier buckets
+    at = bucket = saved = 0
 
     def close() -> None:
         nonlocal at, bucket, saved

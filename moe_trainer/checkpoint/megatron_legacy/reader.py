@@ -5,6 +5,7 @@ memory, and read with their chunk). Its content, and that of `distrib_optim.pt`,
 checkpoint, so that the same code reads both. names.py describes the files.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.archive import load_mapped, verify_checksums
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.megatron_legacy.names import (
-    EXPERT,
-    MODEL_FILE,
-    STATE_FILE,
-    LayoutSizes,
-    buffer_offsets,
-    count_layers,
-    global_name,
-    param_group_kind,
-    shared_embedding_names,
-    tied_copies,
-    tp_split,
-)
+from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.optimizer_record import is_decoupled, param_group
+from moe_trainer.checkpoint.ownership import KINDS
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, to_builtin
-from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk, incomplete_tensors
 
 FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
@@ -62,7 +52,7 @@ class RankFile:
 
     @property
     def state_path(self) -> Path:
-        return self.path.with_name(STATE_FILE)
+        return self.path.with_name(legacy.STATE_FILE)
 
 
 def open_file(path: Path) -> Any:
@@ -87,14 +77,12 @@ def read_recorded_flags(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if it cannot be read.
     """
-    found = sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+    found = sorted(folder.glob(f"mp_rank_*/{legacy.MODEL_FILE}"))
     if not found:
-        raise DamagedError(f"{folder}: no mp_rank_* folder there has a {MODEL_FILE}")
+        raise DamagedError(f"{folder}: no mp_rank_* folder there has a {legacy.MODEL_FILE}")
     content = open_file(found[0])
-    if not isinstance(content, dict) or "args" not in content:
-        raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
     try:
-        record = to_builtin(content["args"])
+        record = to_builtin(content["args"]) if isinstance(content, dict) and "args" in content else None
     except ValueError as error:
         raise DamagedError(f"{found[0]} is damaged: {error}") from error
     if not isinstance(record, dict):
@@ -102,7 +90,7 @@ def read_recorded_flags(folder: Path) -> dict[str, Any]:
     return record
 
 
-def rank_files(folder: Path, sizes: LayoutSizes) -> list[RankFile]:
+def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
     """Return all files, those of the first expert-parallel rank first.
 
     Raises:
@@ -113,16 +101,16 @@ def rank_files(folder: Path, sizes: LayoutSizes) -> list[RankFile]:
         for ep in range(sizes.ep)
         for pp in range(sizes.pp)
         for tp in range(sizes.tp)
-        if (path := folder / sizes.folder(tp, pp, ep) / MODEL_FILE).is_file()
+        if (path := folder / sizes.folder(tp, pp, ep) / legacy.MODEL_FILE).is_file()
     ]
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
             if not any((file.tp, file.pp) == (tp, pp) for file in found):
-                raise DamagedError(f"{folder / sizes.folder(tp, pp, 0) / MODEL_FILE} is missing")
+                raise DamagedError(f"{folder / sizes.folder(tp, pp, 0) / legacy.MODEL_FILE} is missing")
         for ep in range(sizes.ep):
             for etp in range(sizes.etp):
                 if not any((file.tp % sizes.etp, file.pp, file.ep) == (etp, pp, ep) for file in found):
-                    raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / MODEL_FILE} is missing")
+                    raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / legacy.MODEL_FILE} is missing")
     return found
 
 
@@ -133,7 +121,7 @@ class LegacyMetadata(VirtualMetadata):
         super().__init__()
         self.record = read_recorded_flags(folder)
         self._folder = folder
-        self._sizes = LayoutSizes.from_record(self.record)
+        self._sizes = legacy.LayoutSizes.from_record(self.record)
         try:
             self._scheme = KeyScheme.from_record(self.record)
         except ValueError as error:
@@ -149,19 +137,14 @@ class LegacyMetadata(VirtualMetadata):
         if not isinstance(self.common.get("optimizer"), (dict, list)):
             self.common.pop("optimizer", None)
         firsts = self._first_layers(files, contents)
-        dense, expert = set(), set()
+        added: set[tuple] = set()
         for file, content in zip(files, contents, strict=True):
-            takes = {
-                "dense": (file.tp, file.pp) not in dense,
-                "expert": (file.tp % self._sizes.etp, file.pp, file.ep) not in expert,
-            }
-            dense.add((file.tp, file.pp))
-            expert.add((file.tp % self._sizes.etp, file.pp, file.ep))
-            self._add_file(file, content, firsts, takes)
+            self._add_file(file, content, firsts, self._new_kinds(file, KINDS, added))
         if self.state_problem is not None:
             for key in [key for key in self.state_dict_metadata if key.startswith("optimizer.")]:
                 del self.state_dict_metadata[key]
-        self._check_covered()
+        for key, stored, full in incomplete_tensors(self):
+            raise DamagedError(f"{folder}: {key}: {stored} of {full} elements are stored")
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """Return the tensor of one chunk.
@@ -201,7 +184,7 @@ class LegacyMetadata(VirtualMetadata):
         counts: dict[tuple[int, int], int] = {}
         for file, content in zip(files, contents, strict=True):
             for number, chunk in enumerate(_chunks(file, content)):
-                counts.setdefault((number, file.pp), count_layers(list(chunk)))
+                counts.setdefault((number, file.pp), legacy.count_layers(list(chunk)))
         firsts, total = {}, 0
         for number, pp in sorted(counts):
             firsts[pp, number] = total
@@ -220,12 +203,12 @@ class LegacyMetadata(VirtualMetadata):
         for number, chunk in enumerate(_chunks(file, content)):
             first_expert = file.ep * self._sizes.local_experts
             named = {
-                global_name(name, firsts[file.pp, number], first_expert): value
+                legacy.global_name(name, firsts[file.pp, number], first_expert): value
                 for name, value in chunk.items()
                 if isinstance(value, Tensor) and not name.endswith("_extra_state")
             }
             chunks.append(named)
-            copies |= tied_copies(named, self.record, file.pp)
+            copies |= legacy.tied_copies(named, self.record, file.pp)
             for name, value in named.items():
                 if name not in copies:
                     self._add(name, value, "", file, file.path, takes)
@@ -248,15 +231,16 @@ class LegacyMetadata(VirtualMetadata):
     def _add(
         self, name: str, value: Tensor, prefix: str, file: RankFile, path: Path, takes: Mapping[str, bool]
     ) -> None:
-        expert = EXPERT in name
-        count, rank = (self._sizes.etp, file.tp % self._sizes.etp) if expert else (self._sizes.tp, file.tp)
+        count, rank = self._sizes.tp, file.tp
+        if _kind(name) == "expert":
+            count, rank = self._sizes.etp, file.tp % self._sizes.etp
         if name.endswith((".experts.weight1", ".experts.weight2")):
             raise CheckpointError(
                 f"{path}: {name} is of the retired --moe-use-legacy-grouped-gemm; convert it with an older Megatron-LM"
             )
-        if not takes["expert" if expert else "dense"]:
+        if not takes[_kind(name)]:
             return
-        dim, parts = tp_split(name, value.shape, self.record, count)
+        dim, parts = legacy.tp_split(name, value.shape, self.record, count)
         if dim is None and rank > 0:
             return
         key, at, extents = self._scheme.locate(name)
@@ -285,14 +269,14 @@ class LegacyMetadata(VirtualMetadata):
             )
             self._tensors[index] = shard, path
 
-    def _new_state_kinds(self, file: RankFile, kinds: Sequence[str]) -> dict[str, bool]:
-        """Return the kinds of parameters whose states no earlier file had."""
+    def _new_kinds(self, file: RankFile, kinds: Sequence[str], seen: set[tuple]) -> dict[str, bool]:
+        """Return which of the kinds of parameters no file of the same place had, and remember them in `seen`."""
         places = {
             "dense": ("dense", file.tp, file.pp),
             "expert": ("expert", file.tp % self._sizes.etp, file.pp, file.ep),
         }
-        takes = {kind: kind in kinds and place not in self._with_states for kind, place in places.items()}
-        self._with_states |= {places[kind] for kind in kinds}
+        takes = {kind: kind in kinds and place not in seen for kind, place in places.items()}
+        seen |= {places[kind] for kind in kinds}
         return takes
 
     def _states(
@@ -300,49 +284,41 @@ class LegacyMetadata(VirtualMetadata):
     ) -> Iterator[tuple[str, str, Tensor, Path, dict[str, bool]]]:
         """Yield (state, name, values, file, kinds of parameters to use) of all optimizer states of a file."""
         chain = optimizer if isinstance(optimizer, list) else [optimizer]
-        kinds: tuple[tuple[str, ...], ...]
         trained = [{name: value for name, value in chunk.items() if not name.endswith(BUFFERS)} for chunk in chunks]
-        if len(chain) == 2 and self._sizes.ep > 1:
-            owned = [
-                [{name: value for name, value in chunk.items() if (EXPERT in name) is expert} for chunk in trained]
-                for expert in (False, True)
-            ]
-            kinds = (("dense",), ("expert",))
-        elif len(chain) == 1:
-            owned = [trained]
-            kinds = (("dense", "expert"),)
-        else:
+        kinds: list[tuple[str, ...]] = [KINDS] if len(chain) == 1 else [(kind,) for kind in KINDS]
+        if len(chain) not in (1, 2) or (len(chain) == 2 and self._sizes.ep == 1):
             raise CheckpointError(
                 f"{file.path}: its optimizer state is a chain of {len(chain)} optimizers, and only one of "
                 "experts and one of the other parameters are supported"
             )
-        if self.record.get("use_distributed_optimizer"):
+        is_distributed = bool(self.record.get("use_distributed_optimizer"))
+        if is_distributed:
             buffers = open_file(file.state_path)
             buffers = buffers if isinstance(buffers, list) else [buffers]
-            if len(buffers) != len(owned):
+            if len(buffers) != len(chain):
                 raise CheckpointError(
                     f"{file.state_path}: it holds the states of {len(buffers)} optimizers, and {file.path.name} "
-                    f"has {len(owned)}"
+                    f"has {len(chain)}"
                 )
-            for number, (one, params_of_chunks) in enumerate(zip(buffers, owned, strict=True)):
-                if (
-                    one is not None
-                ):  # the first data-parallel rank has it: that of the experts may be another than that of all else
-                    takes = self._new_state_kinds(file, kinds[number])
-                    yield from ((*found, takes) for found in self._buffer_states(file, one, params_of_chunks, number))
-            return
-        for number, (one, params_of_chunks) in enumerate(zip(chain, owned, strict=True)):
-            takes = self._new_state_kinds(file, kinds[number])
-            params = {name: value for chunk in params_of_chunks for name, value in chunk.items()}
-            yield from ((*found, takes) for found in self._numbered_states(file, one, params))
+            chain = buffers
+        for number, one in enumerate(chain):
+            if one is None and is_distributed:
+                continue  # the first data-parallel rank has it: for experts that may be another one
+            owned = [
+                {name: value for name, value in chunk.items() if _kind(name) in kinds[number]} for chunk in trained
+            ]
+            takes = self._new_kinds(file, kinds[number], self._with_states)
+            read = self._buffer_states if is_distributed else self._numbered_states
+            yield from ((*found, takes) for found in read(file, one, owned, number))
 
     def _numbered_states(
-        self, file: RankFile, optimizer: Mapping, params: Mapping[str, Tensor]
+        self, file: RankFile, optimizer: Mapping, chunks: list[dict[str, Tensor]], _chain_number: int
     ) -> Iterator[tuple[str, str, Tensor, Path]]:
         """Yield the states of an optimizer that identifies its parameters by number.
 
         Half-precision parameters also have main parameters.
         """
+        params = {name: value for chunk in chunks for name, value in chunk.items()}
         inner = optimizer.get("optimizer", optimizer)
         mains = optimizer.get("fp32_from_fp16_params")
         for group_number, group in enumerate(inner["param_groups"]):
@@ -389,7 +365,7 @@ class LegacyMetadata(VirtualMetadata):
         for number, chunk in zip(numbers, chunks, strict=True):
             (tensors,) = buffers[number].values()
             found = list(
-                buffer_offsets(
+                legacy.buffer_offsets(
                     [(name, value.numel()) for name, value in chunk.items()],
                     *bucketing(self.record, self._sizes, file.pp, number, chain_number == 1),
                 )
@@ -409,18 +385,11 @@ class LegacyMetadata(VirtualMetadata):
                         file.state_path,
                     )
 
-    def _check_covered(self) -> None:
-        for key, entry in self.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                stored = sum(chunk.sizes.numel() for chunk in entry.chunks)
-                if stored != entry.size.numel():
-                    raise DamagedError(f"{self._folder}: {key}: {stored} of {entry.size.numel()} elements are stored")
-
 
 def bucketing(
-    record: Mapping[str, Any], sizes: LayoutSizes, pp: int, chunk: int, expert: bool
+    record: Mapping[str, Any], sizes: legacy.LayoutSizes, pp: int, chunk: int, expert: bool
 ) -> tuple[int | None, int, frozenset[str], bool]:
-    """Return bucket size, data-parallel size, names with a bucket of their own and padding for `buffer_offsets`."""
+    """Return bucket size, data-parallel size, names with a bucket of their own and padding, for `buffer_offsets`."""
     world = int(record.get("world_size") or sizes.tp * sizes.pp)
     dp_cp = world // (sizes.tp * sizes.pp)
     ranks = world // (sizes.etp * sizes.ep * sizes.pp) if expert else dp_cp
@@ -431,17 +400,21 @@ def bucketing(
     return (
         bucket,
         ranks,
-        shared_embedding_names(record, sizes.pp),
+        legacy.shared_embedding_names(record, sizes.pp),
         bool(record.get("ddp_pad_buckets_for_high_nccl_busbw")),
     )
 
 
+def _kind(name: str) -> str:
+    return "expert" if legacy.EXPERT in name else "dense"
+
+
 def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
     """Return whether a parameter is in a group of the optimizer, by the settings of the group."""
-    kind = param_group_kind(name, value.dim(), record)
+    kind = legacy.param_group_kind(name, value.dim(), record)
     if (group.get("wd_mult", 1.0) != 0.0) != kind.decayed:
         return False
-    if bool(group.get("is_expert_parallel")) != (experts_apart and EXPERT in name):
+    if bool(group.get("is_expert_parallel")) != (experts_apart and legacy.EXPERT in name):
         return False
     if recorded_width_mult(record) != 1.0:
         return group.get("max_lr") == param_group(record, **kind._asdict(), experts=False)["max_lr"]
@@ -449,12 +422,9 @@ def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, 
 
 
 def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:
-    if "model" in content:
-        found = [content["model"]]
-    else:
-        found = []
-        while f"model{len(found)}" in content:
-            found.append(content[f"model{len(found)}"])
+    numbered = (f"model{number}" for number in itertools.count())
+    keys = ["model"] if "model" in content else list(itertools.takewhile(content.__contains__, numbered))
+    found = [content[key] for key in keys]
     if not found or any("language_model" in chunk for chunk in found):
         raise CheckpointError(
             f"{file.path} holds no model of Megatron-Core: convert it with the Megatron-LM that wrote it"

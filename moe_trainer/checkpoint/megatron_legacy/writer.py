@@ -21,21 +21,7 @@ from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.layer_spec import has_te_names, te_extra_states, te_modules
-from moe_trainer.checkpoint.megatron_legacy.names import (
-    EXPERT,
-    LATENT_DOWN,
-    MODEL_FILE,
-    STATE_FILE,
-    LayoutSizes,
-    ParamGroupKind,
-    buffer_offsets,
-    layer_number,
-    local_name,
-    module_order_key,
-    param_group_kind,
-    to_spec_name,
-    tp_split,
-)
+from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.megatron_legacy.reader import STATES, bucketing
 from moe_trainer.checkpoint.optimizer_record import grad_scaler, group_order_key, param_group
 from moe_trainer.checkpoint.options import CheckpointState
@@ -86,7 +72,7 @@ def write(
         CheckpointError: for a model without names in the format.
         OSError: if it cannot be written.
     """
-    record, sizes = state.args, LayoutSizes.from_record(state.args)
+    record, sizes = state.args, legacy.LayoutSizes.from_record(state.args)
     entries = [_entries(source, index, chunk, record, scalars is not None, ps) for chunk in chunks]
     content = common_state.build(state, None)
     del content["content_metadata"]
@@ -97,7 +83,11 @@ def write(
         content["moe_trainer"]["optimizer"] = common_state.to_builtin(dict(scalars))
         owned = [
             [
-                [entry for entry in chunk if entry.trained and (sizes.ep == 1 or (EXPERT in entry.name) is expert)]
+                [
+                    entry
+                    for entry in chunk
+                    if entry.trained and (sizes.ep == 1 or (legacy.EXPERT in entry.name) is expert)
+                ]
                 for chunk in entries
             ]
             for expert in ((False, True) if sizes.ep > 1 else (False,))
@@ -114,11 +104,11 @@ def write(
         content["rng_state"] = random_states
     folder = target / sizes.folder(ps.tp.rank, ps.pp.rank, ps.ep.rank)
     folder.mkdir()
-    torch.save(content, folder / MODEL_FILE)
-    flush_file(folder / MODEL_FILE)
+    torch.save(content, folder / legacy.MODEL_FILE)
+    flush_file(folder / legacy.MODEL_FILE)
     if buffers is not None:
-        torch.save(buffers if len(buffers) > 1 else buffers[0], folder / STATE_FILE)
-        flush_file(folder / STATE_FILE)
+        torch.save(buffers if len(buffers) > 1 else buffers[0], folder / legacy.STATE_FILE)
+        flush_file(folder / legacy.STATE_FILE)
     flush_folder(folder)
 
 
@@ -146,21 +136,23 @@ def _entries(
         held.append((info, "", ask(""), states, trained))
     fill(source, index, wanted)
     first_layer = min(
-        (layer for info, *_ in held for layer in map(layer_number, info.names) if layer is not None), default=0
+        (layer for info, *_ in held for layer in map(legacy.layer_number, info.names) if layer is not None), default=0
     )
-    first_expert = ps.ep.rank * LayoutSizes.from_record(record).local_experts
-    routed = {layer_number(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
+    first_expert = ps.ep.rank * legacy.LayoutSizes.from_record(record).local_experts
+    routed = {legacy.layer_number(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
     found = []
     for info, _, value, states, trained in held:
         values = value.unbind(0) if info.stacked else (value,)
         for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
             each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
-            written = to_spec_name(local_name(name, first_layer, first_expert), record, layer_number(name) in routed)
+            written = legacy.to_spec_name(
+                legacy.local_name(name, first_layer, first_expert), record, legacy.layer_number(name) in routed
+            )
             found += [
                 RankTensor(copy or name, copy or written, one, each, trained)
                 for copy in (_names_of_copy(held, record) if info.is_replica else (None,))
             ]
-    return sorted(found, key=lambda entry: module_order_key(entry.name, entry.written))
+    return sorted(found, key=lambda entry: legacy.module_order_key(entry.name, entry.written))
 
 
 def _names_of_copy(
@@ -193,8 +185,8 @@ def _sharded_params(
         info, shape = get_param_info(param), tuple(param.shape)
         group = ps.etp if info.kind == "expert" else ps.tp
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
-        dim, parts = tp_split(name, named_shape, record, group.size)
-        if group.size > 1 and name.endswith(LATENT_DOWN) and not has_te_names(record):
+        dim, parts = legacy.tp_split(name, named_shape, record, group.size)
+        if group.size > 1 and name.endswith(legacy.LATENT_DOWN) and not has_te_names(record):
             dim = 0  # replicated here and in Transformer Engine's modules; Megatron-LM's local ones shard it
         if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
             raise CheckpointError(
@@ -230,7 +222,7 @@ def _optimizer(
     step, groups, mains = float(scalars.get("step", 0)), [], []
     state: dict[int, dict[str, Any]] = {}
     for kind in _param_groups(record, scalars, experts):
-        mine = [entry for entry in entries if param_group_kind(entry.name, entry.value.dim(), record) == kind]
+        mine = [entry for entry in entries if legacy.param_group_kind(entry.name, entry.value.dim(), record) == kind]
         mine.sort(key=lambda entry: entry.value.dtype == torch.float32)
         numbers = list(range(len(state), len(state) + len(mine)))
         state |= {
@@ -254,22 +246,22 @@ def _optimizer(
     return {"optimizer": inner, "fp32_from_fp16_params": mains, **scaler} if any(mains) else inner
 
 
-def _param_groups(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[ParamGroupKind]:
+def _param_groups(record: Mapping[str, Any], scalars: Mapping[str, Any], experts: bool) -> list[legacy.ParamGroupKind]:
     """Return the groups of one of Megatron's optimizers, in its order.
 
     As there, a group exists if a parameter of any rank belongs to it.
     """
     if recorded_width_mult(record) != 1.0:
         found = [
-            ParamGroupKind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0)
+            legacy.ParamGroupKind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0)
             for group in scalars["param_groups"]
             if group["is_expert_parallel"] is experts
         ]
     else:  # experts without biases all decay, embeddings do
         found = [
-            ParamGroupKind(True, False),
-            *([ParamGroupKind(False, False)] if not experts or record.get("add_bias_linear", True) else []),
-            *([ParamGroupKind(True, True)] if record.get("decoupled_lr") is not None and not experts else []),
+            legacy.ParamGroupKind(True, False),
+            *([legacy.ParamGroupKind(False, False)] if not experts or record.get("add_bias_linear", True) else []),
+            *([legacy.ParamGroupKind(True, True)] if record.get("decoupled_lr") is not None and not experts else []),
         ]
     return sorted(
         found, key=lambda kind: group_order_key(record, param_group(record, **kind._asdict(), experts=experts))
@@ -277,14 +269,14 @@ def _param_groups(record: Mapping[str, Any], scalars: Mapping[str, Any], experts
 
 
 def _buffers(
-    chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: LayoutSizes, pp: int, experts: bool
+    chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: legacy.LayoutSizes, pp: int, experts: bool
 ) -> dict:
     """Return the flat states of a distributed optimizer, as its first data-parallel rank saves them."""
     found: dict = {"buckets_coalesced": True}
     for number, chunk in enumerate(chunk for chunk in chunks if chunk):
         by_name = {entry.name: entry for entry in chunk}
         places = list(
-            buffer_offsets(
+            legacy.buffer_offsets(
                 [(entry.name, entry.value.numel()) for entry in chunk], *bucketing(record, sizes, pp, number, experts)
             )
         )
