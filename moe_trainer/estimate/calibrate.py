@@ -19,7 +19,7 @@ from moe_trainer.estimate.plan import Plan, make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.step_time import plan_step
 
-PRODUCTS = MappingProxyType(
+GEMM_FRACTIONS = MappingProxyType(
     {
         "products_bf16": tuple(step / 100 for step in range(60, 81, 2)),
         "products_fp8": tuple(step / 100 for step in range(40, 67, 2)),
@@ -80,7 +80,7 @@ class Calibration:
         found = []
         for fill, iteration in product(FILLS, ITERATIONS):
             constants, total = Constants(fill=fill, iteration=iteration), 0.0
-            for field, values in PRODUCTS.items():  # runs in one format do not depend on the fraction of the other
+            for field, values in GEMM_FRACTIONS.items():  # runs in one format do not depend on the other
                 own = [name for name in names if field.endswith(self.rows[name].width)]
                 misfits = [(self._misfit(own, replace(constants, **{field: value})), value) for value in values]
                 misfit, value = min(misfits)

@@ -177,7 +177,7 @@ def _compare(plan: Plan, run: PublishedRun) -> ReferenceRun:
         differs.append(f"{plan.hardware.name} instead of {run.hardware}")
         distance += 2
     if plan.width != run.width:
-        differs.append(f"{plan.width} instead of {run.width} products")
+        differs.append(f"{plan.width} instead of {run.width} GEMMs")
         distance += 1.5
     sizes = args.parallel
     for name, mine, theirs, weight in (

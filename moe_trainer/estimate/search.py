@@ -113,10 +113,10 @@ class SearchResult:
         seen: number of mappings that divide.
         small: how many of them are small enough.
         planned: how many got a full plan.
-        refused: how many the rules rejected.
+        rejected: how many the rules rejected.
         own: plan of the mapping of the user's command line, if it has a legal one.
         published: published run of this model, number of devices and format, and the plan of its mapping.
-        refusals: most common reasons of the rules, with their counts.
+        rejections: most common reasons of the rules, with their counts.
         replaced: flags of the command line that the search chooses itself.
         closest: plan that needs least memory and its flags, if nothing fits.
         fixes: changes of flags that are not searched with which something fits, if nothing does.
@@ -128,11 +128,11 @@ class SearchResult:
     seen: int
     small: int
     planned: int
-    refused: int
+    rejected: int
     seconds: float
     own: Plan | None = None
     published: tuple[PublishedRun, Plan] | None = None
-    refusals: tuple[tuple[str, int], ...] = ()
+    rejections: tuple[tuple[str, int], ...] = ()
     replaced: tuple[str, ...] = ()
     closest: tuple[Plan, tuple[str, ...]] | None = None
     fixes: tuple[Fix, ...] = ()
@@ -157,11 +157,11 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
     plain = ["--micro-batch-size", "1"] + (["--moe-token-dispatcher-type", "alltoall"] if settings.num_experts else [])
     try:
         return base, parse_args([*base, *plain], None)
-    except ArgumentError as refused:
+    except ArgumentError as rejected:
         try:
             mapped = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
         except ArgumentError:
-            raise refused from None
+            raise rejected from None
     unmapped = {
         field.name: field.default
         for field in fields(ParallelArgs)
@@ -206,13 +206,13 @@ def search(
         if estimate.memory <= MEMORY_SLACK * hardware.usable_bytes:
             estimates.append(estimate)
     found: list[RankedConfig] = []
-    planned = refused = 0
+    planned = rejected = 0
     tries: Counter[tuple[ParallelConfig, bool]] = Counter()
     reasons: Counter[str] = Counter()
     for estimate in estimator.planning_order(estimates):
         if planned >= MIN_PLANNED and len(found) >= 2 * best:
             break
-        if planned - refused >= MAX_PLANNED or refused >= MAX_REJECTED:
+        if planned - rejected >= MAX_PLANNED or rejected >= MAX_REJECTED:
             break
         is_uncertain = estimator.added_error(estimate.mapping) > 0
         shape = replace(estimate.mapping, recompute=(), backend="", overlap=False), is_uncertain
@@ -226,7 +226,7 @@ def search(
         try:
             plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
         except ValueError as error:
-            refused += 1
+            rejected += 1
             violations = error.violations if isinstance(error, ArgumentError) else ()
             reasons.update({violation.message for violation in violations} or {str(error)})
             continue
@@ -236,10 +236,10 @@ def search(
     outcome = SearchResult(
         tuple(base),
         tuple(ranked(found, best)),
-        *(seen, len(estimates), planned, refused, time.monotonic() - begin),
+        *(seen, len(estimates), planned, rejected, time.monotonic() - begin),
         own=None if list(argv) == base else try_plan(argv, gpus, hardware),
         published=_plan_published(found[0].plan, base) if found else None,
-        refusals=tuple(reasons.most_common(3)),
+        rejections=tuple(reasons.most_common(3)),
         replaced=tuple(select_flags(argv, REPLACED)),
     )
     return outcome if found else _explain_no_fit(outcome, estimator, least, headroom)
@@ -341,19 +341,19 @@ def search_formats(
     missing = [name for name in formats if name not in gemm_formats(hardware)]
     if missing:
         raise PlanError(
-            f"{hardware.name} has no products in {', '.join(missing)}; it has {', '.join(gemm_formats(hardware))}"
+            f"{hardware.name} has no GEMMs in {', '.join(missing)}; it has {', '.join(gemm_formats(hardware))}"
         )
     base = drop_flags(argv, FORMAT_FLAGS)
 
     outcomes, found = [], []
-    refusals: Counter[str] = Counter()
+    rejections: Counter[str] = Counter()
     for name in formats:
         report = partial(_report_format, name, progress)
         outcomes.append(search([*base, *FORMATS[name]], gpus, hardware, best, headroom, report))
         found += [replace(each, argv=(*FORMATS[name], *each.argv)) for each in outcomes[-1].found]
-        refusals.update(dict(outcomes[-1].refusals))
+        rejections.update(dict(outcomes[-1].rejections))
     published = (outcome.published for outcome in outcomes if outcome.published)
-    totals = ("seen", "small", "planned", "refused", "seconds")
+    totals = ("seen", "small", "planned", "rejected", "seconds")
     return replace(
         outcomes[-1],
         **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in totals},
@@ -361,7 +361,7 @@ def search_formats(
         found=tuple(ranked(found, best)),
         own=None if list(argv) == drop_flags(base) else try_plan(argv, gpus, hardware),
         published=max(published, key=lambda pair: pair[0].tflops, default=None),
-        refusals=tuple(refusals.most_common(3)),
+        rejections=tuple(rejections.most_common(3)),
         replaced=tuple(select_flags(base, REPLACED)),
     )
 

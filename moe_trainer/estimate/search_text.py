@@ -12,19 +12,19 @@ from moe_trainer.estimate.uncertainty import error_bar
 
 
 def search_lines(outcome: SearchResult, gpus: int, machine: str) -> list[str]:
-    refused = f" ({outcome.refused} of these refused by the trainer's rules)" if outcome.refused else ""
+    rejected = f" ({outcome.rejected} of these rejected by the trainer's rules)" if outcome.rejected else ""
     lines = [
         f"{outcome.seen:,} mappings of {gpus} x {machine} estimated, {outcome.small:,} of them may fit, "
-        f"{outcome.planned} planned in full{refused}; {outcome.seconds:.0f} s"
+        f"{outcome.planned} planned in full{rejected}; {outcome.seconds:.0f} s"
     ]
-    for reason, count in outcome.refusals:
-        lines.append(f"  refused {'once' if count == 1 else f'{count} times'}: {reason}")
+    for reason, count in outcome.rejections:
+        lines.append(f"  rejected {'once' if count == 1 else f'{count} times'}: {reason}")
     if outcome.replaced:
         lines.append(f"the search replaces: {shlex.join(outcome.replaced)}")
     if not outcome.found:
         return [*lines, *_no_fit_lines(outcome, gpus)]
     lines += [
-        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  products    "
+        "  #  tokens/s/GPU  TFLOP/s     step s   +-  memory GiB  headroom   TP CP PP VPP  EP ETP MBS  GEMMs       "
         "dispatcher         recompute"
     ]
     for number, each in enumerate(outcome.found, start=1):
@@ -105,7 +105,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:
     """Return why nothing was found, and what would help."""
-    if outcome.planned and outcome.refused == outcome.planned:
+    if outcome.planned and outcome.rejected == outcome.planned:
         return ["no mapping is legal with these flags (the commonest reasons stand above)"]
     if outcome.closest is None:
         return [

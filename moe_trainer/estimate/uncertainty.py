@@ -99,8 +99,8 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "hardware without a published run": lambda plan: (
             plan.hardware.name not in PUBLISHED_HARDWARE and not plan.hardware.calibration
         ),
-        "products in 4 bits": lambda plan: plan.width == "fp4",
-        "neither bf16 nor 8 bits": lambda plan: not plan.args.precision.bf16,
+        "fp4 GEMMs": lambda plan: plan.width == "fp4",
+        "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
         "the allgather dispatcher": lambda plan: (
             plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
         ),

@@ -56,7 +56,7 @@ def outcome():
 
 
 def test_results_are_legal_and_fit(outcome, capsys):
-    assert len(outcome.found) == 8 and outcome.refused == 0 and outcome.seen > outcome.planned >= 8
+    assert len(outcome.found) == 8 and outcome.rejected == 0 and outcome.seen > outcome.planned >= 8
     fastest = min(each.plan.time.step for each in outcome.found)
     assert all(ties(outcome.found[0].plan, each.plan) for each in outcome.found if each.plan.time.step == fastest)
     for each in outcome.found:
@@ -110,16 +110,16 @@ def test_formats_are_compared():
         args = parse_args([*outcome.base, *each.argv], 4)
         assert args.precision.bf16 and bool(args.precision.fp8) == (each.plan.width == "fp8")
     assert gemm_formats(find_hardware("a100")) == ("bf16",) and "nvfp4" in gemm_formats(find_hardware("gb300"))
-    with pytest.raises(PlanError, match="no products in mxfp8"):
+    with pytest.raises(PlanError, match="no GEMMs in mxfp8"):
         search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
 
 
 def test_reasons_of_several_formats_are_counted_together(monkeypatch):
-    refused = SearchResult((), (), 1, 0, 2, 2, 0.0, refusals=(("not legal", 2),))
+    refused = SearchResult((), (), 1, 0, 2, 2, 0.0, rejections=(("not legal", 2),))
     monkeypatch.setattr("moe_trainer.estimate.search.search", lambda *_: refused)
     flags = ["--preset", "mixtral_tiny", "--mock-data", "--global-batch-size", "16"]
     outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"))
-    assert outcome.refused == 4 and outcome.refusals == (("not legal", 4),)
+    assert outcome.rejected == 4 and outcome.rejections == (("not legal", 4),)
 
 
 def test_of_equal_error_bars_the_simplest_mapping_comes_first():
@@ -378,7 +378,7 @@ def test_rejections_are_reported():
     """No mapping is legal: the rule is named, and not that nothing fits."""
     outcome = search([*MIXTRAL, "--num-distributed-optimizer-instances", "7"], 32, find_hardware("h100"), best=1)
     text = "\n".join(search_lines(outcome, 32, "h100"))
-    assert not outcome.found and outcome.refused == outcome.planned
+    assert not outcome.found and outcome.rejected == outcome.planned
     assert (
         "no mapping is legal" in text and "--num-distributed-optimizer-instances 7" in text and "none fits" not in text
     )

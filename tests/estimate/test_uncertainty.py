@@ -84,7 +84,7 @@ LINE = (
             "billion parameters",
         ),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "h100", "full recompute"),
-        ("--fp4-format e2m1 --fp4-recipe nvfp4", "gb300", "products in 4 bits"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "gb300", "fp4 GEMMs"),
         ("--moe-token-dispatcher-type allgather", "h100", "allgather"),
     ],
 )
