@@ -108,9 +108,9 @@ def activation(size: Size, dtype: torch.dtype, device: str) -> KernelCase:
     num_routed = size.tokens * size.topk
     h = torch.randn(num_routed, 2 * size.ffn, device=device).to(dtype)
     p, grad = torch.rand(num_routed, device=device), torch.randn(num_routed, size.ffn, device=device).to(dtype)
-    module, block = _kernels("pointwise"), get_activation_fns(SWIGLU)
+    fused, block = _kernels("pointwise").SWIGLU, get_activation_fns(SWIGLU)
     return KernelCase(
-        lambda: (module.swiglu_forward(h, p), *module.swiglu_backward(h, p, grad)),
+        lambda: (fused.forward(h, p), *fused.backward(h, p, grad)),
         lambda: (block.forward(h, p), *block.backward(h, p, grad.clone())),
         _bytes(h, h, p, grad),
     )

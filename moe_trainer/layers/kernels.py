@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import NamedTuple
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from arguments.model import ModelArgs
 from moe_trainer.backends import BackendPolicy, import_problem
 from moe_trainer.ops import pointwise, rope
 from moe_trainer.ops.absorbed_mla import TORCH_TILE_KERNELS, TileKernels
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.cross_entropy import TORCH_LOGIT_KERNELS, LogitKernels
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.gated_delta_rule import gated_delta
@@ -32,27 +33,23 @@ logger = logging.getLogger(__name__)
 INSTALL = "pip install triton"
 OLDEST_FLA = (0, 6)
 DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
-NAMES = (
-    "activation",
-    "norm",
-    "rope",
-    "permute",
-    "router",
-    "cross-entropy",
-    "grouped-gemm",
-    "quantize",
-    "sparse-attention",
+# name of --triton-kernels -> module, and pairs of a field of Kernels and the module's value for it
+_SOURCES = MappingProxyType(
+    {
+        "activation": ("ops.triton_pointwise", ("activations", "ACTIVATIONS")),
+        "norm": ("ops.triton_norm", ("rms_norm", "rms_norm")),
+        "rope": ("ops.triton_rope", ("apply_rope", "apply_rope")),
+        "permute": ("ops.triton_permute", ("permutation", "TritonPermutation")),
+        "router": ("ops.triton_router", ("fused_topk", "fused_topk"), ("balancing", "BALANCING")),
+        "cross-entropy": ("ops.triton_cross_entropy", ("logit_kernels", "LOGIT_KERNELS")),
+        "grouped-gemm": ("ops.triton_grouped_gemm", ("grouped_gemms", "GROUPED_GEMMS")),
+        "quantize": ("quantization.triton_quantize", ("quantize", "quantize_with_fallback")),
+        "sparse-attention": ("ops.triton_absorbed_mla", ("sparse_attention", "STEPS")),
+    }
 )
+NAMES = tuple(_SOURCES)
 # torch's own grouped GEMM is one kernel, too, and was made for each generation of devices
 DEFAULT = tuple(name for name in NAMES if name != "grouped-gemm")
-
-
-class Balancing(NamedTuple):
-    """Kernels of the balancing losses and of attaching their gradient: see ops/triton_router.py."""
-
-    count: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    gradient: Callable[..., tuple[Tensor, Tensor]]
-    attach: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -181,52 +178,6 @@ def _fla_version_problem() -> str | None:
 
 def _load(name: str) -> dict:
     """Return the fields of Kernels for a name of --triton-kernels."""
-    module = importlib.import_module(
-        {
-            "activation": "moe_trainer.ops.triton_pointwise",
-            "norm": "moe_trainer.ops.triton_norm",
-            "rope": "moe_trainer.ops.triton_rope",
-            "permute": "moe_trainer.ops.triton_permute",
-            "router": "moe_trainer.ops.triton_router",
-            "cross-entropy": "moe_trainer.ops.triton_cross_entropy",
-            "grouped-gemm": "moe_trainer.ops.triton_grouped_gemm",
-            "quantize": "moe_trainer.quantization.triton_quantize",
-            "sparse-attention": "moe_trainer.ops.triton_absorbed_mla",
-        }[name]
-    )
-    if name == "activation":
-        return {
-            "activations": (
-                (
-                    Activation("silu", gated=True),
-                    module.swiglu,
-                    ActivationFns(module.swiglu_forward, module.swiglu_backward),
-                ),
-                (Activation("gelu"), None, ActivationFns(module.gelu_forward, module.gelu_backward)),
-                (
-                    Activation("squared_relu"),
-                    None,
-                    ActivationFns(module.squared_relu_forward, module.squared_relu_backward),
-                ),
-            )
-        }
-    if name == "norm":
-        return {"rms_norm": module.rms_norm}
-    if name == "rope":
-        return {"apply_rope": module.apply_rope}
-    if name == "cross-entropy":
-        return {"logit_kernels": LogitKernels(module.softmax_in_place, module.gradient_in_place)}
-    if name == "quantize":
-        return {"quantize": module.quantize_with_fallback}
-    if name == "sparse-attention":
-        return {"sparse_attention": module.STEPS}
-    if name == "permute":
-        return {"permutation": module.TritonPermutation}
-    if name == "router":
-        return {
-            "fused_topk": module.fused_topk,
-            "balancing": Balancing(module.count_choices, module.balancing_gradient, module.attach_gradient),
-        }
-    return {
-        "grouped_gemms": GroupedGemms(module.grouped_forward, module.grouped_input_grad, module.grouped_weight_grad)
-    }
+    module_name, *fields = _SOURCES[name]
+    module = importlib.import_module(f"moe_trainer.{module_name}")
+    return {field: getattr(module, attribute) for field, attribute in fields}

@@ -44,9 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.moe import MoEArgs
-from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.quantile_balancing import update_quantile_bias
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
 

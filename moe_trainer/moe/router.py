@@ -22,7 +22,6 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, make_parameter
-from moe_trainer.layers.kernels import Balancing
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.balancing import (
     LOSS_NAMES,
@@ -37,6 +36,7 @@ from moe_trainer.moe.quantile_balancing import QuantileBias
 from moe_trainer.moe.routing_margin import compute_routing_margin
 from moe_trainer.moe.sinkhorn import sinkhorn_topk
 from moe_trainer.moe.topk import drop_beyond_capacity, expert_capacity, score_topk, to_routing_map
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.main_grad import can_accumulate_in_fp32, get_main_grad_sum
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardRNG

@@ -1,7 +1,18 @@
 """Give an auxiliary loss its gradient without carrying the loss to the end of the model."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Balancing(NamedTuple):
+    """Kernels of the balancing losses and of attaching their gradient: see ops/triton_router.py."""
+
+    count: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[..., tuple[Tensor, Tensor]]
+    attach: Callable[..., Tensor]
 
 
 class _AttachLoss(torch.autograd.Function):

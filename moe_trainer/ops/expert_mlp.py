@@ -182,12 +182,8 @@ class _StackGrad:
             later: store the operands and compute when called.
             total: main gradient to accumulate in.
         """
-        self.weight_eNK, self.complete, self.later, self.total = (
-            weight_eNK,
-            len(experts) == len(weight_eNK),
-            later,
-            total,
-        )
+        self.weight_eNK, self.later, self.total = weight_eNK, later, total
+        self.complete = len(experts) == len(weight_eNK)
         self.pieces: list[tuple[int, Tensor, Tensor]] = []
         self.grad_eNK = None if later or total is not None else self._new()
         if total is not None:
@@ -318,13 +314,8 @@ def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int, exact: bool) -> 
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    counts, num_rows, offsets, activation, gemms = (
-        ctx.counts,
-        ctx.num_rows,
-        ctx.offsets,
-        ctx.activation,
-        ctx.gemms,
-    )
+    counts, num_rows, offsets = ctx.counts, ctx.num_rows, ctx.offsets
+    activation, gemms = ctx.activation, ctx.gemms
     exact = not isinstance(counts, Tensor)
     grad_a = gemms.input_grad(grad_RH, w2, offsets)
     blocks = _blocks(num_rows, x_RH.is_cuda)
@@ -408,38 +399,19 @@ def expert_mlp(
     Raises:
         ValueError: if the counts do not add up to R, or are on the device and cannot be read there.
     """
-    num_rows = x_RH.shape[0] - unused
+    num_rows, weights = x_RH.shape[0] - unused, (w1_eGH, b1_eG, w2_eHF, b2_eH)
     if isinstance(counts, Tensor):
         if not allow_grouped:
             raise ValueError("expert_mlp: counts on the device need a grouped GEMM")
-        return _ExpertMLP.apply(
-            x_RH.contiguous(),
-            probs_R,
-            w1_eGH,
-            b1_eG,
-            w2_eHF,
-            b2_eH,
-            counts,
-            num_rows,
-            activation_fns or get_activation_fns(activation),
-            gemms or GROUPED_MM,
-            queue,
-        )
-    if sum(counts) != num_rows:
-        raise ValueError(f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows")
-    prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.device)
-    if gemms is None and prefer and _aligned(w1_eGH, w2_eHF):
-        gemms = GROUPED_MM
-    return _ExpertMLP.apply(
-        x_RH.contiguous(),
-        probs_R,
-        w1_eGH,
-        b1_eG,
-        w2_eHF,
-        b2_eH,
-        tuple(counts),
-        num_rows,
-        activation_fns or get_activation_fns(activation),
-        gemms if allow_grouped and num_rows > 0 else None,
-        queue,
-    )
+        gemms = gemms or GROUPED_MM
+    else:
+        if sum(counts) != num_rows:
+            raise ValueError(
+                f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
+            )
+        prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.device)
+        if gemms is None and prefer and _aligned(w1_eGH, w2_eHF):
+            gemms = GROUPED_MM
+        counts, gemms = tuple(counts), gemms if allow_grouped and num_rows > 0 else None
+    fns = activation_fns or get_activation_fns(activation)
+    return _ExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, counts, num_rows, fns, gemms, queue)

@@ -18,18 +18,23 @@ from moe_trainer.ops import absorbed_mla
 from moe_trainer.ops.absorbed_mla import Latents, TileKernels
 from moe_trainer.ops.triton_blocks import block_size
 
-HEADS, KEYS = 16, 32  # of a program's tile; a tensor core takes 16 rows at least
+HEADS = tl.constexpr(16)  # of a program's tile; a tensor core takes 16 rows at least
+KEYS = 32  # the same, and 16 in fp32
 GATHERED = 1 << 26  # elements of gradients of gathered rows that are written before they are added
 
 
 @triton.jit
 def _row(x, stride, head, num_heads, column, width):
     """One query's elements of some heads, [heads, columns]; zeros outside."""
-    return tl.load(
-        x + head[:, None] * stride + column[None, :],
-        mask=(head < num_heads)[:, None] & (column < width)[None, :],
-        other=0.0,
-    )
+    inside = (head < num_heads)[:, None] & (column < width)[None, :]
+    return tl.load(x + head[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _put(to, row, stride, num_rows, column, width, value):
+    """Write some rows of a matrix, [rows, columns]."""
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    tl.store(to + row[:, None] * stride + column[None, :], value.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -58,10 +63,8 @@ def forward_kernel(
     num_keys,
     rank,
     width,
-    q_stride,
     scale,
     PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -70,8 +73,8 @@ def forward_kernel(
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     of_rank, of_rope = tl.arange(0, RANK), tl.arange(0, ROPE)
-    q_rank = _row(q + query * q_stride, width, head, num_heads, of_rank, rank)
-    q_rope = _row(q + query * q_stride + rank, width, head, num_heads, of_rope, width - rank)
+    q_rank = _row(q + query * num_heads * width, width, head, num_heads, of_rank, rank)
+    q_rope = _row(q + query * num_heads * width + rank, width, head, num_heads, of_rope, width - rank)
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     weighted = tl.zeros([HEADS, RANK], tl.float32)
@@ -79,9 +82,8 @@ def forward_kernel(
         place = first + tl.arange(0, KEYS)
         key = tl.load(keys + query * num_keys + place, mask=place < num_keys, other=-1)
         latent = _gathered(rows, key, of_rank, 0, rank, width)
-        scores = _scores(
-            q_rank, q_rope, latent, _gathered(rows, key, of_rope, rank, width, width), key, scale, PRECISION
-        )
+        rotated = _gathered(rows, key, of_rope, rank, width, width)
+        scores = _scores(q_rank, q_rope, latent, rotated, key, scale, PRECISION)
         higher = tl.maximum(top, tl.max(scores, 1))
         # heads that have met no key would compute -inf - -inf
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -91,12 +93,7 @@ def forward_kernel(
         top = higher
     found = total > 0
     safe = tl.where(found, total, 1.0)
-    to = mean + (query * num_heads + head[:, None]) * rank + of_rank[None, :]
-    tl.store(
-        to,
-        (weighted / safe[:, None]).to(mean.dtype.element_ty),
-        mask=(head < num_heads)[:, None] & (of_rank < rank)[None, :],
-    )
+    _put(mean + query * num_heads * rank, head, rank, num_heads, of_rank, rank, weighted / safe[:, None])
     tl.store(lse + query * num_heads + head, tl.where(found, top + tl.log(safe), float("-inf")), mask=head < num_heads)
 
 
@@ -121,12 +118,10 @@ def query_kernel(
     num_keys,
     rank,
     width,
-    q_stride,
     grad_stride_t,
     grad_stride_n,
     scale,
     PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -135,8 +130,8 @@ def query_kernel(
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     of_rank, of_rope = tl.arange(0, RANK), tl.arange(0, ROPE)
-    q_rank = _row(q + query * q_stride, width, head, num_heads, of_rank, rank)
-    q_rope = _row(q + query * q_stride + rank, width, head, num_heads, of_rope, width - rank)
+    q_rank = _row(q + query * num_heads * width, width, head, num_heads, of_rank, rank)
+    q_rope = _row(q + query * num_heads * width + rank, width, head, num_heads, of_rope, width - rank)
     g = _row(grad + query * grad_stride_t, grad_stride_n, head.to(tl.int64), num_heads, of_rank, rank)
     less = tl.load(delta + query * num_heads + head, mask=head < num_heads, other=0.0)
     grad_rank = tl.zeros([HEADS, RANK], tl.float32)
@@ -147,25 +142,18 @@ def query_kernel(
         key = tl.load(keys + query * num_keys + place, mask=place < num_keys, other=-1)
         latent = _gathered(rows, key, of_rank, 0, rank, width)
         rotated = _gathered(rows, key, of_rope, rank, width, width)
-        probs = _probabilities(
-            _scores(q_rank, q_rope, latent, rotated, key, scale, PRECISION), lse, query, head, num_heads
-        )
+        scores = _scores(q_rank, q_rope, latent, rotated, key, scale, PRECISION)
+        probs = _probabilities(scores, lse, query, head, num_heads)
         slope = (probs * (tl.dot(g, tl.trans(latent), input_precision=PRECISION) - less[:, None]) * scale).to(
             latent.dtype
         )
         grad_rank = tl.dot(slope, latent, grad_rank, input_precision=PRECISION)
         grad_rope = tl.dot(slope, rotated, grad_rope, input_precision=PRECISION)
         weighted = tl.dot(probs.to(latent.dtype), latent, weighted, input_precision=PRECISION)
-    real = (head < num_heads)[:, None]
-    to = grad_q + (query * num_heads + head[:, None]) * width
-    tl.store(to + of_rank[None, :], grad_rank.to(grad_q.dtype.element_ty), mask=real & (of_rank < rank)[None, :])
-    tl.store(
-        to + rank + of_rope[None, :],
-        grad_rope.to(grad_q.dtype.element_ty),
-        mask=real & (rank + of_rope < width)[None, :],
-    )
-    to = mean + (query * num_heads + head[:, None]) * rank + of_rank[None, :]
-    tl.store(to, weighted.to(mean.dtype.element_ty), mask=real & (of_rank < rank)[None, :])
+    grad_q += query * num_heads * width
+    _put(grad_q, head, width, num_heads, of_rank, rank, grad_rank)
+    _put(grad_q + rank, head, width, num_heads, of_rope, width - rank, grad_rope)
+    _put(mean + query * num_heads * rank, head, rank, num_heads, of_rank, rank, weighted)
 
 
 @triton.jit
@@ -181,12 +169,10 @@ def key_kernel(
     num_keys,
     rank,
     width,
-    q_stride,
     grad_stride_t,
     grad_stride_n,
     scale,
     PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -202,13 +188,12 @@ def key_kernel(
     grad_rope = tl.zeros([KEYS, ROPE], tl.float32)
     for first in range(0, num_heads, HEADS):
         head = first + tl.arange(0, HEADS)
-        q_rank = _row(q + query * q_stride, width, head, num_heads, of_rank, rank)
-        q_rope = _row(q + query * q_stride + rank, width, head, num_heads, of_rope, width - rank)
+        q_rank = _row(q + query * num_heads * width, width, head, num_heads, of_rank, rank)
+        q_rope = _row(q + query * num_heads * width + rank, width, head, num_heads, of_rope, width - rank)
         g = _row(grad + query * grad_stride_t, grad_stride_n, head.to(tl.int64), num_heads, of_rank, rank)
         less = tl.load(delta + query * num_heads + head, mask=head < num_heads, other=0.0)
-        probs = _probabilities(
-            _scores(q_rank, q_rope, latent, rotated, key, scale, PRECISION), lse, query, head, num_heads
-        )
+        scores = _scores(q_rank, q_rope, latent, rotated, key, scale, PRECISION)
+        probs = _probabilities(scores, lse, query, head, num_heads)
         slope = (probs * (tl.dot(g, tl.trans(latent), input_precision=PRECISION) - less[:, None]) * scale).to(
             latent.dtype
         )
@@ -216,20 +201,17 @@ def key_kernel(
         grad_rank = tl.dot(tl.trans(slope), q_rank, grad_rank, input_precision=PRECISION)
         grad_rank = tl.dot(tl.trans(probs.to(latent.dtype)), g, grad_rank, input_precision=PRECISION)
         grad_rope = tl.dot(tl.trans(slope), q_rope, grad_rope, input_precision=PRECISION)
-    real = (place < num_keys)[:, None]
-    to = grad_rows + (query * num_keys + place[:, None]) * width
-    tl.store(to + of_rank[None, :], grad_rank, mask=real & (of_rank < rank)[None, :])
-    tl.store(to + rank + of_rope[None, :], grad_rope, mask=real & (rank + of_rope < width)[None, :])
+    grad_rows += query * num_keys * width
+    _put(grad_rows, place, width, num_keys, of_rank, rank, grad_rank)
+    _put(grad_rows + rank, place, width, num_keys, of_rope, width - rank, grad_rope)
 
 
 def _sizes(q_TNW: Tensor, latents: Latents) -> dict:
-    rope = latents.rows_KW.shape[1] - latents.rank
     return {
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        "HEADS": HEADS,
         "KEYS": KEYS if q_TNW.itemsize == 2 else 16,
         "RANK": block_size(latents.rank, 1 << 16),
-        "ROPE": block_size(rope, 1 << 16),
+        "ROPE": block_size(latents.rows_KW.shape[1] - latents.rank, 1 << 16),
         "num_warps": 8,
         "num_stages": 1,
     }
@@ -249,19 +231,9 @@ def forward(q_TNW: Tensor, latents: Latents, keys_TC: Tensor) -> tuple[Tensor, T
     mean = q_TNW.new_empty(num_queries, num_heads, latents.rank)
     lse = torch.empty(num_queries, num_heads, dtype=torch.float32, device=q_TNW.device)
     if num_queries:
-        forward_kernel[(num_queries, triton.cdiv(num_heads, HEADS))](
-            q_TNW,
-            rows_KW,
-            keys_TC,
-            mean,
-            lse,
-            num_heads,
-            keys_TC.shape[1],
-            latents.rank,
-            width,
-            q_TNW.stride(0),
-            latents.scale,
-            **_sizes(q_TNW, latents),
+        numbers = num_heads, keys_TC.shape[1], latents.rank, width, latents.scale
+        forward_kernel[(num_queries, triton.cdiv(num_heads, HEADS.value))](
+            q_TNW, rows_KW, keys_TC, mean, lse, *numbers, **_sizes(q_TNW, latents)
         )
     return mean, lse
 
@@ -285,24 +257,10 @@ def backward(
     grad_TNR = grad_TNR if grad_TNR.stride(2) == 1 else grad_TNR.contiguous()
     num_keys, sizes = keys_TC.shape[1], _sizes(q_TNW, latents)
     mean, grad_q = q_TNW.new_empty(num_queries, num_heads, latents.rank), torch.empty_like(q_TNW)
-    strides = q_TNW.stride(0), *grad_TNR.stride()[:2]
+    numbers = num_heads, num_keys, latents.rank, width, *grad_TNR.stride()[:2], latents.scale
     if num_queries:
-        query_kernel[(num_queries, triton.cdiv(num_heads, HEADS))](
-            q_TNW,
-            rows_KW,
-            keys_TC,
-            grad_TNR,
-            delta_TN,
-            lse_TN,
-            grad_q,
-            mean,
-            num_heads,
-            num_keys,
-            latents.rank,
-            width,
-            *strides,
-            latents.scale,
-            **sizes,
+        query_kernel[(num_queries, triton.cdiv(num_heads, HEADS.value))](
+            q_TNW, rows_KW, keys_TC, grad_TNR, delta_TN, lse_TN, grad_q, mean, *numbers, **sizes
         )
     step = max(1, GATHERED // max(1, num_keys * width))
     for start in range(0, num_queries, step):
@@ -316,12 +274,7 @@ def backward(
             delta_TN[part],
             lse_TN[part],
             of_rows,
-            num_heads,
-            num_keys,
-            latents.rank,
-            width,
-            *strides,
-            latents.scale,
+            *numbers,
             **sizes,
         )
         # where there is no key there is no gradient

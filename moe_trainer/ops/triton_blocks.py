@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 
-def wide(dtype: torch.dtype) -> tl.dtype:
+@triton.constexpr_function
+def wide(dtype: tl.dtype) -> tl.dtype:
     """Return the dtype a kernel computes in for tensors of this dtype."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
+    return tl.float64 if dtype == tl.float64 else tl.float32
 
 
+@triton.constexpr_function
 def block_size(size: int, largest: int, smallest: int = 16) -> int:
     """Return the power of two that covers `size`, within limits."""
     return max(smallest, min(largest, triton.next_power_of_2(max(1, size))))
@@ -32,10 +34,10 @@ def contiguous_rows(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @triton.jit
-def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_partials_kernel(partial, out, num_partial, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the rows of partial [num_partial, size] for BLOCK columns, in an order that is independent of the launch."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], WIDE)
+    total = tl.zeros([BLOCK], partial.dtype.element_ty)
     for first in range(0, num_partial, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < num_partial)[:, None] & (column < size)[None, :]
@@ -46,7 +48,5 @@ def sum_partials_kernel(partial, out, num_partial, size, WIDE: tl.constexpr, ROW
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Sum partial [programs, *] over the programs into `out`, which is contiguous, and return `out`."""
     size = out.numel()
-    sum_partials_kernel[(triton.cdiv(size, 32),)](
-        partial, out, partial.shape[0], size, WIDE=wide(partial.dtype), ROWS=32, BLOCK=32
-    )
+    sum_partials_kernel[(triton.cdiv(size, 32),)](partial, out, partial.shape[0], size, ROWS=32, BLOCK=32)
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_trainer.ops.cross_entropy import LogitKernels
 from moe_trainer.ops.triton_blocks import block_size, wide
 
 FP16_GAIN = 2.0**15  # as ops/cross_entropy.py stores fp16 probabilities
@@ -42,8 +43,9 @@ def _label_logit(logits, label, columns):
 
 
 @triton.jit
-def pieces_kernel(logits, labels, largest, total, target, columns, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def pieces_kernel(logits, labels, largest, total, target, columns, stride, BLOCK: tl.constexpr):
     """Maximum, sum of exponentials and the label's logit of one token."""
+    WIDE: tl.constexpr = wide(logits.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     top, amount = _online(start, columns, WIDE, BLOCK)
@@ -53,8 +55,9 @@ def pieces_kernel(logits, labels, largest, total, target, columns, stride, WIDE:
 
 
 @triton.jit
-def softmax_kernel(logits, labels, log_sum_exp, target, columns, stride, gain, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def softmax_kernel(logits, labels, log_sum_exp, target, columns, stride, gain, BLOCK: tl.constexpr):
     """The same of one token, then its logits become gain times their softmax."""
+    WIDE: tl.constexpr = wide(logits.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     tl.store(target + row, _label_logit(start, tl.load(labels + row), columns).to(WIDE))
@@ -64,35 +67,20 @@ def softmax_kernel(logits, labels, log_sum_exp, target, columns, stride, gain, W
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < columns, other=float("-inf")).to(WIDE)
-        tl.store(
-            start + column, (tl.exp(value - top) / amount * gain).to(logits.dtype.element_ty), mask=column < columns
-        )
+        value = tl.exp(value - top) / amount * gain
+        tl.store(start + column, value.to(logits.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit
-def gradient_kernel(
-    probs,
-    labels,
-    factor,
-    at_label,
-    mine,
-    columns,
-    stride,
-    gain,
-    SOME: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One token, one block of columns: probabilities times the factor; the label's column is given.
-
-    SOME: only where `mine`.
-    """
+def gradient_kernel(probs, labels, factor, at_label, mine, columns, stride, gain, BLOCK: tl.constexpr):
+    """One token, one block of columns: probabilities times the factor; the label's column is given, where `mine`."""
+    WIDE: tl.constexpr = wide(probs.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = probs + row * stride + column
     value = tl.load(at, mask=column < columns, other=0.0).to(WIDE) * (tl.load(factor + row).to(WIDE) / gain)
     is_label = column == tl.load(labels + row)
-    if SOME:
+    if mine is not None:
         is_label = is_label & (tl.load(mine + row) != 0)
     value = tl.where(is_label, tl.load(at_label + row).to(WIDE), value)
     tl.store(at, value.to(probs.dtype.element_ty), mask=column < columns)
@@ -102,8 +90,15 @@ def _gain(dtype: torch.dtype) -> float:
     return FP16_GAIN if dtype == torch.float16 else 1.0
 
 
-def _warps(block: int) -> int:
-    return 4 if block <= 1024 else 8
+def _launch(kernel, logits_TV: Tensor, labels_T: Tensor, num_results: int, *gain: float) -> tuple[Tensor, ...]:
+    """Run a kernel that takes full rows; return what it writes of every token."""
+    num_tokens, columns = logits_TV.shape
+    results = logits_TV.new_empty(num_results, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+    if num_tokens:
+        block, labels_T = block_size(columns, 4096), labels_T.contiguous()
+        options = {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8}
+        kernel[(num_tokens,)](logits_TV, labels_T, *results, columns, logits_TV.stride(0), *gain, **options)
+    return tuple(results)
 
 
 def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,21 +107,7 @@ def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tens
     Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V), any other gives NaN; results [T],
     fp32 or wider.
     """
-    num_tokens, columns = logits_TV.shape
-    results = logits_TV.new_empty(3, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
-    if num_tokens:
-        block = block_size(columns, 4096)
-        pieces_kernel[(num_tokens,)](
-            logits_TV,
-            labels_T.contiguous(),
-            *results,
-            columns,
-            logits_TV.stride(0),
-            WIDE=wide(logits_TV.dtype),
-            BLOCK=block,
-            num_warps=_warps(block),
-        )
-    return tuple(results)
+    return _launch(pieces_kernel, logits_TV, labels_T, 3)
 
 
 def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,22 +115,7 @@ def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tenso
 
     Shapes: labels int64 in [0, V); both results [T], fp32 or wider. As ops/cross_entropy.py: softmax_in_place.
     """
-    num_tokens, columns = logits_TV.shape
-    results = logits_TV.new_empty(2, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
-    if num_tokens:
-        block = block_size(columns, 4096)
-        softmax_kernel[(num_tokens,)](
-            logits_TV,
-            labels_T.contiguous(),
-            *results,
-            columns,
-            logits_TV.stride(0),
-            _gain(logits_TV.dtype),
-            WIDE=wide(logits_TV.dtype),
-            BLOCK=block,
-            num_warps=_warps(block),
-        )
-    return tuple(results)
+    return _launch(softmax_kernel, logits_TV, labels_T, 2, _gain(logits_TV.dtype))
 
 
 def gradient_in_place(
@@ -162,19 +128,10 @@ def gradient_in_place(
     """
     num_tokens, columns = probs_TV.shape
     if num_tokens:
-        block, labels_T = block_size(columns, 2048), labels_T.contiguous()
+        block, mine_T = block_size(columns, 2048), None if mine_T is None else mine_T.view(torch.uint8)
+        of_tokens = (x.contiguous() for x in (labels_T, factor_T, at_label_T))
         gradient_kernel[(num_tokens, triton.cdiv(columns, block))](
-            probs_TV,
-            labels_T,
-            factor_T.contiguous(),
-            at_label_T.contiguous(),
-            labels_T if mine_T is None else mine_T.view(torch.uint8),
-            columns,
-            probs_TV.stride(0),
-            _gain(probs_TV.dtype),
-            SOME=mine_T is not None,
-            WIDE=wide(probs_TV.dtype),
-            BLOCK=block,
+            probs_TV, *of_tokens, mine_T, columns, probs_TV.stride(0), _gain(probs_TV.dtype), BLOCK=block
         )
 
 
@@ -201,3 +158,6 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     The logits are saved.
     """
     return _CrossEntropy.apply(logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous(), labels_T)
+
+
+LOGIT_KERNELS = LogitKernels(softmax_in_place, gradient_in_place)

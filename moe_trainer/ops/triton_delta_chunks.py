@@ -17,22 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.gated_delta_rule import LENGTH_EPS, Heads
-from moe_trainer.ops.triton_blocks import block_size, wide
+from moe_trainer.ops.triton_blocks import block_size
 
-CHUNK, BLOCK, PART, COLUMNS = (
-    64,
-    64,
-    32,
-    32,
-)  # positions; features of a tile, and of a small one; columns of a state that one program walks with
+CHUNK = tl.constexpr(64)  # positions
+EPS = tl.constexpr(LENGTH_EPS)
+BLOCK, PART = 64, 32  # features of a tile, and of a small one
+COLUMNS = 32  # of a state, which one program walks with
 FACTORS = 7  # numbers of a position that _factors names
 
 
 @triton.jit
-def _heads(keys, values):
-    """Of this program: the pair of sequence and value head, the sequence, the value head and its key head."""
+def _heads(length, keys, values):
+    """Padded positions, and of this program the pair of sequence and value head, these two, and the key head."""
     pair = tl.program_id(1).to(tl.int64)
-    return pair, pair // values, pair % values, pair % values // (values // keys)
+    return tl.cdiv(length, CHUNK) * CHUNK, pair, pair // values, pair % values, pair % values // (values // keys)
 
 
 @triton.jit
@@ -63,15 +61,9 @@ def _factors(factors, pair, position, positions):
     divides the query's, over sqrt(D).
     """
     at, stride = factors + pair * positions + position, tl.num_programs(1).to(tl.int64) * positions
-    return (
-        tl.load(at),
-        tl.load(at + stride),
-        tl.load(at + 2 * stride),
-        tl.load(at + 3 * stride),
-        tl.load(at + 4 * stride),
-        tl.load(at + 5 * stride),
-        tl.load(at + 6 * stride),
-    )
+    total, first, before = tl.load(at), tl.load(at + stride), tl.load(at + 2 * stride)
+    after, share = tl.load(at + 3 * stride), tl.load(at + 4 * stride)
+    return total, first, before, after, share, tl.load(at + 5 * stride), tl.load(at + 6 * stride)
 
 
 @triton.jit
@@ -90,13 +82,20 @@ def _last(x):
 
 
 @triton.jit
-def _decay_rate(a_log, dt_bias, value_head, WIDE: tl.constexpr):
-    return tl.exp(tl.load(a_log + value_head).to(WIDE)), tl.load(dt_bias + value_head).to(WIDE)
+def _gate(alpha, inside, a_log, dt_bias, WIDE: tl.constexpr):
+    """exp(a_log), and alpha + dt_bias."""
+    step = tl.load(alpha, mask=inside, other=0.0).to(WIDE)
+    return tl.exp(tl.load(a_log).to(WIDE)), step + tl.load(dt_bias).to(WIDE)
 
 
 @triton.jit
 def _softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -140,7 +139,6 @@ def prepare_kernel(
     w,
     u,
     length,
-    positions,
     batch,
     keys,
     values,
@@ -148,34 +146,26 @@ def prepare_kernel(
     beta_stride_b,
     alpha_stride_s,
     alpha_stride_b,
-    SCALE: tl.constexpr,
-    EPS: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    KEEP: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one head: the factors, W and U, and where backward wants it (KEEP) the inverse T."""
+    """One chunk of one head: the factors, W and U, and the inverse T if there is a tensor for it."""
+    WIDE: tl.constexpr = factors.dtype.element_ty
     place = tl.arange(0, CHUNK)
     start = tl.program_id(0) * CHUNK
     position = start + place
-    pair, sequence, value_head, key_head = _heads(keys, values)
+    positions, pair, sequence, value_head, key_head = _heads(length, keys, values)
     inside = position < length
     at = position.to(tl.int64)
     share = tl.load(beta + at * beta_stride_s + sequence * beta_stride_b + value_head, mask=inside, other=0.0).to(WIDE)
     share = tl.where(inside, 1.0 / (1.0 + tl.exp(-share)), 0.0)
-    step = tl.load(alpha + at * alpha_stride_s + sequence * alpha_stride_b + value_head, mask=inside, other=0.0).to(
-        WIDE
-    )
-    rate, bias = _decay_rate(a_log, dt_bias, value_head, WIDE)
-    total = tl.cumsum(tl.where(inside, -rate * _softplus(step + bias), 0.0), 0)
+    alpha += at * alpha_stride_s + sequence * alpha_stride_b + value_head
+    rate, step = _gate(alpha, inside, a_log + value_head, dt_bias + value_head, WIDE)
+    total = tl.cumsum(tl.where(inside, -rate * _softplus(step), 0.0), 0)
     before, after, first = tl.exp(total), tl.exp(_last(total) - total), tl.zeros_like(place)
-    if DOCUMENTS:
+    if ids is not None:
         ids += sequence * length
         own = tl.load(ids + tl.minimum(position, length - 1))
         before = tl.where(own == tl.load(ids + tl.maximum(start - 1, 0)), before, 0.0)
@@ -190,10 +180,10 @@ def prepare_kernel(
         column = feature + tl.arange(0, BLOCK)
         q = _tile(x + key_head * D, position, stride, column, length, D)
         k = _tile(x + (keys + key_head) * D, position, stride, column, length, D)
-        gemms += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        gemms += _dot(k, tl.trans(k), PRECISION)
         of_query += tl.sum(q.to(WIDE) * q.to(WIDE), 1)
         of_key += tl.sum(k.to(WIDE) * k.to(WIDE), 1)
-    of_key, of_query = 1.0 / tl.sqrt(of_key + EPS), SCALE / tl.sqrt(of_query + EPS)
+    of_key, of_query = 1.0 / tl.sqrt(of_key + EPS), D**-0.5 / tl.sqrt(of_query + EPS)
     to, apart = factors + pair * positions + position, tl.num_programs(1).to(tl.int64) * positions
     tl.store(to, total)
     tl.store(to + apart, first.to(WIDE))
@@ -203,23 +193,21 @@ def prepare_kernel(
     tl.store(to + 5 * apart, of_key)
     tl.store(to + 6 * apart, of_query)
     factor = _decays(total, first.to(WIDE)) * (share * of_key)[:, None] * of_key[None, :]
-    solved = _inverse(tl.where(place[:, None] > place[None, :], gemms * factor, 0.0), SPLIT, PRECISION)
-    if KEEP:
-        tl.store(
-            _square(inverse, pair * tl.num_programs(0) + tl.program_id(0), CHUNK), solved.to(inverse.dtype.element_ty)
-        )
+    system = tl.where(place[:, None] > place[None, :], gemms * factor, 0.0)
+    solved = _inverse(system, x.dtype.element_ty.primitive_bitwidth == 16, PRECISION)
+    if inverse is not None:
+        to = _square(inverse, pair * tl.num_programs(0) + tl.program_id(0), CHUNK)
+        tl.store(to, solved.to(inverse.dtype.element_ty))
     of_values = (solved * share[None, :]).to(u.dtype.element_ty)
     for feature in range(0, E, BLOCK):
         column = feature + tl.arange(0, BLOCK)
         v = _tile(x + 2 * keys * D + value_head * E, position, stride, column, length, E)
-        _put(
-            u + pair * positions * E, position, E, column, positions, E, tl.dot(of_values, v, input_precision=PRECISION)
-        )
+        _put(u + pair * positions * E, position, E, column, positions, E, _dot(of_values, v, PRECISION))
     of_keys = (solved * (share * before * of_key)[None, :]).to(w.dtype.element_ty)
     for feature in range(0, D, BLOCK):
         column = feature + tl.arange(0, BLOCK)
         k = _tile(x + (keys + key_head) * D, position, stride, column, length, D)
-        _put(w + pair * positions * D, position, D, column, positions, D, tl.dot(of_keys, k, input_precision=PRECISION))
+        _put(w + pair * positions * D, position, D, column, positions, D, _dot(of_keys, k, PRECISION))
 
 
 @triton.jit
@@ -231,22 +219,20 @@ def states_kernel(
     states,
     corrected,
     length,
-    positions,
     batch,
     keys,
     values,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Some columns of one head's state, from chunk to chunk: the state before each, and its corrected values V."""
+    WIDE: tl.constexpr = factors.dtype.element_ty
     place, feature = tl.arange(0, CHUNK), tl.arange(0, FEATURES)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    pair, sequence, value_head, key_head = _heads(keys, values)
+    positions, pair, sequence, value_head, key_head = _heads(length, keys, values)
     stride = batch * (2 * keys * D + values * E)
     x += sequence * (2 * keys * D + values * E) + (keys + key_head) * D
     state = tl.zeros([FEATURES, COLUMNS], WIDE)
@@ -257,13 +243,13 @@ def states_kernel(
         narrow = state.to(states.dtype.element_ty)
         _put(states + (pair * chunks + chunk) * D * E, feature, E, column, D, E, narrow)
         read = _tile(w + pair * positions * D, position, D, feature, positions, D)
-        value = _tile(u + pair * positions * E, position, E, column, positions, E).to(WIDE) - tl.dot(
-            read, narrow, input_precision=PRECISION
+        value = _tile(u + pair * positions * E, position, E, column, positions, E).to(WIDE) - _dot(
+            read, narrow, PRECISION
         )
         _put(corrected + pair * positions * E, position, E, column, positions, E, value)
         k = _tile(x, position, stride, feature, length, D)
         written = (value * (of_key * after)[:, None]).to(k.dtype)
-        state = state * _last(before) + tl.dot(tl.trans(k), written, input_precision=PRECISION)
+        state = state * _last(before) + _dot(tl.trans(k), written, PRECISION)
 
 
 @triton.jit
@@ -274,21 +260,19 @@ def outputs_kernel(
     corrected,
     y,
     length,
-    positions,
     batch,
     keys,
     values,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Some columns of what one head gives for one chunk."""
+    WIDE: tl.constexpr = factors.dtype.element_ty
     position = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    pair, sequence, value_head, key_head = _heads(keys, values)
+    positions, pair, sequence, value_head, key_head = _heads(length, keys, values)
     total, first, before, after, share, of_key, of_query = _factors(factors, pair, position, positions)
     stride = batch * (2 * keys * D + values * E)
     x += sequence * (2 * keys * D + values * E)
@@ -299,11 +283,11 @@ def outputs_kernel(
         feature = start + tl.arange(0, BLOCK)
         q = _tile(x + key_head * D, position, stride, feature, length, D)
         k = _tile(x + (keys + key_head) * D, position, stride, feature, length, D)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        read += tl.dot(q, _tile(states, feature, E, column, D, E), input_precision=PRECISION)
+        scores += _dot(q, tl.trans(k), PRECISION)
+        read += _dot(q, _tile(states, feature, E, column, D, E), PRECISION)
     scores *= _decays(total, first) * of_query[:, None] * of_key[None, :]
     value = _tile(corrected + pair * positions * E, position, E, column, positions, E)
-    read = read * (before * of_query)[:, None] + tl.dot(scores.to(value.dtype), value, input_precision=PRECISION)
+    read = read * (before * of_query)[:, None] + _dot(scores.to(value.dtype), value, PRECISION)
     _put(y + (sequence * values + value_head) * E, position, batch * values * E, column, length, E, read)
 
 
@@ -317,23 +301,18 @@ def scores_kernel(
     grad_scores,
     grad_total,
     length,
-    positions,
     batch,
     keys,
     values,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one head: the gradients that come from its outputs through P, of the corrected values, of q .
-
-    K and of the cumulative gates.
-    """
+    """One chunk of one head: gradients from its outputs through P, of corrected values, of q . k, and of G."""
+    WIDE: tl.constexpr = factors.dtype.element_ty
     position = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    pair, sequence, value_head, key_head = _heads(keys, values)
+    positions, pair, sequence, value_head, key_head = _heads(length, keys, values)
     total, first, before, after, share, of_key, of_query = _factors(factors, pair, position, positions)
     stride = batch * (2 * keys * D + values * E)
     x += sequence * (2 * keys * D + values * E)
@@ -342,7 +321,7 @@ def scores_kernel(
         feature = start + tl.arange(0, BLOCK)
         q = _tile(x + key_head * D, position, stride, feature, length, D)
         k = _tile(x + (keys + key_head) * D, position, stride, feature, length, D)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores += _dot(q, tl.trans(k), PRECISION)
     decays = _decays(total, first)
     scores *= decays * of_query[:, None] * of_key[None, :]
     mirrored = tl.trans(scores).to(grad.dtype.element_ty)
@@ -350,17 +329,9 @@ def scores_kernel(
     for start in range(0, E, BLOCK):
         column = start + tl.arange(0, BLOCK)
         g = _tile(grad + (sequence * values + value_head) * E, position, batch * values * E, column, length, E)
-        _put(
-            grad_corrected + pair * positions * E,
-            position,
-            E,
-            column,
-            positions,
-            E,
-            tl.dot(mirrored, g, input_precision=PRECISION),
-        )
+        _put(grad_corrected + pair * positions * E, position, E, column, positions, E, _dot(mirrored, g, PRECISION))
         value = _tile(corrected + pair * positions * E, position, E, column, positions, E)
-        of_scores += tl.dot(g, tl.trans(value), input_precision=PRECISION)
+        of_scores += _dot(g, tl.trans(value), PRECISION)
     to = _square(grad_scores, pair * tl.num_programs(0) + tl.program_id(0), CHUNK)
     tl.store(to, (of_scores * decays).to(grad_scores.dtype.element_ty))
     of_scores *= scores
@@ -376,13 +347,10 @@ def grad_states_kernel(
     grad_corrected,
     grad_states,
     length,
-    positions,
     batch,
     keys,
     values,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -392,9 +360,10 @@ def grad_states_kernel(
 
     The gradient of the state after each, and the full one of V.
     """
+    WIDE: tl.constexpr = factors.dtype.element_ty
     place, feature = tl.arange(0, CHUNK), tl.arange(0, FEATURES)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    pair, sequence, value_head, key_head = _heads(keys, values)
+    positions, pair, sequence, value_head, key_head = _heads(length, keys, values)
     stride = batch * (2 * keys * D + values * E)
     x += sequence * (2 * keys * D + values * E)
     state = tl.zeros([FEATURES, COLUMNS], WIDE)
@@ -407,14 +376,14 @@ def grad_states_kernel(
         _put(grad_states + (pair * chunks + chunk) * D * E, feature, E, column, D, E, narrow)
         k = _tile(x + (keys + key_head) * D, position, stride, feature, length, D)
         value = _tile(grad_corrected + pair * positions * E, position, E, column, positions, E).to(WIDE)
-        value = (value + tl.dot(k, narrow, input_precision=PRECISION) * (of_key * after)[:, None]).to(k.dtype)
+        value = (value + _dot(k, narrow, PRECISION) * (of_key * after)[:, None]).to(k.dtype)
         _put(grad_corrected + pair * positions * E, position, E, column, positions, E, value)
         q = _tile(x + key_head * D, position, stride, feature, length, D)
         g = _tile(grad + (sequence * values + value_head) * E, position, batch * values * E, column, length, E)
         g = (g.to(WIDE) * (of_query * before)[:, None]).to(k.dtype)
-        state = state * _last(before) + tl.dot(tl.trans(q), g, input_precision=PRECISION)
+        state = state * _last(before) + _dot(tl.trans(q), g, PRECISION)
         read = _tile(w + pair * positions * D, position, D, feature, positions, D)
-        state -= tl.dot(tl.trans(read), value, input_precision=PRECISION)
+        state -= _dot(tl.trans(read), value, PRECISION)
 
 
 @triton.jit
@@ -442,7 +411,6 @@ def chunk_kernel(
     grad_total,
     grad_products,
     length,
-    positions,
     batch,
     keys,
     values,
@@ -451,25 +419,26 @@ def chunk_kernel(
     alpha_stride_s,
     alpha_stride_b,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """One chunk of one head, all but P: the gradients of v, of the gates (partial [programs of a head, 2, N].
+    """One chunk of one head, all but P: the gradients of v, of the gates, of k . k, and of q and k otherwise.
 
-    Sums for a_log and dt_bias), of k . k, and of q and k otherwise (grad_q, grad_k of rows of length one, [Z, P, D]).
+    partial: [programs of a head, 2, N], sums for a_log and dt_bias. grad_q, grad_k: of rows of length one, [Z, P, D].
     grad_total: what P gives the cumulative gates.
     """
+    WIDE: tl.constexpr = factors.dtype.element_ty
     place = tl.arange(0, CHUNK)
     position = tl.program_id(0) * CHUNK + place
-    pair, sequence, value_head, key_head = _heads(keys, values)
+    positions, pair, sequence, value_head, key_head = _heads(length, keys, values)
     total, first, before, after, share, of_key, of_query = _factors(factors, pair, position, positions)
     channels = 2 * keys * D + values * E
     stride = batch * channels
     x += sequence * channels
+    grad_x += sequence * channels
+    values_at = 2 * keys * D + value_head * E
     grad += (sequence * values + value_head) * E
     grad_stride = batch * values * E
     number = pair * tl.num_programs(0) + tl.program_id(0)
@@ -479,20 +448,12 @@ def chunk_kernel(
     for start in range(0, E, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = _tile(grad_corrected + pair * positions * E, position, E, column, positions, E)
-        of_values = tl.dot(solve, value, input_precision=PRECISION)
-        v = _tile(x + (2 * keys * D + value_head * E), position, stride, column, length, E)
+        of_values = _dot(solve, value, PRECISION)
+        v = _tile(x + values_at, position, stride, column, length, E)
         grad_share += tl.sum(of_values * v.to(WIDE), 1)
-        _put(
-            grad_x + sequence * channels + 2 * keys * D + value_head * E,
-            position,
-            stride,
-            column,
-            length,
-            E,
-            of_values * share[:, None],
-        )
+        _put(grad_x + values_at, position, stride, column, length, E, of_values * share[:, None])
         value = _tile(u + pair * positions * E, position, E, column, positions, E)
-        of_system -= tl.dot(of_values.to(value.dtype), tl.trans(value), input_precision=PRECISION)
+        of_system -= _dot(of_values.to(value.dtype), tl.trans(value), PRECISION)
     carried = tl.zeros([PART], WIDE)
     of_total = tl.load(grad_total + pair * positions + position)
     grad_after = tl.zeros([CHUNK], WIDE)
@@ -503,12 +464,10 @@ def chunk_kernel(
         for start in range(0, E, BLOCK):
             column = start + tl.arange(0, BLOCK)
             value = _tile(grad_corrected + pair * positions * E, position, E, column, positions, E)
-            result -= tl.dot(
-                value, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), input_precision=PRECISION
-            )
-        result = tl.dot(solve, result.to(k.dtype), input_precision=PRECISION)
+            result -= _dot(value, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), PRECISION)
+        result = _dot(solve, result.to(k.dtype), PRECISION)
         read = _tile(w + pair * positions * D, position, D, feature, positions, D)
-        of_system -= tl.dot(result.to(k.dtype), tl.trans(read), input_precision=PRECISION)
+        of_system -= _dot(result.to(k.dtype), tl.trans(read), PRECISION)
         through = tl.sum(result * k.to(WIDE), 1) * of_key * before
         grad_share += through
         of_total += through * share
@@ -519,23 +478,21 @@ def chunk_kernel(
             of_state = _tile(grad_states + number * D * E, feature, E, column, D, E)
             carried += tl.sum(_tile(states + number * D * E, feature, E, column, D, E).to(WIDE) * of_state.to(WIDE), 1)
             value = _tile(corrected + pair * positions * E, position, E, column, positions, E)
-            written += tl.dot(value, tl.trans(of_state), input_precision=PRECISION)
+            written += _dot(value, tl.trans(of_state), PRECISION)
         grad_after += tl.sum(written * k.to(WIDE), 1) * of_key * after
         _put(grad_k + pair * positions * D, position, D, feature, positions, D, result + written * after[:, None])
         result = tl.zeros([CHUNK, PART], WIDE)
         for start in range(0, E, BLOCK):
             column = start + tl.arange(0, BLOCK)
             g = _tile(grad, position, grad_stride, column, length, E)
-            result += tl.dot(
-                g, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), input_precision=PRECISION
-            )
+            result += _dot(g, tl.trans(_tile(states + number * D * E, feature, E, column, D, E)), PRECISION)
         q = _tile(x + key_head * D, position, stride, feature, length, D)
         of_total += tl.sum(result * q.to(WIDE), 1) * of_query * before
         _put(grad_q + pair * positions * D, position, D, feature, positions, D, result * before[:, None])
     gemms = tl.zeros([CHUNK, CHUNK], WIDE)
     for start in range(0, D, BLOCK):
         k = _tile(x + (keys + key_head) * D, position, stride, start + tl.arange(0, BLOCK), length, D)
-        gemms += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        gemms += _dot(k, tl.trans(k), PRECISION)
     of_system = tl.where(place[:, None] > place[None, :], of_system * _decays(total, first), 0.0)
     slope = of_system * gemms * of_key[:, None] * of_key[None, :]
     grad_share += tl.sum(slope, 1)
@@ -548,16 +505,14 @@ def chunk_kernel(
     at = position.to(tl.int64)
     to = (at * batch + sequence) * values + value_head
     tl.store(grad_beta + to, (grad_share * share * (1.0 - share)).to(grad_beta.dtype.element_ty), mask=inside)
-    step = tl.load(alpha + at * alpha_stride_s + sequence * alpha_stride_b + value_head, mask=inside, other=0.0).to(
-        WIDE
-    )
-    rate, bias = _decay_rate(a_log, dt_bias, value_head, WIDE)
+    alpha += at * alpha_stride_s + sequence * alpha_stride_b + value_head
+    rate, step = _gate(alpha, inside, a_log + value_head, dt_bias + value_head, WIDE)
     # a gate is in the sums of its own position and of all later ones
     grad_gate = tl.where(inside, -rate * tl.cumsum(of_total, 0, reverse=True), 0.0)
-    grad_step = grad_gate / (1.0 + tl.exp(-step - bias))
+    grad_step = grad_gate / (1.0 + tl.exp(-step))
     tl.store(grad_alpha + to, grad_step.to(grad_alpha.dtype.element_ty), mask=inside)
     to = partial + (tl.program_id(0) * batch + sequence) * 2 * values + value_head
-    tl.store(to, tl.sum(grad_gate * _softplus(step + bias), 0))
+    tl.store(to, tl.sum(grad_gate * _softplus(step), 0))
     tl.store(to + values, tl.sum(grad_step, 0))
 
 
@@ -570,20 +525,18 @@ def keys_kernel(
     grad_scores,
     grad_products,
     grad_x,
-    length,
     positions,
+    length,
     batch,
     keys,
     values,
-    SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """One chunk of one key head: the gradients of q and k, from all its value heads."""
+    WIDE: tl.constexpr = factors.dtype.element_ty
     place, feature = tl.arange(0, CHUNK), tl.arange(0, FEATURES)
     position = tl.program_id(0) * CHUNK + place
     sequence, key_head = tl.program_id(1).to(tl.int64) // keys, tl.program_id(1).to(tl.int64) % keys
@@ -603,38 +556,28 @@ def keys_kernel(
     x += sequence * channels + key_head * D
     grad_x += sequence * channels + key_head * D
     k = _tile(x + keys * D, position, stride, feature, length, D)
-    of_q += tl.dot((of_scores * of_key[None, :]).to(k.dtype), k, input_precision=PRECISION)
+    of_q += _dot((of_scores * of_key[None, :]).to(k.dtype), k, PRECISION)
     q = _tile(x, position, stride, feature, length, D)
     # what would change the length changes nothing
-    length_only = tl.sum(q.to(WIDE) * of_q, 1) * of_query * of_query / (SCALE * SCALE)
+    length_only = tl.sum(q.to(WIDE) * of_q, 1) * of_query * of_query / (D**-0.5 * D**-0.5)
     _put(grad_x, position, stride, feature, length, D, (of_q - q.to(WIDE) * length_only[:, None]) * of_query[:, None])
     of_k = tl.zeros([CHUNK, FEATURES], WIDE)
     for member in range(shared):
         of_k += _tile(grad_k + (pair + member) * positions * D, position, D, feature, positions, D)
     q = _tile(x, position, stride, feature, length, D)
-    of_k += tl.dot((tl.trans(of_scores) * of_query[None, :]).to(q.dtype), q, input_precision=PRECISION)
+    of_k += _dot((tl.trans(of_scores) * of_query[None, :]).to(q.dtype), q, PRECISION)
     of_products = tl.zeros([CHUNK, CHUNK], WIDE)
     for member in range(shared):
         of_products += tl.load(_square(grad_products, (pair + member) * chunks + tl.program_id(0), CHUNK)).to(WIDE)
     k = _tile(x + keys * D, position, stride, feature, length, D)
-    of_k += tl.dot(((of_products + tl.trans(of_products)) * of_key[None, :]).to(k.dtype), k, input_precision=PRECISION)
+    of_k += _dot(((of_products + tl.trans(of_products)) * of_key[None, :]).to(k.dtype), k, PRECISION)
     length_only = tl.sum(k.to(WIDE) * of_k, 1) * of_key * of_key
-    _put(
-        grad_x + keys * D,
-        position,
-        stride,
-        feature,
-        length,
-        D,
-        (of_k - k.to(WIDE) * length_only[:, None]) * of_key[:, None],
-    )
+    of_k = (of_k - k.to(WIDE) * length_only[:, None]) * of_key[:, None]
+    _put(grad_x + keys * D, position, stride, feature, length, D, of_k)
 
 
 class Gates(NamedTuple):
-    """What decides over reading and writing.
-
-    Beta_SBN and alpha_SBN as projected, a_log_N, dt_bias_N, and the documents' ids_BS or None.
-    """
+    """What decides over reading and writing: beta and alpha as projected, and the documents' ids or None."""
 
     beta_SBN: Tensor
     alpha_SBN: Tensor
@@ -658,92 +601,57 @@ class _Launch:
 
     def __init__(self, x_SBC: Tensor, heads: Heads):
         self.x, self.heads, (self.length, self.batch, _) = x_SBC, heads, x_SBC.shape
-        self.chunks, self.pairs = triton.cdiv(self.length, CHUNK), self.batch * heads.values
-        self.positions = self.chunks * CHUNK
-        self.numbers = self.length, self.positions, self.batch, heads.keys, heads.values
+        self.chunks, self.pairs = triton.cdiv(self.length, CHUNK.value), self.batch * heads.values
+        self.positions = self.chunks * CHUNK.value
+        self.numbers = self.length, self.batch, heads.keys, heads.values
         self.wide = torch.promote_types(x_SBC.dtype, torch.float32)
-        self.precision = (
-            "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
-        )  # of fp32; "ieee" would not use tensor cores
-        self.scale = heads.key_dim**-0.5
         self.constants = {
-            "PRECISION": self.precision,
-            "WIDE": wide(x_SBC.dtype),
-            "CHUNK": CHUNK,
+            # of fp32; "ieee" would not use tensor cores
+            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
             "D": heads.key_dim,
             "E": heads.value_dim,
         }
         self.block = {"BLOCK": block_size(max(heads.key_dim, heads.value_dim), BLOCK)}
         self.features = {"FEATURES": block_size(heads.key_dim, 1 << 16)}
-        self.columns = {"COLUMNS": block_size(heads.value_dim, COLUMNS)}
+        columns = block_size(heads.value_dim, COLUMNS)
+        # of what goes from chunk to chunk: as many warps and stages as a multiprocessor's shared memory holds
+        width = self.features["FEATURES"] * x_SBC.itemsize
+        self.walk_grid = triton.cdiv(heads.value_dim, columns), self.pairs
+        self.walk = {
+            **self.features,
+            "COLUMNS": columns,
+            "num_warps": 4 if width <= 256 else 8,
+            "num_stages": 3 if width <= 256 else 2 if width <= 512 else 1,
+        }
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
 
-    def pipeline(self) -> dict:
-        """Warps and stages of what goes from chunk to chunk: as much as a multiprocessor's shared memory holds."""
-        width = self.features["FEATURES"] * self.x.itemsize
-        return (
-            {"num_warps": 4, "num_stages": 3}
-            if width <= 256
-            else {"num_warps": 8, "num_stages": 2 if width <= 512 else 1}
-        )
-
-    def walk(self) -> tuple[int, int]:
-        """Grid of what goes from chunk to chunk."""
-        return triton.cdiv(self.heads.value_dim, self.columns["COLUMNS"]), self.pairs
-
-    def prepare(self, gates: Gates, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Factors, inverse (if it is to be saved), W and U."""
-        key_dim, value_dim, factors = (
-            self.heads.key_dim,
-            self.heads.value_dim,
-            self.empty(FACTORS, self.pairs, self.positions, dtype=self.wide),
-        )
-        inverse = self.empty(self.pairs, self.chunks, CHUNK, CHUNK) if keep else factors
-        w, u = self.empty(self.pairs, self.positions, key_dim), self.empty(self.pairs, self.positions, value_dim)
+    def prepare(self, gates: Gates, inverse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return factors, W and U; write the inverse."""
+        factors = self.empty(FACTORS, self.pairs, self.positions, dtype=self.wide)
+        w, u = (self.empty(self.pairs, self.positions, dim) for dim in (self.heads.key_dim, self.heads.value_dim))
         prepare_kernel[(self.chunks, self.pairs)](
             self.x,
-            gates.beta_SBN,
-            gates.alpha_SBN,
-            gates.a_log_N,
-            gates.dt_bias_N,
-            self.x if gates.ids_BS is None else gates.ids_BS,
+            *gates,
             factors,
             inverse,
             w,
             u,
             *self.numbers,
             *gates.strides,
-            SCALE=self.scale,
-            EPS=LENGTH_EPS,
-            DOCUMENTS=gates.ids_BS is not None,
-            KEEP=keep,
-            SPLIT=self.x.itemsize == 2,
             **self.constants,
             **self.block,
             num_warps=8,
         )
-        return factors, inverse, w, u
+        return factors, w, u
 
     def states(self, factors: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The state before each chunk, and the corrected values."""
-        states, corrected = (
-            self.empty(self.pairs, self.chunks, self.heads.key_dim, self.heads.value_dim),
-            torch.empty_like(u),
-        )
-        states_kernel[self.walk()](
-            self.x,
-            factors,
-            w,
-            u,
-            states,
-            corrected,
-            *self.numbers,
-            **self.constants,
-            **self.features,
-            **self.columns,
-            **self.pipeline(),
+        states = self.empty(self.pairs, self.chunks, self.heads.key_dim, self.heads.value_dim)
+        corrected = torch.empty_like(u)
+        states_kernel[self.walk_grid](
+            self.x, factors, w, u, states, corrected, *self.numbers, **self.constants, **self.walk
         )
         return states, corrected
 
@@ -754,7 +662,7 @@ def forward(x_SBC: Tensor, gates: Gates, heads: Heads) -> Tensor:
     y_SBNE = launch.empty(launch.length, launch.batch, heads.values, heads.value_dim)
     if not y_SBNE.numel():
         return y_SBNE
-    factors, _, w, u = launch.prepare(gates, keep=False)
+    factors, w, u = launch.prepare(gates)
     states, corrected = launch.states(factors, w, u)
     grid = launch.chunks, launch.pairs, triton.cdiv(heads.value_dim, launch.block["BLOCK"])
     outputs_kernel[grid](
@@ -766,67 +674,31 @@ def forward(x_SBC: Tensor, gates: Gates, heads: Heads) -> Tensor:
 def backward(x_SBC: Tensor, gates: Gates, heads: Heads, grad_SBNE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, beta and alpha, and the parts [programs, 2, N] whose sums are those of a_log and dt_bias."""
     launch, gates, grad_SBNE = _Launch(x_SBC.contiguous(), heads), gates.rows(), grad_SBNE.contiguous()
-    chunks, pairs, positions = launch.chunks, launch.pairs, launch.positions
-    grad_x, grad_beta, grad_alpha = (
-        launch.empty(*each.shape, dtype=each.dtype) for each in (x_SBC, gates.beta_SBN, gates.alpha_SBN)
-    )
-    partial = launch.empty(chunks * launch.batch, 2, heads.values, dtype=launch.wide)
+    x, chunks, pairs, positions = launch.x, launch.chunks, launch.pairs, launch.positions
+    results = [launch.empty(*each.shape, dtype=each.dtype) for each in (x_SBC, gates.beta_SBN, gates.alpha_SBN)]
+    results.append(launch.empty(chunks * launch.batch, 2, heads.values, dtype=launch.wide))
     if not grad_SBNE.numel():
-        return grad_x, grad_beta, grad_alpha, partial
-    factors, inverse, w, u = launch.prepare(gates, keep=True)
+        return tuple(results)
+    inverse, grad_scores, grad_products = (launch.empty(pairs, chunks, CHUNK.value, CHUNK.value) for _ in range(3))
+    factors, w, u = launch.prepare(gates, inverse)
     states, corrected = launch.states(factors, w, u)
     grad_corrected, grad_states = torch.empty_like(u), torch.empty_like(states)
-    grad_scores, grad_products = torch.empty_like(inverse), torch.empty_like(inverse)
     grad_total = launch.empty(pairs, positions, dtype=launch.wide)
+    of_outputs = corrected, grad_SBNE, grad_corrected
     scores_kernel[(chunks, pairs)](
-        launch.x,
-        factors,
-        corrected,
-        grad_SBNE,
-        grad_corrected,
-        grad_scores,
-        grad_total,
-        *launch.numbers,
-        **launch.constants,
-        **launch.block,
+        x, factors, *of_outputs, grad_scores, grad_total, *launch.numbers, **launch.constants, **launch.block
     )
-    grad_states_kernel[launch.walk()](
-        launch.x,
-        factors,
-        w,
-        grad_SBNE,
-        grad_corrected,
-        grad_states,
-        *launch.numbers,
-        **launch.constants,
-        **launch.features,
-        **launch.columns,
-        **launch.pipeline(),
+    grad_states_kernel[launch.walk_grid](
+        x, factors, w, grad_SBNE, grad_corrected, grad_states, *launch.numbers, **launch.constants, **launch.walk
     )
     grad_q, grad_k = (launch.empty(pairs, positions, heads.key_dim, dtype=launch.wide) for _ in range(2))
+    known = factors, inverse, w, u, states, *of_outputs, grad_states
+    made = *results, grad_q, grad_k, grad_total, grad_products
     chunk_kernel[(chunks, pairs)](
-        launch.x,
-        gates.beta_SBN,
-        gates.alpha_SBN,
-        gates.a_log_N,
-        gates.dt_bias_N,
-        factors,
-        inverse,
-        w,
-        u,
-        states,
-        corrected,
-        grad_SBNE,
-        grad_corrected,
-        grad_states,
-        grad_x,
-        grad_beta,
-        grad_alpha,
-        partial,
-        grad_q,
-        grad_k,
-        grad_total,
-        grad_products,
+        x,
+        *gates[:4],
+        *known,
+        *made,
         *launch.numbers,
         *gates.strides,
         **launch.constants,
@@ -834,18 +706,16 @@ def backward(x_SBC: Tensor, gates: Gates, heads: Heads, grad_SBNE: Tensor) -> tu
         PART=min(PART, launch.block["BLOCK"]),
         num_warps=8,
     )
+    of_products = grad_q, grad_k, grad_scores, grad_products
     keys_kernel[(chunks, launch.batch * heads.keys)](
-        launch.x,
+        x,
         factors,
-        grad_q,
-        grad_k,
-        grad_scores,
-        grad_products,
-        grad_x,
+        *of_products,
+        results[0],
+        positions,
         *launch.numbers,
-        SCALE=launch.scale,
         **launch.constants,
         **launch.features,
         num_warps=8,
     )
-    return grad_x, grad_beta, grad_alpha, partial
+    return tuple(results)

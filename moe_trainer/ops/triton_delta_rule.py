@@ -22,7 +22,7 @@ from moe_trainer.ops.gated_delta_rule import Heads
 from moe_trainer.ops.triton_blocks import sum_partials, wide
 from moe_trainer.ops.triton_delta_chunks import Gates
 
-POSITIONS, CHANNELS = 64, 64  # of a program
+POSITIONS, CHANNELS = tl.constexpr(64), tl.constexpr(64)  # of a program
 
 
 @triton.jit
@@ -33,146 +33,82 @@ def _same(ids, one, other, length):
 
 
 @triton.jit
-def _before_silu(
-    x,
-    weight,
-    ids,
-    position,
-    channel,
-    length,
-    channels,
-    stride,
-    first,
-    WIDTH: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The convolution at some positions and channels, [positions, channels]; weight.
+def _program(x, ids, length, stride_b):
+    """Of this program: positions, channels, the sequence, and its inputs."""
+    position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    sequence = tl.program_id(2).to(tl.int64)
+    if ids is not None:
+        ids += sequence * length
+    return position, channel, sequence, x + sequence * stride_b, ids
 
-    [C, W] in the rows of its channels; ids: of the sequence.
-    """
+
+@triton.jit
+def _before_silu(x, weight, ids, position, channel, length, channels, stride, WIDTH: tl.constexpr):
+    """The convolution of one sequence at some positions and channels, [positions, channels]; weight [C, W]."""
+    WIDE: tl.constexpr = wide(x.dtype.element_ty)
     total = tl.zeros_like(position[:, None] + channel[None, :]).to(WIDE)
     for back in tl.static_range(WIDTH):
         at = position - back
         seen = (at >= 0) & (at < length)
-        if DOCUMENTS:
+        if ids is not None:
             seen = _same(ids, at, position, length)
         inside = seen[:, None] & (channel < channels)[None, :]
         factor = tl.load(weight + channel * WIDTH + WIDTH - 1 - back, mask=channel < channels, other=0.0).to(WIDE)
-        total += (
-            tl.load(x + first + at[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0).to(WIDE)
-            * factor[None, :]
-        )
+        value = tl.load(x + at[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0)
+        total += value.to(WIDE) * factor[None, :]
     return total
 
 
 @triton.jit
-def convolve_kernel(
-    x,
-    weight,
-    ids,
-    y,
-    length,
-    batch,
-    channels,
-    stride_s,
-    stride_b,
-    WIDTH: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+def convolve_kernel(x, weight, ids, y, length, channels, stride_s, stride_b, WIDTH: tl.constexpr):
     """Write the SiLU of the convolution to the contiguous y."""
-    position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    sequence = tl.program_id(2).to(tl.int64)
-    value = _before_silu(
-        x,
-        weight,
-        ids + sequence * length,
-        position,
-        channel,
-        length,
-        channels,
-        stride_s,
-        sequence * stride_b,
-        WIDTH,
-        DOCUMENTS,
-        WIDE,
-    )
+    position, channel, sequence, x, ids = _program(x, ids, length, stride_b)
+    value = _before_silu(x, weight, ids, position, channel, length, channels, stride_s, WIDTH)
     value = value / (1.0 + tl.exp(-value))
-    to = y + (position[:, None].to(tl.int64) * batch + sequence) * channels + channel[None, :]
+    to = y + (position[:, None].to(tl.int64) * tl.num_programs(2) + sequence) * channels + channel[None, :]
     tl.store(to, value.to(y.dtype.element_ty), mask=(position < length)[:, None] & (channel < channels)[None, :])
 
 
 @triton.jit
 def gradient_kernel(
-    x,
-    weight,
-    ids,
-    grad,
-    grad_x,
-    partial,
-    length,
-    batch,
-    channels,
-    stride_s,
-    stride_b,
-    grad_stride_s,
-    grad_stride_b,
-    WIDTH: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    x, weight, ids, grad, grad_x, partial, length, channels, stride_s, stride_b, grad_s, grad_b, WIDTH: tl.constexpr
 ):
-    """The gradient of x, and this program's share of the weight's: partial [programs, C, W]."""
-    position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    sequence = tl.program_id(2).to(tl.int64)
+    """The gradient of x, and this program's share of the weight's: partial [programs, C, W].
+
+    grad_s, grad_b: strides of grad.
+    """
+    WIDE: tl.constexpr = partial.dtype.element_ty
+    position, channel, sequence, x, ids = _program(x, ids, length, stride_b)
     known = channel < channels
     result = tl.zeros([POSITIONS, CHANNELS], WIDE)
-    ids += sequence * length
-    mine = partial + ((tl.program_id(0) * batch + sequence) * channels + channel) * WIDTH
+    grad += sequence * grad_b
+    mine = partial + ((tl.program_id(0) * tl.num_programs(2) + sequence) * channels + channel) * WIDTH
     for ahead in tl.static_range(WIDTH):
         later = position + ahead
-        value = _before_silu(
-            x, weight, ids, later, channel, length, channels, stride_s, sequence * stride_b, WIDTH, DOCUMENTS, WIDE
-        )
+        value = _before_silu(x, weight, ids, later, channel, length, channels, stride_s, WIDTH)
         share = 1.0 / (1.0 + tl.exp(-value))
-        at = grad + later[:, None].to(tl.int64) * grad_stride_s + sequence * grad_stride_b + channel[None, :]
-        slope = (
-            tl.load(at, mask=(later < length)[:, None] & known[None, :], other=0.0).to(WIDE)
-            * share
-            * (1.0 + value * (1.0 - share))
-        )
-        if DOCUMENTS:
+        at = grad + later[:, None].to(tl.int64) * grad_s + channel[None, :]
+        slope = tl.load(at, mask=(later < length)[:, None] & known[None, :], other=0.0).to(WIDE)
+        slope = slope * share * (1.0 + value * (1.0 - share))
+        if ids is not None:
             slope = tl.where(_same(ids, position, later, length)[:, None], slope, 0.0)
         factor = tl.load(weight + channel * WIDTH + WIDTH - 1 - ahead, mask=known, other=0.0).to(WIDE)
         result += slope * factor[None, :]
-        here = x + position[:, None].to(tl.int64) * stride_s + sequence * stride_b + channel[None, :]
+        here = x + position[:, None].to(tl.int64) * stride_s + channel[None, :]
         read = tl.load(here, mask=(position < length)[:, None] & known[None, :], other=0.0).to(WIDE)
         tl.store(mine + WIDTH - 1 - ahead, tl.sum(read * slope, 0), mask=known)
-    to = grad_x + (position[:, None].to(tl.int64) * batch + sequence) * channels + channel[None, :]
+    to = grad_x + (position[:, None].to(tl.int64) * tl.num_programs(2) + sequence) * channels + channel[None, :]
     tl.store(to, result.to(grad_x.dtype.element_ty), mask=(position < length)[:, None] & known[None, :])
 
 
 def convolution_forward(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> Tensor:
     """As causal_convolution, without a gradient; x's channels lie side by side."""
-    length, batch, channels = x_SBC.shape
+    length, _, channels = x_SBC.shape
     y_SBC = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
     if y_SBC.numel():
         convolve_kernel[_grid(x_SBC)](
-            x_SBC,
-            weight_CW,
-            x_SBC if ids_BS is None else ids_BS,
-            y_SBC,
-            length,
-            batch,
-            channels,
-            *x_SBC.stride()[:2],
-            **_constants(x_SBC, weight_CW, ids_BS),
+            x_SBC, weight_CW, ids_BS, y_SBC, length, channels, *x_SBC.stride()[:2], WIDTH=weight_CW.shape[1]
         )
     return y_SBC
 
@@ -181,60 +117,49 @@ def convolution_backward(
     x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None, grad_SBC: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of x and of the weight."""
-    length, batch, channels = x_SBC.shape
-    grad_SBC = grad_SBC if grad_SBC.stride(2) == 1 else grad_SBC.contiguous()
-    programs, dtype = triton.cdiv(length, POSITIONS) * batch, torch.promote_types(x_SBC.dtype, torch.float32)
+    length, _, channels = x_SBC.shape
+    grad_SBC, grid = _side_by_side(grad_SBC), _grid(x_SBC)
     grad_x = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
-    partial = torch.empty(programs, weight_CW.numel(), dtype=dtype, device=x_SBC.device)
+    dtype = torch.promote_types(x_SBC.dtype, torch.float32)
+    partial = torch.empty(grid[0] * grid[2], weight_CW.numel(), dtype=dtype, device=x_SBC.device)
     if x_SBC.numel():
-        gradient_kernel[_grid(x_SBC)](
+        strides = *x_SBC.stride()[:2], *grad_SBC.stride()[:2]
+        gradient_kernel[grid](
             x_SBC,
             weight_CW,
-            x_SBC if ids_BS is None else ids_BS,
+            ids_BS,
             grad_SBC,
             grad_x,
             partial,
             length,
-            batch,
             channels,
-            *x_SBC.stride()[:2],
-            *grad_SBC.stride()[:2],
-            **_constants(x_SBC, weight_CW, ids_BS),
+            *strides,
+            weight_CW.shape[1],
             num_warps=8,
         )
     return grad_x, sum_partials(partial, torch.empty_like(weight_CW))
 
 
-def _constants(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> dict:
-    return {
-        "WIDTH": weight_CW.shape[1],
-        "DOCUMENTS": ids_BS is not None,
-        "WIDE": wide(x_SBC.dtype),
-        "POSITIONS": POSITIONS,
-        "CHANNELS": CHANNELS,
-    }
-
-
 def _grid(x_SBC: Tensor) -> tuple[int, int, int]:
     length, batch, channels = x_SBC.shape
-    return triton.cdiv(length, POSITIONS), triton.cdiv(channels, CHANNELS), batch
+    return triton.cdiv(length, POSITIONS.value), triton.cdiv(channels, CHANNELS.value), batch
 
 
 def _side_by_side(x_SBC: Tensor) -> Tensor:
     return x_SBC if x_SBC.stride(2) == 1 else x_SBC.contiguous()
 
 
+def _compact(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the inputs of the convolution as its kernels take them."""
+    return _side_by_side(x_SBC), weight_CW.contiguous(), None if ids_BS is None else ids_BS.contiguous()
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, weight_CW, ids_BS):
-        x_SBC, weight_CW, ids_BS = (
-            _side_by_side(x_SBC),
-            weight_CW.contiguous(),
-            None if ids_BS is None else ids_BS.contiguous(),
-        )
+        x_SBC, weight_CW, ctx.ids_BS = _compact(x_SBC, weight_CW, ids_BS)
         ctx.save_for_backward(x_SBC, weight_CW)
-        ctx.ids_BS = ids_BS
-        return convolution_forward(x_SBC, weight_CW, ids_BS)
+        return convolution_forward(x_SBC, weight_CW, ctx.ids_BS)
 
     @staticmethod
     def backward(ctx, grad_SBC):
@@ -248,33 +173,21 @@ def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None =
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N, heads, ids_BS):
-        x_SBC, weight_CW, ids_BS = (
-            _side_by_side(x_SBC),
-            weight_CW.contiguous(),
-            None if ids_BS is None else ids_BS.contiguous(),
-        )
-        ctx.save_for_backward(x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N)
+    def forward(ctx, x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS):
+        x_SBC, weight_CW, ids_BS = _compact(x_SBC, weight_CW, ids_BS)
+        gates = beta_SBN, alpha_SBN, a_log_N, dt_bias_N
+        ctx.save_for_backward(x_SBC, weight_CW, *gates)
         ctx.rest = heads, ids_BS
-        return triton_delta_chunks.forward(
-            convolution_forward(x_SBC, weight_CW, ids_BS), Gates(beta_SBN, alpha_SBN, a_log_N, dt_bias_N, ids_BS), heads
-        )
+        return triton_delta_chunks.forward(convolution_forward(x_SBC, weight_CW, ids_BS), Gates(*gates, ids_BS), heads)
 
     @staticmethod
     def backward(ctx, grad_SBNE):
-        x_SBC, weight_CW, *gates = ctx.saved_tensors
-        heads, ids_BS = ctx.rest
+        (x_SBC, weight_CW, *gates), (heads, ids_BS) = ctx.saved_tensors, ctx.rest
         y_SBC = convolution_forward(x_SBC, weight_CW, ids_BS)
         grad_y, *grads, partial = triton_delta_chunks.backward(y_SBC, Gates(*gates, ids_BS), heads, grad_SBNE)
         of_rates = sum_partials(partial, torch.empty(partial.shape[1:], dtype=gates[2].dtype, device=partial.device))
-        return (
-            *convolution_backward(x_SBC, weight_CW, ids_BS, grad_y),
-            *grads,
-            of_rates[0],
-            of_rates[1].to(gates[3].dtype),
-            None,
-            None,
-        )
+        grad_x, grad_weight = convolution_backward(x_SBC, weight_CW, ids_BS, grad_y)
+        return grad_x, *grads, grad_weight, of_rates[0], of_rates[1].to(gates[3].dtype), None, None
 
 
 def gated_delta(
@@ -288,7 +201,7 @@ def gated_delta(
     ids_BS: Tensor | None = None,
 ) -> Tensor:
     """As ops/gated_delta_rule.py: gated_delta; what the convolution gives is rounded to the dtype of x."""
-    return _GatedDelta.apply(x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N, heads, ids_BS)
+    return _GatedDelta.apply(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS)
 
 
 def gated_delta_by(

@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP = 8  # tiles of rows that go through all columns together, so that their weights are found in the L2 cache
+from moe_trainer.ops.grouped_gemm import GroupedGemms
+
+GROUP = tl.constexpr(
+    8
+)  # tiles of rows that go through all columns together, so that their weights are found in the L2 cache
 
 
 @triton.jit
@@ -51,14 +55,13 @@ def rows_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EXPERTS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
 ):
     """y[rows of e] = x[rows of e] @ w[e], for a w[e] of [depth, columns] with any strides: one tile of y."""
     num_column_tiles = tl.cdiv(columns, COLUMNS)
-    group = tl.program_id(0) // (GROUP_ROWS * num_column_tiles)
-    in_group = tl.program_id(0) % (GROUP_ROWS * num_column_tiles)
-    height = tl.minimum(num_row_tiles - group * GROUP_ROWS, GROUP_ROWS)
-    tile = group * GROUP_ROWS + in_group % height
+    group = tl.program_id(0) // (GROUP * num_column_tiles)
+    in_group = tl.program_id(0) % (GROUP * num_column_tiles)
+    height = tl.minimum(num_row_tiles - group * GROUP, GROUP)
+    tile = group * GROUP + in_group % height
     expert, first, end = _my_rows(offsets, tile, num_experts, ROWS, EXPERTS)
     if expert < num_experts:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -73,11 +76,8 @@ def rows_kernel(
             total = tl.dot(left, right, total, input_precision=PRECISION)
             x_at += DEPTH
             w_at += DEPTH * stride_wk
-        tl.store(
-            y + row[:, None] * stride_y + column[None, :],
-            total.to(y.dtype.element_ty),
-            mask=(row < end)[:, None] & (column < columns)[None, :],
-        )
+        inside = (row < end)[:, None] & (column < columns)[None, :]
+        tl.store(y + row[:, None] * stride_y + column[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -105,12 +105,9 @@ def weight_kernel(
     total = tl.zeros([OUT, IN], tl.float32)
     for first in range(start, end, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        left = tl.load(
-            grad + row[None, :] * stride_g + n[:, None], mask=(row < end)[None, :] & (n < out_width)[:, None], other=0.0
-        )
-        right = tl.load(
-            x + row[:, None] * stride_x + k[None, :], mask=(row < end)[:, None] & (k < in_width)[None, :], other=0.0
-        )
+        at_grad, at_x = grad + row[None, :] * stride_g + n[:, None], x + row[:, None] * stride_x + k[None, :]
+        left = tl.load(at_grad, mask=(row < end)[None, :] & (n < out_width)[:, None], other=0.0)
+        right = tl.load(at_x, mask=(row < end)[:, None] & (k < in_width)[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
     at = grad_w + expert.to(tl.int64) * out_width * in_width + n[:, None].to(tl.int64) * in_width + k[None, :]
     tl.store(at, total.to(grad_w.dtype.element_ty), mask=(n < out_width)[:, None] & (k < in_width)[None, :])
@@ -135,23 +132,13 @@ def _rows_times_weights(x: Tensor, w: Tensor, offsets_e: Tensor) -> Tensor:
         rows, cols, step, warps, stages = _tiles(x.dtype)
         num_row_tiles = num_rows // rows + num_experts
         rows_kernel[(num_row_tiles * triton.cdiv(columns, cols),)](
-            x,
-            w,
-            y,
-            offsets_e,
-            num_experts,
-            columns,
-            depth,
-            num_row_tiles,
-            x.stride(0),
-            *w.stride(),
-            y.stride(0),
+            *(x, w, y, offsets_e),
+            *(num_experts, columns, depth, num_row_tiles, x.stride(0), *w.stride(), y.stride(0)),
             PRECISION=_precision(),
             ROWS=rows,
             COLUMNS=cols,
             DEPTH=step,
             EXPERTS=triton.next_power_of_2(num_experts),
-            GROUP_ROWS=GROUP,
             num_warps=warps,
             num_stages=stages,
         )
@@ -176,14 +163,8 @@ def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Ten
     if grad_w.numel():
         out, inner, rows, warps, stages = _tiles(x_RK.dtype)
         weight_kernel[(triton.cdiv(out_width, out) * triton.cdiv(in_width, inner), num_experts)](
-            grad_RN,
-            x_RK,
-            grad_w,
-            offsets_e,
-            out_width,
-            in_width,
-            grad_RN.stride(0),
-            x_RK.stride(0),
+            *(grad_RN, x_RK, grad_w, offsets_e),
+            *(out_width, in_width, grad_RN.stride(0), x_RK.stride(0)),
             PRECISION=_precision(),
             ROWS=rows,
             OUT=out,
@@ -192,3 +173,6 @@ def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Ten
             num_stages=stages,
         )
     return grad_w
+
+
+GROUPED_GEMMS = GroupedGemms(grouped_forward, grouped_input_grad, grouped_weight_grad)

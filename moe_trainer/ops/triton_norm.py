@@ -12,29 +12,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps_for, sum_partials, wide
+from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps_for, sum_partials
 
 TILE = 4096  # elements of a tile that several short rows share
 LONGEST = 1 << 16  # features of a row, which one program holds
 
 
 @triton.jit
+def _gain(weight, column, size, ZERO_CENTERED: tl.constexpr, WIDE: tl.constexpr):
+    gain = tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
+    if ZERO_CENTERED:
+        gain += 1.0
+    return gain
+
+
+@triton.jit
 def forward_kernel(
-    x,
-    weight,
-    y,
-    rstd,
-    num_rows,
-    size,
-    x_stride,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, y, rstd, num_rows, size, x_stride, eps, CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """ROWS full rows; saves the reciprocal root mean square of each."""
+    """ROWS full rows; saves the reciprocal root mean square of each. CENTERED: the gain is 1 + weight."""
+    WIDE: tl.constexpr = rstd.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
@@ -42,11 +39,8 @@ def forward_kernel(
     scale = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
     tl.store(rstd + row, scale, mask=row < num_rows)
     value = value * scale[:, None]
-    if HAS_WEIGHT:
-        gain = tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
-        if ZERO_CENTERED:
-            gain += 1.0
-        value = value * gain[None, :]
+    if weight is not None:
+        value = value * _gain(weight, column, size, CENTERED, WIDE)[None, :]
     tl.store(y + row[:, None] * size + column[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -62,20 +56,17 @@ def backward_kernel(
     size,
     grad_stride,
     x_stride,
-    HAS_WEIGHT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    WIDE: tl.constexpr,
+    CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Every num_programs-th group of ROWS rows; writes this program's share of the weight's gradient."""
+    WIDE: tl.constexpr = rstd.dtype.element_ty
     column = tl.arange(0, BLOCK)
     share = tl.zeros([BLOCK], WIDE)
     gain = tl.zeros([BLOCK], WIDE) + 1.0
-    if HAS_WEIGHT:
-        gain = tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
-        if ZERO_CENTERED:
-            gain += 1.0
+    if weight is not None:
+        gain = _gain(weight, column, size, CENTERED, WIDE)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < num_rows)[:, None] & (column < size)[None, :]
@@ -87,7 +78,7 @@ def backward_kernel(
         g = g * gain[None, :]
         result = (g - value * (tl.sum(g * value, 1) / size)[:, None]) * scale
         tl.store(grad_x + row[:, None] * size + column[None, :], result.to(grad_x.dtype.element_ty), mask=inside)
-    if HAS_WEIGHT:
+    if weight is not None:
         tl.store(partial + tl.program_id(0) * size + column, share, mask=column < size)
 
 
@@ -116,21 +107,9 @@ class _RMSNorm(torch.autograd.Function):
         rstd_T = torch.empty(num_rows, dtype=wide_dtype, device=x.device)
         if num_rows:
             rows, block, warps = _tile(size)
+            options = {"CENTERED": zero_centered, "ROWS": rows, "BLOCK": block, "num_warps": warps}
             forward_kernel[(triton.cdiv(num_rows, rows),)](
-                x_TH,
-                x_TH if weight is None else weight,
-                y_TH,
-                rstd_T,
-                num_rows,
-                size,
-                x_TH.stride(0),
-                eps,
-                weight is not None,
-                zero_centered,
-                wide(x.dtype),
-                rows,
-                block,
-                num_warps=warps,
+                x_TH, weight, y_TH, rstd_T, num_rows, size, x_TH.stride(0), eps, **options
             )
         ctx.save_for_backward(x_TH, weight, rstd_T)
         ctx.zero_centered = zero_centered
@@ -146,23 +125,10 @@ class _RMSNorm(torch.autograd.Function):
         programs = _programs(x_TH.device, triton.cdiv(num_rows, rows))
         partial = torch.empty(programs, size, dtype=rstd_T.dtype, device=x_TH.device)
         if num_rows:
+            options = {"CENTERED": ctx.zero_centered, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            strides = g_TH.stride(0), x_TH.stride(0)
             backward_kernel[(programs,)](
-                g_TH,
-                x_TH,
-                x_TH if weight is None else weight,
-                rstd_T,
-                grad_x,
-                partial,
-                num_rows,
-                size,
-                g_TH.stride(0),
-                x_TH.stride(0),
-                weight is not None,
-                ctx.zero_centered,
-                wide(x_TH.dtype),
-                rows,
-                block,
-                num_warps=warps,
+                g_TH, x_TH, weight, rstd_T, grad_x, partial, num_rows, size, *strides, **options
             )
         grad_weight = None
         if weight is not None and ctx.needs_input_grad[1]:

@@ -19,6 +19,7 @@ from moe_trainer.ops.triton_blocks import block_size, num_warps_for, wide
 
 TILE = 8192  # cells of the routing map that a program counts
 CELLS = 1 << 31  # of the full map, whose numbers are int32
+SPARE = tl.constexpr(1024)  # rows that a program clears at once
 
 
 @triton.jit
@@ -65,7 +66,6 @@ def place_kernel(
     stride_e,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    SPARE: tl.constexpr,
 ):
     """Write where every pair of a block of tokens goes, and this program's share of the rows that nothing takes."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -95,16 +95,14 @@ def place_kernel(
 
 
 @triton.jit
-def gather_kernel(
-    x, token_of, probs, cell_of, out, probs_out, width, stride, WITH_PROBS: tl.constexpr, BLOCK: tl.constexpr
-):
+def gather_kernel(x, token_of, probs, cell_of, out, probs_out, width, stride, BLOCK: tl.constexpr):
     """One row, one block of columns: the token's, or zeros; the first block brings the probability."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_of + row).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * stride + column, mask=(column < width) & (token >= 0), other=0.0)
     tl.store(out + row * width + column, value, mask=column < width)
-    if WITH_PROBS:  # noqa: SIM102 - a constant condition by itself removes the branch at compile time
+    if probs is not None:  # noqa: SIM102 - a constant condition by itself removes the branch at compile time
         if tl.program_id(1) == 0:
             cell = tl.load(cell_of + row)
             tl.store(probs_out + row, tl.load(probs + cell, mask=cell >= 0, other=0.0))
@@ -122,8 +120,6 @@ def sum_kernel(
     width,
     stride,
     num_experts,
-    WITH_PROBS: tl.constexpr,
-    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -131,6 +127,7 @@ def sum_kernel(
 
     The first block brings the numbers of its rows back into their cells of the [T, E] map.
     """
+    WIDE: tl.constexpr = wide(y.dtype.element_ty)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
@@ -139,7 +136,7 @@ def sum_kernel(
         row = tl.load(row_of + pair).to(tl.int64)
         total += tl.load(y + row * stride + column, mask=column < width, other=0.0).to(WIDE)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
-    if WITH_PROBS:  # noqa: SIM102 - a constant condition by itself removes the branch at compile time
+    if grad is not None:  # noqa: SIM102 - a constant condition by itself removes the branch at compile time
         if tl.program_id(1) == 0:
             expert = tl.arange(0, EXPERTS)
             numbers = tl.zeros([EXPERTS], grad.dtype.element_ty)
@@ -167,57 +164,25 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     routing_TE = routing_TE.view(torch.uint8) if routing_TE.dtype == torch.bool else routing_TE
     experts = block_size(num_experts, TILE)
     tokens = max(1, min(128, TILE // experts))
-    blocks, warps = max(1, triton.cdiv(num_tokens, tokens)), num_warps_for(tokens * experts)
+    blocks = max(1, triton.cdiv(num_tokens, tokens))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    counts, earlier, counts_E = (
-        empty(blocks, num_experts),
-        empty(blocks, num_experts),
-        empty(num_experts, dtype=torch.int64),
-    )
-    count_kernel[(blocks,)](
-        routing_TE,
-        counts,
-        num_tokens,
-        num_experts,
-        *routing_TE.stride(),
-        TOKENS=tokens,
-        EXPERTS=experts,
-        num_warps=warps,
-    )
+    tile = {"TOKENS": tokens, "EXPERTS": experts, "num_warps": num_warps_for(tokens * experts)}
+    counts, earlier = empty(blocks, num_experts), empty(blocks, num_experts)
+    counts_E = empty(num_experts, dtype=torch.int64)
+    count_kernel[(blocks,)](routing_TE, counts, num_tokens, num_experts, *routing_TE.stride(), **tile)
     earlier_kernel[(triton.cdiv(num_experts, 16),)](
         counts, earlier, counts_E, blocks, num_experts, BLOCKS=64, EXPERTS=16
     )
     known = num_rows is not None
     if not known:
         num_rows = int(counts_E.sum())
-    token_R, cell_R, row_R, offsets_T, fits = (
-        empty(num_rows),
-        empty(num_rows),
-        empty(num_rows),
-        empty(num_tokens + 1),
-        empty(1, dtype=torch.uint8),
-    )
-    place_kernel[(blocks,)](
-        routing_TE,
-        earlier,
-        counts_E,
-        offsets_T,
-        token_R,
-        cell_R,
-        row_R,
-        fits,
-        num_tokens,
-        num_experts,
-        num_rows,
-        *routing_TE.stride(),
-        TOKENS=tokens,
-        EXPERTS=experts,
-        SPARE=1024,
-        num_warps=warps,
-    )
+    token_R, cell_R, row_R, offsets_T = (empty(size) for size in (num_rows, num_rows, num_rows, num_tokens + 1))
+    fits = empty(1, dtype=torch.uint8)
+    written, sizes = (offsets_T, token_R, cell_R, row_R, fits), (num_tokens, num_experts, num_rows)
+    place_kernel[(blocks,)](routing_TE, earlier, counts_E, *written, *sizes, *routing_TE.stride(), **tile)
     if known:
         torch._assert_async(fits, "make_permute_map: more rows than num_rows")
     return PermuteMap(
@@ -232,18 +197,9 @@ def _gather(x_TH: Tensor, routes: PermuteMap, probs_TE: Tensor | None = None) ->
     probs_R = None if probs_TE is None else probs_TE.new_empty(num_rows)
     if num_rows:
         block = block_size(width, 2048)
-        probs = out if probs_TE is None else probs_TE.contiguous()
+        probs = None if probs_TE is None else probs_TE.contiguous()
         gather_kernel[(num_rows, triton.cdiv(width, block))](
-            x_TH,
-            routes.token_R,
-            probs,
-            routes.cell_R,
-            out,
-            out if probs_R is None else probs_R,
-            width,
-            x_TH.stride(0),
-            WITH_PROBS=probs_TE is not None,
-            BLOCK=block,
+            x_TH, routes.token_R, probs, routes.cell_R, out, probs_R, width, x_TH.stride(0), BLOCK=block
         )
     return out, probs_R
 
@@ -261,14 +217,12 @@ def _gather_sum(y_RH: Tensor, routes: PermuteMap, grad_R: Tensor | None = None) 
             routes.row_R,
             routes.offsets_T,
             routes.cell_R,
-            y_RH if grad_R is None else grad_R.contiguous(),
+            None if grad_R is None else grad_R.contiguous(),
             out,
-            out if grad_TE is None else grad_TE,
+            grad_TE,
             width,
             y_RH.stride(0),
             num_experts,
-            WITH_PROBS=grad_R is not None,
-            WIDE=wide(y_RH.dtype),
             BLOCK=block,
             EXPERTS=block_size(num_experts, TILE),
         )

@@ -8,11 +8,15 @@ Shapes: R tokens, F width of the result; h [R, 2F] = [gate; up] for SwiGLU, [R, 
 None.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_trainer.ops.expert_mlp import ActivationFns
+from moe_trainer.ops.pointwise import Activation
 from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps_for, wide
 
 
@@ -43,10 +47,9 @@ def _slope(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
-    h, p, a, h_stride, width, KIND: tl.constexpr, WEIGHED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
+def forward_kernel(h, p, a, h_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One row, one block of columns."""
+    WIDE: tl.constexpr = wide(h.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -56,32 +59,20 @@ def forward_kernel(
     if KIND == "swiglu":
         up = tl.load(at + width, mask=inside, other=0.0).to(WIDE)
     value = _value(gate, up, KIND)
-    if WEIGHED:
+    if p is not None:
         value *= tl.load(p + row).to(WIDE)
     tl.store(a + row * width + column, value.to(a.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_kernel(
-    h,
-    p,
-    grad_a,
-    a,
-    grad_h,
-    grad_p,
-    h_stride,
-    grad_stride,
-    width,
-    KIND: tl.constexpr,
-    WEIGHED: tl.constexpr,
-    AGAIN: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    h, p, grad_a, a, grad_h, grad_p, h_stride, grad_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row, block by block. AGAIN: write the forward's result too."""
+    """One row, block by block. a: for the forward's result, or None."""
+    WIDE: tl.constexpr = wide(h.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64)
     weight = 1.0
-    if WEIGHED:
+    if p is not None:
         weight = tl.load(p + row).to(WIDE)
     dots = tl.zeros([BLOCK], WIDE)
     grad_width = width
@@ -104,9 +95,9 @@ def backward_kernel(
         tl.store(to, (grad * weight * slope).to(grad_h.dtype.element_ty), mask=inside)
         value = _value(gate, up, KIND)
         dots += grad * value
-        if AGAIN:
+        if a is not None:
             tl.store(a + row * width + column, (value * weight).to(a.dtype.element_ty), mask=inside)
-    if WEIGHED:
+    if p is not None:
         tl.store(grad_p + row, tl.sum(dots, 0).to(grad_p.dtype.element_ty))
 
 
@@ -116,21 +107,12 @@ def _forward(kind: str, h: Tensor, p: Tensor | None) -> Tensor:
     a = h.new_empty(h.shape[0], width)
     if a.numel():
         block = block_size(width, 1024)
-        forward_kernel[(h.shape[0], triton.cdiv(width, block))](
-            h,
-            h if p is None else p,
-            a,
-            h.stride(0),
-            width,
-            KIND=kind,
-            WEIGHED=p is not None,
-            WIDE=wide(h.dtype),
-            BLOCK=block,
-        )
+        forward_kernel[(h.shape[0], triton.cdiv(width, block))](h, p, a, h.stride(0), width, KIND=kind, BLOCK=block)
     return a
 
 
 def _backward(kind: str, h: Tensor, p: Tensor | None, grad_a: Tensor, again: bool = True):
+    """Return a again (unless it is not wanted), the gradient of h, and that of p."""
     width = grad_a.shape[1]
     h, grad_a = contiguous_rows(h, h.shape[1]), contiguous_rows(grad_a, width)
     a = h.new_empty(h.shape[0], width) if again else None
@@ -138,54 +120,11 @@ def _backward(kind: str, h: Tensor, p: Tensor | None, grad_a: Tensor, again: boo
     grad_p = None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
     if h.shape[0]:
         block = block_size(width, 2048)
+        strides, warps = (h.stride(0), grad_a.stride(0)), num_warps_for(4 * block)
         backward_kernel[(h.shape[0],)](
-            h,
-            h if p is None else p,
-            grad_a,
-            grad_h if a is None else a,
-            grad_h,
-            grad_h if grad_p is None else grad_p,
-            h.stride(0),
-            grad_a.stride(0),
-            width,
-            KIND=kind,
-            WEIGHED=p is not None,
-            AGAIN=again,
-            WIDE=wide(h.dtype),
-            BLOCK=block,
-            num_warps=num_warps_for(4 * block),
+            h, p, grad_a, a, grad_h, grad_p, *strides, width, KIND=kind, BLOCK=block, num_warps=warps
         )
     return a, grad_h, grad_p
-
-
-def swiglu_forward(h: Tensor, p: Tensor | None) -> Tensor:
-    """silu(gate) * up * p. Returns: a [R, F] in the dtype of h."""
-    return _forward("swiglu", h, p)
-
-
-def swiglu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns: a again, grad_h [R, 2F] and grad_p [R] (None without probabilities)."""
-    return _backward("swiglu", h, p, grad_a)
-
-
-def gelu_forward(h: Tensor, p: Tensor | None) -> Tensor:
-    """gelu(h) * p, with the error function. Returns: a [R, F]."""
-    return _forward("gelu", h, p)
-
-
-def gelu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns: a again, grad_h [R, F], grad_p [R] or None."""
-    return _backward("gelu", h, p, grad_a)
-
-
-def squared_relu_forward(h: Tensor, p: Tensor | None) -> Tensor:
-    """relu(h)^2 * p. Returns: a [R, F]."""
-    return _forward("squared_relu", h, p)
-
-
-def squared_relu_backward(h: Tensor, p: Tensor | None, grad_a: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns: a again, grad_h [R, F], grad_p [R] or None."""
-    return _backward("squared_relu", h, p, grad_a)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -206,3 +145,14 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """silu(gate) * up, each row times its probability; as ops/pointwise.py: swiglu."""
     return _SwiGLU.apply(x, probs)
+
+
+SWIGLU = ActivationFns(functools.partial(_forward, "swiglu"), functools.partial(_backward, "swiglu"))
+GELU = ActivationFns(functools.partial(_forward, "gelu"), functools.partial(_backward, "gelu"))
+SQUARED_RELU = ActivationFns(functools.partial(_forward, "squared_relu"), functools.partial(_backward, "squared_relu"))
+ACTIVATIONS = (
+    (Activation("silu", gated=True), swiglu, SWIGLU),
+    (Activation("gelu"), None, GELU),
+    (Activation("squared_relu"), None, SQUARED_RELU),
+)
+"""Activations with kernels: the function for dense MLPs, or None, and those of experts."""

@@ -34,12 +34,12 @@ def rotate_kernel(
     sign,
     INTERLEAVED: tl.constexpr,
     PARTIAL: tl.constexpr,
-    WIDE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One position of one sequence, HEADS heads."""
+    WIDE: tl.constexpr = wide(x.dtype.element_ty)
     place = tl.program_id(0).to(tl.int64)
     position = place // batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -80,18 +80,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int,
             cos.contiguous(),
             sin.contiguous(),
             y,
-            batch,
-            heads,
-            width,
-            half,
-            offset,
-            x.stride(0),
-            x.stride(1),
-            x.stride(2),
+            *(batch, heads, width, half, offset),
+            *x.stride()[:3],
             sign,
             INTERLEAVED=interleaved,
             PARTIAL=2 * half < width,
-            WIDE=wide(x.dtype),
             HEADS=per_program,
             HALF=block_size(half, 1 << 16, 1),
             WIDTH=covered,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.triton_blocks import block_size, sum_partials, wide
 
 TILE = 2048  # scores that a program holds
@@ -68,13 +69,12 @@ def _in_best_groups(
     expert,
     inside,
     NUM_GROUPS: tl.constexpr,
-    PADDED_GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     SCORED: tl.constexpr,
     GROUP_TOPK: tl.constexpr,
 ):
     """Experts in the GROUP_TOPK groups with the largest sums of their SCORED best keys."""
-    group = tl.arange(0, PADDED_GROUPS)
+    group = tl.arange(0, block_size(NUM_GROUPS, 1 << 16, 2))
     scores = tl.zeros_like(tl.sum(keys, 1))[:, None] + tl.where(group < NUM_GROUPS, 0.0, float("-inf"))[None, :]
     for number in tl.static_range(NUM_GROUPS):
         member = (expert // PER_GROUP == number)[None, :] & inside
@@ -90,6 +90,15 @@ def _in_best_groups(
 
 
 @triton.jit
+def _cells(num_tokens, num_experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of this program: tokens, experts, which pairs of them there are, and which columns."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    real = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
+    return token, expert, real, (token >= 0)[:, None] & (expert < num_experts)[None, :]
+
+
+@triton.jit
 def choose_kernel(
     logits,
     bias,
@@ -102,21 +111,15 @@ def choose_kernel(
     K: tl.constexpr,
     SCORE: tl.constexpr,
     PRE_SOFTMAX: tl.constexpr,
-    BIASED: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    PADDED_GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
-    SCORED: tl.constexpr,
     GROUP_TOPK: tl.constexpr,
-    WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """Scores, choice and weights of TOKENS tokens."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, EXPERTS)
-    real = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
-    inside = (token >= 0)[:, None] & (expert < num_experts)[None, :]
+    WIDE: tl.constexpr = wide(logits.dtype.element_ty)
+    token, expert, real, inside = _cells(num_tokens, num_experts, TOKENS, EXPERTS)
     value = tl.load(logits + token[:, None] * stride + expert[None, :], mask=real, other=0.0).to(WIDE)
     scores = value
     if SCORE == "softmax":
@@ -125,10 +128,10 @@ def choose_kernel(
     else:
         scores = _raw_scores(value, SCORE)
     keys = tl.where(inside, scores, float("-inf"))
-    if BIASED:
+    if bias is not None:
         keys = keys + tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(WIDE)[None, :]
     if GROUP_TOPK > 0:
-        allowed = _in_best_groups(keys, expert, inside, NUM_GROUPS, PADDED_GROUPS, PER_GROUP, SCORED, GROUP_TOPK)
+        allowed = _in_best_groups(keys, expert, inside, NUM_GROUPS, PER_GROUP, K // GROUP_TOPK, GROUP_TOPK)
         keys = tl.where(allowed, keys, float("-inf"))
     chosen = _choose(keys, expert, K)
     if SCORE == "softmax" and not PRE_SOFTMAX:
@@ -156,15 +159,12 @@ def backward_kernel(
     K: tl.constexpr,
     SCORE: tl.constexpr,
     PRE_SOFTMAX: tl.constexpr,
-    WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """Gradient of the logits of TOKENS tokens."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, EXPERTS)
-    real = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
-    inside = (token >= 0)[:, None] & (expert < num_experts)[None, :]
+    WIDE: tl.constexpr = wide(logits.dtype.element_ty)
+    token, expert, real, inside = _cells(num_tokens, num_experts, TOKENS, EXPERTS)
     at = token[:, None] * num_experts + expert[None, :]
     value = tl.load(logits + token[:, None] * stride + expert[None, :], mask=real, other=0.0).to(WIDE)
     chosen = tl.load(routing + at, mask=real, other=0) != 0
@@ -187,16 +187,11 @@ def backward_kernel(
 
 
 @triton.jit
-def _tokens_of(sequence, length, num_sequences, num_experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Of this program's tokens of a sequence.
-
-    Places in the [T, E] map, and which of them, and of their columns, there are.
-    """
-    place = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, EXPERTS)
-    real = (place < length)[:, None] & (expert < num_experts)[None, :]
-    inside = (place >= 0)[:, None] & (expert < num_experts)[None, :]
-    return (place[:, None] * num_sequences + sequence) * num_experts + expert[None, :], real, inside
+def _cells_of_sequence(length, num_experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """The same of one sequence's tokens, with their places in the [T, E] map instead of the tokens."""
+    place, expert, real, inside = _cells(length, num_experts, TOKENS, EXPERTS)
+    token = place[:, None] * tl.num_programs(1) + tl.program_id(1)
+    return token * num_experts + expert[None, :], expert, real, inside
 
 
 @triton.jit
@@ -226,27 +221,23 @@ def count_kernel(
     logits,
     partial,
     length,
-    num_sequences,
     num_experts,
     K: tl.constexpr,
     SCORE: tl.constexpr,
-    WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Of TOKENS tokens of one sequence, per expert: sums of scores, counts of the plain top-k.
-
-    And the sum of squared log-sums.
+    """Of TOKENS tokens of one sequence: per expert sums of scores and counts of the plain top-k; squared log-sums.
 
     partial: [programs, B, 2 * E + 1].
     """
-    sequence = tl.program_id(1)
-    expert = tl.arange(0, EXPERTS)
-    at, real, inside = _tokens_of(sequence, length, num_sequences, num_experts, TOKENS, EXPERTS)
+    WIDE: tl.constexpr = partial.dtype.element_ty
+    at, expert, real, inside = _cells_of_sequence(length, num_experts, TOKENS, EXPERTS)
     value = tl.load(logits + at, mask=real, other=0.0).to(WIDE)
     scores, _ = _normalised(value, inside, SCORE)
     chosen = _choose(tl.where(inside, scores, float("-inf")), expert, K)
-    mine = partial + (tl.program_id(0).to(tl.int64) * num_sequences + sequence) * (2 * num_experts + 1)
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    mine = partial + program * (2 * num_experts + 1)
     tl.store(mine + expert, tl.sum(tl.where(real, scores, 0.0), 0), mask=expert < num_experts)
     tl.store(mine + num_experts + expert, tl.sum((chosen & real).to(WIDE), 0), mask=expert < num_experts)
     log_sum = _log_sum(value, inside)
@@ -263,7 +254,6 @@ def gradient_kernel(
     grad,
     values,
     length,
-    num_sequences,
     num_experts,
     count_stride,
     of_all,
@@ -276,21 +266,18 @@ def gradient_kernel(
     factor,
     SCORE: tl.constexpr,
     LOSSES: tl.constexpr,
-    RUNNING: tl.constexpr,
-    Z: tl.constexpr,
-    WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     """The losses' gradient for TOKENS tokens of one sequence; the first program writes the losses' values.
 
     of_all, of_each, of_running: what counts are multiplied with in the three losses, 0 where a loss is not wanted;
-    coeff_*: of the losses, coeff_z with all that belongs to the gradient of the z-loss.
+    coeff_*: of the losses, coeff_z with all that belongs to the gradient of the z-loss, None without that loss.
     """
-    sequence = tl.program_id(1)
-    expert = tl.arange(0, EXPERTS)
+    WIDE: tl.constexpr = grad.dtype.element_ty
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    at, expert, real, inside = _cells_of_sequence(length, num_experts, TOKENS, EXPERTS)
     known = expert < num_experts
-    at, real, inside = _tokens_of(sequence, length, num_sequences, num_experts, TOKENS, EXPERTS)
     value = tl.load(logits + at, mask=real, other=0.0).to(WIDE)
     result = tl.zeros([TOKENS, EXPERTS], WIDE)
     if LOSSES:
@@ -298,7 +285,7 @@ def gradient_kernel(
         for other in range(num_sequences):
             whole += tl.load(counts + other * count_stride + expert, mask=known, other=0.0)
         mean = tl.zeros([EXPERTS], WIDE)
-        if RUNNING:
+        if running is not None:
             mean = tl.load(running + expert, mask=known, other=0.0).to(WIDE) / tl.load(steps).to(WIDE)
         own = tl.load(counts + sequence * count_stride + expert, mask=known, other=0.0)
         weight = (coeff_all * of_all * whole + coeff_each * of_each * own + coeff_running * of_running * mean)[None, :]
@@ -318,7 +305,7 @@ def gradient_kernel(
         for name in tl.static_range(3):
             tl.store(values + name, 0.0)
     squares = 0.0
-    if Z:
+    if coeff_z is not None:
         result += _softmax(value, inside) * (_log_sum(value, inside) * coeff_z)[:, None]
         if tl.program_id(0) + sequence == 0:
             for other in range(num_sequences):
@@ -329,16 +316,15 @@ def gradient_kernel(
 
 
 @triton.jit
-def attach_kernel(grad, more, scale, out, numel, factor, SCALED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write grad + more * factor; with SCALED the factor is the number at `scale`."""
+def attach_kernel(grad, more, scale, out, numel, factor, BLOCK: tl.constexpr):
+    """Write grad + more * factor; the factor is the number at `scale` if there is one."""
+    WIDE: tl.constexpr = more.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
-    if SCALED:
+    if scale is not None:
         factor = tl.load(scale).to(WIDE)
-    total = (
-        tl.load(grad + place, mask=inside, other=0.0).to(WIDE)
-        + tl.load(more + place, mask=inside, other=0.0).to(WIDE) * factor
-    )
+    total = tl.load(grad + place, mask=inside, other=0.0).to(WIDE)
+    total += tl.load(more + place, mask=inside, other=0.0) * factor
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -359,7 +345,7 @@ class _ScoreTopK(torch.autograd.Function):
             tokens, experts = _tile(num_experts, num_tokens)
             choose_kernel[(triton.cdiv(num_tokens, tokens),)](
                 logits_TE,
-                logits_TE if bias_E is None else bias_E,
+                bias_E,
                 probs_TE,
                 routing_TE.view(torch.uint8),
                 num_tokens,
@@ -369,13 +355,9 @@ class _ScoreTopK(torch.autograd.Function):
                 K=topk,
                 SCORE=score,
                 PRE_SOFTMAX=pre_softmax,
-                BIASED=bias_E is not None,
                 NUM_GROUPS=num_groups,
-                PADDED_GROUPS=block_size(num_groups, 1 << 16, 2),
                 PER_GROUP=num_experts // num_groups,
-                SCORED=topk // group_topk if group_topk else 1,
                 GROUP_TOPK=group_topk,
-                WIDE=wide(logits_TE.dtype),
                 TOKENS=tokens,
                 EXPERTS=experts,
             )
@@ -409,7 +391,6 @@ class _ScoreTopK(torch.autograd.Function):
                 K=topk,
                 SCORE=score,
                 PRE_SOFTMAX=pre_softmax,
-                WIDE=wide(logits_TE.dtype),
                 TOKENS=tokens,
                 EXPERTS=experts,
             )
@@ -426,9 +407,7 @@ def fused_topk(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top-k experts per token and weigh them; as moe/topk.py.
-
-    Score_topk, in the form of TopKRouter.fused_topk.
+    """Choose top-k experts per token and weigh them; as moe/topk.py: score_topk, in the form of TopKRouter.fused_topk.
 
     The bias takes part in the choice only, and only of sigmoid and sqrtsoftplus scores. Returns: probs_TE, routing_TE
     bool.
@@ -467,16 +446,7 @@ def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequenc
     )
     if num_tokens:
         count_kernel[(programs, num_sequences)](
-            logits_TE,
-            partial,
-            length,
-            num_sequences,
-            num_experts,
-            K=topk,
-            SCORE=score_function,
-            WIDE=wide(logits_TE.dtype),
-            TOKENS=tokens,
-            EXPERTS=experts,
+            logits_TE, partial, length, num_experts, K=topk, SCORE=score_function, TOKENS=tokens, EXPERTS=experts
         )
     sum_partials(partial, found)
     return Counted(*found.split([num_experts, num_experts, 1], 1)[:2], found[:, -1])
@@ -512,22 +482,18 @@ def balancing_gradient(
         logits_TE,
         counted.sums_BE,
         counts_BE,
-        *(running or (counts_BE, counts_BE)),
+        *(running or (None, None)),
         grad_TE,
         values,
         length,
-        num_sequences,
         num_experts,
         counts_BE.stride(0),
         *scales,
         *coefficients,
-        z_coefficient or 0.0,
+        z_coefficient,
         factor,
         SCORE=score_function,
         LOSSES=any(scales),
-        RUNNING=running is not None,
-        Z=z_coefficient is not None,
-        WIDE=wide(logits_TE.dtype),
         TOKENS=tokens,
         EXPERTS=experts,
     )
@@ -543,27 +509,18 @@ class _AttachGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TE):
         more_TE, scale = ctx.grad_TE, ctx.grad_scale
-        on_device = isinstance(scale, Tensor)
+        scale, factor = (scale, 0.0) if isinstance(scale, Tensor) else (None, scale)
         grad_TE = grad_TE.contiguous()
         out = torch.empty_like(grad_TE)
         if out.numel():
-            attach_kernel[(triton.cdiv(out.numel(), 1024),)](
-                grad_TE,
-                more_TE,
-                scale if on_device else more_TE,
-                out,
-                out.numel(),
-                0.0 if on_device else scale,
-                SCALED=on_device,
-                WIDE=wide(torch.promote_types(grad_TE.dtype, more_TE.dtype)),
-                BLOCK=1024,
-            )
+            grid = (triton.cdiv(out.numel(), 1024),)
+            attach_kernel[grid](grad_TE, more_TE, scale, out, out.numel(), factor, BLOCK=1024)
         return out, None, None
 
 
 def attach_gradient(logits_TE: Tensor, grad_TE: Tensor, grad_scale: float | Tensor) -> Tensor:
-    """Return the logits; in backward add grad_TE * grad_scale to their gradient; as moe/balancing.py.
-
-    Attach_gradient.
-    """
+    """As moe/balancing.py: attach_gradient."""
     return _AttachGradient.apply(logits_TE, grad_TE, grad_scale)
+
+
+BALANCING = Balancing(count_choices, balancing_gradient, attach_gradient)

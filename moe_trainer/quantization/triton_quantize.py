@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.triton_blocks import block_size, num_warps_for
-from moe_trainer.quantization.quantize import POWER_OF_TWO, TWO_LEVEL, QuantizedTensor, Scaling, compute_scale
+from moe_trainer.quantization.quantize import (
+    POWER_OF_TWO,
+    TWO_LEVEL,
+    NumberFormat,
+    QuantizedTensor,
+    Scaling,
+    compute_scale,
+)
 from moe_trainer.quantization.quantize import quantize as define
 
 
@@ -24,11 +31,11 @@ def _not_finite(size):
 
 
 @triton.jit
-def _finite_scale(amax, is_bad, FMAX: tl.constexpr, POWER: tl.constexpr):
-    """Return FMAX / amax as compute_scale does: a power of two if asked, 1 for zeros, NaN if not finite."""
+def _finite_scale(amax, is_bad, FORMAT: tl.constexpr, POWER: tl.constexpr):
+    """Return the format's maximum over amax as compute_scale does: 1 for zeros, NaN if not finite."""
     # torch divides a number by a tensor this way: a rounded reciprocal, then a GEMM
     scale = tl.minimum(
-        tl.div_rn(tl.zeros_like(amax) + 1.0, tl.where(amax == 0.0, 1.0, amax)) * FMAX, 3.4028234663852886e38
+        tl.div_rn(tl.zeros_like(amax) + 1.0, tl.where(amax == 0.0, 1.0, amax)) * FORMAT[0], 3.4028234663852886e38
     )
     if POWER:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -37,8 +44,11 @@ def _finite_scale(amax, is_bad, FMAX: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def _byte(value, FMAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """Round an fp32 number to the nearest byte of the format. LEAST: the smallest normal number."""
+def _byte(value, FORMAT: tl.constexpr):
+    """Round an fp32 number to the nearest byte of a format, see `_format`."""
+    FMAX: tl.constexpr = FORMAT[0]
+    MANTISSA: tl.constexpr = FORMAT[1]
+    LEAST: tl.constexpr = FORMAT[2]
     is_nan = value != value
     value = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, value), -FMAX), FMAX)
     power = ((value.to(tl.int32, bitcast=True)) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -56,6 +66,17 @@ def _byte(value, FMAX: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr
 
 
 @triton.jit
+def _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of this program: rows, their places in a contiguous matrix, which of them there are, and the numbers in fp32."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return row, row[:, None] * num_columns + column[None, :], inside, value
+
+
+@triton.jit
 def block_kernel(
     x,
     out,
@@ -64,28 +85,22 @@ def block_kernel(
     num_columns,
     stride_r,
     stride_k,
-    FMAX: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
+    FORMAT: tl.constexpr,
     POWER: tl.constexpr,
     SQUARE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Quantize ROWS x COLUMNS numbers: one block (SQUARE), or ROWS blocks of one row each."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
-    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    row, place, inside, value = _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS, COLUMNS)
     size = tl.abs(value)
     bad = _not_finite(size)
     amax, is_bad = tl.max(size, 1), tl.max(bad, 1)
     if SQUARE:
         amax, is_bad = tl.zeros_like(amax) + tl.max(amax, 0), tl.zeros_like(is_bad) + tl.max(is_bad, 0)
-    scale = _finite_scale(amax, is_bad > 0, FMAX, POWER)
-    byte = _byte(value * scale[:, None], FMAX, MANTISSA, LEAST)
-    tl.store(out + row[:, None] * num_columns + column[None, :], byte, mask=inside)
+    scale = _finite_scale(amax, is_bad > 0, FORMAT, POWER)
+    byte = _byte(value * scale[:, None], FORMAT)
+    tl.store(out + place, byte, mask=inside)
     inverse_scale = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     if SQUARE:
         first = tl.arange(0, ROWS) == 0
@@ -98,17 +113,12 @@ def block_kernel(
 @triton.jit
 def amax_kernel(x, partial, num_rows, num_columns, stride_r, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write the largest absolute value of a tile; NaN if a number is not finite."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
-    size = tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32))
+    _, _, _, value = _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS, COLUMNS)
+    size = tl.abs(value)
     is_bad = tl.max(tl.max(_not_finite(size), 1), 0)
     amax = tl.max(tl.max(size, 1), 0)
-    tl.store(
-        partial + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1),
-        tl.where(is_bad > 0, float("nan"), amax),
-    )
+    to = partial + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(to, tl.where(is_bad > 0, float("nan"), amax))
 
 
 @triton.jit
@@ -120,19 +130,18 @@ def scale_kernel(
     num_columns,
     stride_r,
     stride_k,
-    FMAX: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write a tile times the tensor's scale, as bytes."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
-    value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
-    tl.store(out + row[:, None] * num_columns + column[None, :], _byte(value, FMAX, MANTISSA, LEAST), mask=inside)
+    _, place, inside, value = _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS, COLUMNS)
+    tl.store(out + place, _byte(value * tl.load(scale), FORMAT), mask=inside)
+
+
+def _format(fmt: NumberFormat) -> tuple[float, int, float]:
+    """Return what kernels know of a format: the maximum, the bits of the mantissa, the smallest normal number."""
+    return fmt.max, fmt.mantissa_bits, 2.0**fmt.min_exponent
 
 
 def _tensor(x_RK: Tensor, scaling: Scaling, scale: Tensor | None, out: Tensor) -> Tensor:
@@ -144,26 +153,13 @@ def _tensor(x_RK: Tensor, scaling: Scaling, scale: Tensor | None, out: Tensor) -
     if x_RK.numel():
         amax_kernel[grid](x_RK, partial, num_rows, width, *x_RK.stride(), ROWS=rows, COLUMNS=columns)
     amax = partial.amax()
-    scale = (
-        compute_scale(amax, scaling.fmt)
-        if scale is None
-        else torch.where(torch.isfinite(amax), scale.float(), torch.nan)
-    )
+    if scale is None:
+        scale = compute_scale(amax, scaling.fmt)
+    else:
+        scale = torch.where(torch.isfinite(amax), scale.float(), torch.nan)
     if x_RK.numel():
-        fmt = scaling.fmt
-        scale_kernel[grid](
-            x_RK,
-            out,
-            scale.contiguous(),
-            num_rows,
-            width,
-            *x_RK.stride(),
-            FMAX=fmt.max,
-            MANTISSA=fmt.mantissa_bits,
-            LEAST=2.0**fmt.min_exponent,
-            ROWS=rows,
-            COLUMNS=columns,
-        )
+        tile = {"FORMAT": _format(scaling.fmt), "ROWS": rows, "COLUMNS": columns}
+        scale_kernel[grid](x_RK, out, scale.contiguous(), num_rows, width, *x_RK.stride(), **tile)
     return 1.0 / scale
 
 
@@ -215,9 +211,7 @@ def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tup
             num_rows,
             width,
             *x_RK.stride(),
-            FMAX=fmt.max,
-            MANTISSA=fmt.mantissa_bits,
-            LEAST=2.0**fmt.min_exponent,
+            FORMAT=_format(fmt),
             POWER=scaling.scales == POWER_OF_TWO,
             SQUARE=rows > 1,
             ROWS=tile,

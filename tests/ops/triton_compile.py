@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -30,48 +29,44 @@ class C(NamedTuple):
     value: object
 
 
-W = C(tl.float32)
-
-
 def blocks():
-    for partial, out, wide in ((FP32, HALF, W), (FP32, FP32, W), ("*fp64", "*fp64", C(tl.float64))):
-        yield "sum_partials_kernel", [partial, out, INT, INT, wide, C(32), C(32)]
+    for partial, out in ((FP32, HALF), (FP32, FP32), ("*fp64", "*fp64")):
+        yield "sum_partials_kernel", [partial, out, INT, INT, C(32), C(32)]
 
 
 def pointwise():
     for kind, weighed in (("swiglu", True), ("gelu", True), ("squared_relu", False)):
-        flags = C(kind), C(weighed)
-        yield "forward_kernel", [HALF, FP32, HALF, INT, INT, *flags, W, C(1024)]
-        yield "backward_kernel", [HALF, FP32, HALF, HALF, HALF, FP32, INT, INT, INT, *flags, C(True), W, C(2048)]
+        probs = FP32 if weighed else C(None)
+        yield "forward_kernel", [HALF, probs, HALF, INT, INT, C(kind), C(1024)]
+        yield "backward_kernel", [HALF, probs, HALF, HALF, HALF, probs, INT, INT, INT, C(kind), C(2048)]
 
 
 def norm():
     for data, rows, block in ((HALF, 1, 4096), (HALF, 32, 128), ("*fp64", 4, 1024)):
-        wide = C(tl.float64) if data == "*fp64" else W
         kept = "*fp64" if data == "*fp64" else FP32
-        rest = [C(True), C(False), wide, C(rows), C(block)]
+        rest = [C(False), C(rows), C(block)]
         yield "forward_kernel", [data, data, data, kept, INT, INT, INT, "fp32", *rest]
         yield "backward_kernel", [data, data, data, kept, data, kept, INT, INT, INT, INT, *rest]
 
 
 def rope():
     for interleaved, partial in ((True, True), (False, False)):
-        yield "rotate_kernel", [HALF, FP32, FP32, HALF, *[INT] * 9, C(interleaved), C(partial), W, C(16), C(32), C(256)]
+        yield "rotate_kernel", [HALF, FP32, FP32, HALF, *[INT] * 9, C(interleaved), C(partial), C(16), C(32), C(256)]
 
 
 def permute():
     tile = [C(128), C(64)]
     yield "count_kernel", [BYTES, I32, *[INT] * 4, *tile], {"num_warps": 8}
     yield "earlier_kernel", [I32, I32, LONG, INT, INT, C(64), C(16)]
-    yield "place_kernel", [BYTES, I32, LONG, I32, I32, I32, I32, BYTES, *[INT] * 5, *tile, C(1024)], {"num_warps": 8}
-    for with_probs in (True, False):
-        yield "gather_kernel", [HALF, I32, FP32, I32, HALF, FP32, INT, INT, C(with_probs), C(2048)]
-        yield "sum_kernel", [HALF, I32, I32, I32, FP32, HALF, FP32, INT, INT, INT, C(with_probs), W, C(2048), C(256)]
+    yield "place_kernel", [BYTES, I32, LONG, I32, I32, I32, I32, BYTES, *[INT] * 5, *tile], {"num_warps": 8}
+    for probs in (FP32, C(None)):
+        yield "gather_kernel", [HALF, I32, probs, I32, HALF, probs, INT, INT, C(2048)]
+        yield "sum_kernel", [HALF, I32, I32, I32, probs, HALF, probs, INT, INT, INT, C(2048), C(256)]
 
 
 def router():
-    deepseek = {"bias": C(True), "groups": [C(8), C(8), C(32), C(2), C(4)], "tile": [C(8), C(256)], "k": C(8)}
-    mixtral = {"bias": C(False), "groups": [C(1), C(2), C(8), C(1), C(0)], "tile": [C(256), C(8)], "k": C(2)}
+    deepseek = {"bias": FP32, "groups": [C(8), C(32), C(4)], "tile": [C(8), C(256)], "k": C(8)}
+    mixtral = {"bias": C(None), "groups": [C(1), C(8), C(0)], "tile": [C(256), C(8)], "k": C(2)}
     for size, score, pre in (
         (deepseek, "sigmoid", False),
         (mixtral, "softmax", False),
@@ -81,24 +76,24 @@ def router():
         how = [size["k"], C(score), C(pre)]
         yield (
             "choose_kernel",
-            [FP32, FP32, FP32, BYTES, *[INT] * 3, "fp32", *how, size["bias"], *size["groups"], W, *size["tile"]],
+            [FP32, size["bias"], FP32, BYTES, *[INT] * 3, "fp32", *how, *size["groups"], *size["tile"]],
         )
-        yield "backward_kernel", [FP32, FP32, BYTES, FP32, *[INT] * 4, "fp32", *how, W, *size["tile"]]
-        yield "count_kernel", [FP32, FP32, *[INT] * 3, *how[:2], W, *size["tile"]]
+        yield "backward_kernel", [FP32, FP32, BYTES, FP32, *[INT] * 4, "fp32", *how, *size["tile"]]
+        yield "count_kernel", [FP32, FP32, INT, INT, *how[:2], *size["tile"]]
         yield (
             "gradient_kernel",
-            [*[FP32] * 7, *[INT] * 4, *["fp32"] * 8, how[1], C(True), C(True), C(True), W, *size["tile"]],
+            [*[FP32] * 7, *[INT] * 3, *["fp32"] * 8, how[1], C(True), *size["tile"]],
         )
-    for scaled in (True, False):
-        yield "attach_kernel", [HALF, FP32, FP32, HALF, INT, "fp32", C(scaled), W, C(1024)]
+    for scale in (FP32, C(None)):
+        yield "attach_kernel", [HALF, FP32, scale, HALF, INT, "fp32", C(1024)]
 
 
 def cross_entropy():
     for data in (HALF, FP32):
-        yield "pieces_kernel", [data, LONG, FP32, FP32, FP32, INT, INT, W, C(4096)]
-        yield "softmax_kernel", [data, LONG, FP32, FP32, INT, INT, "fp32", W, C(4096)]
-        for some in (True, False):
-            yield "gradient_kernel", [data, LONG, FP32, FP32, BYTES, INT, INT, "fp32", C(some), W, C(2048)]
+        yield "pieces_kernel", [data, LONG, FP32, FP32, FP32, INT, INT, C(4096)]
+        yield "softmax_kernel", [data, LONG, FP32, FP32, INT, INT, "fp32", C(4096)]
+        for mine in (BYTES, C(None)):
+            yield "gradient_kernel", [data, LONG, FP32, FP32, mine, INT, INT, "fp32", C(2048)]
 
 
 def grouped_gemm():
@@ -113,14 +108,14 @@ def grouped_gemm():
         for strides in ([C(1), INT], [INT, C(1)]):
             yield (
                 "rows_kernel",
-                [data, data, data, "*i32", *[INT] * 6, *strides, INT, C(precision), one, other, depth, C(64), C(8)],
+                [data, data, data, "*i32", *[INT] * 6, *strides, INT, C(precision), one, other, depth, C(64)],
                 options,
             )
         yield "weight_kernel", [data, data, data, "*i32", *[INT] * 4, C(precision), depth, one, other], options
 
 
 def quantize():
-    for fmt in ([C(448.0), C(3), C(2.0**-6)], [C(57344.0), C(2), C(2.0**-14)]):
+    for fmt in (C((448.0, 3, 2.0**-6)), C((57344.0, 2, 2.0**-14))):
         for power, square, rows, columns, warps in (
             (True, False, 32, 128, 4),
             (False, True, 128, 128, 16),
@@ -128,39 +123,35 @@ def quantize():
         ):
             yield (
                 "block_kernel",
-                [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(power), C(square), C(rows), C(columns)],
+                [HALF, BYTES, FP32, *[INT] * 4, fmt, C(power), C(square), C(rows), C(columns)],
                 {"num_warps": warps},
             )
-        yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, *fmt, C(8), C(512)]
+        yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, C(8), C(512)]
     yield "amax_kernel", [HALF, FP32, *[INT] * 4, C(8), C(512)]
 
 
 def latent_attention():
     for data, keys, precision in ((HALF, 32, "ieee"), (FP32, 16, "ieee")):
-        tile = [C(precision), C(16), C(keys), C(512), C(64)]
+        tile = [C(precision), C(keys), C(512), C(64)]
         options = {"num_warps": 8, "num_stages": 1}
-        yield "forward_kernel", [data, data, I32, data, FP32, *[INT] * 5, "fp32", *tile], options
-        yield "query_kernel", [data, data, I32, data, FP32, FP32, data, data, *[INT] * 7, "fp32", *tile], options
-        yield "key_kernel", [data, data, I32, data, FP32, FP32, FP32, *[INT] * 7, "fp32", *tile], options
+        yield "forward_kernel", [data, data, I32, data, FP32, *[INT] * 4, "fp32", *tile], options
+        yield "query_kernel", [data, data, I32, data, FP32, FP32, data, data, *[INT] * 6, "fp32", *tile], options
+        yield "key_kernel", [data, data, I32, data, FP32, FP32, FP32, *[INT] * 6, "fp32", *tile], options
 
 
 def delta_rule():
     for documents in (False, True):
-        ids = I32 if documents else HALF
-        yield "convolve_kernel", [HALF, HALF, ids, HALF, *[INT] * 5, C(4), C(documents), W, C(64), C(64)]
-        yield (
-            "gradient_kernel",
-            [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 7, C(4), C(documents), W, C(64), C(64)],
-            {"num_warps": 8},
-        )
+        ids = I32 if documents else C(None)
+        yield "convolve_kernel", [HALF, HALF, ids, HALF, *[INT] * 4, C(4)]
+        yield "gradient_kernel", [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 6, C(4)], {"num_warps": 8}
 
 
 def delta_chunks():
     """Heads of Qwen3-Next, and the widest; in fp32 the kernels that take most."""
-    numbers, eight = [INT] * 5, {"num_warps": 8}
+    numbers, eight = [INT] * 4, {"num_warps": 8}
     for data, width in ((HALF, 128), (HALF, 256), (FP32, 128)):
-        size = [C("tf32x3"), W, C(64), C(width), C(width)]
-        walk = {} if (data, width) == (HALF, 128) else {"num_warps": 8, "num_stages": 2}
+        size = [C("tf32x3"), C(width), C(width)]
+        walk = {} if (data, width) == (HALF, 128) else {"num_stages": 2, **eight}
         yield "states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
         yield "grad_states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
         yield (
@@ -170,33 +161,12 @@ def delta_chunks():
         )
         if data == FP32:
             continue
-        for keep in (False, True):  # without: with documents
-            yield (
-                "prepare_kernel",
-                [
-                    *[data] * 5,
-                    data if keep else I32,
-                    FP32,
-                    *[data] * 3,
-                    *numbers,
-                    *[INT] * 4,
-                    C(width**-0.5),
-                    C(1e-6),
-                    C(not keep),
-                    C(keep),
-                    C(True),
-                    C("tf32x3"),
-                    W,
-                    C(64),
-                    C(width),
-                    C(width),
-                    C(64),
-                ],
-                eight,
-            )
+        for ids, inverse in ((I32, C(None)), (C(None), data)):
+            kept = [FP32, inverse, data, data]
+            yield "prepare_kernel", [*[data] * 5, ids, *kept, *numbers, *[INT] * 4, *size, C(64)], eight
         yield "outputs_kernel", [data, FP32, *[data] * 3, *numbers, *size, C(64)]
         yield "scores_kernel", [data, FP32, *[data] * 4, FP32, *numbers, *size, C(64)]
-        yield "keys_kernel", [data, FP32, FP32, FP32, *[data] * 3, *numbers, C(width**-0.5), *size, C(width)], eight
+        yield "keys_kernel", [data, FP32, FP32, FP32, *[data] * 3, INT, *numbers, *size, C(width)], eight
 
 
 MODULES = (

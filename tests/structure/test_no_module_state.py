@@ -19,7 +19,8 @@ FIXED_CALLS = frozenset(
     "tuple frozenset MappingProxyType types.MappingProxyType re.compile logging.getLogger getLogger TypeVar ParamSpec NewType "
     "namedtuple collections.namedtuple int float str bool complex range slice len min max sum abs Path pathlib.Path struct.Struct "
     "Struct Decimal Fraction datetime.timedelta timedelta sorted math.log math.sqrt math.prod torch.Size torch.device np.dtype "
-    "numpy.dtype operator.itemgetter operator.attrgetter os.path.join frozenset.union str.maketrans getattr ast.literal_eval".split()
+    "numpy.dtype operator.itemgetter operator.attrgetter os.path.join frozenset.union str.maketrans getattr ast.literal_eval "
+    "functools.partial tl.constexpr".split()
 )
 # Calls whose argument may be a mutable display, because the result hides or copies it.
 FREEZING_CALLS = frozenset(

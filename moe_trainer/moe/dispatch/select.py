@@ -9,7 +9,7 @@ import torch
 from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import te
-from moe_trainer.layers.kernels import Balancing, Kernels
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch import deepep, hybridep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -17,6 +17,7 @@ from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.moe.finermoe import SlicedPermutation
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 

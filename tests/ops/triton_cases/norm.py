@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from moe_trainer.ops.pointwise import rms_norm
@@ -58,4 +57,4 @@ def test_rows_and_gradients_with_strides(grad):
 def test_the_interpreter_refuses_addresses_outside_of_the_tensors(numbers, sums, access):
     """What conftest.py adds to it, for all cases of this folder."""
     with pytest.raises(InterpreterError, match=f"sum_partials_kernel: a {access}"):
-        sum_partials_kernel[(1,)](torch.ones(1, numbers), torch.empty(sums), 1, 4, WIDE=tl.float32, ROWS=32, BLOCK=32)
+        sum_partials_kernel[(1,)](torch.ones(1, numbers), torch.empty(sums), 1, 4, ROWS=32, BLOCK=32)

@@ -20,7 +20,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks(kind, weighed, rows, width, dtype):
     torch_block = get_activation_fns(KINDS[kind])
-    forward, backward = (getattr(triton_pointwise, f"{kind}_{way}") for way in ("forward", "backward"))
+    forward, backward = getattr(triton_pointwise, kind.upper())
     h = torch.randn(rows, width * KINDS[kind].in_per_out, dtype=dtype) * 3
     p = torch.rand(rows, dtype=dtype) if weighed else None
     wide_grad = torch.randn(rows, width + 3, dtype=dtype)
@@ -53,5 +53,5 @@ def test_swiglu_of_a_dense_network(weighed):
 
 def test_fp32_probabilities_of_half_precision_rows_keep_their_dtype():
     h, p = torch.randn(4, 12, dtype=torch.float16), torch.rand(4)
-    a, grad_h, grad_p = triton_pointwise.swiglu_backward(h, p, torch.randn(4, 6, dtype=torch.float16))
+    a, grad_h, grad_p = triton_pointwise.SWIGLU.backward(h, p, torch.randn(4, 6, dtype=torch.float16))
     assert (a.dtype, grad_h.dtype, grad_p.dtype) == (torch.float16, torch.float16, torch.float32)
