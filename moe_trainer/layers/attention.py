@@ -100,14 +100,14 @@ class SelfAttention(nn.Module):
         self.interleaved = model.rotary_interleaved
         self.stream = factory.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
+        options = {"group": tp, "sequence_parallel": sequence_parallel}
         self.linear_qkv = factory.column_linear(
             model.hidden_size,
             (heads * (1 + self.gated) + 2 * groups) * self.head_dim,
             name=f"{name}.linear_qkv",
-            group=tp,
             init=hidden_init(model),
             bias=model.add_bias_linear or model.add_qkv_bias,
-            sequence_parallel=sequence_parallel,
+            **options,
         )
         queries = heads // groups * self.head_dim
         self.linear_qkv.weight.info = replace(
@@ -122,14 +122,9 @@ class SelfAttention(nn.Module):
         )
         self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.cp)
         self.softmax_offset = make_attention_sinks(model, name, tp)
+        options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(
-            heads * self.head_dim,
-            model.hidden_size,
-            name=f"{name}.linear_proj",
-            group=tp,
-            init=residual_init(model),
-            bias=model.add_bias_linear,
-            sequence_parallel=sequence_parallel,
+            heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", **options
         )
 
     def _qk_norm(self, model: ModelArgs, factory: LayerFactory, name: str) -> nn.Module | None:

@@ -102,14 +102,9 @@ class GatedDeltaNet(nn.Module):
         key_rows, value_rows = keys * model.linear_key_head_dim, values * model.linear_value_head_dim
         sizes = (key_rows, key_rows, value_rows, value_rows, values, values)
         cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        options = {"group": tp, "sequence_parallel": sequence_parallel}
         self.in_proj = factory.column_linear(
-            model.hidden_size,
-            sum(sizes),
-            name=f"{name}.in_proj",
-            group=tp,
-            init=hidden_init(model),
-            bias=False,
-            sequence_parallel=sequence_parallel,
+            model.hidden_size, sum(sizes), name=f"{name}.in_proj", init=hidden_init(model), **options
         )
         self.in_proj.weight.info = replace(
             get_param_info(self.in_proj.weight), parts=6, part_sizes=sizes, part_names=PROJECTIONS
@@ -121,13 +116,7 @@ class GatedDeltaNet(nn.Module):
         # one gain for all heads, of which this rank sees some
         self.out_norm = factory.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
         self.out_proj = factory.row_linear(
-            value_rows,
-            model.hidden_size,
-            name=f"{name}.out_proj",
-            group=tp,
-            init=residual_init(model),
-            bias=False,
-            sequence_parallel=sequence_parallel,
+            value_rows, model.hidden_size, name=f"{name}.out_proj", init=residual_init(model), **options
         )
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:

@@ -43,11 +43,11 @@ def column_grads(
     x: Tensor,
     weight: Parameter,
     group: Group,
-    *,
     sequence_parallel: bool,
+    queue: WeightGradQueue | None,
+    gemms: LinearGemms | None,
+    *,
     needs: tuple[bool, bool],
-    queue: WeightGradQueue | None = None,
-    gemms: LinearGemms | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and weight of y = x W^T, W sharded along its output features.
 
@@ -104,17 +104,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
-        group, sequence_parallel, queue, gemms = ctx.plan
-        grad_x, grad_weight = column_grads(
-            grad,
-            x,
-            weight,
-            group,
-            sequence_parallel=sequence_parallel,
-            needs=ctx.needs_input_grad[:2],
-            queue=queue,
-            gemms=gemms,
-        )
+        grad_x, grad_weight = column_grads(grad, x, weight, *ctx.plan, needs=ctx.needs_input_grad[:2])
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
@@ -208,11 +198,8 @@ class _Linear(nn.Module):
             # only a column linear's bias is sharded; the others are added to this rank's tokens
             cut = cut if self.sharded_dim == 0 else {"is_grad_partial": self.sequence_parallel}
             self.bias = make_parameter((shape[0],), ParamInfo((f"{name}.bias",), init="zeros", **cut))
-        self.quantized = (
-            quantize(name, is_sharded=self.sharded_dim is not None or self.sequence_parallel)
-            if quantize is not None
-            else None
-        )
+        is_sharded = self.sharded_dim is not None or self.sequence_parallel
+        self.quantized = None if quantize is None else quantize(name, is_sharded=is_sharded)
 
     def _forward_local(self, x: Tensor) -> Tensor:
         if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
@@ -225,11 +212,8 @@ class _Linear(nn.Module):
             yield self.weight, self.quantized
 
     def extra_repr(self) -> str:
-        cut = (
-            ""
-            if self.group.size == 1
-            else f", 1 of {self.group.size} ranks, sequence_parallel={self.sequence_parallel}"
-        )
+        size = self.group.size
+        cut = "" if size == 1 else f", 1 of {size} ranks, sequence_parallel={self.sequence_parallel}"
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}{cut}"
 
 
@@ -269,9 +253,8 @@ class RowParallelLinear(_Linear):
         """Map x [S, ..., in / size] to y [S, ..., out], or [S / size, ..., out] with sequence_parallel."""
         if self.group.size == 1:
             return self._forward_local(x)
-        y = _Row.apply(
-            x, self.weight, self.group, self.sequence_parallel, self.queue, self.quantized or UnquantizedGemms()
-        )
+        gemms = self.quantized or UnquantizedGemms()
+        y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue, gemms)
         return y if self.bias is None else y + self.bias
 
 

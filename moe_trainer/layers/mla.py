@@ -68,40 +68,27 @@ class MultiLatentAttention(nn.Module):
         self.stream = factory.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
         key_dim = self.nope_dim + self.rope_dim
-        init = hidden_init(model)
+        init, options = hidden_init(model), {"group": ps.tp, "sequence_parallel": sequence_parallel}
 
         def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
-            return make(
-                in_features,
-                out_features,
-                name=f"{name}.{leaf}",
-                group=ps.tp,
-                init=init,
-                sequence_parallel=sequence_parallel,
-            )
+            return make(in_features, out_features, name=f"{name}.{leaf}", init=init, **options)
 
         def norm(size: int, leaf: str) -> nn.Module | None:
             partial = sequence_parallel and ps.tp.size > 1
             return factory.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
 
+        up, down = factory.column_linear, factory.replicated_linear
         if model.q_lora_rank is None:
-            self.linear_q_proj = linear(factory.column_linear, model.hidden_size, heads * key_dim, "linear_q_proj")
+            self.linear_q_proj = linear(up, model.hidden_size, heads * key_dim, "linear_q_proj")
         else:
             self.linear_q_proj = None
-            self.linear_q_down_proj = linear(
-                factory.replicated_linear, model.hidden_size, model.q_lora_rank, "linear_q_down_proj"
-            )
+            self.linear_q_down_proj = linear(down, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
             self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
-            self.linear_q_up_proj = linear(
-                factory.column_linear, model.q_lora_rank, heads * key_dim, "linear_q_up_proj"
-            )
-        self.linear_kv_down_proj = linear(
-            factory.replicated_linear, model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj"
-        )
+            self.linear_q_up_proj = linear(up, model.q_lora_rank, heads * key_dim, "linear_q_up_proj")
+        self.linear_kv_down_proj = linear(down, model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj")
         self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
-        self.linear_kv_up_proj = linear(
-            factory.column_linear, self.kv_rank, heads * (self.nope_dim + self.value_dim), "linear_kv_up_proj"
-        )
+        kv_rows = heads * (self.nope_dim + self.value_dim)
+        self.linear_kv_up_proj = linear(up, self.kv_rank, kv_rows, "linear_kv_up_proj")
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         scale = temperature * temperature / math.sqrt(key_dim)
         if model.experimental_attention_variant == "dsa":
@@ -126,14 +113,9 @@ class MultiLatentAttention(nn.Module):
         self.core_attention.should_save_inputs = "mla_up_proj" in factory.activations.recomputed
         self.core_attention.value_width = self.value_dim
         self.softmax_offset = make_attention_sinks(model, name, ps.tp)
+        options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(
-            heads * self.value_dim,
-            model.hidden_size,
-            name=f"{name}.linear_proj",
-            group=ps.tp,
-            init=residual_init(model),
-            bias=model.add_bias_linear,
-            sequence_parallel=sequence_parallel,
+            heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", **options
         )
 
     def _query_latent(self, x_SBH: Tensor) -> Tensor:

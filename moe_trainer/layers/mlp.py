@@ -46,24 +46,17 @@ class MLP(nn.Module):
         super().__init__()
         activation = make_activation(model)
         self.activation = factory.kernels.dense_activation(activation)
+        options = {"group": group, "bias": bias, "sequence_parallel": sequence_parallel}
         self.linear_fc1 = factory.column_linear(
             model.hidden_size,
             ffn_hidden_size * activation.in_per_out,
             name=f"{name}.linear_fc1",
-            group=group,
             init=hidden_init(model),
-            bias=bias,
-            sequence_parallel=sequence_parallel,
             parts=activation.in_per_out,
+            **options,
         )
         self.linear_fc2 = factory.row_linear(
-            ffn_hidden_size,
-            model.hidden_size,
-            name=f"{name}.linear_fc2",
-            group=group,
-            init=residual_init(model),
-            bias=bias,
-            sequence_parallel=sequence_parallel,
+            ffn_hidden_size, model.hidden_size, name=f"{name}.linear_fc2", init=residual_init(model), **options
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -129,21 +129,13 @@ class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T):
         x, weight, rows_T, mine_T, loss_T, share_T = ctx.saved_tensors
-        group, sequence_parallel, queue, kernels, gemms = ctx.plan
+        *plan, kernels, gemms = ctx.plan
         grad_TV, ctx.probs_TV = ctx.probs_TV, None
         if grad_TV is None:
             raise BackwardTwiceError
         kernels.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
-        grad_x, grad_weight = column_grads(
-            gemms.cast_grad(grad_TV, weight),
-            x,
-            weight,
-            group,
-            sequence_parallel=sequence_parallel,
-            needs=ctx.needs_input_grad[:2],
-            queue=queue,
-            gemms=gemms,
-        )
+        grad_TV, needs = gemms.cast_grad(grad_TV, weight), ctx.needs_input_grad[:2]
+        grad_x, grad_weight = column_grads(grad_TV, x, weight, *plan, gemms, needs=needs)
         return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None, None
 
 
@@ -239,13 +231,8 @@ class OutputHead(nn.Module):
         self.group, self.queue = group, None if tied else queue
         self.sequence_parallel = sequence_parallel and group.size > 1
         num_rows, cut = _rows_of(group, vocab_size, name)
-        self.weight = (
-            None
-            if tied
-            else make_parameter(
-                (num_rows, hidden_size), ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, **cut)
-            )
-        )
+        info = ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, **cut)
+        self.weight = None if tied else make_parameter((num_rows, hidden_size), info)
 
     def loss(
         self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None, weights_BS: Tensor | None = None
@@ -258,33 +245,20 @@ class OutputHead(nn.Module):
                 the logits.
         """
         weight = self.weight if tied_weight is None else tied_weight
-        weights = (
-            None if weights_BS is None or self.queue is not None else weights_BS.t()
-        )  # the queue wants the logits' gradient itself
+        # the queue wants the logits' gradient itself
+        weights = None if weights_BS is None or self.queue is not None else weights_BS.t()
         if self.group.size == 1 and self.queue is None:
-            return (
-                linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.kernels, self.gemms).t().contiguous()
-            )
+            loss_SB = linear_cross_entropy(x_SBH, weight, labels_BS.t(), weights, self.kernels, self.gemms)
+            return loss_SB.t().contiguous()
         labels_T, step = labels_BS.t().reshape(-1), labels_BS.numel()
         if weights is not None and self.quantized is None:
             step = tokens_per_chunk(step, *weight.shape, weight.dtype, x_SBH.device, self.gemms.logit_dtype(weight))
+        inputs, where, how = (x_SBH, weight, labels_T), (self.group, self.sequence_parallel), (self.kernels, self.gemms)
         if step < len(labels_T):
-            loss_T = _ChunkedVocabParallelLoss.apply(
-                x_SBH,
-                weight,
-                labels_T,
-                weights.reshape(-1),
-                self.group,
-                self.sequence_parallel,
-                step,
-                needs_grad(x_SBH, weight),
-                self.kernels,
-                self.gemms,
-            )
+            chunks = step, needs_grad(x_SBH, weight)
+            loss_T = _ChunkedVocabParallelLoss.apply(*inputs, weights.reshape(-1), *where, *chunks, *how)
         else:
-            loss_T = _VocabParallelLoss.apply(
-                x_SBH, weight, labels_T, self.group, self.sequence_parallel, self.queue, self.kernels, self.gemms
-            )
+            loss_T = _VocabParallelLoss.apply(*inputs, *where, self.queue, *how)
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:

@@ -133,28 +133,13 @@ class Experts(nn.Module):
         num_local = moe.num_experts // ps.ep.size
         first = ps.ep.rank * num_local
         names = [f"{name}.local_experts.{expert}" for expert in range(first, first + num_local)]
-        bias = model.add_bias_linear
+        fc1, fc2 = ([f"{expert}.{linear}" for expert in names] for linear in ("linear_fc1", "linear_fc2"))
+        bias, group, parts = model.add_bias_linear, ps.etp, self.activation.in_per_out
         input_size, output_size = moe.expert_widths(model.hidden_size)
-        parts = self.activation.in_per_out
         self.linear_fc1 = _ExpertLinear(
-            [f"{expert}.linear_fc1" for expert in names],
-            ffn * parts,
-            input_size,
-            bias,
-            hidden_init(model),
-            group=ps.etp,
-            sharded_dim=0,
-            parts=parts,
+            fc1, ffn * parts, input_size, bias, hidden_init(model), group=group, sharded_dim=0, parts=parts
         )
-        self.linear_fc2 = _ExpertLinear(
-            [f"{expert}.linear_fc2" for expert in names],
-            output_size,
-            ffn,
-            bias,
-            residual_init(model),
-            group=ps.etp,
-            sharded_dim=1,
-        )
+        self.linear_fc2 = _ExpertLinear(fc2, output_size, ffn, bias, residual_init(model), group=group, sharded_dim=1)
         self.quantized = None
         self.grouped = self._build_grouped_linears(grouped_linear)
         if quantize is not None and self.grouped is None:
@@ -253,19 +238,16 @@ class Experts(nn.Module):
     def _run(
         self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int] | Tensor, unused: int
     ) -> Tensor:
+        inputs = x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e
+        biases = {"b1_eG": self.linear_fc1.bias, "b2_eH": self._fc2_bias(self.linear_fc2.bias)}
         if self.grouped is not None and len(x_RH) > unused:
             return grouped_expert_mlp(
-                x_RH,
-                probs_R,
-                self.linear_fc1.weight,
-                self.linear_fc2.weight,
-                tokens_per_expert_e,
+                *inputs,
                 tuple(self.grouped),
                 self.activation_fns or get_activation_fns(self.activation),
                 self.activations,
                 pad_multiple=self.grouped[0].pad_multiple,
-                b1_eG=self.linear_fc1.bias,
-                b2_eH=self._fc2_bias(self.linear_fc2.bias),
+                **biases,
                 unused=unused,
             )
         x_storage = x_RH.untyped_storage().data_ptr()
@@ -274,36 +256,11 @@ class Experts(nn.Module):
             "moe_act",
             which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == x_storage else "moe_act",
         ):
+            options = {**biases, "queue": self.queue, "activation_fns": self.activation_fns, "unused": unused}
             if self.quantized is not None:
-                return quantized_expert_mlp(
-                    x_RH,
-                    probs_R,
-                    self.linear_fc1.weight,
-                    self.linear_fc2.weight,
-                    tokens_per_expert_e,
-                    self.activation,
-                    tuple(self.quantized),
-                    b1_eG=self.linear_fc1.bias,
-                    b2_eH=self._fc2_bias(self.linear_fc2.bias),
-                    queue=self.queue,
-                    activation_fns=self.activation_fns,
-                    unused=unused,
-                )
-            return expert_mlp(
-                x_RH,
-                probs_R,
-                self.linear_fc1.weight,
-                self.linear_fc2.weight,
-                tokens_per_expert_e,
-                self.activation,
-                b1_eG=self.linear_fc1.bias,
-                b2_eH=self._fc2_bias(self.linear_fc2.bias),
-                allow_grouped=self.allow_grouped,
-                queue=self.queue,
-                activation_fns=self.activation_fns,
-                gemms=self.gemms,
-                unused=unused,
-            )
+                return quantized_expert_mlp(*inputs, self.activation, tuple(self.quantized), **options)
+            options |= {"allow_grouped": self.allow_grouped, "gemms": self.gemms}
+            return expert_mlp(*inputs, self.activation, **options)
 
     def _fc2_bias(self, bias_eH: Tensor | None) -> Tensor | None:
         """Return fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""

@@ -128,15 +128,5 @@ def quantized_expert_mlp(
             f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
         )
     probs_R = None if probs_R is None else probs_R.contiguous()
-    return _QuantizedExpertMLP.apply(
-        x_RH.contiguous(),
-        probs_R,
-        w1_eGH,
-        b1_eG,
-        w2_eHF,
-        b2_eH,
-        tuple(counts),
-        activation_fns or get_activation_fns(activation),
-        gemms,
-        queue,
-    )
+    fns, weights = activation_fns or get_activation_fns(activation), (w1_eGH, b1_eG, w2_eHF, b2_eH)
+    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, tuple(counts), fns, gemms, queue)
