@@ -16,10 +16,9 @@ def wide(dtype: tl.dtype) -> tl.dtype:
     return tl.float64 if dtype == tl.float64 else tl.float32
 
 
-@triton.constexpr_function
 def block_size(size: int, largest: int, smallest: int = 16) -> int:
     """Return the power of two that covers `size`, within limits."""
-    return max(smallest, min(largest, triton.next_power_of_2(max(1, size))))
+    return max(smallest, min(largest, 1 << (max(1, size) - 1).bit_length()))
 
 
 def num_warps_for(numel: int) -> int:

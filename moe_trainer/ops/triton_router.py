@@ -63,6 +63,12 @@ def _choose(keys, expert, K: tl.constexpr):
     return chosen
 
 
+@triton.constexpr_function
+def _padded(num_groups):
+    """Return the power of two that covers the groups, at least 2."""
+    return max(2, 1 << (num_groups - 1).bit_length())
+
+
 @triton.jit
 def _in_best_groups(
     keys,
@@ -74,7 +80,7 @@ def _in_best_groups(
     GROUP_TOPK: tl.constexpr,
 ):
     """Experts in the GROUP_TOPK groups with the largest sums of their SCORED best keys."""
-    group = tl.arange(0, block_size(NUM_GROUPS, 1 << 16, 2))
+    group = tl.arange(0, _padded(NUM_GROUPS))
     scores = tl.zeros_like(tl.sum(keys, 1))[:, None] + tl.where(group < NUM_GROUPS, 0.0, float("-inf"))[None, :]
     for number in tl.static_range(NUM_GROUPS):
         member = (expert // PER_GROUP == number)[None, :] & inside
