@@ -424,14 +424,12 @@ def benchmark() -> Iterator[tuple[str, Check]]:
     from scripts import bench_gpu
 
     def check(shape: str, contender: str) -> str:
-        if problem := bench_gpu.problem(contender):
+        if problem := bench_gpu.find_problem(contender):
             raise NotMeasuredError(problem)
         tiny = is_emulated()
         if tiny and contender != "moe-trainer":
             raise NotMeasuredError(NO_SPEED)
-        result = bench_gpu.run_in_process(
-            bench_gpu.CONTENDERS[contender], shape_argv(shape), 2 if tiny else 8, "cuda", tiny
-        )
+        result = bench_gpu.measure_contender(contender, shape_argv(shape), 2 if tiny else 8, "cuda", tiny)
         if tiny:
             raise NotMeasuredError(f"{NO_SPEED}; the program ran at tiny sizes")
         return (
@@ -441,7 +439,7 @@ def benchmark() -> Iterator[tuple[str, Check]]:
         )
 
     for shape in bench_gpu.SHAPES:
-        for contender in bench_gpu.contenders(shape):
+        for contender in bench_gpu.get_contenders(shape):
             yield f"{shape}, {contender}", lambda shape=shape, contender=contender: check(shape, contender)
 
 

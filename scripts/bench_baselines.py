@@ -11,12 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-VOCAB = 8192
-
 
 @dataclass(frozen=True)
 class Model:
-    """A Mixtral. together: several fit into memory at once."""
+    """Sizes of a Mixtral and of its batch.
+
+    Attributes:
+        together: several fit into memory at once.
+    """
 
     layers: int
     hidden: int
@@ -26,32 +28,28 @@ class Model:
     kv_heads: int
     seq: int
     micro: int
-    together: bool
     heads: int = 8
-    vocab: int = VOCAB
+    vocab: int = 8192
+    together: bool = False
 
     @property
     def tokens(self) -> int:
         return self.seq * self.micro
 
     def flags(self) -> list[str]:
+        """Return the command line of the model."""
         return (
             f"--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn} "
-            f"--num-attention-heads {self.heads} "
-            f"--group-query-attention --num-query-groups {self.kv_heads} --num-experts {self.experts} "
-            f"--moe-router-topk {self.topk} "
-            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
-            "--moe-token-dispatcher-type alltoall "
+            f"--num-attention-heads {self.heads} --group-query-attention --num-query-groups {self.kv_heads} "
+            f"--num-experts {self.experts} --moe-router-topk {self.topk} --moe-router-load-balancing-type aux_loss "
+            "--moe-aux-loss-coeff 0.01 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
             "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
-            "--position-embedding-type rope "
-            f"--seq-length {self.seq} --max-position-embeddings {self.seq} --micro-batch-size {self.micro} "
-            f"--global-batch-size {self.micro} "
-            "--attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant --weight-decay 0.1 "
-            "--clip-grad 1.0 "
-            "--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --train-iters 1000000 --eval-iters 0 --eval-interval "
-            "1000 "
-            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {self.vocab - 1} --transformer-impl local "
-            "--logging-level 30"
+            f"--position-embedding-type rope --seq-length {self.seq} --max-position-embeddings {self.seq} "
+            f"--micro-batch-size {self.micro} --global-batch-size {self.micro} --attention-dropout 0 "
+            "--hidden-dropout 0 --lr 1e-4 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 "
+            "--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --train-iters 1000000 --eval-iters 0 "
+            f"--eval-interval 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size {self.vocab - 1} "
+            "--transformer-impl local --logging-level 30"
         ).split()
 
     def flops_per_step(self) -> float:
@@ -64,13 +62,13 @@ class Model:
 
 MODELS = {
     "small": Model(layers=4, hidden=256, ffn=512, experts=8, topk=2, kv_heads=4, seq=256, micro=4, together=True),
-    "wide": Model(layers=8, hidden=512, ffn=1024, experts=8, topk=2, kv_heads=8, seq=512, micro=8, together=False),
-    "many": Model(layers=8, hidden=512, ffn=1024, experts=64, topk=8, kv_heads=8, seq=512, micro=8, together=False),
+    "wide": Model(layers=8, hidden=512, ffn=1024, experts=8, topk=2, kv_heads=8, seq=512, micro=8),
+    "many": Model(layers=8, hidden=512, ffn=1024, experts=64, topk=8, kv_heads=8, seq=512, micro=8),
 }
 
 
 def make_batches(model: Model, device: str = "cpu"):
-    """Endless random (tokens, labels), the same for all contenders."""
+    """Yield endless random (tokens, labels), the same for all contenders."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -80,30 +78,21 @@ def make_batches(model: Model, device: str = "cpu"):
 
 
 def build_ours(model: Model, dtype: str):
-    """Returns step() -> loss, and a description."""
+    """Return step() -> loss, and a description."""
     import torch
 
     import arguments
     from moe_trainer.data.loader import Batch
-    from moe_trainer.data.tokenizer import build_tokenizer
-    from moe_trainer.launch_env import LaunchEnv
+    from moe_trainer.parallel.state import ParallelState
     from moe_trainer.training.context import TrainState
-    from moe_trainer.training.evaluate import set_training
-    from moe_trainer.training.initialize import initialize
-    from moe_trainer.training.setup import build_context
     from moe_trainer.training.step import train_step
+    from moe_trainer.verification.training_trace import make_run
 
     args = arguments.parse_args(model.flags() + (["--bf16"] if dtype == "bf16" else []), world_size=1)
-    threads = torch.get_num_threads()
-    runtime = initialize(args, LaunchEnv(0, 1, 0, None, None, "benchmark"))
-    torch.set_num_threads(threads)
-    run = build_context(args, runtime, build_tokenizer(args.data))
-    positions = torch.arange(model.seq).repeat(model.micro, 1)
-    mask = torch.ones(model.micro, model.seq)
+    positions, mask = torch.arange(model.seq).repeat(model.micro, 1), torch.ones(model.micro, model.seq)
     batches = (Batch(tokens, labels, mask, positions) for tokens, labels in make_batches(model))
-    run = replace(run, train_batches=batches)
-    set_training(run.chunks, True)
-    state = TrainState(iteration=0)
+    run = replace(make_run(args, 0, ParallelState.single(), 0), train_batches=batches)
+    state = TrainState()
 
     def step() -> float:
         result = train_step(run, state, 1)
@@ -113,13 +102,13 @@ def build_ours(model: Model, dtype: str):
     return step, "train_step"
 
 
-def build_transformers(model: Model, dtype: str, implementation: str, autocast: bool = False):
-    """Returns step() -> loss, and a description."""
+def make_mixtral(model: Model, implementation: str, device: str = "cpu"):
+    """Return MixtralForCausalLM of transformers in fp32; `implementation` says how it computes its experts."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=VOCAB,
+        vocab_size=model.vocab,
         hidden_size=model.hidden,
         intermediate_size=model.ffn,
         num_hidden_layers=model.layers,
@@ -135,7 +124,13 @@ def build_transformers(model: Model, dtype: str, implementation: str, autocast: 
         experts_implementation=implementation,
     )
     torch.manual_seed(1)
-    module = MixtralForCausalLM(config).train()
+    with torch.device(device):
+        return MixtralForCausalLM(config).train()
+
+
+def build_transformers(model: Model, dtype: str, implementation: str, autocast: bool = False):
+    """Return step() -> loss, and a description."""
+    module = make_mixtral(model, implementation)
     if dtype == "bf16" and not autocast:
         module = module.bfloat16()
 
@@ -143,13 +138,12 @@ def build_transformers(model: Model, dtype: str, implementation: str, autocast: 
         output = module(input_ids=tokens)
         return output.logits, 0.01 * output.aux_loss
 
-    return make_their_step(
-        module, forward, make_batches(model), autocast
-    ), f"experts: {implementation}, attention: sdpa"
+    step = make_their_step(module, forward, make_batches(model), autocast)
+    return step, f"experts: {implementation}, attention: sdpa"
 
 
 def build_torchtitan(model: Model, dtype: str, device: str = "cpu"):
-    """Returns step() -> loss, and a description."""
+    """Return step() -> loss, and a description."""
     import torch
     from torchtitan.models import qwen3
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -189,13 +183,12 @@ def build_torchtitan(model: Model, dtype: str, device: str = "cpu"):
     if dtype == "bf16":
         module = module.bfloat16()
     positions = torch.arange(model.seq, device=device).repeat(model.micro, 1)
-    return make_their_step(
-        module, lambda tokens: (module(tokens, positions), 0.0), make_batches(model, device), False
-    ), "experts: grouped_mm, attention: sdpa"
+    step = make_their_step(module, lambda tokens: (module(tokens, positions), 0.0), make_batches(model, device))
+    return step, "experts: grouped_mm, attention: sdpa"
 
 
-def make_their_step(module, forward, batches, autocast: bool):
-    """A training step of another program's model. forward: tokens -> logits and what is added to the loss."""
+def make_their_step(module, forward, batches, autocast: bool = False):
+    """Return a training step of another program's model. forward: tokens -> logits and what is added to the loss."""
     import torch
     import torch.nn.functional as F
 

@@ -1,14 +1,16 @@
-"""Shared by the benchmarks: GEMM rates, the provenance line of a record, and where records are stored.
+"""Shared by the benchmarks: command line, timing, gloo ranks, GEMM rates, and the Markdown report of a run.
 
 torch is imported where it is used: some benchmarks measure what happens before the import.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +19,51 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-RESULTS = Path(__file__).resolve().parent / "bench_results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "bench_results"
+
+
+def make_parser(description: str, record: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that prints the docstring of a benchmark; with --write if the benchmark has a record."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if record is not None:
+        text = f"record the result in scripts/bench_results/{record}"
+        parser.add_argument("--write", action="store_true", help=text)
+    return parser
 
 
 def timed(action: Callable[[], object], device: str = "cpu") -> float:
     """Return the seconds from an idle device to an idle device."""
+    if device == "cpu":
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
     import torch
 
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    action()
-    wait()
-    return time.perf_counter() - start
+    torch.cuda.synchronize()
+    return timed(lambda: (action(), torch.cuda.synchronize()))
+
+
+def run_on_ranks(work: Callable, size: int, *args: object) -> list:
+    """Call work(rank, size, *args) on forked gloo ranks of one thread each. Returns the results by rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rank_args = (size, folder, work, args)
+        torch.multiprocessing.start_processes(_run_rank, rank_args, nprocs=size, start_method="fork")
+        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(size)]
+
+
+def _run_rank(rank: int, size: int, folder: str, work: Callable, args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store, timeout = dist.FileStore(f"{folder}/store", size), datetime.timedelta(seconds=1800)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    torch.save(work(rank, size, *args), f"{folder}/result{rank}")
+    dist.barrier()
+    os._exit(0)  # without destroying communicators that still have helper threads
 
 
 def make_square_gemm(dtype: torch.dtype, size: int, device: str = "cpu") -> Callable[[], object]:
@@ -63,8 +97,33 @@ def load_line() -> str:
     return f"load average {os.getloadavg()[0]:.1f}"
 
 
+class Report:
+    """A Markdown report that is printed while it grows, and can be recorded."""
+
+    def __init__(self, *head: str):
+        self.lines: list[str] = []
+        self.add(*head, "")
+
+    def add(self, *lines: str) -> None:
+        """Add lines."""
+        print(*lines, sep="\n", flush=True)
+        self.lines += lines
+
+    def start_table(self, *columns: str) -> None:
+        """Add the heading of a table."""
+        self.add(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}")
+
+    def add_row(self, *cells: object) -> None:
+        """Add a row of the table."""
+        self.add(f"| {' | '.join(map(str, cells))} |")
+
+    def write(self, name: str, append: bool = False) -> None:
+        """Write or append the report to scripts/bench_results/<name>."""
+        write_result(name, "\n".join(self.lines), append)
+
+
 def write_result(name: str, text: str, append: bool = False) -> None:
-    """Write or append a report to scripts/bench_results/<name>."""
+    """Write or append a text to scripts/bench_results/<name>."""
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / name).open("a" if append else "w", encoding="ascii") as file:
         file.write(text.rstrip("\n") + "\n" + ("\n" if append else ""))

@@ -2,25 +2,23 @@
 
     python scripts/bench_experts.py [--threads 1 2] [--write]
 
-Prints milliseconds (median) and the share of this machine's GEMM rate for a few shapes; --write also records the table
-in scripts/bench_results/experts.md. The rule in moe_trainer/ops/grouped_gemm.py (prefer_grouped) rests on it.
+Prints milliseconds (median) and the share of this machine's GEMM rate for a few shapes. The rule in
+moe_trainer/ops/grouped_gemm.py (prefer_grouped) rests on it.
 """
 
-import argparse
 import statistics
 import sys
-import time
+from itertools import product
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
-from scripts.bench_common import gemm_rate, load_line, provenance_line, write_result
+from scripts.bench_common import Report, gemm_rate, load_line, make_parser, provenance_line, timed
 
 # tokens, hidden, expert ffn width, experts, top-k
 SHAPES = (
@@ -32,10 +30,10 @@ SHAPES = (
 )
 
 
-def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, ...]:
     """Return median seconds of a forward and backward, as a loop and grouped.
 
-    The two run in turns; every round routes again, as training does.
+    The two alternate; every round routes again, as training does.
     """
     tokens, hidden, ffn, num_experts, topk = shape
     x = torch.randn(tokens * topk, hidden).to(dtype).requires_grad_()
@@ -43,53 +41,51 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
     w1 = (torch.randn(num_experts, 2 * ffn, hidden) * 0.02).to(dtype).requires_grad_()
     w2 = (torch.randn(num_experts, hidden, ffn) * 0.02).to(dtype).requires_grad_()
     grad = torch.randn(tokens * topk, hidden).to(dtype)
-    activation = Activation("silu", gated=True)
     skew = torch.randn(num_experts) * 0.15
-    ways, times = {False: {"allow_grouped": False}, True: {"gemms": GROUPED_MM}}, {False: [], True: []}
+
+    def step(counts: tuple[int, ...], gemms: dict) -> None:
+        y = expert_mlp(x, p, w1, w2, counts, Activation("silu", gated=True), **gemms)
+        torch.autograd.grad(y, (x, p, w1, w2), grad)
+
+    times = []
     for _ in range(rounds + rounds // 3):
-        for grouped, taken in times.items():
-            chosen = (torch.rand(tokens, num_experts) + skew).topk(topk)[1]
-            counts = tuple(torch.bincount(chosen.flatten(), minlength=num_experts).tolist())
-            start = time.perf_counter()
-            y = expert_mlp(x, p, w1, w2, counts, activation, **ways[grouped])
-            torch.autograd.grad(y, (x, p, w1, w2), grad)
-            taken.append(time.perf_counter() - start)
-    return tuple(statistics.median(taken[rounds // 3 :]) for taken in times.values())
+        for gemms in ({"allow_grouped": False}, {"gemms": GROUPED_MM}):
+            experts = (torch.rand(tokens, num_experts) + skew).topk(topk)[1].flatten()
+            counts = tuple(torch.bincount(experts, minlength=num_experts).tolist())
+            times.append(timed(lambda counts=counts, gemms=gemms: step(counts, gemms)))
+    measured = times[2 * (rounds // 3) :]  # after warm-up rounds
+    return statistics.median(measured[::2]), statistics.median(measured[1::2])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, "experts.md")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    lines = [
-        "| threads | dtype | tokens x hidden, ffn, experts/top-k | rows per expert | loop ms (share) | grouped ms "
-        "(share) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for threads in options.threads:
+    report = Report(
+        "# Experts, forward and backward",
+        "",
+        f"{provenance_line()}, {load_line()} (shares suffer under load; loop and grouped GEMM alternate). "
+        "See scripts/bench_experts.py.",
+    )
+    shape_columns = "tokens x hidden, ffn, experts/top-k", "rows per expert"
+    report.start_table("threads", "dtype", *shape_columns, "loop ms (share)", "grouped ms (share)")
+    for threads, dtype in product(options.threads, (torch.float32, torch.bfloat16)):
         torch.set_num_threads(threads)
-        for dtype in (torch.float32, torch.bfloat16):
-            rate = gemm_rate(dtype, 1536, rounds=10)
-            for shape in SHAPES:
-                tokens, hidden, ffn, num_experts, topk = shape
-                flops = 3 * 2 * tokens * topk * hidden * ffn * 3
-                cells = [
-                    f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})"
-                    for seconds in measure(shape, dtype, options.rounds)
-                ]
-                lines.append(
-                    f"| {threads} | {str(dtype)[6:]} | {tokens} x {hidden}, {ffn}, {num_experts}/{topk} "
-                    f"| {tokens * topk // num_experts} | {cells[0]} | {cells[1]} |"
-                )
-                print(lines[-1], flush=True)
+        rate = gemm_rate(dtype, 1536, rounds=10)
+        for shape in SHAPES:
+            tokens, hidden, ffn, num_experts, topk = shape
+            flops = 3 * 2 * tokens * topk * hidden * ffn * 3
+            times = measure(shape, dtype, options.rounds)
+            report.add_row(
+                threads,
+                str(dtype)[6:],
+                f"{tokens} x {hidden}, {ffn}, {num_experts}/{topk}",
+                tokens * topk // num_experts,
+                *(f"{seconds * 1e3:.1f} ({flops / seconds / rate:.0%})" for seconds in times),
+            )
     if options.write:
-        head = (
-            f"# Experts, forward and backward\n\n{provenance_line()}, {load_line()} (shares suffer under load; the "
-            "comparison is in turns). See scripts/bench_experts.py.\n\n"
-        )
-        write_result("experts.md", head + "\n".join(lines))
+        report.write("experts.md")
 
 
 if __name__ == "__main__":

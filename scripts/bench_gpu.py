@@ -11,24 +11,24 @@ Measured for each shape, in a separate process: median seconds of `train_step`, 
 of Megatron-LM, estimate/flops.py) per second and as a share of the GEMM rate of the same process (8,192 cubed, bf16),
 and peak memory of the allocator. A profile of one step gives the device time by kind of kernel, and the idle time. If
 the packages are installed, MixtralForCausalLM of transformers and the layers of torchtitan (bench_baselines.py, without
-a balancing loss) train the first shape too. --write records the table in scripts/bench_results/gpu.md.
+a balancing loss) train the first shape too.
 
 --device cpu --tiny runs the same program on small slices as a test; its figures are meaningless.
 """
 
-import argparse
 import multiprocessing
 import os
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_trainer.exit_codes import ExitCode  # noqa: E402
-from scripts.bench_common import gemm_rate, provenance_line, timed, write_result  # noqa: E402 - this checkout's
+from moe_trainer.exit_codes import ExitCode
+from scripts.bench_common import Report, gemm_rate, make_parser, provenance_line, timed
 
 SEQ = 4096
 COMMON = (
@@ -38,8 +38,7 @@ COMMON = (
 SHAPES = {
     "mixtral": "--preset mixtral_8x7b --num-layers 4 --vocab-size 31999",
     "deepseek": "--preset deepseek_v3 --num-layers 4 --num-experts 64 --moe-router-num-groups 8 "
-    "--moe-router-group-topk 4 "
-    "--moe-layer-freq ([0]*1+[1]*3) --vocab-size 129279",
+    "--moe-router-group-topk 4 --moe-layer-freq ([0]*1+[1]*3) --vocab-size 129279",
     "qwen3": "--preset qwen3_30b_a3b --num-layers 4 --vocab-size 151935",
 }
 TINY = (
@@ -59,10 +58,8 @@ KINDS = {
 
 
 def command_line(shape: str, seq: int, tiny: bool, extra: str) -> list[str]:
-    flags = (
-        f"{SHAPES[shape]} {COMMON} --seq-length {seq} --max-position-embeddings {seq} {TINY if tiny else ''} {extra}"
-    )
-    return flags.split()
+    sizes = f"--seq-length {seq} --max-position-embeddings {seq} {TINY if tiny else ''}"
+    return f"{SHAPES[shape]} {COMMON} {sizes} {extra}".split()
 
 
 class Result(NamedTuple):
@@ -86,13 +83,11 @@ def measure(step, device: str, steps: int, tokens: int, flops: float, gemm_flops
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(timed(step, device) for _ in range(steps))
     peak_gib = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
-    flops_per_s = flops / seconds
-    return Result(
-        seconds, tokens / seconds, flops_per_s, flops_per_s / gemm_flops_per_s, peak_gib, breakdown(step, device)
-    )
+    share = flops / seconds / gemm_flops_per_s
+    return Result(seconds, tokens / seconds, flops / seconds, share, peak_gib, profile_kinds(step, device))
 
 
-def breakdown(step, device: str) -> list[str]:
+def profile_kinds(step, device: str) -> list[str]:
     """Profile one step. Returns the shares of each kind of kernel, and of the idle time."""
     import torch
     from torch.profiler import profile
@@ -115,69 +110,33 @@ def breakdown(step, device: str) -> list[str]:
     ]
 
 
-def gemm_flops_per_s(device: str, tiny: bool) -> float:
-    """Return the GEMM rate of this process."""
-    import torch
-
-    return gemm_rate(torch.bfloat16, 512 if tiny else 8192, device)
-
-
-def bench_moe_trainer(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
-    """Train with this program and send the result; the main function of a process."""
-    import arguments
-    from arguments.vocabulary import get_padded_vocab_size
-    from moe_trainer.estimate.flops import training_flops
+def build_moe_trainer(args, steps: int, device: str):
+    """Return a training step of this program."""
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.training.context import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 
-    args = arguments.parse_args(argv, 1)
-    rate = gemm_flops_per_s(device, tiny)
-    run = make_run(args, 0, ParallelState.single(), steps + 4, device=device)
-    state, training = TrainState(), args.training
-    microbatches = training.global_batch_size // training.micro_batch_size
-    vocab = get_padded_vocab_size(args, args.data.vocab_size + 1)
-    flops = training_flops(args, training.global_batch_size, args.data.seq_length, vocab)
+    run = make_run(args, 0, ParallelState.single(), steps + 4, device=device)  # with warm-up and profile
+    state, microbatches = TrainState(), args.training.global_batch_size // args.training.micro_batch_size
 
     def step() -> None:
         train_step(run, state, microbatches)
         state.iteration += 1
 
-    pipe.send(measure(step, device, steps, training.global_batch_size * args.data.seq_length, flops, rate))
+    return step
 
 
-def bench_transformers(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
-    """Train MixtralForCausalLM of the same shape, with bf16 parameters and fused AdamW."""
+def build_transformers(args, steps: int, device: str):
+    """Return a step of MixtralForCausalLM of the same shape, with bf16 parameters and fused AdamW."""
     import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
 
-    import arguments
-    from moe_trainer.estimate.flops import training_flops
+    from scripts.bench_baselines import make_mixtral
 
-    args = arguments.parse_args(argv, 1)
-    model, moe, seq, batch = args.model, args.moe, args.data.seq_length, args.training.global_batch_size
-    vocab = args.data.vocab_size + 1
-    config = MixtralConfig(
-        vocab_size=vocab,
-        hidden_size=model.hidden_size,
-        intermediate_size=moe.moe_ffn_hidden_size or model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.query_groups,
-        num_local_experts=moe.num_experts,
-        num_experts_per_tok=moe.moe_router_topk,
-        max_position_embeddings=seq,
-        output_router_logits=True,
-        attn_implementation="sdpa",
-        use_cache=False,
-        experts_implementation="grouped_mm",
-    )
-    rate = gemm_flops_per_s(device, tiny)
-    with torch.device(device):
-        module = MixtralForCausalLM(config).bfloat16().train()
+    module = make_mixtral(make_baseline(args), "grouped_mm", device).bfloat16()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(0, vocab, (batch, seq), device=device)
+    batch = args.training.global_batch_size
+    tokens = torch.randint(0, args.data.vocab_size + 1, (batch, args.data.seq_length), device=device)
 
     def step() -> None:
         for sample in tokens:
@@ -186,100 +145,77 @@ def bench_transformers(pipe, argv: list[str], steps: int, device: str, tiny: boo
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    pipe.send(measure(step, device, steps, batch * seq, training_flops(args, batch, seq, vocab), rate))
+    return step
 
 
-def bench_torchtitan(pipe, argv: list[str], steps: int, device: str, tiny: bool) -> None:
-    """Train the torchtitan model of the same shape, with bf16 parameters, fused AdamW and the full batch at once."""
-    import arguments
-    from moe_trainer.estimate.flops import training_flops
-    from scripts.bench_baselines import Model, build_torchtitan
+def build_torchtitan(args, steps: int, device: str):
+    """Return a step of torchtitan's model of the same shape, with bf16 parameters, fused AdamW, the batch at once."""
+    from scripts import bench_baselines
 
-    args = arguments.parse_args(argv, 1)
-    model, moe, seq, batch = args.model, args.moe, args.data.seq_length, args.training.global_batch_size
-    shape = Model(
+    return bench_baselines.build_torchtitan(make_baseline(args), "bf16", device)[0]
+
+
+def make_baseline(args):
+    """Return the sizes of a run for the builders of bench_baselines.py."""
+    from scripts.bench_baselines import Model
+
+    model, moe = args.model, args.moe
+    return Model(
         layers=model.num_layers,
         hidden=model.hidden_size,
         ffn=moe.moe_ffn_hidden_size or model.ffn_hidden_size,
         experts=moe.num_experts,
         topk=moe.moe_router_topk,
         kv_heads=model.query_groups,
-        seq=seq,
-        micro=batch,
-        together=False,
+        seq=args.data.seq_length,
+        micro=args.training.global_batch_size,
         heads=model.num_attention_heads,
         vocab=args.data.vocab_size + 1,
     )
-    rate = gemm_flops_per_s(device, tiny)
-    step, _ = build_torchtitan(shape, "bf16", device)
-    pipe.send(measure(step, device, steps, batch * seq, training_flops(args, batch, seq, shape.vocab), rate))
 
 
-CONTENDERS = {"moe-trainer": bench_moe_trainer, "transformers": bench_transformers, "torchtitan": bench_torchtitan}
+CONTENDERS = {"moe-trainer": build_moe_trainer, "transformers": build_transformers, "torchtitan": build_torchtitan}
 
 
-def contenders(shape: str) -> tuple[str, ...]:
+def get_contenders(shape: str) -> tuple[str, ...]:
     """Return the contenders that have a model of this shape."""
     return tuple(CONTENDERS) if shape == "mixtral" else ("moe-trainer",)
 
 
-def problem(contender: str) -> str | None:
+def find_problem(contender: str) -> str | None:
     """Return why a contender cannot train here; None if it can."""
-    from importlib.util import find_spec
-
-    return (
-        None
-        if contender == "moe-trainer" or find_spec(contender) is not None
-        else f"the package {contender} is not installed"
-    )
+    if contender == "moe-trainer" or find_spec(contender) is not None:
+        return None
+    return f"the package {contender} is not installed"
 
 
-def run_in_process(work, *args) -> Result:
-    """Run `work` in a separate process, which frees all of its memory. Returns what it sent."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(sender, *args))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        sys.exit(f"bench_gpu.py: {work.__name__} failed; see above")
-    finally:
-        process.join()
+def measure_contender(contender: str, argv: list[str], steps: int, device: str, tiny: bool) -> Result:
+    """Build and measure a contender in a separate process, which frees all of its memory."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure_contender, contender, argv, steps, device, tiny).result()
 
 
-def table(options: argparse.Namespace) -> list[str]:
-    """Run all shapes and contenders. Returns the table; each line is also printed."""
-    lines = [
-        "| shape | program | s per step | tokens/s | TFLOP/s | share of GEMM rate | peak GiB | breakdown of the time |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    seq = 64 if options.tiny else SEQ
-    for shape in options.shapes:
-        argv = command_line(shape, seq, options.tiny, options.flags)
-        for name in contenders(shape):
-            if reason := problem(name):
-                print(f"{name} is skipped: {reason}", file=sys.stderr)
-                continue
-            result = run_in_process(CONTENDERS[name], argv, options.steps, options.device, options.tiny)
-            lines.append(
-                f"| {shape} | {name} | {result.seconds:.3f} | {result.tokens_per_s:,.0f} "
-                f"| {result.flops_per_s / 1e12:.2f} | {result.gemm_share:.0%} | {result.peak_gib:.1f} "
-                f"| {', '.join(result.breakdown)} |"
-            )
-            print(lines[-1], flush=True)
-    return lines
+def _measure_contender(contender: str, argv: list[str], steps: int, device: str, tiny: bool) -> Result:
+    import torch
+
+    import arguments
+    from arguments.vocabulary import get_padded_vocab_size
+    from moe_trainer.estimate.flops import training_flops
+
+    args = arguments.parse_args(argv, 1)
+    batch, seq = args.training.global_batch_size, args.data.seq_length
+    flops = training_flops(args, batch, seq, get_padded_vocab_size(args, args.data.vocab_size + 1))
+    rate = gemm_rate(torch.bfloat16, 512 if tiny else 8192, device)
+    return measure(CONTENDERS[contender](args, steps, device), device, steps, batch * seq, flops, rate)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "gpu.md")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")
     parser.add_argument("--steps", type=int, default=8, help="measured steps (default: %(default)s)")
     parser.add_argument("--flags", default="", help="more flags of pretrain_moe.py, in one string")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, as a test")
-    parser.add_argument("--write", action="store_true", help="record the table in scripts/bench_results/gpu.md")
     options = parser.parse_args()
     from arguments.machine import ALLOCATOR, EXPANDABLE
 
@@ -290,13 +226,31 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("bench_gpu.py: no CUDA device (--device cpu --tiny tests the program)", file=sys.stderr)
         sys.exit(ExitCode.USER_ERROR)
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    machine = provenance_line(torch.cuda.get_device_name() if options.device == "cuda" else "CPU")
     flags = f", flags {options.flags}" if options.flags else ""
-    head = f"{provenance_line(name)}, median of {options.steps} steps{flags}. Method: scripts/bench_gpu.py."
-    text = ["# Slices of large models on one GPU", "", head, "", *table(options)]
-    print("\n".join(text))
+    head = f"{machine}, median of {options.steps} steps{flags}. Method: scripts/bench_gpu.py."
+    report = Report("# Slices of large models on one GPU", "", head)
+    rates = "s per step", "tokens/s", "TFLOP/s", "share of GEMM rate"
+    report.start_table("shape", "program", *rates, "peak GiB", "breakdown of the time")
+    for shape in options.shapes:
+        argv = command_line(shape, 64 if options.tiny else SEQ, options.tiny, options.flags)
+        for name in get_contenders(shape):
+            if reason := find_problem(name):
+                print(f"{name} is skipped: {reason}", file=sys.stderr)
+                continue
+            result = measure_contender(name, argv, options.steps, options.device, options.tiny)
+            report.add_row(
+                shape,
+                name,
+                f"{result.seconds:.3f}",
+                f"{result.tokens_per_s:,.0f}",
+                f"{result.flops_per_s / 1e12:.2f}",
+                f"{result.gemm_share:.0%}",
+                f"{result.peak_gib:.1f}",
+                ", ".join(result.breakdown),
+            )
     if options.write:
-        write_result("gpu.md", "\n".join(text))
+        report.write("gpu.md")
 
 
 if __name__ == "__main__":

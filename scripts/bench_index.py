@@ -7,26 +7,27 @@ The token file is sparse (only the index is real data), so the corpus needs no d
 temporary folder.
 """
 
-import argparse
 import os
 import resource
 import sys
 import tempfile
 import time
 from collections import OrderedDict
+from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.data.blend import build_blend_index, normalize
 from moe_trainer.data.dataset import DatasetConfig, GPTDataset
 from moe_trainer.data.indexed import IndexedDataset, write_indexed_dataset
+from scripts.bench_common import make_parser
 
 
 def write_sparse_corpus(prefix: str, documents: int, mean_length: int) -> int:
-    """Write a real index over a .bin of the right size without content; returns its tokens."""
+    """Write a real index over a .bin of the right size without content. Returns the number of tokens."""
     lengths = np.random.default_rng(0).integers(1, 2 * mean_length, documents, dtype=np.int32)
     with write_indexed_dataset(prefix, np.uint16) as builder:
         builder.add_raw(b"", lengths.tolist(), range(1, documents + 1))
@@ -36,6 +37,7 @@ def write_sparse_corpus(prefix: str, documents: int, mean_length: int) -> int:
 
 
 def timed(label: str, action):
+    """Print time and memory of an action. Returns its result."""
     start, start_cpu = time.perf_counter(), time.process_time()
     result = action()
     wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
@@ -45,7 +47,7 @@ def timed(label: str, action):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--mean-length", type=int, default=600)
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -54,13 +56,12 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = SimpleNamespace(unique_identifiers=OrderedDict())
     with tempfile.TemporaryDirectory() as folder:
-        prefix = os.path.join(folder, "corpus")
+        prefix = f"{folder}/corpus"
         tokens = write_sparse_corpus(prefix, args.documents, args.mean_length)
         samples = (args.epochs * tokens - 1) // args.seq_length
-        print(
-            f"{args.documents} documents, {tokens} tokens, {args.epochs} epochs, {samples} samples of {args.seq_length}"
-        )
-        config = DatasetConfig(args.seq_length, 1234, tokenizer, cache_path=os.path.join(folder, "cache"))
+        size = f"{args.documents} documents, {tokens} tokens, {args.epochs} epochs"
+        print(f"{size}, {samples} samples of {args.seq_length}")
+        config = DatasetConfig(args.seq_length, 1234, tokenizer, cache_path=f"{folder}/cache")
 
         def dataset():
             return GPTDataset(IndexedDataset(prefix), prefix, 0, args.documents, samples, "train", config)

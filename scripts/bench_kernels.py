@@ -3,22 +3,20 @@
     python scripts/bench_kernels.py [--sizes mixtral qwen3-30b] [--kernels norm rope] [--rounds 20] [--write]
 
 Prints milliseconds (medians of CUDA events), the speedup, and the throughput: TFLOP/s of GEMMs, GB/s of inputs and
-outputs of other kernels. The results of both are compared first. --write appends the table, with its date, to
-scripts/bench_results/kernels.md. Exit code 2 without a CUDA device.
+outputs of other kernels. The results of both are compared first. --write appends the table, with its date, to the
+record. Exit code 2 without a CUDA device.
 """
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.exit_codes import ExitCode
-from scripts.bench_common import provenance_line, write_result
+from scripts.bench_common import Report, make_parser, provenance_line
 from scripts.kernel_cases import NAMES, SIZES, make
 
 BENCH_SIZES = tuple(name for name, _ in SIZES if name not in ("parity", "tiny"))
@@ -46,30 +44,23 @@ def measure(name: str, size: str, rounds: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "kernels.md")
     parser.add_argument("--sizes", nargs="+", choices=BENCH_SIZES, default=BENCH_SIZES, help="(default: all)")
     parser.add_argument("--kernels", nargs="+", choices=NAMES, default=NAMES, help="(default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="measured calls (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="append to scripts/bench_results/kernels.md")
-    args = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         requirement = "the package triton" if torch.cuda.is_available() else "a CUDA device"
         print(f"bench_kernels.py needs {requirement}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    heading = ["kernel", "size", "torch ms", "Triton ms", "speedup", "throughput", "relative error"]
-    lines = ["| " + " | ".join(heading) + " |", "|---|---|" + "---:|" * (len(heading) - 2)]
-    print("\n".join(lines))
-    for name in args.kernels:
-        for size in args.sizes:
-            lines.append("| " + " | ".join(measure(name, size, args.rounds)) + " |")
-            print(lines[-1], flush=True)
+    report = Report(f"## {provenance_line(torch.cuda.get_device_name())}, bf16")
+    report.start_table("kernel", "size", "torch ms", "Triton ms", "speedup", "throughput", "relative error")
+    for name in options.kernels:
+        for size in options.sizes:
+            report.add_row(*measure(name, size, options.rounds))
             torch.cuda.empty_cache()
-    if args.write:
-        write_result(
-            "kernels.md",
-            f"## {provenance_line(torch.cuda.get_device_name())}, bf16\n\n" + "\n".join(lines),
-            append=True,
-        )
+    if options.write:
+        report.write("kernels.md", append=True)
     return 0
 
 

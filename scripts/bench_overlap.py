@@ -13,52 +13,48 @@ throttled and the free loopback, so that a disturbance of the machine meets all 
 * ratio: exposed communication of the variant / that of the case's first variant, without overlap.
 
 A rank waits for the network without using a core, so hiding works here as it does on a cluster; the compute of four
-ranks on few cores does not (step times say nothing about a GPU). --write records the table in
-scripts/bench_results/overlap.md.
+ranks on few cores does not (step times say nothing about a GPU).
 """
 
-import argparse
-import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench_common import load_line, provenance_line, write_result
+from scripts.bench_common import Report, load_line, make_parser, provenance_line, run_on_ranks
 
 RANKS = 4
 INSIDE = "MOE_TRAINER_BENCH_NAMESPACE"
 MODEL = (
-    "--num-layers 8 --hidden-size 192 --ffn-hidden-size 384 --num-attention-heads 8 --num-experts 8 --moe-router-topk "
-    "2 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall "
-    "--normalization RMSNorm --swiglu "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --seq-length 128 "
+    "--num-layers 8 --hidden-size 192 --ffn-hidden-size 384 --num-attention-heads 8 --num-experts 8 "
+    "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --seq-length 128 "
     "--max-position-embeddings 128 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 "
-    "--lr-decay-style constant "
-    "--train-iters 1000 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --logging-level 30"
+    "--lr-decay-style constant --train-iters 1000 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 2047 --logging-level 30"
 ).split()
+GRADIENTS = "--global-batch-size 8 --ddp-bucket-size 1000000"
+SHARDED = f"{GRADIENTS} --use-distributed-optimizer"
+PIPELINE = "--global-batch-size 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
 EXCHANGE = (
     "--bf16 --global-batch-size 16 --expert-model-parallel-size 4 --moe-router-load-balancing-type none "
     "--moe-aux-loss-coeff 0"
 )
+EXCHANGE_OVERLAP = "--overlap-moe-expert-parallel-comm"
 SHARED = f"{EXCHANGE} --moe-shared-expert-intermediate-size 384"
-SHARDED = "--global-batch-size 8 --use-distributed-optimizer --ddp-bucket-size 1000000"
-PIPELINE = "--global-batch-size 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+CONTEXT = "--global-batch-size 2 --context-parallel-size 4 --seq-length 512 --max-position-embeddings 512"
 # case -> variants: (name, flags); the first one hides nothing
 CASES = {
     "gradients": [
-        ("all-reduce behind the step (dp 4)", "--global-batch-size 8 --ddp-bucket-size 1000000"),
-        ("--overlap-grad-reduce", "--global-batch-size 8 --ddp-bucket-size 1000000 --overlap-grad-reduce"),
+        ("all-reduce behind the step (dp 4)", GRADIENTS),
+        ("--overlap-grad-reduce", f"{GRADIENTS} --overlap-grad-reduce"),
     ],
     "distributed optimizer": [
         ("reduce-scatter and all-gather behind the step (dp 4)", SHARDED),
@@ -71,31 +67,20 @@ CASES = {
     ],
     "expert exchange": [
         ("one microbatch after the other (ep 4)", EXCHANGE),
-        ("--overlap-moe-expert-parallel-comm", f"{EXCHANGE} --overlap-moe-expert-parallel-comm"),
-        (
-            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
-            f"{EXCHANGE} --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
-        ),
+        (EXCHANGE_OVERLAP, f"{EXCHANGE} {EXCHANGE_OVERLAP}"),
+        (f"{EXCHANGE_OVERLAP} --delay-wgrad-compute", f"{EXCHANGE} {EXCHANGE_OVERLAP} --delay-wgrad-compute"),
     ],
     "shared experts": [
         ("after the routed ones (ep 4)", SHARED),
         ("--moe-shared-expert-overlap", f"{SHARED} --moe-shared-expert-overlap"),
     ],
     "context ring": [
-        (
-            "--cp-comm-type allgather (cp 4)",
-            "--global-batch-size 2 --context-parallel-size 4 --cp-comm-type allgather --seq-length 512 "
-            "--max-position-embeddings 512",
-        ),
-        (
-            "--cp-comm-type p2p",
-            "--global-batch-size 2 --context-parallel-size 4 --cp-comm-type p2p --seq-length 512 "
-            "--max-position-embeddings 512",
-        ),
+        ("--cp-comm-type allgather (cp 4)", f"{CONTEXT} --cp-comm-type allgather"),
+        ("--cp-comm-type p2p", f"{CONTEXT} --cp-comm-type p2p"),
     ],
 }
-# activations are smaller than gradients: at this part of the bandwidth they too take a good part of a step
-SLOWER = {"pipeline messages": 10, "expert exchange": 5, "shared experts": 5}
+# activations are smaller than gradients: at this fraction of the bandwidth they too take a good part of a step
+BANDWIDTH_DIVISORS = {"pipeline messages": 10, "expert exchange": 5, "shared experts": 5}
 
 
 def enter_namespace(argv: list[str]) -> None:
@@ -116,9 +101,8 @@ def throttle(mbit: int | None) -> None:
         subprocess.run(f"tc qdisc add dev lo root tbf rate {mbit}mbit burst {burst} latency 500ms".split(), check=True)
 
 
-def work(rank: int, folder: str, case: str, mbit: int, rounds: int, queue) -> None:
-    """Train all variants of a case on this rank; rank 0 reports step times by variant, free and throttled."""
-    import torch
+def run_variants(rank: int, size: int, case: str, mbit: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Train all variants of a case on one rank. Returns the median seconds of a step by variant, free and throttled."""
     import torch.distributed as dist
 
     from arguments import parse_args
@@ -129,19 +113,16 @@ def work(rank: int, folder: str, case: str, mbit: int, rounds: int, queue) -> No
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 
-    torch.set_num_threads(1)
     tune_malloc()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     runs, steps = {}, 2 * (rounds + 1)
     for name, flags in CASES[case]:
-        args = parse_args([*MODEL, *flags.split()], RANKS)
-        ps = make_groups(args, LaunchEnv(rank, RANKS, rank, None, None, "benchmark"), timedelta(seconds=600))
+        args = parse_args([*MODEL, *flags.split()], size)
+        ps = make_groups(args, LaunchEnv(rank, size, rank, None, None, "benchmark"), timedelta(seconds=600))
         microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)
         runs[name] = make_run(args, rank, ps, steps), TrainState(), microbatches
     times = {name: ([], []) for name in runs}
     for round_number in range(rounds + 1):
-        for throttled, limit in enumerate((None, mbit)):
+        for is_throttled, limit in enumerate((None, mbit)):
             if rank == 0:
                 throttle(limit)
             for name, (run, state, microbatches) in runs.items():
@@ -151,85 +132,47 @@ def work(rank: int, folder: str, case: str, mbit: int, rounds: int, queue) -> No
                 dist.barrier()
                 state.iteration += 1
                 if round_number:
-                    times[name][throttled].append(time.perf_counter() - start)
+                    times[name][is_throttled].append(time.perf_counter() - start)
     for run, _, _ in runs.values():
         run.optimizer.wait_params()
-    if rank == 0:
-        queue.put({name: tuple(map(statistics.median, both)) for name, both in times.items()})
-    dist.barrier()
-    os._exit(0)  # communicators of several variants: nothing is left to be saved
-
-
-def measure(case: str, mbit: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Variant -> median seconds of a step, free and throttled."""
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    throttle(None)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=work, args=(rank, folder, case, mbit, rounds, queue)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        while True:
-            try:
-                return queue.get(timeout=1.0)
-            except Empty:
-                if any(process.exitcode for process in ranks):
-                    for process in ranks:
-                        process.kill()
-                    sys.exit(f"bench_overlap.py: a rank of {case!r} failed")
-
-
-def rows(case: str, rate: int, found: dict[str, tuple[float, float]]) -> list[str]:
-    compute = min(free for free, _ in found.values())
-    first = next(iter(found.values()))[1]
-    return [
-        f"| {case} | {rate} | {name} | {free * 1e3:.0f} | {throttled * 1e3:.0f} | {(throttled - compute) * 1e3:.0f} | "
-        f"{(throttled - compute) / (first - compute):.2f} | {throttled / first:.2f} |"
-        for name, (free, throttled) in found.items()
-    ]
-
-
-def table(cases: list[str], mbit: int, rounds: int) -> list[str]:
-    lines = [
-        "| case | Mbit/s | variant | free, ms | throttled, ms | exposed, ms | exposed, ratio | step throttled, ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for case in cases:
-        rate = mbit // SLOWER.get(case, 1)
-        found = measure(case, rate, rounds)
-        lines += rows(case, rate, found)
-        print(*lines[-len(found) :], sep="\n", flush=True)
-    return lines
+    return {name: tuple(map(statistics.median, both)) for name, both in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--mbit",
-        type=int,
-        default=5000,
-        help="bandwidth of the loopback that all ranks share; some cases take a part of it",
-    )
+    parser = make_parser(__doc__, "overlap.md")
+    text = "bandwidth of the loopback that all ranks share; some cases take a fraction of it"
+    parser.add_argument("--mbit", type=int, default=5000, help=text)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if INSIDE not in os.environ:
         enter_namespace(sys.argv[1:])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     subprocess.run("ip link set lo up".split(), check=True)
     from arguments import parse_args
 
     for case in options.cases:
         for _, flags in CASES[case]:
             parse_args([*MODEL, *flags.split()], RANKS)
-    head = (
+    report = Report(
+        "# Communication that overlap hides",
+        "",
         f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {options.rounds} "
-        f"rounds, {load_line()} before the run. What is measured: see scripts/bench_overlap.py."
+        f"rounds, {load_line()} before the run. What is measured: see scripts/bench_overlap.py.",
     )
-    text = ["# Communication that overlap hides", "", head, "", *table(options.cases, options.mbit, options.rounds)]
-    print("\n".join(text))
+    times = "free, ms", "throttled, ms", "exposed, ms", "exposed, ratio", "step throttled, ratio"
+    report.start_table("case", "Mbit/s", "variant", *times)
+    for case in options.cases:
+        mbit = options.mbit // BANDWIDTH_DIVISORS.get(case, 1)
+        throttle(None)
+        seconds = run_on_ranks(run_variants, RANKS, case, mbit, options.rounds)[0]
+        compute, first = min(free for free, _ in seconds.values()), next(iter(seconds.values()))[1]
+        for name, (free, throttled) in seconds.items():
+            milliseconds = (f"{value * 1e3:.0f}" for value in (free, throttled, throttled - compute))
+            exposed = f"{(throttled - compute) / (first - compute):.2f}"
+            report.add_row(case, mbit, name, *milliseconds, exposed, f"{throttled / first:.2f}")
     if options.write:
-        write_result("overlap.md", "\n".join(text))
+        report.write("overlap.md")
 
 
 if __name__ == "__main__":

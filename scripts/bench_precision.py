@@ -2,23 +2,21 @@
 
     python scripts/bench_precision.py [--iterations 300] [--recipes NAME...] [--seeds 1] [--write]
 
-The text are the bytes of the sources of this Python installation, which every machine has; the model reads bytes. Its
-recipes are computed as defined (quantise, dequantise, GEMM in fp32), so the losses are those of devices with such
+The text is the bytes of the sources of this Python installation, which every machine has; the model reads bytes. The
+recipes are computed as defined (quantize, dequantize, GEMM in fp32), so the losses are those of devices with such
 units but for the order of sums. Reported: the mean loss of the last iterations and of held-out text, and both as a
-difference to bf16, of the same seed and averaged, with its standard error. fp32 shows how far two runs part that differ
-in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not what it costs at scale.
---write records the table in scripts/bench_results/precision.md.
+difference to bf16, of the same seed and averaged, with its standard error. fp32 shows how far two runs diverge that
+differ in rounding alone. Gaps of such a model over so few iterations say that a recipe works, not what it costs at
+scale.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -28,20 +26,18 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.training_trace import make_run
-from scripts.bench_common import provenance_line, write_result
+from scripts.bench_common import Report, make_parser, provenance_line
 from scripts.quickstart_text import python_sources
 
 SEQ, BATCH, LAST, HELD_OUT = 64, 8, 50, 64
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 "
-    "--normalization RMSNorm "
-    "--swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts "
-    "4 --moe-router-topk 2 "
-    f"--moe-router-dtype fp32 --moe-aux-loss-coeff 1e-2 --seq-length {SEQ} --max-position-embeddings {SEQ} "
-    f"--micro-batch-size {BATCH} "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 --moe-router-dtype fp32 "
+    f"--moe-aux-loss-coeff 1e-2 --seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size {BATCH} "
     f"--global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
-    "--attention-dropout 0 --hidden-dropout 0 "
-    "--mock-data --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local"
+    "--attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --transformer-impl local"
 ).split()
 RECIPES = {
     "bf16": "--bf16",
@@ -56,7 +52,7 @@ RECIPES = {
 
 
 def read_text_bytes(sequences: int) -> torch.Tensor:
-    """So many sequences of bytes, [sequences, SEQ + 1]."""
+    """Return the bytes of real text, [sequences, SEQ + 1]."""
     wanted = sequences * (SEQ + 1)
     data = "\n".join(python_sources(2 * wanted)).encode()[:wanted]
     assert len(data) == wanted, "this Python installation has too little text"
@@ -64,12 +60,12 @@ def read_text_bytes(sequences: int) -> torch.Tensor:
 
 
 def make_batch(text: torch.Tensor) -> Batch:
-    """A batch that predicts every next byte."""
+    """Return a batch that predicts every next byte."""
     return Batch(text[:, :-1], text[:, 1:], torch.ones(len(text), SEQ), torch.arange(SEQ).expand(len(text), SEQ))
 
 
 def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[float, float, float]:
-    """Mean loss of the last iterations, loss of held-out text, seconds an iteration."""
+    """Return the mean loss of the last iterations, the loss of held-out text, and seconds per iteration."""
     argv = [*MODEL, *flags.split(), "--train-iters", str(iterations), "--seed", str(1234 + seed)]
     run = make_run(parse_args(argv, 1), 0, ParallelState.single(), 0)
     order = torch.randperm(len(text) - HELD_OUT, generator=torch.Generator().manual_seed(seed))[: iterations * BATCH]
@@ -83,61 +79,50 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
 
 
 def evaluate(run: TrainContext, text: torch.Tensor) -> float:
-    """Mean loss of some sequences."""
+    """Return the mean loss of some sequences."""
     for chunk in run.chunks:
         chunk.train(False)
     with torch.no_grad():
-        sums = run_microbatches(
-            run, (make_batch(rows) for rows in text.split(BATCH)), len(text) // BATCH, BATCH, forward_only=True
-        )
+        batches = (make_batch(rows) for rows in text.split(BATCH))
+        sums = run_microbatches(run, batches, len(text) // BATCH, BATCH, forward_only=True)
     loss, tokens = reduce_loss(run, sums)
     return loss / tokens
 
 
 def _gap(gaps: list[float]) -> str:
-    """Mean over the seeds, and its standard error where there are several."""
+    """Format the mean over the seeds, with its standard error if there are several."""
     error = f" (+- {statistics.stdev(gaps) / len(gaps) ** 0.5:.2%})" if len(gaps) > 1 else ""
     return f"{statistics.fmean(gaps):+.2%}{error}"
 
 
-def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+def main() -> None:
+    parser = make_parser(__doc__, "precision.md")
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args(words)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     text = read_text_bytes(options.iterations * BATCH + HELD_OUT)
-    names = ["bf16", *(name for name in options.recipes if name != "bf16")]
-    found = {
-        name: [train(RECIPES[name], text, options.iterations, seed) for seed in range(options.seeds)] for name in names
-    }
-    lines = [
-        "| recipe | flags | last iterations | gap | held out | gap | seconds an iteration |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, each in found.items():
-        means = [statistics.fmean(values) for values in zip(*each)]
+    report = Report(
+        "# Loss of training in 8 and 4 bits",
+        "",
+        f"{provenance_line()}, {options.iterations} iterations of {BATCH} x {SEQ} bytes, {options.seeds} seed(s), mean "
+        f"of the last {LAST} iterations; gaps to bf16. See scripts/bench_precision.py.",
+    )
+    report.start_table("recipe", "flags", "last iterations", "gap", "held out", "gap", "seconds an iteration")
+    reference = None
+    for name in dict.fromkeys(["bf16", *options.recipes]):
+        runs = [train(RECIPES[name], text, options.iterations, seed) for seed in range(options.seeds)]
+        reference = reference or runs
+        last, held_out, seconds = map(statistics.fmean, zip(*runs))
         gaps = [
-            _gap([(mine[part] - other[part]) / other[part] for mine, other in zip(each, found["bf16"])])
-            for part in (0, 1)
+            _gap([(run[part] - other[part]) / other[part] for run, other in zip(runs, reference)]) for part in (0, 1)
         ]
-        lines.append(
-            f"| {name} | `{RECIPES[name]}` | {means[0]:.4f} | {gaps[0]} | {means[1]:.4f} | {gaps[1]} | {means[2]:.2f} |"
-        )
-    table = "\n".join(lines)
-    print(table)
+        losses = f"{last:.4f}", gaps[0], f"{held_out:.4f}", gaps[1]
+        report.add_row(name, f"`{RECIPES[name]}`", *losses, f"{seconds:.2f}")
     if options.write:
-        write_result(
-            "precision.md",
-            "# Loss of training in 8 and 4 bits\n\n"
-            f"{provenance_line()}, {options.iterations} iterations of {BATCH} x {SEQ} bytes, "
-            f"{options.seeds} seed(s), mean of the last {LAST} iterations; gaps to bf16. See "
-            "scripts/bench_precision.py.\n\n" + table,
-        )
-    return 0
+        report.write("precision.md")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

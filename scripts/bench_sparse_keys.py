@@ -6,8 +6,7 @@ The layer is latent attention with its indexer, in fp32. Every figure is of a pr
 seconds of the processor (other work on the machine counts little), and by how much the largest memory of the process
 grew. Both forms compute on the same weights and inputs; the largest difference of their outputs and input gradients is
 shown. "by itself" is what --dsa-attention-form auto takes (arguments/sparse_attention.py). --loss yes: the indexer
-learns from the chosen keys, as in training. --write records the table in scripts/bench_results/sparse_keys.md, as far
-as it has come.
+learns from the selected keys, as in training. --write records the table after every row.
 """
 
 import argparse
@@ -20,8 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -33,30 +31,28 @@ from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.rotary import make_rotary
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group, ParallelState
-from scripts.bench_common import provenance_line, write_result
+from scripts.bench_common import Report, make_parser, provenance_line
 
 TOPK, FORMS = 256, ("masked", "gathered")
 MODEL = (
     "--num-layers 1 --hidden-size 256 --ffn-hidden-size 256 --num-attention-heads {heads} --multi-latent-attention "
-    "--q-lora-rank 96 --kv-lora-rank 64 "
-    "--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm --normalization RMSNorm "
-    "--disable-bias-linear "
-    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --seq-length {length} "
-    "--max-position-embeddings {length} "
-    "--micro-batch-size 1 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
-    "--transformer-impl local --lr 1e-3 --train-iters 1 --eval-iters 0 "
-    "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 32 --dsa-indexer-topk {topk} "
-    "--dsa-attention-form {form}"
+    "--q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --attention-dropout 0 "
+    "--hidden-dropout 0 --seq-length {length} --max-position-embeddings {length} --micro-batch-size 1 "
+    "--global-batch-size 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --transformer-impl local "
+    "--lr 1e-3 --train-iters 1 --eval-iters 0 --experimental-attention-variant dsa --dsa-indexer-n-heads 2 "
+    "--dsa-indexer-head-dim 32 --dsa-indexer-topk {topk} --dsa-attention-form {form}"
 )
+INDEXER_LOSS = "--dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss"
 
 
-def make_arguments(heads: int, length: int, form: str, loss: bool) -> Arguments:
-    words = MODEL.format(heads=heads, length=length, topk=TOPK, form=form).split()
-    return parse_args(words + ("--dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss".split() if loss else []), 1)
+def make_arguments(heads: int, length: int, form: str, loss: str) -> Arguments:
+    flags = MODEL.format(heads=heads, length=length, topk=TOPK, form=form)
+    return parse_args(f"{flags} {INDEXER_LOSS if loss == 'yes' else ''}".split(), 1)
 
 
-def one(heads: int, length: int, form: str, loss: bool, results: Path) -> None:
-    """Measure one form and leave the seconds, the bytes, the output and the gradient of the input."""
+def measure(heads: int, length: int, form: str, loss: str, results: str) -> None:
+    """Save the seconds and bytes of one form, its output and the gradient of its input."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = make_arguments(heads, length, form, loss).model
@@ -71,82 +67,59 @@ def one(heads: int, length: int, form: str, loss: bool, results: Path) -> None:
     middle = time.process_time()
     y.backward(grad)
     end, after = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    torch.save(
-        {
-            "forward": middle - start,
-            "backward": end - middle,
-            "bytes": (after - before) * 1024,
-            "y": y.detach(),
-            "grad": x.grad,
-        },
-        results,
-    )
+    size = (after - before) * 1024
+    figures = {"forward": middle - start, "backward": end - middle, "bytes": size, "y": y.detach(), "grad": x.grad}
+    torch.save(figures, results)
 
 
-def compare(heads: int, length: int, loss: bool, folder: Path) -> str:
-    """One row of the table."""
-    found = {}
+def compare(heads: int, length: int, loss: str, folder: str) -> list[object]:
+    """Return one row of the table."""
+    figures = []
     for form in FORMS:
-        path = folder / f"{form}.pt"
-        words = [
-            sys.executable,
-            __file__,
-            "--one",
-            form,
-            str(path),
-            "--heads",
-            str(heads),
-            "--lengths",
-            str(length),
-            "--loss",
-            "yes" if loss else "no",
-        ]
-        subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found[form] = torch.load(path)
-    masked, gathered = (found[form] for form in FORMS)
-    apart = max(float((masked[name] - gathered[name]).abs().max() / masked[name].abs().max()) for name in ("y", "grad"))
-    cells = [f"{length:,}", str(heads), "yes" if loss else "no"]
-    cells += [f"{each['forward']:.2f} + {each['backward']:.2f}" for each in (masked, gathered)]
-    cells.append(f"{(masked['forward'] + masked['backward']) / (gathered['forward'] + gathered['backward']):.2f}")
-    cells += [f"{each['bytes'] / 2**20:.0f}" for each in (masked, gathered)]
-    cells += [
-        f"{apart:.0e}",
+        path = f"{folder}/{form}.pt"
+        flags = f"--heads {heads} --lengths {length} --loss {loss} --one {form}".split()
+        command = [sys.executable, __file__, *flags, path]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        figures.append(torch.load(path))
+    masked, gathered = figures
+    difference = max(
+        float((masked[key] - gathered[key]).abs().max() / masked[key].abs().max()) for key in ("y", "grad")
+    )
+    masked_s, gathered_s = (form["forward"] + form["backward"] for form in figures)
+    return [
+        f"{length:,}",
+        heads,
+        loss,
+        *(f"{form['forward']:.2f} + {form['backward']:.2f}" for form in figures),
+        f"{masked_s / gathered_s:.2f}",
+        *(f"{form['bytes'] / 2**20:.0f}" for form in figures),
+        f"{difference:.0e}",
         "gathered" if use_gathered_keys(make_arguments(heads, length, "auto", loss)) else "masked",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "sparse_keys.md")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--heads", type=int, nargs="+", default=[8])
     parser.add_argument("--loss", nargs="+", choices=("no", "yes"), default=["no"])
-    parser.add_argument("--write", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("FORM", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        one(options.heads[0], options.lengths[0], options.one[0], options.loss == ["yes"], Path(options.one[1]))
+        form, results = options.one
+        measure(options.heads[0], options.lengths[0], form, options.loss[0], results)
         return
-    rows = [
-        "| positions | heads | indexer learns | masked, s (forward + backward) | gathered, s | masked / gathered | "
-        "masked, MiB | gathered, MiB "
-        "| apart by | by itself |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    print(*rows, sep="\n", flush=True)
-    head = [
-        "# Sparse attention, 256 chosen keys of so many positions",
-        "",
-        f"{provenance_line()}, one thread, fp32. See scripts/bench_sparse_keys.py.",
-        "",
-    ]
+    title = f"# Sparse attention, {TOPK} chosen keys of so many positions"
+    report = Report(title, "", f"{provenance_line()}, one thread, fp32. See scripts/bench_sparse_keys.py.")
+    times = "masked, s (forward + backward)", "gathered, s", "masked / gathered"
+    memory = "masked, MiB", "gathered, MiB"
+    report.start_table("positions", "heads", "indexer learns", *times, *memory, "apart by", "by itself")
     with tempfile.TemporaryDirectory() as folder:
         for loss, heads, length in itertools.product(options.loss, options.heads, options.lengths):
-            rows.append(compare(heads, length, loss == "yes", Path(folder)))
-            print(rows[-1], flush=True)
+            report.add_row(*compare(heads, length, loss, folder))
             if options.write:
-                write_result("sparse_keys.md", "\n".join(head + rows))
+                report.write("sparse_keys.md")
 
 
 if __name__ == "__main__":

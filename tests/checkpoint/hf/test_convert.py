@@ -782,7 +782,7 @@ def test_another_sparse_attention_is_refused_by_its_key(changes, named):
 def test_memory_does_not_grow_with_the_model(workers, tmp_path):
     from scripts.bench_convert import make_folder, measure_peak
 
-    make_folder(tmp_path / "hf", 1.5, vocabulary=4096)
+    make_folder(tmp_path / "hf", 1.5, vocab_size=4096)
     for source, target in (("hf", "ours"), ("ours", "back")):
         seconds, peak = measure_peak(
             [str(tmp_path / source), str(tmp_path / target), "--workers", workers, "--max-shard-size", "0.2"]
