@@ -48,9 +48,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moe_trainer.exit_codes import ExitCode  # noqa: E402
-from scripts import bench_common  # noqa: E402 - this checkout's
-from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers  # noqa: E402 - this checkout's
+from moe_trainer.exit_codes import ExitCode
+from scripts import bench_common
+from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers
 
 
 def memory_mb() -> float:

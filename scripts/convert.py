@@ -48,6 +48,7 @@ _EXIT_CODES = """exit codes:
 """
 
 _DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
+_TO_HF_OPTIONS = ("model_type", "vocab_size", "config", "tokenizer", "ckpt_step")
 _VERIFY_BATCH_SIZE, _VERIFY_SEQ_LENGTH = 2, 64
 # fractions of the largest logit: the same computation, and one whose weights are rounded or whose scores may tie
 _EXACT_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -60,18 +61,21 @@ def main(argv: list[str]) -> int:
     try:
         return _convert(options)
     except (ValueError, OSError) as error:
-        print(f"convert.py: {error}", file=sys.stderr, flush=True)
+        _print_error(error)
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        print("convert.py: interrupted; run the same command to continue", file=sys.stderr, flush=True)
+        _print_error("interrupted; run the same command to continue")
         return ExitCode.INTERRUPTED
 
 
+def _print_error(message: object) -> None:
+    print(f"convert.py: {message}", file=sys.stderr, flush=True)
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
-    description, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="convert.py",
-        description=f"{description}\n{rest.rstrip()}",
+        description=__doc__,
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -88,19 +92,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     to_hf("--ckpt-step", type=int, metavar="N", help="iteration to convert (default: the latest)")
     to_hf("--model-type", metavar="TYPE", help="model type to write (default: the first that expresses the model)")
     to_hf("--vocab-size", type=int, metavar="N", help="drop rows of the padded vocabulary after the N-th")
-    to_hf(
-        "--config", type=Path, metavar="FILE", help="config.json (or its folder) to copy bos_token_id and the like from"
-    )
+    text = "config.json (or its folder) to copy bos_token_id and the like from"
+    to_hf("--config", type=Path, metavar="FILE", help=text)
     to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
     from_hf = parser.add_argument_group("from hf").add_argument
-    from_hf(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        help="names that Megatron-LM would expect (default: transformer_engine); this program reads both",
-    )
-    from_hf(
-        "--ignore", metavar="PATTERN", help="regular expression of tensors that may be left unused; they are listed"
-    )
+    text = "names that Megatron-LM would expect (default: transformer_engine); this program reads both"
+    from_hf("--transformer-impl", choices=("transformer_engine", "local"), help=text)
+    text = "regular expression of tensors that may be left unused; they are listed"
+    from_hf("--ignore", metavar="PATTERN", help=text)
     if not argv:
         parser.print_help()
         sys.exit(ExitCode.USER_ERROR)
@@ -138,14 +137,8 @@ def _convert(options: argparse.Namespace) -> int:
     if not finish_job(job):
         logger.info("this rank is done; other ranks have %d files left to write", len(missing_files(job)))
         return ExitCode.FILES_LEFT_TO_WRITE if world_size == 1 else ExitCode.OK
-    seconds = time.monotonic() - start_time
-    logger.info(
-        "%s is complete: %d files, %.2f GB; this run took %.1f s",
-        job.target,
-        len(job.files),
-        job.num_bytes / 1e9,
-        seconds,
-    )
+    size = f"{len(job.files)} files, {job.num_bytes / 1e9:.2f} GB"
+    logger.info("%s is complete: %s; this run took %.1f s", job.target, size, time.monotonic() - start_time)
     if options.verify and rank == 0:
         return _verify(options)
     return 0
@@ -172,16 +165,13 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
     if from_hf == (to == "hf"):
         kind = "a Hugging Face folder" if from_hf else "not a Hugging Face folder (config.json and safetensors files)"
         raise ValueError(f"{options.source} is {kind}, so --to {to} does not convert it")
-    for name, belongs in (
-        ("model_type", to == "hf"),
-        ("vocab_size", to == "hf"),
-        ("config", to == "hf"),
-        ("tokenizer", to == "hf"),
-        ("ckpt_step", to == "hf"),
-        ("ignore", to != "hf"),
-        ("transformer_impl", to == "ours"),
-    ):
-        if getattr(options, name) is not None and not belongs:
+    inapplicable = {
+        "hf": ("ignore", "transformer_impl"),
+        "ours": _TO_HF_OPTIONS,
+        "weights": (*_TO_HF_OPTIONS, "transformer_impl"),
+    }
+    for name in inapplicable[to]:
+        if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} does not apply to --to {to}")
     dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
     most = int(options.max_shard_size * 1e9)
@@ -207,11 +197,9 @@ def _plan_from_hf(
                 "is 0.1 as in Megatron-LM"
             )
         check_copies(model)
-    return (
-        plan_native_checkpoint(model, options.target, record, most, dtype)
-        if to == "ours"
-        else plan_weights_file(model, options.target, dtype)
-    )
+    if to == "weights":
+        return plan_weights_file(model, options.target, dtype)
+    return plan_native_checkpoint(model, options.target, record, most, dtype)
 
 
 def _record(model: HFModel) -> dict[str, object]:
@@ -255,40 +243,16 @@ def _flags(record: dict[str, object], folder: Path | None):
     import arguments
 
     length = min(_VERIFY_SEQ_LENGTH, int(record.get("max_position_embeddings") or _VERIFY_SEQ_LENGTH))
-    argv = [
-        "--use-checkpoint-args",
-        "--load",
-        str(folder or "."),
-        "--seq-length",
-        str(length),
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--lr",
-        "1e-5",
-        "--mock-data",
-        "--eval-iters",
-        "0",
-        "--transformer-impl",
-        "local",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-        "--no-rope-fusion",
-        "--no-use-tokenizer-model-from-checkpoint-args",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--on-missing-backend",
-        "fallback",
-    ]
+    argv = (
+        f"--use-checkpoint-args --seq-length {length} --micro-batch-size 1 --global-batch-size 1 --train-iters 1 "
+        "--lr 1e-5 --mock-data --eval-iters 0 --transformer-impl local --hidden-dropout 0 --attention-dropout 0 "
+        "--no-rope-fusion --no-use-tokenizer-model-from-checkpoint-args --tokenizer-type NullTokenizer "
+        "--on-missing-backend fallback"
+    ).split()
     # with a tokenizer the recorded --vocab-size may be absent or a preset's
     sizes = [size for size in (record.get("vocab_size"), record.get("padded_vocab_size")) if isinstance(size, int)]
     vocabulary = {"vocab_size": min(sizes, default=None)}
-    return arguments.parse_args(argv, world_size=1, checkpoint={**record, **vocabulary})
+    return arguments.parse_args([*argv, "--load", str(folder or ".")], 1, checkpoint={**record, **vocabulary})
 
 
 def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> ConversionJob:
@@ -300,34 +264,21 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     if folder is None:
         raise ValueError(f"{options.source}: this folder holds neither a checkpoint nor a Hugging Face model")
     record = read_saved_args(options.source, options.ckpt_step)  # raises for an unreadable or damaged checkpoint
-    config = (
-        options.config / "config.json" if options.config is not None and options.config.is_dir() else options.config
-    )
-    extra = (
-        {}
-        if config is None
-        else {
-            name: value
-            for name, value in read_json(config).items()
-            if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")
-        }
-    )
+    extra = {}
+    if options.config is not None:
+        config = read_json(options.config / "config.json" if options.config.is_dir() else options.config)
+        names = [name for name in config if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")]
+        extra = {name: config[name] for name in names}
     if options.tokenizer is not None and not options.tokenizer.is_dir():
         raise ValueError(f"--tokenizer {options.tokenizer}: not a directory")
-    tokenizer = options.tokenizer or folder / "tokenizer"
     logger.info("%s", folder)
+    tokenizer = options.tokenizer or folder / "tokenizer"
     if tokenizer.is_dir():
         extra = _special_tokens(record, tokenizer, options) | extra
-    return plan_hf_folder(
-        folder,
-        options.target,
-        most,
-        options.model_type,
-        options.vocab_size,
-        dtype,
-        extra,
-        tokenizer if tokenizer.is_dir() else None,
-    )
+    else:
+        tokenizer = None
+    model_type, vocab_size = options.model_type, options.vocab_size
+    return plan_hf_folder(folder, options.target, most, model_type, vocab_size, dtype, extra, tokenizer)
 
 
 def _special_tokens(record: Mapping[str, object], folder: Path, options: argparse.Namespace) -> dict[str, int | None]:
@@ -387,7 +338,7 @@ def _work(index: int, job: ConversionJob, first_rank: int, world_size: int) -> N
     try:
         write_share(job, first_rank + index, world_size)
     except (ValueError, OSError) as error:
-        print(f"convert.py: {error}", file=sys.stderr, flush=True)
+        _print_error(error)
         sys.exit(ExitCode.USER_ERROR)
 
 
@@ -395,34 +346,24 @@ def _verify(options: argparse.Namespace) -> int:
     """Compare the logits of both models. Returns the exit code."""
     if options.to == "weights":
         raise ValueError("--verify: a weights file has no flags to build a model from")
-    from moe_trainer.checkpoint.hf.files import is_hf_folder
+    from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, read_json
 
-    hf_folder, native = (
-        (options.source, options.target) if is_hf_folder(options.source) else (options.target, options.source)
-    )
-    bytes_needed = 2 * 4 * sum(path.stat().st_size for path in hf_folder.glob("*.safetensors")) // 2
-    available = _available_bytes()
-    if available is not None and bytes_needed > available:
-        logger.info(
-            "--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared",
-            bytes_needed / 1e9,
-            available / 1e9,
-        )
-        return 0
-    from moe_trainer.checkpoint.hf.files import CONFIG, read_json
-
-    config = read_json(
-        hf_folder / CONFIG
-    )  # with few indexer heads scores tie, and the two models select different keys
+    hf_folder, native = options.source, options.target
+    if not is_hf_folder(hf_folder):
+        hf_folder, native = native, hf_folder
+    needed_gb = 4 * sum(path.stat().st_size for path in hf_folder.glob("*.safetensors")) / 1e9  # two models, from bf16
+    available_gb = (_available_bytes() or float("inf")) / 1e9
+    if needed_gb > available_gb:
+        text = "--verify: the two models need %.0f GB in fp32, and %.0f GB are available: not compared"
+        logger.info(text, needed_gb, available_gb)
+        return ExitCode.OK
+    config = read_json(hf_folder / CONFIG)
+    # with few indexer heads scores tie, and the two models select different keys
     loose = options.dtype is not None or "quantization_config" in config or "index_n_heads" in config
     difference, largest = compare_logits(hf_folder, native, options.ckpt_step)
     logger.info("--verify: the logits differ by at most %.3e, the largest logit is %.3e", difference, largest)
     if not difference <= (_ROUNDED_TOLERANCE if loose else _EXACT_TOLERANCE) * largest:
-        print(
-            f"convert.py: --verify: {options.source} and {options.target} are not the same model",
-            file=sys.stderr,
-            flush=True,
-        )
+        _print_error(f"--verify: {options.source} and {options.target} are not the same model")
         return ExitCode.FAILED
     return ExitCode.OK
 
@@ -449,9 +390,8 @@ def compare_logits(
     other = _load_transformers_model(transformers, hf_folder)
     rows = other.config.vocab_size
     if tokens_BS is None:
-        tokens_BS = torch.randint(
-            rows, (_VERIFY_BATCH_SIZE, args.data.seq_length), generator=torch.Generator().manual_seed(1)
-        )
+        generator = torch.Generator().manual_seed(1)
+        tokens_BS = torch.randint(rows, (_VERIFY_BATCH_SIZE, args.data.seq_length), generator=generator)
     with torch.no_grad():
         expected = other.eval()(tokens_BS).logits.float()
         actual = model.eval()(tokens_BS, torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))[..., :rows].float()

@@ -41,28 +41,21 @@ if TYPE_CHECKING:  # it imports torch, which may be what is missing
 MIN_TORCH_VERSION = (2, 11)
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = (
-    "python",
-    "torch",
-    "numpy",
-    "PyYAML",
-    "safetensors",
-    "tqdm",
-    "gloo",
-    "cuda",
-    "nccl",
-    "transformer_engine",
-    "apex",
-    "deepep",
-    "deepep_v2",
-    "hybridep",
-    "triton",
-    "sentencepiece",
-    "tokenizers",
-    "transformers",
-    "tiktoken",
-    "tensorboard",
-    "wandb",
-    "slurm",
+    "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep triton "
+    "sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
+).split()
+PACKAGES = (  # distribution, module, effect of its absence
+    ("numpy", "numpy", "nothing runs"),
+    ("PyYAML", "yaml", "nothing runs: presets and recipes are YAML"),
+    ("safetensors", "safetensors", "nothing runs: --init-from and --export-weights are read at start"),
+    ("tqdm", "tqdm", "nothing runs: it draws the progress bar"),
+    ("triton", "triton", "--triton-kernels falls back to plain torch"),
+    ("sentencepiece", "sentencepiece", "no Llama2Tokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer"),
+    ("tokenizers", "tokenizers", "no HuggingFaceTokenizer, GPT2BPETokenizer"),
+    ("transformers", "transformers", "no tokenizers with custom Python code; nothing else needs it"),
+    ("tiktoken", "tiktoken", "no TikTokenizer"),
+    ("tensorboard", "tensorboard", "no --tensorboard-dir; metrics.jsonl and dashboard.html need nothing"),
+    ("wandb", "wandb", "no --wandb-project"),
 )
 
 
@@ -121,11 +114,9 @@ def find_torch() -> list[Finding]:
             Finding("nccl", nccl, None if nccl else "not in this build of torch", "no communication between GPUs"),
         ]
     else:
-        cuda_problem = (
-            "this torch is a CPU build"
-            if torch.version.cuda is None
-            else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
-        )
+        cuda_problem = "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
+        if torch.version.cuda is None:
+            cuda_problem = "this torch is a CPU build"
         findings += [
             Finding("cuda", torch.version.cuda, cuda_problem, "training runs on the CPU, over gloo"),
             Finding("nccl", None, "needs CUDA devices", "ranks communicate over gloo"),
@@ -169,16 +160,12 @@ def find_deep_ep() -> list[Finding]:
     """Check both versions of DeepEP and HybridEP, which share one package name."""
     from moe_trainer.moe.dispatch import deepep, hybridep
 
-    cost = (
-        "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line "
-        "(--on-missing-backend)"
-    )
+    cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
+    cost_v2 = "version 1 is used if installed; else as deepep"
     version = _version("deep_ep")
     return [
-        Finding("deepep", version, deepep.problem("Buffer"), cost, deepep.INSTALL),
-        Finding(
-            "deepep_v2", version, deepep.problem("ElasticBuffer"), "version 1 is used if installed; else as deepep"
-        ),
+        Finding("deepep", version, deepep.problem("Buffer"), f"{cost} (--on-missing-backend)", deepep.INSTALL),
+        Finding("deepep_v2", version, deepep.problem("ElasticBuffer"), cost_v2),
         Finding("hybridep", version, hybridep.problem(), "as deepep", hybridep.INSTALL),
     ]
 
@@ -189,11 +176,10 @@ def find_slurm() -> Finding:
     cost = "scripts/sbatch_train.sh cannot submit; torchrun works"
     if missing:
         return Finding("slurm", None, f"{', '.join(missing)} not found", cost, "apt-get install slurm-wlm munge")
+    how = {"capture_output": True, "text": True, "timeout": 5, "check": False}
     try:
-        version = subprocess.run(
-            ["sbatch", "--version"], capture_output=True, text=True, timeout=5, check=False
-        ).stdout.strip()
-        sinfo = subprocess.run(["sinfo", "-h", "-o", "%D"], capture_output=True, text=True, timeout=5, check=False)
+        version = subprocess.run(["sbatch", "--version"], **how).stdout.strip()
+        sinfo = subprocess.run(["sinfo", "-h", "-o", "%D"], **how)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("slurm", None, f"its commands fail ({error})", cost)
     if sinfo.returncode != 0:
@@ -209,22 +195,8 @@ def collect_environment() -> list[Finding]:
     findings = [
         Finding("python", platform.python_version(), python_problem, "nothing runs"),
         *find_torch(),
-        find_package("numpy", "numpy", "nothing runs"),
-        find_package("PyYAML", "yaml", "nothing runs: presets and recipes are YAML"),
-        find_package("safetensors", "safetensors", "nothing runs: --init-from and --export-weights are read at start"),
-        find_package("tqdm", "tqdm", "nothing runs: it draws the progress bar"),
+        *(find_package(*package) for package in PACKAGES),
         find_apex(),
-        find_package("triton", "triton", "--triton-kernels falls back to plain torch"),
-        find_package(
-            "sentencepiece", "sentencepiece", "no Llama2Tokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer"
-        ),
-        find_package("tokenizers", "tokenizers", "no HuggingFaceTokenizer, GPT2BPETokenizer"),
-        find_package("transformers", "transformers", "no tokenizers with custom Python code; nothing else needs it"),
-        find_package("tiktoken", "tiktoken", "no TikTokenizer"),
-        find_package(
-            "tensorboard", "tensorboard", "no --tensorboard-dir; metrics.jsonl and dashboard.html need nothing"
-        ),
-        find_package("wandb", "wandb", "no --wandb-project"),
         find_slurm(),
     ]
     if findings[1].problem is None or findings[1].version is not None:
@@ -242,16 +214,17 @@ def compare_ranks(findings: list[Finding], launch: LaunchEnv) -> list[str]:
     """
     import torch.distributed as dist
 
-    local = {finding.name: (finding.version, finding.problem) for finding in findings if finding.name != "slurm"}
+    local = {
+        finding.name: finding.problem or finding.version or "installed"
+        for finding in findings
+        if finding.name != "slurm"
+    }
     all_ranks: list = [None] * launch.world_size
     dist.all_gather_object(all_ranks, (socket.gethostname(), local))
 
-    def describe(version: str | None, problem: str | None) -> str:
-        return problem or version or "installed"
-
     _, reference = all_ranks[0]
     lines = [
-        f"rank {rank} on {host}: {name} is {describe(*checked[name])}, on rank 0 {describe(*reference[name])}"
+        f"rank {rank} on {host}: {name} is {checked[name]}, on rank 0 {reference[name]}"
         for rank, (host, checked) in enumerate(all_ranks)
         for name in reference
         if checked.get(name) != reference[name]
@@ -279,10 +252,8 @@ def format_report(
             lines.append(f"  {severity:8s} {finding.name:20s} {finding.problem}: {finding.cost}{install}")
     if test is not None:
         result = f"{', '.join(test.passed)} ok; all-reduce of 8 MB at {test.gb_s:.2f} GB/s"
-        lines.append(
-            f"self-test of {test.world_size} ranks over {test.backend}, {test.seconds:.1f} s: "
-            + ("FAILED" if test.problems else result)
-        )
+        head = f"self-test of {test.world_size} ranks over {test.backend}, {test.seconds:.1f} s"
+        lines.append(f"{head}: {'FAILED' if test.problems else result}")
         lines += [f"  {problem}" for problem in test.problems]
     if differences:
         lines += ["the environments of the ranks differ:", *(f"  {line}" for line in differences)]
@@ -315,14 +286,8 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--require",
-        nargs="+",
-        default=[],
-        choices=NAMES,
-        metavar="NAME",
-        help=f"additional required libraries, of {', '.join(NAMES)}",
-    )
+    text = f"additional required libraries, of {', '.join(NAMES)}"
+    parser.add_argument("--require", nargs="+", default=[], choices=NAMES, metavar="NAME", help=text)
     parser.add_argument("--no-self-test", action="store_true", help="check libraries only, not communication")
     options = parser.parse_args(argv)
     try:
@@ -343,18 +308,14 @@ def main(argv: list[str]) -> int:
     missing = [finding.name for finding in findings if finding.name in required and finding.problem is not None]
     failed = bool(missing or required - {finding.name for finding in findings} or (test is not None and test.problems))
     if launch.rank == 0 and options.json:
-        print(
-            json.dumps(
-                {
-                    "ok": not failed,
-                    "missing": missing,
-                    "findings": [asdict(finding) for finding in findings],
-                    "self_test": None if test is None else asdict(test),
-                    "differences": differences,
-                },
-                indent=1,
-            )
-        )
+        record = {
+            "ok": not failed,
+            "missing": missing,
+            "findings": [asdict(finding) for finding in findings],
+            "self_test": None if test is None else asdict(test),
+            "differences": differences,
+        }
+        print(json.dumps(record, indent=1))
     elif launch.rank == 0:
         print(format_report(findings, required, test, differences))
         result = "the self-test failed" if failed else "all required libraries are installed"

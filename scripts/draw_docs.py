@@ -25,20 +25,12 @@ from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, UniformCosts, simulate_schedule
 
 IMAGES = ROOT / "docs" / "img"
-BLUE, ORANGE, GREEN, GRAY, RED, PURPLE, TEAL = (
-    "#4c78a8",
-    "#f58518",
-    "#54a24b",
-    "#bab0ac",
-    "#e45756",
-    "#b279a2",
-    "#72b7b2",
-)
-INK, PALE = "#333333", "#f4f4f6"
+BLUE, ORANGE, GREEN, GRAY, RED = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#e45756"
+PURPLE, TEAL, SLATE = "#b279a2", "#72b7b2", "#5b6770"
+INK, PALE, WHITE = "#333333", "#f4f4f6", "#ffffff"
 PLAN = (
     "--preset deepseek_v3 --mock-data --pipeline-model-parallel-size 8 --tensor-model-parallel-size 2 "
-    "--sequence-parallel "
-    "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --use-distributed-optimizer "
+    "--sequence-parallel --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --use-distributed-optimizer "
     "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 6 "
     "--recompute-granularity selective --recompute-modules mla_up_proj mlp"
 )
@@ -47,34 +39,32 @@ PLAN = (
 class Picture:
     """An SVG picture on a white background, readable in light and dark pages."""
 
-    def __init__(self, width: float, height: float, title: str) -> None:
+    def __init__(self, width: float, height: float, title: str, heading: str | None = None) -> None:
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
             f'font-family="Helvetica, Arial, sans-serif" font-size="12">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{width:g}" height="{height:g}" rx="6" fill="#ffffff"/>',
         ]
+        if heading is not None:
+            self.text(14, 24, heading, size=14, font_weight="bold")
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, **attributes: object) -> None:
         """Add a rectangle."""
-        extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
         size = f'x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
-        self.parts.append(f'<rect {size} fill="{fill}"{extra}/>')
+        self.parts.append(f'<rect {size} fill="{fill}"{_format_attributes(attributes)}/>')
 
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: object,
-        anchor: str = "start",
-        size: float = 12,
-        fill: str = INK,
-        **attributes: str,
-    ) -> None:
+    def text(self, x: float, y: float, text: object, anchor="start", size=12.0, fill=INK, **attributes: str) -> None:
         """Add one line of text."""
-        extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
         place = f'x="{x:.6g}" y="{y:.6g}" text-anchor="{anchor}" font-size="{size:g}" fill="{fill}"'
-        self.parts.append(f"<text {place}{extra}>{escape(str(text))}</text>")
+        self.parts.append(f"<text {place}{_format_attributes(attributes)}>{escape(str(text))}</text>")
+
+    def block(self, x: float, y: float, width: float, height: float, fill: str, title: str, *lines: str) -> None:
+        """Add a rounded rectangle with a title and lines below it."""
+        self.box(x, y, width, height, fill, rx=6)
+        self.text(x + 12, y + 22, title, size=14, fill=WHITE, font_weight="bold")
+        for number, line in enumerate(lines):
+            self.text(x + 12, y + 42 + 17 * number, line, fill=WHITE)
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, color: str = INK) -> None:
         """Add a line with a head at its end."""
@@ -98,6 +88,10 @@ class Picture:
         return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
+def _format_attributes(attributes: dict[str, object]) -> str:
+    return "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+
+
 def pipeline(kind: str, num_chunks: int, caption: str) -> str:
     """Draw when each of four ranks computes what, eight microbatches, from the program's own orders."""
     ranks, microbatches = 4, 8
@@ -105,24 +99,25 @@ def pipeline(kind: str, num_chunks: int, caption: str) -> str:
     split = kind == "zero-bubble"
     share = 1.0 / num_chunks
     costs = UniformCosts(forward=share, backward=share if split else 2 * share, weight=share)
+    durations = {FORWARD: costs.forward, BACKWARD: costs.backward, WEIGHT: costs.weight}
     ends = simulate_schedule(orders, num_chunks, costs)
     last = max(max(rank.values()) for rank in ends)
     left, top, unit, height = 62, 44, 860 / last, 30
     colors = {FORWARD: (BLUE, "#8fb3d6"), BACKWARD: (ORANGE, "#f9b878"), WEIGHT: (GREEN, GREEN)}
     busy = microbatches * 3.0
-    picture = Picture(left + 860 + 14, top + ranks * (height + 6) + 44, caption)
-    picture.text(14, 24, f"{caption}: {1 - busy / last:.0%} of the time is bubble", size=14, font_weight="bold")
+    heading = f"{caption}: {1 - busy / last:.0%} of the time is bubble"
+    picture = Picture(left + 860 + 14, top + ranks * (height + 6) + 44, caption, heading)
     for rank, action_ends in enumerate(ends):
         y = top + rank * (height + 6)
         picture.text(14, y + 20, f"rank {rank}")
         picture.box(left, y, 860, height, PALE)
         for action, end in action_ends.items():
-            duration = {FORWARD: costs.forward, BACKWARD: costs.backward, WEIGHT: costs.weight}[action.kind]
+            duration = durations[action.kind]
             x = left + (end - duration) * unit
             fill = colors[action.kind][action.chunk % 2]
-            picture.box(x, y, duration * unit, height, fill, stroke="#ffffff", stroke_width=0.8)
+            picture.box(x, y, duration * unit, height, fill, stroke=WHITE, stroke_width=0.8)
             if duration * unit > 11:
-                picture.text(x + duration * unit / 2, y + 20, action.microbatch + 1, "middle", 11, "#ffffff")
+                picture.text(x + duration * unit / 2, y + 20, action.microbatch + 1, "middle", 11, WHITE)
     entries = [(BLUE, "forward"), (ORANGE, "backward of the input" if split else "backward")]
     entries += [(GREEN, "weight gradients")] if split else []
     entries += [("#8fb3d6", "second chunk, forward"), ("#f9b878", "second chunk, backward")] if num_chunks > 1 else []
@@ -135,24 +130,24 @@ def folding() -> str:
     layout = make_layout(16, tp=2, cp=2, pp=2, ep=4, etp=1)
     palette = (BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, "#eeca3b", "#9d755d")
     rows = (
-        ("attention: tensor-parallel groups (tp 2)", layout.groups("tp")),
-        ("attention: context-parallel groups (cp 2)", layout.groups("cp")),
-        ("attention: data-parallel groups (dp 2)", layout.groups("dp")),
-        ("experts: expert-parallel groups (ep 4)", layout.groups("ep")),
-        ("experts: expert data-parallel groups (edp 2)", layout.groups("edp")),
-        ("both: pipeline groups (pp 2)", layout.groups("pp")),
+        ("attention: tensor-parallel groups (tp 2)", "tp"),
+        ("attention: context-parallel groups (cp 2)", "cp"),
+        ("attention: data-parallel groups (dp 2)", "dp"),
+        ("experts: expert-parallel groups (ep 4)", "ep"),
+        ("experts: expert data-parallel groups (edp 2)", "edp"),
+        ("both: pipeline groups (pp 2)", "pp"),
     )
-    picture = Picture(940, 60 + len(rows) * 44 + 16, "Two grids over sixteen ranks")
-    picture.text(14, 24, "16 ranks, two grids: ranks of one color form a group", size=14, font_weight="bold")
+    heading = "16 ranks, two grids: ranks of one color form a group"
+    picture = Picture(940, 60 + len(rows) * 44 + 16, "Two grids over sixteen ranks", heading)
     for rank in range(16):
         picture.text(330 + rank * 37 + 16, 48, rank, "middle", 11)
-    for index, (name, groups) in enumerate(rows):
+    for index, (name, axis) in enumerate(rows):
         y = 58 + index * 44
         picture.text(14, y + 20, name)
-        for number, group in enumerate(groups):
+        for number, group in enumerate(layout.groups(axis)):
             for rank in group:
                 picture.box(330 + rank * 37, y, 33, 30, palette[number % len(palette)], rx=3)
-                picture.text(330 + rank * 37 + 16, y + 20, number, "middle", 11, "#ffffff")
+                picture.text(330 + rank * 37 + 16, y + 20, number, "middle", 11, WHITE)
     return picture.svg()
 
 
@@ -169,9 +164,9 @@ def memory() -> str:
     )
     device = plan["device_gb"]
     scale, left = 740 / device, 70
-    picture = Picture(940, 60 + len(plan["stages"]) * 30 + 60, "Memory of a plan by pipeline stage")
-    title = "DeepSeek-V3 on 1,024 H100 (TP 2, PP 8, EP 64): planned GiB at the peak of each stage"
-    picture.text(14, 24, title, size=14, font_weight="bold")
+    heading = "DeepSeek-V3 on 1,024 H100 (TP 2, PP 8, EP 64): planned GiB at the peak of each stage"
+    bottom = 44 + len(plan["stages"]) * 30
+    picture = Picture(940, bottom + 76, "Memory of a plan by pipeline stage", heading)
     for index, stage in enumerate(plan["stages"]):
         y, x = 44 + index * 30, float(left)
         picture.text(14, y + 16, f"stage {stage['stage']}")
@@ -180,7 +175,6 @@ def memory() -> str:
             picture.box(x, y, stage[key] * scale, 22, color)
             x += stage[key] * scale
         picture.text(x + 6, y + 16, f"{stage['total_gb']:.1f}", size=11)
-    bottom = 44 + len(plan["stages"]) * 30
     x = left + (device - plan["reserve_gb"]) * scale
     line = f'x1="{x:.6g}" x2="{x:.6g}" y1="38" y2="{bottom}" stroke="{RED}" stroke-width="1.5" stroke-dasharray="4 3"'
     picture.parts.append(f"<line {line}/>")
@@ -195,8 +189,8 @@ def heat_map() -> str:
     panels, cell = record["panels"], 17
     layers, experts = len(panels[0]["load"]), len(panels[0]["load"][0])
     width = 70 + len(panels) * (experts * cell + 24)
-    picture = Picture(width, 84 + layers * cell + 46, "Load of experts by layer")
-    picture.text(14, 24, f"Tokens per expert relative to an even share: {record['run']}", size=14, font_weight="bold")
+    heading = f"Tokens per expert relative to an even share: {record['run']}"
+    picture = Picture(width, 84 + layers * cell + 46, "Load of experts by layer", heading)
     for number, panel in enumerate(panels):
         left = 70 + number * (experts * cell + 24)
         picture.text(left, 52, f"iteration {panel['iteration']}")
@@ -219,65 +213,55 @@ def _heat(load: float) -> str:
     """White at no load, blue at an even share, red from three times that share."""
     points = ((0.0, (255, 255, 255)), (1.0, (118, 169, 207)), (3.0, (178, 24, 43)))
     load = min(load, 3.0)
-    for (low, start), (high, end) in zip(points, points[1:]):
-        if load <= high:
-            share = (load - low) / (high - low)
-            return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(start, end))
-    return "#b2182b"
+    (low, start), (high, end) = points[:2] if load <= 1.0 else points[1:]
+    share = (load - low) / (high - low)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(start, end))
 
 
 def architecture() -> str:
     """Draw what the program consists of and how the pieces depend on each other."""
     picture = Picture(940, 372, "Architecture")
-
-    def block(x: float, y: float, width: float, height: float, fill: str, title: str, *lines: str) -> None:
-        picture.box(x, y, width, height, fill, rx=6)
-        picture.text(x + 12, y + 22, title, size=14, fill="#ffffff", font_weight="bold")
-        for number, line in enumerate(lines):
-            picture.text(x + 12, y + 42 + 17 * number, line, fill="#ffffff")
-
-    block(20, 16, 290, 62, "#5b6770", "command line, preset, recipe", "flags, rules, recipes; all errors at once")
-    block(325, 16, 290, 62, "#5b6770", "estimate", "memory, FLOPs, time, search: no torch")
-    block(630, 16, 290, 62, "#5b6770", "verification and debug", "layout parity, replay, tensor dumps")
+    block = picture.block
+    block(20, 16, 290, 62, SLATE, "command line, preset, recipe", "flags, rules, recipes; all errors at once")
+    block(325, 16, 290, 62, SLATE, "estimate", "memory, FLOPs, time, search: no torch")
+    block(630, 16, 290, 62, SLATE, "verification and debug", "layout parity, replay, tensor dumps")
     block(20, 100, 900, 58, INK, "training", "the one loop: set up, step, evaluate, save, resume, stop")
-    block(20, 180, 440, 92, BLUE, "model", "model: blocks, pipeline chunks, multi-token prediction")
-    picture.text(32, 239, "moe: router, experts, dispatch (all-to-all, DeepEP, HybridEP)", fill="#ffffff")
-    picture.text(32, 256, "layers: attention, MLA, DSA, gated DeltaNet, norms, vocabulary", fill="#ffffff")
-    block(480, 180, 440, 92, GREEN, "machinery", "pipeline: schedules; optim: sharded state; data: token files")
-    picture.text(492, 239, "checkpoint: torch_dist, legacy, Hugging Face; metrics: dashboard", fill="#ffffff")
-    picture.text(492, 256, "resilience: watchdog, rerun, straggler, signals", fill="#ffffff")
+    model = (
+        "model: blocks, pipeline chunks, multi-token prediction",
+        "moe: router, experts, dispatch (all-to-all, DeepEP, HybridEP)",
+        "layers: attention, MLA, DSA, gated DeltaNet, norms, vocabulary",
+    )
+    block(20, 180, 440, 92, BLUE, "model", *model)
+    machinery = (
+        "pipeline: schedules; optim: sharded state; data: token files",
+        "checkpoint: torch_dist, legacy, Hugging Face; metrics: dashboard",
+        "resilience: watchdog, rerun, straggler, signals",
+    )
+    block(480, 180, 440, 92, GREEN, "machinery", *machinery)
     block(20, 294, 440, 60, PURPLE, "quantization and memory", "fp8, fp4; recompute, offload, CUDA graphs")
     block(480, 294, 440, 60, ORANGE, "ops and parallel", "tensor math and kernels; rank grids, groups, collectives")
-    for x1, y1, x2, y2 in (
-        (165, 78, 165, 100),
-        (775, 100, 775, 78),
-        (240, 158, 240, 180),
-        (700, 158, 700, 180),
-        (240, 272, 240, 294),
-        (700, 272, 700, 294),
-    ):
-        picture.arrow(x1, y1, x2, y2)
+    arrows = (165, 78, 100), (775, 100, 78), (240, 158, 180), (700, 158, 180), (240, 272, 294), (700, 272, 294)
+    for x, start, end in arrows:
+        picture.arrow(x, start, x, end)
     return picture.svg()
 
 
 def training_step() -> str:
     """Draw the parts of one iteration in their order."""
-    picture = Picture(940, 300, "One training step")
-    picture.text(14, 24, "One iteration on one rank", size=14, font_weight="bold")
+    picture = Picture(940, 300, "One training step", "One iteration on one rank")
     picture.box(14, 40, 640, 244, PALE, rx=6)
     picture.text(26, 60, "pipeline schedule: for every microbatch", font_weight="bold")
     steps = (
-        (26, "batch", BLUE, ("this rank's", "samples")),
-        (126, "forward", BLUE, ("embedding,", "blocks, loss")),
-        (336, "backward", ORANGE, ("gradients of inputs", "and weights")),
-        (506, "main gradients", GREEN, ("buckets fill; the last", "microbatch reduces")),
+        (26, 84, "batch", BLUE, ("this rank's", "samples")),
+        (126, 194, "forward", BLUE, ("embedding,", "blocks, loss")),
+        (336, 154, "backward", ORANGE, ("gradients of inputs", "and weights")),
+        (506, 136, "main gradients", GREEN, ("buckets fill; the last", "microbatch reduces")),
     )
-    for x, name, color, lines in steps:
-        width = {"batch": 84, "forward": 194, "backward": 154, "main gradients": 136}[name]
+    for x, width, name, color, lines in steps:
         picture.box(x, 74, width, 68, color, rx=5)
-        picture.text(x + 9, 94, name, fill="#ffffff", font_weight="bold")
+        picture.text(x + 9, 94, name, fill=WHITE, font_weight="bold")
         for number, line in enumerate(lines):
-            picture.text(x + 9, 112 + 16 * number, line, fill="#ffffff", size=11)
+            picture.text(x + 9, 112 + 16 * number, line, fill=WHITE, size=11)
     for x in (110, 320, 490):
         picture.arrow(x, 108, x + 16, 108)
     picture.text(26, 172, "a MoE layer inside of forward and backward", font_weight="bold")
@@ -287,22 +271,21 @@ def training_step() -> str:
         width = 16 + 5.7 * len(name)
         color = PURPLE if name in ("token dispatch", "token combine") else TEAL
         picture.box(x, 186, width, 32, color, rx=5)
-        picture.text(x + width / 2, 206, name, "middle", 11, "#ffffff")
+        picture.text(x + width / 2, 206, name, "middle", 11, WHITE)
         x += width + 4
     picture.legend(26, 252, [(PURPLE, "communication between expert-parallel ranks"), (TEAL, "local computation")], 320)
-    for number, (name, line) in enumerate(
-        (
-            ("validate", "NaN, spikes: rerun in place"),
-            ("clip", "one global gradient norm"),
-            ("optimizer step", "each rank updates its shard"),
-            ("all-gather", "parameters, overlapped if enabled"),
-            ("expert bias, metrics", "by interval: log, save, exit"),
-        )
-    ):
+    end_of_step = (
+        ("validate", "NaN, spikes: rerun in place"),
+        ("clip", "one global gradient norm"),
+        ("optimizer step", "each rank updates its shard"),
+        ("all-gather", "parameters, overlapped if enabled"),
+        ("expert bias, metrics", "by interval: log, save, exit"),
+    )
+    for number, (name, line) in enumerate(end_of_step):
         y = 40 + number * 50
-        picture.box(680, y, 246, 40, "#5b6770", rx=5)
-        picture.text(690, y + 17, name, fill="#ffffff", font_weight="bold")
-        picture.text(690, y + 33, line, fill="#ffffff", size=11)
+        picture.box(680, y, 246, 40, SLATE, rx=5)
+        picture.text(690, y + 17, name, fill=WHITE, font_weight="bold")
+        picture.text(690, y + 33, line, fill=WHITE, size=11)
         if number:
             picture.arrow(803, y - 10, 803, y)
     picture.arrow(654, 60, 680, 60)
@@ -322,21 +305,19 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def stale_pictures() -> list[str]:
-    """Names of pictures whose file is missing or differs from what this script draws."""
-    files = {name: IMAGES / f"{name}.svg" for name in PICTURES}
-    return [
-        name
-        for name, path in files.items()
-        if not path.exists() or path.read_text(encoding="ascii") != PICTURES[name]()
-    ]
+    """Return the names of pictures whose file is missing or differs from what this script draws."""
+
+    def is_current(path: Path, draw: Callable[[], str]) -> bool:
+        return path.exists() and path.read_text(encoding="ascii") == draw()
+
+    return [name for name, draw in PICTURES.items() if not is_current(IMAGES / f"{name}.svg", draw)]
 
 
 def main() -> int:
     """Write the pictures, or check them."""
     parser = argparse.ArgumentParser(description="Draw the manual's pictures as SVG.")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 where a picture is not current"
-    )
+    text = "write nothing; exit code 1 if a picture is not current"
+    parser.add_argument("--check", action="store_true", help=text)
     if parser.parse_args().check:
         stale = stale_pictures()
         print("\n".join(f"docs/img/{name}.svg is not current" for name in stale) or "all pictures are current")

@@ -14,19 +14,19 @@ import argparse
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from arguments import flag_status
-from arguments.container import OPTIONS, SECTIONS  # noqa: E402
-from arguments.help import field_docs, help_lines  # noqa: E402
-from arguments.schema import Option  # noqa: E402
+from arguments.container import OPTIONS, SECTIONS
+from arguments.help import field_docs, help_lines
+from arguments.schema import Option
 
 STATUS = {
     "acts": "acts",
@@ -48,18 +48,15 @@ class Rule:
 
 
 def page_titles() -> dict[str, str]:
-    """Titles of the generated pages by file name, in the order of the navigation."""
+    """Return the titles of the generated pages by file name, in the order of the navigation."""
     sections = {section: "MoE" if section == "moe" else section.capitalize() for section, _ in SECTIONS}
     return {"index": "All flags", **sections, "other": "Flags of Megatron-LM that are not here"}
 
 
 def pages() -> dict[str, str]:
-    """Markdown of every page by file name, without the extension."""
-    return {
-        "index": _index(),
-        **{section: _section_page(section, cls) for section, cls in SECTIONS},
-        "other": _other_page(),
-    }
+    """Return the Markdown of every page by file name, without the extension."""
+    sections = {section: _section_page(section, cls) for section, cls in SECTIONS}
+    return {"index": _index(), **sections, "other": _other_page()}
 
 
 def anchor(option: Option) -> str:
@@ -69,7 +66,7 @@ def anchor(option: Option) -> str:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Every function under arguments/rules that reads flags."""
+    """Return every function under arguments/rules that reads flags."""
     found = []
     for path in sorted((ROOT / "arguments" / "rules").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -94,17 +91,12 @@ def _fields(text: str) -> list[str]:
 
 
 def _messages(node: ast.FunctionDef) -> Iterator[str]:
-    """The texts that a rule can print: strings of more than four words, with flags and values filled in by name."""
+    """Yield the texts that a rule can print: strings of more than four words, flags and values filled in by name."""
     docstring = ast.get_docstring(node, clean=False)
-    inside = {
-        id(part)
-        for child in ast.walk(node)
-        if isinstance(child, ast.JoinedStr)
-        for part in ast.walk(child)
-        if part is not child
-    }
+    f_strings = [child for child in ast.walk(node) if isinstance(child, ast.JoinedStr)]
+    parts = {id(part) for f_string in f_strings for part in ast.walk(f_string) if part is not f_string}
     for child in ast.walk(node):
-        if id(child) in inside or not isinstance(child, ast.JoinedStr | ast.Constant):
+        if id(child) in parts or not isinstance(child, ast.JoinedStr | ast.Constant):
             continue
         if isinstance(child, ast.JoinedStr):
             text = "".join(map(_part, child.values))
@@ -120,7 +112,7 @@ def _shown(field: re.Match) -> str:
 
 
 def _part(part: ast.expr) -> str:
-    """One piece of an f-string: text as it is, a flag by its spelling, any other value as dots."""
+    """Return one part of an f-string: text as it is, a flag by its spelling, any other value as dots."""
     if isinstance(part, ast.Constant):
         return str(part.value)
     constants = [child.value for child in ast.walk(part) if isinstance(child, ast.Constant) and child.value in OPTIONS]
@@ -133,12 +125,8 @@ def _code(text: object) -> str:
 
 @cache
 def _usage() -> dict[str, str]:
-    """First spelling of every flag -> its line in the help text: all spellings and what follows them."""
+    """Return the line of the help text by a flag's first spelling: all spellings and what follows them."""
     return {line.split()[0].rstrip(","): line.strip() for line in help_lines(width=10**6) if line.startswith("    --")}
-
-
-def _choices(option: Option) -> str:
-    return ", ".join(_code(choice) for choice in option.choices or ())
 
 
 def _default(option: Option) -> str:
@@ -158,7 +146,7 @@ def status(option: Option) -> tuple[str, str]:
 
 
 def _value_notes(option: Option) -> Iterator[str]:
-    """Single values that are rejected although the flag acts, and what the flag needs to have an effect."""
+    """Yield the values that are rejected although the flag acts, and what the flag needs to have an effect."""
     dest = option.dest
     feature = flag_status.NOT_IMPLEMENTED.get(dest)
     if feature is not None and feature.values is not None:
@@ -181,8 +169,7 @@ def _needed(parent: str) -> str:
 
 def _section_page(section: str, cls: type) -> str:
     docs, heading = field_docs(section), ""
-    title = page_titles()[section]
-    lines = [f"# {title} flags", "", (cls.__doc__ or "").strip(), ""]
+    lines = [f"# {page_titles()[section]} flags", "", (cls.__doc__ or "").strip(), ""]
     for option in OPTIONS.values():
         if option.section != section or option.hidden:
             continue
@@ -206,7 +193,7 @@ def _entry(option: Option, text: str) -> Iterator[str]:
     yield f"- Write: {_code(_usage()[option.spellings[0]])}; field `{option.dest}`"
     yield f"- Default: {_default(option)}"
     if option.choices:
-        yield f"- Choices: {_choices(option)}"
+        yield f"- Choices: {', '.join(map(_code, option.choices))}"
     yield f"- Status: {kind}{f' ({reason})' if reason else ''}"
     yield from (f"- {note}" for note in _value_notes(option))
     mentioned = [rule for rule in rules() if option.dest in rule.dests]
@@ -232,9 +219,7 @@ def _escaped(message: str) -> str:
 
 
 def _index() -> str:
-    counts = {}
-    for option in OPTIONS.values():
-        counts[status(option)[0]] = counts.get(status(option)[0], 0) + 1
+    counts = Counter(status(option)[0] for option in OPTIONS.values())
     lines = [
         "# Flag reference",
         "",
@@ -256,9 +241,8 @@ def _index() -> str:
             if option.section == section and not option.hidden:
                 meaning = _meaning(option, docs[option.dest][1]).partition(". ")[0].rstrip(".").replace("|", "\\|")
                 link = f"[`{option.spellings[0]}`]({section}.md#{anchor(option)})"
-                lines.append(
-                    f"| {link} | {_default(option).replace('|', chr(92) + '|')} | {status(option)[0]} | {meaning} |"
-                )
+                default = _default(option).replace("|", "\\|")
+                lines.append(f"| {link} | {default} | {status(option)[0]} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 

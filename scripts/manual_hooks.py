@@ -17,7 +17,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts import flag_reference  # noqa: E402 - MkDocs imports this file from anywhere
+from scripts import flag_reference
 
 RECORDS = {
     f"scripts/bench_results/{path.name}": f"records/{path.name}"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from moe_trainer.exit_codes import ExitCode  # noqa: E402
+from moe_trainer.exit_codes import ExitCode
 
 DOCUMENT_CHARACTERS = 8000
 LEAST_CHARACTERS = 500_000

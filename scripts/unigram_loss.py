@@ -14,9 +14,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_trainer.data.index_build import parse_split, split_range  # noqa: E402 - this checkout's
-from moe_trainer.data.indexed import IndexedDataset  # noqa: E402
-from moe_trainer.exit_codes import ExitCode  # noqa: E402
+from moe_trainer.data.index_build import parse_split, split_range
+from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.exit_codes import ExitCode
 
 
 def split_tokens(dataset: IndexedDataset, begin: int, end: int) -> np.ndarray:
