@@ -163,12 +163,11 @@ def parity() -> Iterator[tuple[str, Check]]:
 
     from scripts.bench_gpu import COMMON
 
-    sizes = (
-        "--seq-length 64 --max-position-embeddings 64 --adam-eps 1e-5 --lr 1e-3 --train-iters 3 --lr-warmup-fraction 0"
-    )
+    sizes = "--seq-length 64 --max-position-embeddings 64 --adam-eps 1e-5 --lr 1e-3 --train-iters 3"
 
     def check(preset: str) -> str:
-        argv = [word for word in f"--preset {preset} {COMMON} {sizes}".split() if word != "--bf16"]
+        flags = f"--preset {preset} {COMMON.removeprefix('--bf16 ')} {sizes} --lr-warmup-fraction 0"
+        argv = flags.split()
         return assert_close(train(argv, "cpu"), train(argv), NEAR)
 
     for file in sorted((ROOT / "model_zoo").glob("*_tiny.yaml")):
@@ -412,11 +411,9 @@ def shape_argv(shape: str) -> list[str]:
     """
     from scripts import bench_gpu
 
-    return (
-        bench_gpu.command_line(shape, 64, True, "--triton-kernels none")
-        if is_emulated()
-        else bench_gpu.command_line(shape, bench_gpu.SEQ, False, "")
-    )
+    if is_emulated():
+        return bench_gpu.command_line(shape, 64, True, "--triton-kernels none")
+    return bench_gpu.command_line(shape, bench_gpu.SEQ, False, "")
 
 
 def benchmark() -> Iterator[tuple[str, Check]]:
@@ -455,15 +452,10 @@ def profile() -> Iterator[tuple[str, Check]]:
             if is_emulated():
                 raise NotMeasuredError("an emulated device records no kernels; the trace was written")
             raise AssertionError(f"{path.name} contains no kernels")
-        return CheckResult(
-            f"the GPU was idle for {idle_us / total_us:.0%} of {total_us / 1e3:.1f} ms; the largest gap is "
-            f"{gaps[0].microseconds:.0f} us",
-            [
-                "| us | after | before | cause |",
-                "|---:|---|---|---|",
-                *(f"| {gap.microseconds:.0f} | {gap.after[:60]} | {gap.before[:60]} | {gap.cause} |" for gap in gaps),
-            ],
-        )
+        detail = f"the GPU was idle for {idle_us / total_us:.0%} of {total_us / 1e3:.1f} ms; the largest gap is "
+        rows = [f"| {gap.microseconds:.0f} | {gap.after[:60]} | {gap.before[:60]} | {gap.cause} |" for gap in gaps]
+        table = ["| us | after | before | cause |", "|---:|---|---|---|", *rows]
+        return CheckResult(f"{detail}{gaps[0].microseconds:.0f} us", table)
 
     for shape in bench_gpu.SHAPES:
         yield f"{shape}, a step", lambda shape=shape: check(shape)
@@ -478,19 +470,8 @@ def profile_step(argv: list[str], folder: Path) -> Path:
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 
-    flags = [
-        "--profile",
-        "--profile-ranks",
-        "0",
-        "--use-pytorch-profiler",
-        "--profile-step-start",
-        "3",
-        "--profile-step-end",
-        "4",
-        "--tensorboard-dir",
-        str(folder),
-    ]
-    args = parse_args([*argv, *flags], 1)
+    flags = "--profile --profile-ranks 0 --use-pytorch-profiler --profile-step-start 3 --profile-step-end 4"
+    args = parse_args([*argv, *flags.split(), "--tensorboard-dir", str(folder)], 1)
     run = make_run(args, 0, ParallelState.single(), 4, device="cuda")
     state, profiler = TrainState(), Profiler(args.output, 0)
     path = None

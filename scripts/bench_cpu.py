@@ -36,6 +36,7 @@ import json
 import multiprocessing
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -45,28 +46,31 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.exit_codes import ExitCode
 from scripts import bench_common
 from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers
 
+GEMM_SIZE = 2048
+LARGE_ROUNDS = 3  # of a model that is too large to run together with others
+REQUIRED = ("moe-trainer", "gemm")
+IMPLEMENTATIONS = ("grouped_mm", "eager")
+
 
 def memory_mb() -> float:
-    """Resident memory now."""
+    """Return the resident memory now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def peak_memory_mb() -> float:
-    import resource
-
+    """Return the largest resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def build_gemm(model: Model, dtype: str):
-    """The machine's GEMM rate: a step is one square GEMM; the caller divides."""
+    """Return a step that is one square GEMM, and a description."""
     import torch
 
     gemm = bench_common.make_square_gemm({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], GEMM_SIZE)
@@ -78,25 +82,14 @@ def build_gemm(model: Model, dtype: str):
     return step, f"{GEMM_SIZE} x {GEMM_SIZE} x {GEMM_SIZE}"
 
 
-GEMM_SIZE = 2048
-LARGE_ROUNDS = 3  # of a model too large for many
-REQUIRED = ("moe-trainer", "gemm")
-IMPLEMENTATIONS = ("grouped_mm", "eager")
-
-
 def builders(dtype: str) -> dict:
-    """Contenders by name; each value builds a step. transformers appears once for each way to run its experts."""
+    """Return by contender the function that builds its step; transformers for each way to compute its experts."""
     found = {"moe-trainer": build_ours}
-    if importlib.util.find_spec("transformers"):
-        for implementation in IMPLEMENTATIONS:
-            found[f"transformers/{implementation}"] = functools.partial(
-                build_transformers, implementation=implementation
-            )
-            found[f"transformers, default malloc/{implementation}"] = found[f"transformers/{implementation}"]
-            if dtype == "bf16":
-                found[f"transformers, autocast/{implementation}"] = functools.partial(
-                    build_transformers, implementation=implementation, autocast=True
-                )
+    for implementation in IMPLEMENTATIONS if importlib.util.find_spec("transformers") else ():
+        build = functools.partial(build_transformers, implementation=implementation)
+        found[f"transformers/{implementation}"] = found[f"transformers, default malloc/{implementation}"] = build
+        if dtype == "bf16":
+            found[f"transformers, autocast/{implementation}"] = functools.partial(build, autocast=True)
     if dtype == "bf16" and importlib.util.find_spec("torchtitan"):
         found["torchtitan"] = build_torchtitan
     return {**found, "gemm": build_gemm}
@@ -113,15 +106,15 @@ class Failure:
     reason: str
 
 
-def contender(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
-    """A process of its own: answers each number n with (seconds of n steps, last loss), or with a Failure."""
+def contender_process(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
+    """Answer each number n with (seconds of n steps, last loss) or with a Failure. The main function of a process."""
     try:
-        take_turns(pipe, name, build, model, dtype, threads)
+        run_contender(pipe, name, build, model, dtype, threads)
     except Exception as error:
         pipe.send(Failure(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
 
 
-def take_turns(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
+def run_contender(pipe: Connection, name: str, build: Callable, model: Model, dtype: str, threads: int) -> None:
     """Build, report what was built, and train steps on request."""
     import torch
 
@@ -154,16 +147,18 @@ class Contender:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._limit = limit
-        self._process = context.Process(target=contender, args=(there, name, build, model, dtype, threads), daemon=True)
+        self._process = context.Process(
+            target=contender_process, args=(there, name, build, model, dtype, threads), daemon=True
+        )
         self._process.start()
         there.close()  # so that the end of the process is the end of the pipe
         self.figures: dict = {"seconds": []}
 
     def _answer(self) -> Any:
+        answer = Failure(f"no answer within {self._limit:.0f} s")
         try:
-            answer = (
-                self._pipe.recv() if self._pipe.poll(self._limit) else Failure(f"no answer within {self._limit:.0f} s")
-            )
+            if self._pipe.poll(self._limit):
+                answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(10)
             answer = Failure(f"its process ended with exit code {self._process.exitcode}")
@@ -247,24 +242,18 @@ class Race:
         for number, name in enumerate(self.found):
             self.begin(name)
             if number == 0:
-                say(
-                    f"{len(self.found)} contenders warm up one after the other: about "
-                    f"{len(self.found) * (time.perf_counter() - begun) / 60:.0f} min"
-                )
+                minutes = len(self.found) * (time.perf_counter() - begun) / 60
+                say(f"{len(self.found)} contenders warm up one after the other: about {minutes:.0f} min")
         best: dict[str, tuple[float, str]] = {}
         for name in list(self.running):
-            trials = [
-                seconds for _ in range(3) if name in self.running and (seconds := self.turn(name, steps)) is not None
-            ]
+            trials = [self.turn(name, steps) for _ in range(3) if name in self.running]
             if name in self.running:
                 best[family(name)] = min(best.get(family(name), (float("inf"), name)), (min(trials), name))
         for name in [name for name in self.running if best[family(name)][1] != name]:
             self.leave(name)
             self.results.pop(name, None)
-        say(
-            f"{rounds} rounds of {steps} steps each: about "
-            f"{rounds * steps * sum(seconds for seconds, _ in best.values()) / 60:.1f} min"
-        )
+        minutes = rounds * steps * sum(seconds for seconds, _ in best.values()) / 60
+        say(f"{rounds} rounds of {steps} steps each: about {minutes:.1f} min")
         order = list(self.running)
         for number in range(rounds):
             for name in order if number % 2 == 0 else reversed(order):
@@ -287,19 +276,13 @@ class Race:
             if name in self.running:
                 self.leave(name)
             if number == 0:
-                say(
-                    f"{len(names)} contenders one after the other: about "
-                    f"{len(names) * (time.perf_counter() - begun) / 60:.0f} min"
-                )
+                minutes = len(names) * (time.perf_counter() - begun) / 60
+                say(f"{len(names)} contenders one after the other: about {minutes:.0f} min")
         self.leave("gemm")
-        best: dict[str, str] = {}
-        for name, result in self.results.items():
-            other = best.get(family(name))
-            if other is None or statistics.median(result["seconds"]) < statistics.median(
-                self.results[other]["seconds"]
-            ):
-                best[family(name)] = name
-        self.results = {name: self.results[name] for name in best.values()}
+        best: dict[str, str] = {}  # the later of two entries of a family wins, so the slowest come first
+        for name in sorted(self.results, key=lambda name: -statistics.median(self.results[name]["seconds"])):
+            best[family(name)] = name
+        self.results = {name: result for name, result in self.results.items() if best[family(name)] == name}
 
     def close(self) -> None:
         """End the processes that still run."""
@@ -314,9 +297,8 @@ def say(text: str) -> None:
 
 def race(model: Model, dtype: str, found: Mapping[str, Callable], options: argparse.Namespace) -> dict:
     """All contenders of one model and dtype. Returns: name -> figures, or the reason why there are none ("absent")."""
-    names = [
-        name for name in found if name in REQUIRED or options.contenders is None or family(name) in options.contenders
-    ]
+    wanted = {family(name) for name in found} if options.contenders is None else {*REQUIRED, *options.contenders}
+    names = [name for name in found if family(name) in wanted]
     if not model.together:
         names = [name for name in names if "default malloc" not in name and "autocast" not in name]
 
@@ -349,11 +331,8 @@ def race(model: Model, dtype: str, found: Mapping[str, Callable], options: argpa
 
 
 def table(figures: dict) -> str:
-    lines = [
-        "| model | dtype | | tokens/s | ours is faster by | ms per step (best round) | peak memory MB | share of GEMM "
-        "rate |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = "| model | dtype | | tokens/s | ours is faster by | ms per step (best round) | peak memory MB |"
+    lines = [f"{columns} share of GEMM rate |", f"|{'---|' * 8}"]
     for model, by_dtype in figures.items():
         for dtype, results in by_dtype.items():
             ours = results["moe-trainer"]["tokens_per_s"]
@@ -366,8 +345,8 @@ def table(figures: dict) -> str:
                     ratio = "" if name == "moe-trainer" else f"{ours / r['tokens_per_s']:.2f} x"
                     lines.append(
                         f"| {model} | {dtype} | {name} ({r['what']}) | {r['tokens_per_s']:,} | {ratio} | "
-                        f"{r['ms_per_step']:,} "
-                        f"({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | {r['share_of_gemm_rate']:.0%} |"
+                        f"{r['ms_per_step']:,} ({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | "
+                        f"{r['share_of_gemm_rate']:.0%} |"
                     )
     return "\n".join(lines)
 
@@ -388,21 +367,16 @@ def versions() -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_common.make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["small"], choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="steps of each contender per round; of a large model one")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument(
-        "--contenders",
-        nargs="+",
-        metavar="NAME",
-        help="to compare with moe-trainer, by the first words of the table's rows; default: all",
-    )
-    parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds after which a contender that does not answer is left out"
-    )
+    text = "to compare with moe-trainer, by the first words of the table's rows; default: all"
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=text)
+    text = "seconds after which a contender that does not answer is left out"
+    parser.add_argument("--limit", type=float, default=300.0, help=text)
     parser.add_argument("--write", action="store_true", help="record the result in scripts/bench_results/")
     options = parser.parse_args()
     for library in ("transformers", "torchtitan"):
@@ -436,16 +410,13 @@ def keep(name: str, figures: dict, options: argparse.Namespace) -> None:
     file = "cpu" if name == "small" else f"cpu_{name}"
     bench_common.write_result(f"{file}.json", json.dumps(record, indent=1))
     found = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
-    rounds = (
-        f"{options.rounds} alternating rounds of {options.steps} steps"
-        if together
-        else f"{LARGE_ROUNDS} steps, one contender after another"
-    )
+    rounds = f"{LARGE_ROUNDS} steps, one contender after another"
+    if together:
+        rounds = f"{options.rounds} alternating rounds of {options.steps} steps"
     head = (
         f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {options.threads} threads, {found}; "
-        f"median of {rounds}; load average "
-        f"{os.getloadavg()[0]:.0f} (the benchmark alone: about {options.threads}). What is measured: see "
-        "scripts/bench_cpu.py.\n\n"
+        f"median of {rounds}; load average {os.getloadavg()[0]:.0f} (the benchmark alone: about {options.threads}). "
+        "What is measured: see scripts/bench_cpu.py.\n\n"
     )
     bench_common.write_result(f"{file}.md", head + table({name: figures}))
 

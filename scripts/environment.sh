@@ -5,7 +5,7 @@
 #   download_wheel PACKAGE                 its wheel, into the environment's folder wheels
 #
 # The environment is .venv in the checkout, or $MOE_TRAINER_VENV. If the python in use has a CUDA build of torch 2.11 or
-# newer, the environment is laid over it and that torch is kept; otherwise the versions of constraints.txt are installed.
+# newer, the environment uses that torch; otherwise the versions of constraints.txt are installed.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -26,7 +26,7 @@ find_python() {
        install one or set PYTHON=/path/to/python"
 }
 
-# Prints the folder of a usable CUDA torch of this python, or nothing.
+# Print the folder of a usable CUDA torch of this python, or nothing.
 cuda_torch_folder() {
     "$1" - 2>/dev/null <<'EOF'
 import pathlib, torch
@@ -46,7 +46,7 @@ run_pip() {
     fi
 }
 
-# The wheel of one package in the environment's folder wheels, not installed.
+# Download the wheel of one package into the folder wheels of the environment, without installing it.
 download_wheel() {
     local version
     version=$(sed -n "s/^$1==//p" "$venv/constraints.txt")
@@ -61,7 +61,7 @@ make_environment() {
     venv=${MOE_TRAINER_VENV:-$ROOT/.venv}
     PYTHON_BIN=$venv/bin/python
     python=$(find_python) || exit 1
-    # (the checkout too: it is installed editable, and another one's code would be what runs)
+    # The checkout is part of the stamp: it is installed editable, so the code of another checkout would run.
     stamp="$("$python" --version) $ROOT $* $(cd "$ROOT" && cksum setup.py constraints.txt scripts/environment.sh)"
     if [ -x "$PYTHON_BIN" ] && [ "$(cat "$venv/installed-$kind" 2>/dev/null)" = "$stamp" ]; then
         echo "environment: $venv is up to date"
@@ -77,7 +77,7 @@ make_environment() {
     fi
     if [ -n "$torch_folder" ]; then
         echo "environment: keeping the CUDA torch in $torch_folder"
-        # A python that is itself an environment does not hand its packages down; a path file does.
+        # --system-site-packages skips the packages of a python that is itself an environment; a path file adds them.
         packages=$("$PYTHON_BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         echo "$torch_folder" >"$packages/kept_torch.pth"
         grep -Ev '^(torch|numpy)[<>=]' "$ROOT/constraints.txt" >"$venv/constraints.txt"

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -90,9 +91,9 @@ def run_section(section: str, results: Path, skip: int, limit: int | None) -> No
             below = [] if isinstance(result, str) else result.below
         except NotMeasuredError as error:
             verdict, detail = NOT_MEASURED, str(error)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
             traceback.print_exc()
             verdict, detail = FAILED, f"{type(error).__name__}: {error}"
         write(**asdict(Line(section, name, verdict, " ".join(detail.split())[:600], time.monotonic() - start, below)))
@@ -102,25 +103,18 @@ def run_section(section: str, results: Path, skip: int, limit: int | None) -> No
 def supervise(section: str, folder: Path, timeout_s: float, limit: int | None, program: Path) -> Iterator[Line]:
     """Run a section in its own process, and in a new one after each line that ended it. Yields its lines."""
     results, log, num_done = folder / f"{section}.jsonl", folder / f"{section}.log", 0
-    path = os.environ.get("PYTHONPATH")  # relative entries: the sections run in the directory of the report
-    environment = os.environ | (
-        {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))} if path else {}
-    )
+    environment = dict(os.environ)
+    if path := environment.get("PYTHONPATH"):  # relative entries: the sections run in the directory of the report
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
     while True:
         results.unlink(missing_ok=True)
         results.touch()
         options = [] if limit is None else ["--most", str(limit)]
         command = [sys.executable, program, "--run-section", section, results.resolve(), num_done, *options]
         with log.open("a") as out:
-            process = subprocess.Popen(
-                list(map(str, command)),
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            command = list(map(str, command))
+            process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
         num_read, running, last_change, is_complete = 0, None, time.monotonic(), False
         try:
             while True:
@@ -141,11 +135,9 @@ def supervise(section: str, folder: Path, timeout_s: float, limit: int | None, p
         if is_complete:
             results.unlink()
             return
-        reason = (
-            f"took longer than {timeout_s:.0f} s (--time-limit)"
-            if is_late
-            else f"its process ended with {process.returncode}"
-        )
+        reason = f"its process ended with {process.returncode}"
+        if is_late:
+            reason = f"took longer than {timeout_s:.0f} s (--time-limit)"
         seconds = time.monotonic() - last_change
         yield Line(section, running or "between lines", FAILED, f"{reason}; see {log.name}", seconds)
         if running is None:
@@ -187,8 +179,8 @@ def report(lines: list[Line], head: dict[str, str]) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     for section, its_lines in by_section.items():
-        counts = [sum(line.verdict == verdict for line in its_lines) for verdict in (PASSED, FAILED, NOT_MEASURED)]
-        text.append(f"| {section} | {' | '.join(map(str, counts))} | {sum(line.seconds for line in its_lines):.0f} |")
+        counts, seconds = Counter(line.verdict for line in its_lines), sum(line.seconds for line in its_lines)
+        text.append(f"| {section} | {counts[PASSED]} | {counts[FAILED]} | {counts[NOT_MEASURED]} | {seconds:.0f} |")
     failed = [replace(line, name=f"{line.section}: {line.name}") for line in lines if line.verdict == FAILED]
     if failed:
         text += ["", "## Failures", "", *_table(failed)]
@@ -227,18 +219,11 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=DETAILS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="SECTION",
-        choices=SECTIONS,
-        default=list(SECTIONS),
-        help=f"sections to run: {', '.join(SECTIONS)} (default: all)",
-    )
+    text = f"sections to run: {', '.join(SECTIONS)} (default: all)"
+    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=SECTIONS, default=list(SECTIONS), help=text)
     parser.add_argument("--output", metavar="FOLDER", help="a directory that does not exist yet")
-    parser.add_argument(
-        "--time-limit", type=float, default=1800.0, metavar="SECONDS", help="of one line (default: %(default)g)"
-    )
+    text = "of one line (default: %(default)g)"
+    parser.add_argument("--time-limit", type=float, default=1800.0, metavar="SECONDS", help=text)
     parser.add_argument("--short", action="store_true", help="only the first line of every section except environment")
     options = parser.parse_args(argv)
     if options.output == "":
@@ -256,7 +241,6 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
         parser.error(f"--output {folder}: cannot create the directory ({error.strerror})")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no section outlives this process
     head, lines = get_provenance(), []
-    is_interrupted = False
     try:
         for section in dict.fromkeys(options.only):
             limit = 1 if options.short and section != "environment" else None
@@ -264,18 +248,15 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
                 lines.append(line)
                 print(f"{line.section}: {line.name}: {line.verdict}: {line.detail}", flush=True)
                 (folder / "report.md").write_text(report(lines, head))
-                (folder / "report.json").write_text(
-                    json.dumps({**head, "lines": [asdict(line) for line in lines]}, indent=1) + "\n"
-                )
+                record = {**head, "lines": [asdict(line) for line in lines]}
+                (folder / "report.json").write_text(json.dumps(record, indent=1) + "\n")
     except KeyboardInterrupt:
-        is_interrupted = True
         head["stopped"] = "by Ctrl-C, before all lines were checked"
     (folder / "report.md").write_text(report(lines, head))
-    counts = ", ".join(
-        f"{sum(line.verdict == verdict for line in lines)} {verdict}" for verdict in (PASSED, FAILED, NOT_MEASURED)
-    )
-    print(f"{counts}; {folder / 'report.md'}")
-    return 130 if is_interrupted else int(any(line.verdict == FAILED for line in lines))
+    counts = Counter(line.verdict for line in lines)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (PASSED, FAILED, NOT_MEASURED))
+    print(f"{summary}; {folder / 'report.md'}")
+    return 130 if "stopped" in head else int(counts[FAILED] > 0)
 
 
 def find_problem() -> str | None:
@@ -290,15 +271,12 @@ def find_problem() -> str | None:
 
     if torch.cuda.is_available():
         return None
-    reason = (
-        "this torch is built without CUDA"
-        if not torch.backends.cuda.is_built()
-        else "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
-    )
+    reason = "torch sees no device (driver, CUDA_VISIBLE_DEVICES)"
+    if not torch.backends.cuda.is_built():
+        reason = "this torch is built without CUDA"
     return (
         f"{reason}: a machine with NVIDIA GPUs of compute capability 8.0 or later is needed. For the emulated device, "
-        "run "
-        "in the checkout:\nEMULATED_CUDA=2 EMULATED_CUDA_LIBRARY=$(python tests/emulated_cuda/build.py) "
+        "run in the checkout:\nEMULATED_CUDA=2 EMULATED_CUDA_LIBRARY=$(python tests/emulated_cuda/build.py) "
         "PYTHONPATH=$PWD/tests/emulated_cuda/site TRITON_INTERPRET=1 python scripts/gpu_acceptance.py "
         "(docs/testing_without_gpu.md)"
     )

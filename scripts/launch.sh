@@ -5,8 +5,8 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MODEL=Mixtral-8x7B PP=2 EP=8 bash scripts/launch.sh     and NODE_RANK=1 on the other
 #   DRY_RUN=1 ...    print the command, validate and plan it; start nothing (exit code 2: wrong flags, 3: does not fit)
 #
-# The other variables stand in launch_flags.sh. SIGTERM and SIGUSR1 reach the ranks, which save; this script then ends with exit
-# code 75, and the same command resumes from there. Logs per rank, and the environment: OUTPUT_PATH/logs.
+# launch_flags.sh describes the other variables. SIGTERM and SIGUSR1 reach the ranks, which save; this script then exits with
+# code 75, and the same command resumes from there. OUTPUT_PATH/logs contains a log per rank and the environment.
 set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
@@ -28,7 +28,7 @@ if [ "$nodes" -gt 1 ]; then
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}
-# Here the first rank and the last one, which logs the iterations; every rank in its files.
+# The console shows the first rank and the last one, which logs the iterations; every rank has its log files.
 tee=0:3
 [ "$gpus" = 1 ] || tee=0:3,$((gpus - 1)):3
 command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --redirects 3 --tee "$tee"
@@ -49,8 +49,8 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
 print_environment >"$logs/environment.txt"
 "${command[@]}" &
 torchrun=$!
-# To the ranks, not to torchrun: that would give them 30 seconds and then kill them in the middle of a save.
-# Where there are no ranks yet (or no pkill) nothing can be saved, and torchrun is ended.
+# Signal the ranks, not torchrun, which would give them 30 seconds and then kill them during a save.
+# Without ranks (or pkill) nothing can be saved, and torchrun is terminated.
 trap 'pkill -USR1 -P "$torchrun" || kill -TERM "$torchrun"' USR1 TERM
 trap 'kill -INT "$torchrun"' INT
 code=0

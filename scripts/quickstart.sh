@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained, evaluated and saved Mixture-of-Experts model, in a few minutes on two CPU cores.
+# Install, then train, evaluate and save a Mixture-of-Experts model, in a few minutes on two CPU cores.
 #
 #   bash scripts/quickstart.sh                 text: the sources of this Python installation
 #   TEXT=my.txt bash scripts/quickstart.sh     text of your own (.txt or .jsonl)
@@ -12,7 +12,7 @@ case ${1:-} in
         exit 0
         ;;
 esac
-# Relative names are meant from where the command was typed.
+# Relative paths are relative to the directory of the caller.
 case ${TEXT:-} in '' | /*) ;; *) TEXT=$PWD/$TEXT ;; esac
 case ${RUN:-} in '' | /*) ;; *) RUN=$PWD/$RUN ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,7 +28,7 @@ mkdir -p "$run"
 started=$SECONDS
 
 echo "[2/5] text and tokenizer"
-# Index caches are found by name: those of another text must not stay.
+# Index caches are found by name, so those of another text must be removed.
 rm -rf "$run/data"
 "$PYTHON_BIN" scripts/quickstart_text.py "$run/data" --vocab-size "$vocab_size" ${TEXT:+--text "$TEXT"}
 
@@ -55,7 +55,7 @@ for n in 8 4 2 1; do
 done
 threads=$((cores / ranks > 0 ? cores / ranks : 1))
 
-# The training command, kept where it can be read, changed and run again.
+# The training command, in a file that can be read, changed and run again.
 cat >"$run/train.sh" <<EOF
 #!/usr/bin/env bash
 # Written by scripts/quickstart.sh; extra flags are appended and win.
@@ -75,7 +75,7 @@ device=CPU
 [ "$gpus" -eq 0 ] || device=GPU
 echo "[4/5] training mixtral_tiny on $ranks $device ranks"
 echo "  environment: $(sed -n 's/^export //p' "$run/train.sh" | tr '\n' ' ')"
-# An earlier run is kept: it may have been trained on since.
+# An earlier run is moved, not deleted: it may have been trained further.
 if [ -e "$run/checkpoints" ] || [ -e "$run/tensorboard" ]; then
     number=1
     while [ -e "$run/earlier-$number" ]; do number=$((number + 1)); done
@@ -94,7 +94,7 @@ bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" |
 status=${PIPESTATUS[0]}
 set -e
 if [ "$status" != 0 ]; then
-    # What the run itself said; the launcher's traceback about it is left out.
+    # The output of the run, without torchrun's traceback.
     sed '/^[EW][0-9]* .*torch.distributed/,$d' "$run/train.log" | tail -n 20 >&2
     fail "training failed; the full output is in $run/train.log"
 fi

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One rank, started by srun or torchrun: bind it to its part of the node, then become COMMAND (exec: signals must reach it).
+# Bind one rank, started by srun or torchrun, to its part of the node, then exec COMMAND, so that signals reach it.
 #
-#   bash rank.sh COMMAND...      BIND=none: no binding     BINDPCIE_PATH=FILE: leave the binding to this program
-#                                SYSFS=FOLDER: another place than /sys
+#   bash rank.sh COMMAND...      BIND=none: no binding     BINDPCIE_PATH=FILE: this program binds instead
+#                                SYSFS=FOLDER: instead of /sys
 set -euo pipefail
 sysfs=${SYSFS:-/sys}
 local_rank=${LOCAL_RANK:-${SLURM_LOCALID:-0}}
 ranks=${LOCAL_WORLD_SIZE:-${RANKS_PER_NODE:-1}}
 
-# The NUMA node of this rank's GPU; without one, an equal share of the NUMA nodes.
+# Print the NUMA node of this rank's GPU; without a GPU, distribute the ranks evenly over the NUMA nodes.
 numa_node() {
     local count bus node=-1
     count=$(find "$sysfs/devices/system/node" -maxdepth 1 -name 'node[0-9]*' 2>/dev/null | wc -l)
@@ -22,7 +22,7 @@ numa_node() {
     echo "$node"
 }
 
-# Which node this is, is known only here: in the variables and arguments that name it.
+# The node is known only here: replace $SLURM_NODEID in variables and arguments.
 node=${SLURM_NODEID:-${GROUP_RANK:-0}}
 # shellcheck disable=SC2016 # the name, not its value
 on_node() {
@@ -37,10 +37,10 @@ for argument; do
     case $argument in *SLURM_NODEID*) argument=$(on_node "$argument") ;; esac
     arguments+=("$argument")
 done
-# Compiled kernels stay on the node: a home folder on the network would have all ranks of all nodes write one cache.
+# Compiled kernels are cached on the node: in a home directory on the network all ranks would write one cache.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_cache_$(id -u)_$node}
 
-# NSYS_OUTPUT (of PROFILE=nsys): the ranks that --profile-ranks names run under nsys.
+# With NSYS_OUTPUT (set by PROFILE=nsys) the ranks of --profile-ranks run under nsys.
 profiler=()
 if [ -n "${NSYS_OUTPUT:-}" ]; then
     rank=${RANK:-${SLURM_PROCID:-0}} listed=0
@@ -67,7 +67,7 @@ if [ -n "${BINDPCIE_PATH:-}" ]; then
     bind=("$BINDPCIE_PATH")
 elif [ "${BIND:-auto}" != none ] && command -v numactl >/dev/null && node=$(numa_node); then
     bind=(numactl --cpunodebind="$node" --membind="$node")
-    # a node outside this job's share of the machine cannot be bound to
+    # binding fails if the NUMA node is not allocated to this job
     "${bind[@]}" true 2>/dev/null || bind=()
 fi
 echo "rank ${RANK:-${SLURM_PROCID:-0}} on $(hostname), local rank $local_rank: ${bind[*]:-no binding}, OMP_NUM_THREADS=$OMP_NUM_THREADS" >&2

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Submit a training job to SLURM, in the manner of the Megatron MoE model zoo:
+# Submit a training job to SLURM, with the variables of the Megatron MoE model zoo:
 #
 #   MODEL=DeepSeek-V3 TP=2 PP=8 EP=64 NNODES=128 PR=fp8 DISPATCHER=deepep A2A_OVERLAP=1 bash scripts/sbatch_train.sh --extra flags
-#   DRY_RUN=1 ...     print job and command, validate and plan them; submit nothing (exit code 2: wrong flags, 3: does not fit)
+#   DRY_RUN=1 ...     print, validate and plan the job; submit nothing (exit code 2: wrong flags, 3: does not fit)
 #
-#   CLUSTER=FILE      (or NAME: cluster_configs/benchmarking/NAME.conf) bash that sets what a site needs: ACCOUNT PARTITION RUN_TIME GPUS_PER_NODE OUTPUT_PATH CONTAINER_IMAGE
-#                     CONTAINER_MOUNTS MODULES SETUP (commands) PYTHON, and the arrays SBATCH_OPTIONS SRUN_OPTIONS ENVIRONMENT;
-#                     what the caller's environment sets wins
+#   CLUSTER=FILE      (or NAME: cluster_configs/benchmarking/NAME.conf) bash file with the settings of a cluster: ACCOUNT PARTITION
+#                     RUN_TIME GPUS_PER_NODE OUTPUT_PATH CONTAINER_IMAGE CONTAINER_MOUNTS MODULES SETUP (commands) PYTHON, and the
+#                     arrays SBATCH_OPTIONS SRUN_OPTIONS ENVIRONMENT; variables of the environment override them
 #   RUN_TIME=4:00:00  ACCOUNT= PARTITION= COMMENT= SEGMENT= GPUS_PER_NODE=8 (GB200_CLUSTER=1: 4)
-#   SIGNAL_SECONDS=120  how long before the time limit the run saves and is requeued (REQUEUE=0: not; MAX_REQUEUES=100)
-#   MAX_STALLED=2     a job ends when so many attempts running have left no newer checkpoint (0: never)
-#   ARRAY=N           N tasks one after the other, each going on where the one before stopped, instead of requeueing
+#   SIGNAL_SECONDS=120  before the time limit the run saves and is requeued (REQUEUE=0: not requeued; MAX_REQUEUES=100)
+#   MAX_STALLED=2     the job ends after so many consecutive attempts without a newer checkpoint (0: never)
+#   ARRAY=N           N consecutive tasks, each resuming from the one before, instead of requeueing
 #   DEPENDENCY=afterok:123   is passed to sbatch unchanged
-# The other variables stand in launch_flags.sh, the outcomes of a job in slurm_job.sh.
+# launch_flags.sh describes the other variables, slurm_job.sh the outcomes of a job.
 set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
@@ -44,10 +44,11 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
     mounts=$ROOT:$ROOT,$OUTPUT_PATH:$OUTPUT_PATH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
     srun_options+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$ROOT" --no-container-mount-home)
 fi
+# shellcheck disable=SC2153 # of the cluster file
 srun_options+=(${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"})
 
-# An array as text that bash reads back.
-written() {
+# Print an array as text that bash can read.
+print_array() {
     local name=$1
     shift
     printf '%s=(' "$name"
@@ -73,9 +74,9 @@ job_file() {
     printf 'REQUEUE=%q MAX_REQUEUES=%q MAX_STALLED=%q\n' "${REQUEUE:-1}" "${MAX_REQUEUES:-100}" "${MAX_STALLED:-2}"
     printf 'MODULES=%q SETUP=%q\n' "${MODULES:-}" "${SETUP:-}"
     printf 'export BIND=%q BINDPCIE_PATH=%q\n' "${BIND:-auto}" "${BINDPCIE_PATH:-}"
-    written EXPORTS "${EXPORTS[@]}"
-    written SRUN_OPTIONS ${srun_options[@]+"${srun_options[@]}"}
-    written FLAGS "${FLAGS[@]}"
+    print_array EXPORTS "${EXPORTS[@]}"
+    print_array SRUN_OPTIONS ${srun_options[@]+"${srun_options[@]}"}
+    print_array FLAGS "${FLAGS[@]}"
     # shellcheck disable=SC2016 # for the job to expand
     echo '. "$ROOT/scripts/slurm_job.sh"'
 }
@@ -95,7 +96,7 @@ job=$(mktemp "$OUTPUT_PATH/logs/job-XXXXXX")
 job_file >"$job"
 id=$(sbatch --parsable "$job") || {
     rm -f "$job"
-    fail "sbatch has not taken the job (its words are above); DRY_RUN=1 shows it"
+    fail "sbatch rejected the job (see its message above); DRY_RUN=1 prints the job"
 }
 mv "$job" "$OUTPUT_PATH/logs/job-${id%%;*}.sh"
 echo "submitted job ${id%%;*}: $OUTPUT_PATH/logs/job-${id%%;*}.sh"

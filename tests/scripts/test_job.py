@@ -108,7 +108,7 @@ def test_without_a_slurm_that_takes_it_nothing_is_left(tmp_path):
         "VALIDATE": "0",
         "PYTHON": sys.executable,
     }
-    for word in ("there is no sbatch here", "sbatch has not taken the job"):
+    for word in ("there is no sbatch here", "sbatch rejected the job"):
         for name in (
             "bash",
             "dirname",
@@ -155,7 +155,7 @@ def test_two_attempts_without_a_newer_checkpoint_end_the_job(tmp_path):
     assert job.attempt(3).returncode == 75 and job.requeued
     done = job.attempt(4)
     assert done.returncode == 1 and not job.requeued
-    assert "2 attempts running have left no newer checkpoint (newest iteration: 12)" in done.stdout
+    assert "2 consecutive attempts have saved no newer checkpoint (newest iteration: 12)" in done.stdout
 
 
 @pytest.mark.parametrize("flags", ["--save {}", "--save={}"])

@@ -340,7 +340,7 @@ def test_a_killed_rank_ends_the_job_with_its_words(cluster, tmp_path):
     os.kill(rank_1(tmp_path), signal.SIGKILL)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
     text = read_log(tmp_path, job)
-    assert "the last words of the ranks" in text and "pretrain_moe.py: rank 0" in text
+    assert "last lines of the ranks" in text and "pretrain_moe.py: rank 0" in text
     assert cluster.job(job, "Restarts") == "0"
 
 
@@ -423,7 +423,7 @@ def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
     cluster.wait("requeue 2", lambda: cluster.job(job, "Restarts") == "2", tmp_path)
     cluster.start_now(job, tmp_path)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
-    assert f"2 attempts running have left no newer checkpoint (newest iteration: {saved})" in read_log(tmp_path, job)
+    assert f"2 consecutive attempts have saved no newer checkpoint (newest iteration: {saved})" in read_log(tmp_path, job)
     assert cluster.job(job, "Restarts") == "2" and newest_checkpoint(tmp_path) == saved
 
 
