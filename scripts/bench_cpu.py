@@ -416,7 +416,7 @@ def keep(name: str, figures: dict, options: argparse.Namespace) -> None:
     head = (
         f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {options.threads} threads, {found}; "
         f"median of {rounds}; load average {os.getloadavg()[0]:.0f} (the benchmark alone: about {options.threads}). "
-        "What is measured: see scripts/bench_cpu.py.\n\n"
+        "Method: scripts/bench_cpu.py.\n\n"
     )
     bench_common.write_result(f"{file}.md", head + table({name: figures}))
 

@@ -186,8 +186,7 @@ def main() -> None:
     report = Report(
         "# Flags, start, tokens, checkpoints",
         "",
-        f"{machine}, median of {options.rounds} rounds, {load_line()} before the run. What is measured: see "
-        "scripts/bench_data.py.",
+        f"{machine}, median of {options.rounds} rounds, {load_line()} before the run. Method: scripts/bench_data.py.",
     )
     report.start_table("what", "", "")
     with tempfile.TemporaryDirectory() as folder:

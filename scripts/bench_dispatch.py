@@ -150,8 +150,8 @@ def main() -> None:
     report = Report(
         "# Dispatch over ranks",
         "",
-        f"{provenance_line()}, gloo, one thread a rank, {load_line()} before the run. See scripts/bench_dispatch.py "
-        "for what is measured.",
+        f"{provenance_line()}, gloo, one thread a rank, {load_line()} before the run. Method: "
+        "scripts/bench_dispatch.py.",
         "",
         f"One MoE layer, hidden {HIDDEN}, expert width {FFN} (gated), top-{TOPK}, fp32, forward and backward, median "
         f"of {options.steps} steps. Ratios: sent to EP 2 by all-to-all, CPU and wall to one rank with 8 experts.",

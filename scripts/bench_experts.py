@@ -65,8 +65,8 @@ def main() -> None:
     report = Report(
         "# Experts, forward and backward",
         "",
-        f"{provenance_line()}, {load_line()} (shares suffer under load; loop and grouped GEMM alternate). "
-        "See scripts/bench_experts.py.",
+        f"{provenance_line()}, {load_line()} (load lowers the shares; loop and grouped GEMM alternate). "
+        "Method: scripts/bench_experts.py.",
     )
     shape_columns = "tokens x hidden, ffn, experts/top-k", "rows per expert"
     report.start_table("threads", "dtype", *shape_columns, "loop ms (share)", "grouped ms (share)")

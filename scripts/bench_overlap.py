@@ -157,8 +157,8 @@ def main() -> None:
     report = Report(
         "# Communication that overlap hides",
         "",
-        f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited as said, median of {options.rounds} "
-        f"rounds, {load_line()} before the run. What is measured: see scripts/bench_overlap.py.",
+        f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited to the bandwidth of each row, "
+        f"median of {options.rounds} rounds, {load_line()} before the run. Method: scripts/bench_overlap.py.",
     )
     times = "free, ms", "throttled, ms", "exposed, ms", "exposed, ratio", "step throttled, ratio"
     report.start_table("case", "Mbit/s", "variant", *times)

@@ -107,7 +107,7 @@ def main() -> None:
         "# Loss of training in 8 and 4 bits",
         "",
         f"{provenance_line()}, {options.iterations} iterations of {BATCH} x {SEQ} bytes, {options.seeds} seed(s), mean "
-        f"of the last {LAST} iterations; gaps to bf16. See scripts/bench_precision.py.",
+        f"of the last {LAST} iterations; gaps to bf16. Method: scripts/bench_precision.py.",
     )
     report.start_table("recipe", "flags", "last iterations", "gap", "held out", "gap", "seconds an iteration")
     reference = None

@@ -110,8 +110,8 @@ def main() -> None:
         form, results = options.one
         measure(options.heads[0], options.lengths[0], form, options.loss[0], results)
         return
-    title = f"# Sparse attention, {TOPK} chosen keys of so many positions"
-    report = Report(title, "", f"{provenance_line()}, one thread, fp32. See scripts/bench_sparse_keys.py.")
+    title = f"# Sparse attention, {TOPK} selected keys per query"
+    report = Report(title, "", f"{provenance_line()}, one thread, fp32. Method: scripts/bench_sparse_keys.py.")
     times = "masked, s (forward + backward)", "gathered, s", "masked / gathered"
     memory = "masked, MiB", "gathered, MiB"
     report.start_table("positions", "heads", "indexer learns", *times, *memory, "apart by", "by itself")

@@ -104,8 +104,9 @@ def main() -> None:
     report = Report(
         "# Upcycling a dense model",
         "",
-        f"{provenance_line()}. See scripts/bench_upcycling.py. The dense model: {options.iterations * tokens:,} "
-        f"tokens; then {options.more * tokens:,} each, on the same text from its beginning.",
+        f"{provenance_line()}. Method: scripts/bench_upcycling.py. The dense model is trained on "
+        f"{options.iterations * tokens:,} tokens, then each model on {options.more * tokens:,} more, on the same "
+        "text from its beginning.",
     )
     columns = "model", "parameters", "active", "tokens/s", "validation loss: as upcycled", "trained on"
     report.start_table(*columns)

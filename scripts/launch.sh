@@ -11,7 +11,7 @@ set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
-help_asked "$@"
+print_help_if_asked "$@"
 read_variables
 flags_of_run "$@"
 nodes=${NNODES:-1}

@@ -1,47 +1,48 @@
 # shellcheck shell=bash
-# Sourced by launch.sh and sbatch_train.sh: from the model zoo's variables to the flags and the environment of a run.
+# Sourced by launch.sh and sbatch_train.sh: turns the variables of the model zoo into the flags and the environment of a run.
 #
 #   flags_of_run EXTRA_FLAGS...   sets FLAGS (the command line of pretrain_moe.py) and EXPORTS (NAME=VALUE), both arrays
-#   check_flags RANKS             ends the script with 2 where the flags are wrong, with 3 where a dry run's plan does not fit its device
+#   check_flags RANKS             exits with 2 if the flags are wrong, with 3 if the plan of a dry run does not fit its device
 #
-#   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file. For a model of the public zoo, what is
-#                    not set has the zoo's value (launch_defaults.txt)
-#   TRAINING_PARAMS_PATH   a YAML file in place of the preset; its ${VARIABLES} are those of this list
-#   TRAINING_PARAMS  flags, before the extra ones      TRAINING_SCRIPT_PATH   a program in place of pretrain_moe.py
+#   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file. For a model of the public zoo,
+#                    variables that are not set have the zoo's value (launch_defaults.txt)
+#   TRAINING_PARAMS_PATH   a YAML file instead of the preset; its ${VARIABLES} are those of this list
+#   TRAINING_PARAMS  flags, before the extra ones      TRAINING_SCRIPT_PATH   a program instead of pretrain_moe.py
 #   TP PP EP CP ETP  parallel sizes     VPP or LAYERS_PER_VP, PP_FIRST PP_LAST, LAYOUT   layers of the pipeline (false: not set)
 #   MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS      RECOMPUTE   full, or modules: "layernorm mlp moe_act"
 #   PR               bf16 | fp8 | mxfp8
 #   DISPATCHER       alltoall | allgather | deepep | hybridep; else MOE_TOKEN_DISPATCHER; else for the zoo's models deepep
 #                    (launch.sh: the zoo's MOE_TOKEN_DISPATCHER). MOE_GROUPED_GEMM=true
 #   A2A_OVERLAP=1 OPTIMIZER_OFFLOAD=1 PROFILE=torch|nsys
-#   OUTPUT_PATH      checkpoints, tensorboard and logs go here (runs/RUN_NAME, runs/MODEL)
+#   OUTPUT_PATH      directory of checkpoints, tensorboard and logs (runs/RUN_NAME, runs/MODEL)
 #   DATA_PATH        "PREFIX" or "0.7 A 0.3 B"; mock, or unset and no flag of data among the extra ones: mock data
-#   DATASET          a name for DATA_PATHS["DATASET:MODEL"] or DATA_PATHS[DATASET] of the cluster file, where DATA_PATH is not set
+#   DATASET          a name for DATA_PATHS["DATASET:MODEL"] or DATA_PATHS[DATASET] of the cluster file, if DATA_PATH is not set
 #   TOKENIZER_MODEL, TOKENIZER_TYPE (HuggingFaceTokenizer)
-#   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   start afresh whatever is under OUTPUT_PATH
+#   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   do not resume from checkpoints in OUTPUT_PATH
 #   RUN_NAME COMMENT WANDB_PROJECT WANDB_MODE WANDB_API_KEY   with a key (or WANDB_MODE=offline) the run is logged to Weights & Biases
-#   HARDWARE         what a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
+#   HARDWARE         the device that a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
 #   GB200_CLUSTER=1  4 GPUs per node, NVLINK_DOMAIN_SIZE=72, HARDWARE=gb200
 #   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file. $SLURM_NODEID in a value is replaced on the node
-#   DRY_RUN=1 opens data, tokenizer, weights and output folder too where any is named, and the job has no container (CHECK_FILES=0: not)
-# Extra flags come last and win. A variable that is not set leaves the preset's value.
+#   DRY_RUN=1        also opens data, tokenizer, weights and output folder if any is given and the job has no container
+#                    (CHECK_FILES=0: does not)
+# Extra flags come last and override the others. A variable that is not set leaves the preset's value.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# Whatever the caller's environment sets of these wins over the cluster file, and that over the zoo's defaults.
+# The caller's environment overrides the cluster file, which overrides the zoo's defaults.
 VARIABLES="ACCOUNT PARTITION RUN_TIME OUTPUT_PATH DATA_PATH DATASET TOKENIZER_MODEL TOKENIZER_TYPE LOAD_PATH CONTAINER_IMAGE CONTAINER_MOUNTS
 GPUS_PER_NODE NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES MAX_STALLED REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH
 GB200_CLUSTER NVLINK_DOMAIN_SIZE GRES RUN_NAME WANDB_PROJECT WANDB_MODE PROFILE PR DISPATCHER MOE_TOKEN_DISPATCHER MOE_GROUPED_GEMM PRETRAIN
 A2A_OVERLAP OPTIMIZER_OFFLOAD TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST LAYOUT MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS RECOMPUTE
 TRAINING_PARAMS TRAINING_PARAMS_PATH TRAINING_SCRIPT_PATH"
 NOTES=()
-declare -A ZOO=() DEFAULTS=() # the zoo's values for MODEL; those of them that are in use
+declare -A ZOO=() DEFAULTS=() # the zoo's values for MODEL; those that are in use
 
 fail() {
     echo "error: $*" >&2
     exit 2
 }
 
-# Take over the zoo's defaults of MODEL and the cluster file, each below what the caller has set.
+# Read the zoo's defaults of MODEL and the cluster file.
 read_variables() {
     local name file
     local -A typed=()
@@ -64,7 +65,7 @@ read_variables() {
     for name in VPP LAYERS_PER_VP PP_FIRST PP_LAST LAYOUT SEGMENT LOAD_PATH; do
         [ "${!name:-}" != false ] || printf -v "$name" %s ""
     done
-    positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN MAX_POSITIONS NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
+    check_positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN MAX_POSITIONS NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
     if [ "${GB200_CLUSTER:-0}" = 1 ]; then
         HARDWARE=${HARDWARE:-gb200} NVLINK_DOMAIN_SIZE=${NVLINK_DOMAIN_SIZE:-72} GPUS_PER_NODE=${GPUS_PER_NODE:-4}
     fi
@@ -74,7 +75,7 @@ read_variables() {
     done
 }
 
-# CLUSTER is a file, or the name of one where the zoo keeps them.
+# Print the path of CLUSTER: a file, or the name of one in the folders of the zoo.
 cluster_file() {
     local folder
     if [ -f "$CLUSTER" ]; then
@@ -89,7 +90,7 @@ cluster_file() {
     fail "CLUSTER=$CLUSTER: there is no such file, and no $CLUSTER.conf in cluster_configs/benchmarking or cluster_configs, here or in $ROOT"
 }
 
-# One spelling of MODEL: a word in lower case.
+# Print the canonical spelling of MODEL, as the files of model_zoo/ are named.
 model_key() {
     local key=${MODEL##*/}
     key=${key%.yaml} key=${key,,}
@@ -127,8 +128,8 @@ data_of_cluster() {
         fail "DATASET=$DATASET: neither DATA_PATH nor DATA_PATHS[$DATASET:$MODEL] of a cluster file (CLUSTER=FILE) says where it is"
 }
 
-# The description in the head of the script that is run.
-help_asked() {
+# With --help: print the comment at the top of the running script, and the variables.
+print_help_if_asked() {
     case ${1:-} in
         -h | --help)
             sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
@@ -138,11 +139,11 @@ help_asked() {
     esac
 }
 
-# A variable that counts something.
-positive() {
+# Check that the values of variables are positive integers.
+check_positive() {
     local name
     for name; do
-        [[ ${!name:-1} =~ ^[1-9][0-9]{0,14}$ ]] || fail "$name=${!name}: a whole number above 0 is needed"
+        [[ ${!name:-1} =~ ^[1-9][0-9]{0,14}$ ]] || fail "$name=${!name}: a positive integer is needed"
     done
 }
 
@@ -156,7 +157,7 @@ find_run_python() {
     fi
 }
 
-# add VARIABLE FLAG: the flag with the variable's value, where it is set
+# add VARIABLE FLAG: add the flag with the value of the variable, if it is set
 add() {
     [ -z "${!1:-}" ] || FLAGS+=("$2" "${!1}")
 }
@@ -179,7 +180,7 @@ given() {
     return 1
 }
 
-# A layout where the layers do not divide, or where overlap needs chunks and none are set.
+# Print a layout if the layers do not divide evenly, or if overlap needs chunks and none are set.
 own_layout() {
     local options=(--pp "$PP")
     [ -z "${VPP:-}" ] || options+=(--vpp "$VPP")
@@ -187,7 +188,7 @@ own_layout() {
     "$(find_run_python)" "$ROOT/scripts/pipeline_layout.py" "${options[@]}" -- --preset "$RECIPE" ${NUM_LAYERS:+--num-layers "$NUM_LAYERS"} "$@"
 }
 
-# The zoo's VPP, PP_FIRST and PP_LAST go with its PP and NUM_LAYERS.
+# Drop the zoo's VPP, PP_FIRST and PP_LAST unless PP and NUM_LAYERS are the zoo's too.
 fit_default_stages() {
     local layers=${NUM_LAYERS:-} inner
     if [ "${PP:-}" != "${ZOO[PP]:-}" ] || [ -z "${DEFAULTS[NUM_LAYERS]:-}" ]; then drop_defaults VPP PP_FIRST PP_LAST; fi
@@ -200,7 +201,7 @@ fit_default_stages() {
             drop_defaults PP_FIRST PP_LAST
         fi
     fi
-    # what counts embedding and loss as layers is no --num-layers
+    # the zoo's NUM_LAYERS may count embedding and loss, so it is not a value of --num-layers
     drop_defaults NUM_LAYERS
 }
 
@@ -211,7 +212,7 @@ drop_defaults() {
     done
 }
 
-# Which layers are on which stage. A layout determines it, for the variables too.
+# Add the flags that distribute layers over stages. A layout overrides the variables.
 stage_flags() {
     local words=(${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@") name layout=
     if [ -n "${LAYOUT:-}" ] || given --pipeline-model-parallel-layout "${words[@]}"; then
@@ -320,12 +321,12 @@ expert_flags() {
     esac
 }
 
-# Do the words, or the recipe file, say where the data is?
+# Whether the words or the recipe file name the data.
 names_data() {
     given '--data-path|--train-data-path|--data-args-path|--per-split-data-args-path|--mock-data' ${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@"
 }
 
-# With a key of Weights & Biases, or where WANDB_MODE is set. Without: no project.
+# Log to Weights & Biases if WANDB_API_KEY or WANDB_MODE is set.
 decide_wandb() {
     local mode=${WANDB_MODE:-disabled}
     [ -z "${WANDB_API_KEY:-}" ] || mode=${WANDB_MODE:-online}
@@ -375,8 +376,8 @@ output_flags() {
     esac
 }
 
-# The flags of a preset or recipe file, a line each: "--flag: value", whichever of its two tables holds them (--flag in MODEL_ARGS, a name
-# with underscores in ARGS).
+# Print the flags of a preset or recipe file, one "--flag: value" per line, from both tables (--flag in MODEL_ARGS, a name with
+# underscores in ARGS).
 recipe_lines() {
     [ -f "$1" ] || return 0
     awk '
@@ -389,7 +390,7 @@ recipe_lines() {
         }' "$1"
 }
 
-# recipe_value FLAG: its value in the preset or recipe file; 0: none
+# recipe_value FLAG: print its value in the preset or recipe file, 0 if it has none
 recipe_value() {
     local value
     value=$(recipe_lines "$RECIPE_FILE" | sed -n "s/^$1: *\([^ #]*\).*/\1/p" | tail -n 1)
@@ -397,7 +398,7 @@ recipe_value() {
     echo "${value:-0}"
 }
 
-# Which recipe, and for a file: the variables that it names are exported, and RECIPE_FLAGS are the flags that it then sets.
+# Set RECIPE, RECIPE_FILE (the preset's file, or RECIPE) and an empty RECIPE_FLAGS.
 find_recipe() {
     RECIPE=${TRAINING_PARAMS_PATH:-$MODEL} RECIPE_FLAGS=()
     RECIPE_FILE=$RECIPE
@@ -413,7 +414,7 @@ find_recipe() {
     RECIPE_FILE=$RECIPE
 }
 
-# A recipe file's variables, from the launcher's.
+# Export the launcher's variables that a recipe file uses, and set RECIPE_FLAGS to the flags that it then sets.
 export_recipe_variables() {
     case $RECIPE in */*) ;; *) return 0 ;; esac
     local name flag value
@@ -437,12 +438,12 @@ export_recipe_variables() {
     done < <(recipe_lines "$RECIPE")
 }
 
-# What LAYERS_PER_VP is for VPP, for a recipe file that needs it.
+# Print LAYERS_PER_VP for VPP, for a recipe file that needs it.
 layers_per_chunk() {
     local layers=${NUM_LAYERS:-${ZOO[NUM_LAYERS]:-}}
     layers=${layers:-$(recipe_value --num-layers)}
-    # bash runs what an arithmetic expression holds in brackets: text of a recipe must be a number first
-    case $layers in '' | *[!0-9]*) fail "the recipe $RECIPE: --num-layers $layers is no whole number" ;; esac
+    # check first: bash executes commands in the brackets of an arithmetic expression
+    case $layers in '' | *[!0-9]*) fail "the recipe $RECIPE: --num-layers $layers is not an integer" ;; esac
     if [ "${VPP:-1}" -gt 1 ]; then echo $((layers / ${PP:-1} / VPP)); else echo false; fi
 }
 
@@ -489,7 +490,7 @@ flags_of_run() {
     for pair in ${own[@]+"${own[@]}"}; do
         case $pair in [A-Za-z_]*=*) EXPORTS+=("$pair") ;; *) fail "ENVIRONMENT: $pair is not NAME=VALUE" ;; esac
     done
-    # what the caller has exported wins over what this file would set
+    # variables that the caller has exported override those of this file
     local index
     for index in "${!EXPORTS[@]}"; do
         pair=${EXPORTS[$index]%%=*}
@@ -507,7 +508,7 @@ say_defaults() {
     [ -z "$text" ] || NOTES+=("the model zoo's defaults for $MODEL:$text")
 }
 
-# Judge the command line for this many ranks before anything waits in a queue; with DRY_RUN=1 plan it too.
+# Validate the command line for this many ranks before the job is queued; with DRY_RUN=1 plan it too.
 check_flags() {
     local world_size=$1 python output
     python=$(find_run_python)
@@ -515,15 +516,15 @@ check_flags() {
     if [ "${VALIDATE:-1}" = 0 ]; then return; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then
         output=$("$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only --world-size "$world_size" 2>&1) ||
-            fail "these flags would not run (VALIDATE=0 submits them nevertheless):"$'\n'"$output"
+            fail "these flags are rejected (VALIDATE=0 skips this check):"$'\n'"$output"
         return
     fi
     local files=()
-    # a container's paths are not this machine's; and a plan without any need not fit this machine's disk
+    # paths in a container are not those of this machine; a plan without files need not fit the disk of this machine
     if [ -z "${CONTAINER_IMAGE:-}" ] && [ "${CHECK_FILES:-1}" = 1 ] && [ "$NAMES_FILES" = 1 ]; then files=(--check-files); fi
     "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --validate-only ${files[@]+"${files[@]}"} --world-size "$world_size" || exit 2
     local code=0 report='' word previous=''
-    for word in "${FLAGS[@]}"; do # the caller's own report, where there is one
+    for word in "${FLAGS[@]}"; do # the caller may have given --report
         case $previous in --report) report=$word ;; esac
         case $word in --report=*) report=${word#*=} ;; esac
         previous=$word
@@ -536,7 +537,7 @@ check_flags() {
     [ "$code" = 0 ] || exit $((code == 3 ? 3 : 2))
 }
 
-# The environment, a variable a line, without what may be secret.
+# Print the environment, one variable per line, without those that may be secret.
 print_environment() {
     env | sort | grep -vE '(KEY|TOKEN|SECRET|PASSWORD)[A-Za-z_]*='
 }

@@ -17,7 +17,7 @@ set -euo pipefail
 # shellcheck source=scripts/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
-help_asked "$@"
+print_help_if_asked "$@"
 read_variables
 # shellcheck disable=SC2034 # what the zoo's launcher for SLURM takes, whatever its table of models contains
 ZOO_DISPATCHER=deepep

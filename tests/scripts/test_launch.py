@@ -149,7 +149,7 @@ def test_what_does_not_run_is_not_submitted(tmp_path):
     assert "MODEL is not set" in dry("sbatch_train.sh", tmp_path, code=2).stderr
     for script, name, value in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
         refusal = dry(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: value}).stderr
-        assert refusal == f"error: {name}={value}: a whole number above 0 is needed\n"
+        assert refusal == f"error: {name}={value}: a positive integer is needed\n"
     assert (
         "PR=fp9: one of bf16 fp8 mxfp8"
         in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
@@ -478,7 +478,7 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
             and "integer expression" not in done.stderr
         )
         if flag == "--num-layers":
-            assert done.returncode == 2 and "--num-layers BASH_VERSINFO[$(>ran)] is no whole number" in done.stderr
+            assert done.returncode == 2 and "--num-layers BASH_VERSINFO[$(>ran)] is not an integer" in done.stderr
         else:
             assert done.returncode == 0 and "--max-position-embeddings 512" in done.stdout, done.stderr
 
@@ -568,7 +568,7 @@ def test_other_variables_of_the_zoo_act(tmp_path):
         "TRAINING_SCRIPT_PATH=none.py"
         in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
     )
-    assert "TP=x: a whole number" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
+    assert "TP=x: a positive integer" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
 
 
 @pytest.mark.slow
