@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # it imports torch, which may be what is missing
 MIN_TORCH_VERSION = (2, 11)
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = (
-    "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep triton "
-    "sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
+    "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
+    "triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
 ).split()
 PACKAGES = (  # distribution, module, effect of its absence
     ("numpy", "numpy", "nothing runs"),

@@ -423,7 +423,9 @@ def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
     cluster.wait("requeue 2", lambda: cluster.job(job, "Restarts") == "2", tmp_path)
     cluster.start_now(job, tmp_path)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
-    assert f"2 consecutive attempts have saved no newer checkpoint (newest iteration: {saved})" in read_log(tmp_path, job)
+    assert f"2 consecutive attempts have saved no newer checkpoint (newest iteration: {saved})" in read_log(
+        tmp_path, job
+    )
     assert cluster.job(job, "Restarts") == "2" and newest_checkpoint(tmp_path) == saved
 
 
