@@ -1,11 +1,13 @@
 """Shared test setup: one thread, fixed seeds, and the folder of reference facts."""
 
+import contextlib
 import gc
 import os
 import random
 import signal
 from pathlib import Path
 
+import gloo
 import numpy
 import parallel_runner
 import pytest
@@ -16,6 +18,7 @@ from parallel_runner import pytest_runtestloop, pytest_terminal_summary  # noqa:
 
 # Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
 torch.set_num_threads(1)
+gloo.share_device()
 
 # No deadlines: a busy machine is not a failure. The same examples every time, so that failures are reproducible.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +35,9 @@ def pytest_configure(config):
     and commands that tests start would train on the GPUs, all ranks on the same one.
     """
     parallel_runner.pytest_configure(config)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+        # A rank that a message wakes shall not preempt the sender: gloo's thread would spin on the lock that it holds.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # inherited from nohup or a script's background job; the processes that tests interrupt would inherit it too
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -135,8 +135,10 @@ def _call(rank: int, world_size: int, module: str, name: str, args: bytes, devic
 
 def _serve(channel: Connection, *libraries: str) -> None:
     import emulation
+    import gloo
     from harness import RanksFailedError, run_ranks
 
+    gloo.share_device()
     # a process that forks must have started no thread of autograd: it has no device
     emulation.DEVICE().lib.ec_hide_from_this_process()
     # here once, instead of in every process
