@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ def _join(ranks: list, timeout: float) -> set[int]:
     """Wait for all ranks, at most 60 s more after one failed. Returns the ranks that had to be killed."""
     deadline = time.monotonic() + timeout
     failed = False
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+    while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:
         if not failed and any(process.exitcode not in (None, 0) for process in ranks):
             failed = True
             deadline = min(deadline, time.monotonic() + 60.0)
-        time.sleep(0.005)
+        wait([process.sentinel for process in alive], timeout=0.2)  # a process that a rank leaves behind has it too
     late = {rank for rank, process in enumerate(ranks) if process.is_alive()}
     for rank in late:
         ranks[rank].kill()
