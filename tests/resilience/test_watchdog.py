@@ -227,7 +227,8 @@ def test_peers_are_classified_and_grouped():
     assert lines[5].endswith("waiting in the same call")
 
 
-def test_a_large_job_reads_few_statuses(tmp_path):
+def test_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
+    monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: None)  # there are none
     store = dist.FileStore(str(tmp_path / "store"), 1000)
     for rank in range(1, 300):
         HeartbeatStore(store, rank).post(RankStatus(1, "waits", "", "somewhere", 1.0))
@@ -252,6 +253,7 @@ def test_a_large_job_reads_few_statuses(tmp_path):
 
 def test_a_late_heartbeat_is_not_death(tmp_path, monkeypatch):
     """The next heartbeat comes after the second read, by which time two were due."""
+    monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: None)  # it would wait for 60 s
     store = dist.FileStore(str(tmp_path / "store"), 2)
     heartbeats, other, reads = HeartbeatStore(store, 0), HeartbeatStore(store, 1), []
     other.post(RankStatus(1, "runs", "", "now in f", 1.0))
