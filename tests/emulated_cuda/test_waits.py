@@ -81,6 +81,13 @@ def expected_train(flags: str, per_layer: int, microbatches: int) -> dict[str, i
     return {**PER_ITERATION, **({"memory/host_read.py": per_layer * layers * microbatches} if per_layer else {})}
 
 
+def run_acceptance_line(name: str) -> str:
+    """Return what a line of the section "waits" of scripts/gpu_acceptance.py prints."""
+    from scripts import acceptance_checks
+
+    return dict(acceptance_checks.waits())[name]()
+
+
 def expected(flags: str, per_layer: int, microbatches: int) -> dict[str, int]:
     counts = {f"train {file}": times for file, times in expected_train(flags, per_layer, microbatches).items()}
     counts["evaluate training/step.py"] = 1

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import REPOSITORY
-from emulated_cuda.run import environment
-from emulated_cuda.test_waits import CASES, MICROBATCHES, expected
+from emulated_cuda.run import environment, on_device
+from emulated_cuda.test_waits import CASES, MICROBATCHES, expected, run_acceptance_line
+from training.layouts import make_argv
 
 from scripts import acceptance_checks, gpu_acceptance
 
@@ -140,16 +141,11 @@ def test_short_sections_pass_on_the_emulated_device(tmp_path):
     assert list((tmp_path / "out/profile").glob("*.json"))
 
 
-def test_an_undocumented_wait_fails(tmp_path):
-    probe = (
-        "import sys; sys.path[:0] = ['.', 'tests']; from scripts import acceptance_checks; "
-        "from training.layouts import make_argv; "
-        "acceptance_checks.count_waits(make_argv('plain'), 1, ('training/step.py', 'moe/balancing.py'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], env=environment(1), capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert "called a synchronizing CUDA operation" in done.stderr and "clip.py" in done.stderr
+def test_an_undocumented_wait_fails():
+    argv, places = make_argv("plain"), ("training/step.py", "moe/balancing.py")
+    with pytest.raises(AssertionError, match="called a synchronizing CUDA operation") as raised:
+        on_device(acceptance_checks.count_waits, argv, 1, places)
+    assert "clip.py" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -175,14 +171,8 @@ def test_waits_are_allowed_as_documented(monkeypatch, name):
 
 def test_waits_of_multi_token_prediction():
     """Run the line whose number of MoE layers differs on the emulated device."""
-    probe = (
-        "import sys; sys.path[:0] = ['.', 'tests']; from scripts import acceptance_checks; "
-        "print(dict(acceptance_checks.waits())['losses of multi-token prediction come with the others']())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], env=environment(1), capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert "60 in memory/host_read.py" in done.stdout, done.stderr
+    printed = on_device(run_acceptance_line, "losses of multi-token prediction come with the others")
+    assert "60 in memory/host_read.py" in printed
 
 
 @pytest.mark.parametrize(
