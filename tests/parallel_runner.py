@@ -26,7 +26,9 @@ CLAIMS = pytest.StashKey[str | None]()
 WAITING = pytest.StashKey[bool]()
 WAITING_FOLDERS = ("tests/resilience/", "tests/slurm/")
 """Folders whose tests mostly wait for time limits; no two tests of such a folder run at the same time."""
-FIRST_FOLDERS = ("tests/training/", "tests/verification/", "tests/checkpoint/", "tests/moe/", "tests/emulated_cuda/")
+FIRST_FOLDERS = tuple(
+    f"tests/{name}/" for name in "training verification scripts checkpoint emulated_cuda memory estimate moe".split()
+)
 """Folders with the longest modules: what starts last should be short, so that the processes finish together."""
 SINGLE_PROCESS_OPTIONS = (
     "-s --capture --pdb --trace --lf --last-failed --ff --failed-first --nf --new-first --sw --stepwise --co "
