@@ -1,4 +1,4 @@
-"""What a case of the proof exercises, by name; and few cases that exercise all of it."""
+"""The features that a parity case exercises, and a small set of cases that exercises all of them."""
 
 from arguments import Arguments, parse_args
 from moe_trainer.verification.shrink import ParityCase
@@ -131,15 +131,15 @@ def _microbatches(a: Arguments) -> int:
 
 
 def features(case: ParityCase) -> frozenset[str]:
-    """Names of what a case exercises; none with fp8, whose proof keeps the weights as they are (tests/verification/test_fp8.py has its own)."""
+    """Names of the features of a case; none with fp8, which tests/verification/test_fp8.py checks separately."""
     args = parse_args(list(case.argv), case.world_size)
     if args.precision.fp8:
         return frozenset()
     return frozenset(name for name, holds in FEATURES.items() if holds(args))
 
 
-def covering(cases: list[ParityCase]) -> list[ParityCase]:
-    """Few of the cases that together exercise what all of them do: the one with the most news first, ranks as the price."""
+def choose_covering_cases(cases: list[ParityCase]) -> list[ParityCase]:
+    """Choose few cases that exercise all features: greedy, by new features per rank."""
     exercised = {case: features(case) for case in cases}
     missing, chosen = frozenset().union(*exercised.values()), []
     while missing:

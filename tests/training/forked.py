@@ -1,4 +1,4 @@
-"""The whole of `pretrain.pretrain` in forked ranks: what the command line does, without paying for an interpreter each time."""
+"""Run `pretrain.pretrain` in forked ranks: the command line without the start of an interpreter."""
 
 import os
 from pathlib import Path

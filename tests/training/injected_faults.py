@@ -1,4 +1,4 @@
-"""Wrong numbers planted in a run: one expert, module, iteration and microbatch, forward or backward, once or always."""
+"""Wrong values injected into a run: one expert, module, iteration and microbatch, forward or backward, once or always."""
 
 import contextlib
 import io
@@ -19,8 +19,8 @@ from moe_trainer.training.context import TrainContext
 
 
 @dataclass(frozen=True)
-class Plant:
-    """Where a NaN (or `value`) comes in. module: global name; rank: None for every rank that has the module and the microbatch.
+class Fault:
+    """Where a NaN (or `value`) is injected. module: global name; rank: None for every rank that has the module and the microbatch.
 
     times: evaluations that have it. expert: the NaN is in that expert's rows only, by its global number.
     """
@@ -46,48 +46,48 @@ class _Backward(torch.autograd.Function):
         return ctx.change(grad.clone()), None
 
 
-def plant(run: TrainContext, what: Plant) -> None:
-    """Hang it into the model."""
+def inject_fault(run: TrainContext, fault: Fault) -> None:
+    """Register the fault as a forward hook of its module."""
     seen: list[int] = []
 
     def hook(module, inputs, output):
         trace = run.ps.trace
         if (
-            trace.iteration != what.iteration
-            or trace.microbatch != what.microbatch
+            trace.iteration != fault.iteration
+            or trace.microbatch != fault.microbatch
             or not module.training
-            or len(seen) >= what.times
+            or len(seen) >= fault.times
         ):
             return None
-        if what.rank is not None and run.ps.world.rank != what.rank:
+        if fault.rank is not None and run.ps.world.rank != fault.rank:
             return None
         first, count = 0, len(output)
-        if what.expert is not None:
+        if fault.expert is not None:
             names = [name.split(".")[-3] for name in module.linear_fc1.weight.info.names]
-            local = names.index(str(what.expert))
+            local = names.index(str(fault.expert))
             first, count = sum(inputs[2][:local]), inputs[2][local]
         seen.append(1)
 
         def change(x):
-            x[first : first + count].view(-1)[:1] = what.value
+            x[first : first + count].view(-1)[:1] = fault.value
             return x
 
-        return _Backward.apply(output, change) if what.backward else change(output.clone())
+        return _Backward.apply(output, change) if fault.backward else change(output.clone())
 
     for chunk in run.chunks:
         for path, module in chunk.named_modules():
-            if fault_localization.global_name(chunk, path) == what.module:
+            if fault_localization.global_name(chunk, path) == fault.module:
                 named = (
                     [name.split(".")[-3] for name in module.linear_fc1.weight.info.names]
-                    if what.expert is not None
+                    if fault.expert is not None
                     else []
                 )
-                if what.expert is None or str(what.expert) in named:
+                if fault.expert is None or str(fault.expert) in named:
                     module.register_forward_hook(hook)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankResult:
     """How a rank ended: its exit code, the message if it was rejected, and what it logged."""
 
     code: int
@@ -99,35 +99,35 @@ def train_with(
     argv: list[str],
     folder: Path,
     world_size: int = 1,
-    plants: tuple[Plant, ...] = (),
+    faults: tuple[Fault, ...] = (),
     node: str | None = None,
     change: Callable[[TrainContext], None] | None = None,
-) -> list[Ended]:
-    """Run a job with what is planted in it, with CUDA graphs on an emulated device; node: the name of the host that it believes to be on; change: does something to the run."""
+) -> list[RankResult]:
+    """Run a job with injected faults, with CUDA graphs on an emulated device; node: the host name it sees; change: modifies the run."""
     folder.mkdir(parents=True, exist_ok=True)
     argv = [*argv, "--metrics-file", "metrics.jsonl"]
     if "--cuda-graph-impl" in argv:
         # Triton's kernels run in its interpreter there, too slowly for a full job
-        return [on_device(_rank, 0, 1, [*argv, "--triton-kernels", "none"], folder, plants, node, change)]
-    return run_ranks(_rank, world_size, argv, folder, plants, node, change)
+        return [on_device(_rank, 0, 1, [*argv, "--triton-kernels", "none"], folder, faults, node, change)]
+    return run_ranks(_rank, world_size, argv, folder, faults, node, change)
 
 
-def _rank(rank, n, argv, folder, plants, node, change):
+def _rank(rank, n, argv, folder, faults, node, change):
     initialize._init_process_group = pretrain.close_groups = lambda *_: None
     os.chdir(folder)
     if node is not None:
         fault_localization.platform.node = lambda: node
     build = pretrain.build_context
 
-    def build_with_plants(*rest):
+    def build_with_faults(*rest):
         run = build(*rest)
-        for what in plants:
-            plant(run, what)
+        for fault in faults:
+            inject_fault(run, fault)
         if change is not None:
             change(run)
         return run
 
-    pretrain.build_context = build_with_plants
+    pretrain.build_context = build_with_faults
     heard = io.StringIO()
     with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
         try:
@@ -137,4 +137,4 @@ def _rank(rank, n, argv, folder, plants, node, change):
             )
         except ResultRejectedError as error:
             code, message = error.exit_code, str(error)
-    return Ended(code, message, heard.getvalue())
+    return RankResult(code, message, heard.getvalue())

@@ -1,4 +1,4 @@
-"""Training a tiny model for some steps under any layout, in this process: what came out, under global names.
+"""Train a tiny model for some steps under any layout, in this process; the results have global names.
 
     outcome = train([*make_argv("deepseek"), "--tensor-model-parallel-size", "2"], rank, ps)
     differences = compare(one_process_outcome, outcome)        # on rank 0; empty: equal
@@ -63,7 +63,7 @@ def make_argv(kind: str) -> list[str]:
 
 
 def shallow(argv: list[str]) -> list[str]:
-    """The same with two layers instead of four, for what every layer does alike: the first dense where that of four is."""
+    """The same with two layers instead of four, for features that are equal in every layer; keeps a dense first layer."""
     at = argv.index("--num-layers") + 1
     return [*argv[:at], "2", *(word.replace("([0]*1+[1]*3)", "([0]*1+[1]*1)") for word in argv[at + 1 :])]
 

@@ -15,7 +15,7 @@ Steps = list[tuple[dict[str, float], float]]
 
 
 def run_steps(run: TrainContext, first: int, count: int) -> Steps:
-    """Some iterations after the first ones."""
+    """Run `count` iterations from iteration `first` on."""
     microbatches = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
     results = [train_step(run, TrainState(iteration=number), microbatches) for number in range(first, first + count)]
     run.optimizer.wait_params()

@@ -11,7 +11,7 @@ BF16 = torch.backends.cuda.matmul
 
 
 @pytest.fixture
-def allowed():
+def bf16_reduction_allowed():
     before = BF16.allow_bf16_reduced_precision_reduction
     BF16.allow_bf16_reduced_precision_reduction = True
     yield
@@ -19,6 +19,6 @@ def allowed():
 
 
 @pytest.mark.parametrize("flags, stays", [([], True), (["--disable-bf16-reduced-precision-matmul"], False)])
-def test_bf16_gemms_accumulate_in_fp32_when_set(flags, stays, allowed):
+def test_bf16_gemms_accumulate_in_fp32_when_set(flags, stays, bf16_reduction_allowed):
     set_numerics_flags(parse_args([*TOY, *flags], 1))
     assert BF16.allow_bf16_reduced_precision_reduction is stays

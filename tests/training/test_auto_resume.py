@@ -23,7 +23,7 @@ LINE = [
 ]
 
 
-def again(cwd, *flags, ranks=1, code=0):
+def run_job(cwd, *flags, ranks=1, code=0):
     finished = run([*LINE, *flags], cwd, ranks)
     assert finished.returncode == code, finished.stderr
     return finished
@@ -51,22 +51,22 @@ def scalars(cwd):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    again(folder)
+    run_job(folder)
     return folder
 
 
-def test_minutes_that_are_over_ask_for_another_start(tmp_path, full):
+def test_exit_duration_requests_restarts_until_training_is_done(tmp_path, full):
     for done in range(1, ITERATIONS + 1):
-        finished = again(tmp_path, "--exit-duration-in-mins", "0", code=75)
+        finished = run_job(tmp_path, "--exit-duration-in-mins", "0", code=75)
         assert "[exiting program after" in finished.stdout
         assert len(curve(tmp_path)) == done
-    again(tmp_path, "--exit-duration-in-mins", "0")
+    run_job(tmp_path, "--exit-duration-in-mins", "0")
     assert curve(tmp_path) == curve(full)
     assert scalars(tmp_path) == scalars(full)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_signals_of_a_batch_system_save_and_request_a_restart(tmp_path, name):
+def test_batch_system_signals_save_and_request_a_restart(tmp_path, name):
     process = start(
         [*LINE, "--train-iters", "100000", "--lr-decay-iters", "100", "--save-interval", "100000"],
         tmp_path,
@@ -83,63 +83,63 @@ def test_signals_of_a_batch_system_save_and_request_a_restart(tmp_path, name):
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == str(curve(tmp_path)[-1][0])
 
 
-def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path, full):
-    """Iterations 3 to 5 are done, and their checkpoint is not whole: everything of them is done again."""
-    again(tmp_path, "--exit-interval", "5")
+def test_repeated_iterations_are_logged_once(tmp_path, full):
+    """The checkpoints of iterations 4 and 5 are damaged, so iterations 3 to 5 run again."""
+    run_job(tmp_path, "--exit-interval", "5")
     for iteration in (4, 5):
         next((tmp_path / "ckpt" / f"iter_000000{iteration}").glob("*.distcp")).unlink()
-    finished = again(tmp_path)
+    finished = run_job(tmp_path)
     assert finished.stderr.count("skipping the damaged checkpoint") == 2
     assert "going on from iteration 2" in finished.stderr
     assert curve(tmp_path) == curve(full)
     assert scalars(tmp_path) == scalars(full)
 
 
-def test_a_torn_tracker_is_no_obstacle(tmp_path, full):
-    again(tmp_path, "--exit-interval", "4")
+def test_resumes_with_a_corrupt_tracker_file(tmp_path, full):
+    run_job(tmp_path, "--exit-interval", "4")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1x")
-    again(tmp_path)
+    run_job(tmp_path)
     assert curve(tmp_path) == curve(full)
 
 
-def test_a_start_that_never_saved_is_put_aside(tmp_path, full):
-    again(tmp_path, "--exit-interval", "3", "--save-interval", "100")
+def test_logs_of_a_start_without_checkpoint_are_moved_aside(tmp_path, full):
+    run_job(tmp_path, "--exit-interval", "3", "--save-interval", "100")
     for path in (tmp_path / "ckpt").iterdir():
         if path.name != "metrics.jsonl":
             path.rename(tmp_path / path.name)
-    again(tmp_path)
+    run_job(tmp_path)
     assert curve(tmp_path) == curve(full)
     assert scalars(tmp_path) == scalars(full)
     assert len(list((tmp_path / "tb" / "earlier-1").iterdir())) == 1
 
 
-def test_another_number_of_ranks_resumes(tmp_path, full):
-    again(tmp_path, "--exit-interval", "3", ranks=2)
-    again(tmp_path)
+def test_resumes_with_another_number_of_ranks(tmp_path, full):
+    run_job(tmp_path, "--exit-interval", "3", ranks=2)
+    run_job(tmp_path)
     assert [row[0] for row in curve(tmp_path)] == list(range(1, ITERATIONS + 1))
     assert [row[1] for row in curve(tmp_path)] == pytest.approx([row[1] for row in curve(full)], rel=1e-4)
 
 
-def test_what_the_first_start_began_from_is_not_begun_from_again(tmp_path):
-    again(tmp_path, "--save", "base")
+def test_second_start_ignores_the_initial_finetune_checkpoint(tmp_path):
+    run_job(tmp_path, "--save", "base")
     base = ["--load", "base", "--finetune", "--no-load-optim", "--no-load-rng", "--seed", "7"]
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "base").symlink_to(tmp_path / "base")
-    again(tmp_path / "undisturbed", *base)
-    again(tmp_path, *base, "--exit-interval", "3")
-    again(tmp_path, *base)
+    run_job(tmp_path / "undisturbed", *base)
+    run_job(tmp_path, *base, "--exit-interval", "3")
+    run_job(tmp_path, *base)
     assert curve(tmp_path) == curve(tmp_path / "undisturbed")
 
 
-def test_it_needs_a_folder(tmp_path):
+def test_auto_resume_requires_a_save_folder(tmp_path):
     finished = run([*TINY, *MOCK, "--train-iters", "2", "--auto-resume"], tmp_path)
     assert finished.returncode == 2
     assert "--auto-resume needs --save" in finished.stderr
 
 
-def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, full):
+def test_use_checkpoint_args_reads_the_checkpoint_of_the_run(tmp_path, full):
     """--use-checkpoint-args with --auto-resume alone: the first start needs the flags, a later one takes them from the run's own checkpoint."""
-    again(tmp_path, "--use-checkpoint-args", "--exit-interval", "4")
+    run_job(tmp_path, "--use-checkpoint-args", "--exit-interval", "4")
     shape = {
         "--num-layers": "3",
         "--hidden-size": "64",
@@ -156,9 +156,9 @@ def test_the_architecture_comes_from_the_checkpoint_that_is_found(tmp_path, full
     assert nothing.returncode == 2 and "--num-layers is missing" in nothing.stderr
 
 
-def test_a_run_that_has_ended_says_nothing_twice(tmp_path):
+def test_restarting_a_finished_run_logs_nothing_new(tmp_path):
     flags = ["--eval-interval", "3", "--eval-iters", "1"]
-    again(tmp_path, *flags)
+    run_job(tmp_path, *flags)
     full = [
         {name: value for name, value in record.items() if name in ("iteration", "validation", "lm loss")}
         for record in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")
@@ -169,7 +169,7 @@ def test_a_run_that_has_ended_says_nothing_twice(tmp_path):
         6,
         6,
     ]  # the last one is of the test set
-    again(tmp_path, *flags)
+    run_job(tmp_path, *flags)
     assert [
         {name: record[name] for name in kept}
         for kept, record in zip(full, read_metrics(tmp_path / "ckpt" / "metrics.jsonl"), strict=True)

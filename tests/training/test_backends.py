@@ -1,4 +1,4 @@
-"""What happens when an optional library is missing: one decision for all of them."""
+"""Missing optional libraries: fall back to torch, or end the run with an error."""
 
 import logging
 import sys
@@ -25,7 +25,7 @@ def use(backends: BackendPolicy, problem: str | None = "the package nowhere is n
     )
 
 
-def test_a_library_that_is_there_is_used(caplog):
+def test_installed_library_is_used(caplog):
     with caplog.at_level(logging.INFO):
         assert use(BackendPolicy("error", TYPED, cuda=True), problem=None)
     assert not caplog.messages
@@ -44,7 +44,7 @@ def test_a_library_that_is_there_is_used(caplog):
         (BackendPolicy("error"), True),
     ],
 )
-def test_by_default_only_what_was_typed_stops_and_only_on_cuda(backends, stops, caplog):
+def test_missing_backend_is_an_error_only_for_typed_flags_on_cuda(backends, stops, caplog):
     if stops:
         with pytest.raises(MissingBackendError) as error:
             use(backends)
@@ -59,7 +59,7 @@ def test_by_default_only_what_was_typed_stops_and_only_on_cuda(backends, stops, 
     assert caplog.messages == ["--this-flag: the package nowhere is not installed; using plain torch"]
 
 
-def test_layers_of_transformer_engine(caplog):
+def test_missing_transformer_engine_falls_back_unless_requested(caplog):
     """Megatron's default falls back and logs it; set on a CUDA machine it is an error with a remedy."""
     ps = ParallelState.single()
     with caplog.at_level(logging.INFO):
@@ -72,7 +72,7 @@ def test_layers_of_transformer_engine(caplog):
     assert select_layer_factory("local", ps, ["p2p"], BackendPolicy("error", cuda=True)).name == "local"
 
 
-def test_gathered_errors_are_reported_together():
+def test_missing_backend_errors_are_raised_together():
     backends = BackendPolicy("error", missing=[])
     backends.check()
     assert not use(backends) and not use(backends, "the package elsewhere is not installed")
@@ -80,8 +80,8 @@ def test_gathered_errors_are_reported_together():
         backends.check()
 
 
-def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
-    """Not only that it is absent: a library built for another torch, or one that lacks a library of its own."""
+def test_import_problem_explains_why_a_package_cannot_be_imported(tmp_path, monkeypatch):
+    """The package is absent, lacks a dependency, or was built for another torch."""
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in {
         "full": "",
@@ -102,7 +102,7 @@ def test_what_keeps_a_package_from_being_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["triton", "deep_ep"])
-def test_a_broken_library_that_was_selected_ends_the_run_with_the_reason(library, tmp_path, monkeypatch):
+def test_selected_broken_library_raises_with_the_import_error(library, tmp_path, monkeypatch):
     (tmp_path / f"{library}.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:

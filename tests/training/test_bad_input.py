@@ -109,7 +109,7 @@ def test_checkpoint_of_another_architecture(tmp_path):
     refused([*argv, "--num-experts", "8"], tmp_path, "--num-experts", "4", "8")
 
 
-def test_damaged_checkpoint_is_named_with_what_is_left(tmp_path):
+def test_damaged_checkpoint_error_names_the_last_valid_step(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "2", "--save", "ckpt", "--save-interval", "1", "--load", "ckpt"]
     assert run(argv, tmp_path).returncode == 0
     data = next((tmp_path / "ckpt" / "iter_0000002").glob("*.distcp"))
@@ -123,7 +123,7 @@ def test_missing_checkpoint_with_exit_on_missing(tmp_path):
     )
 
 
-def test_an_architecture_from_a_checkpoint_that_is_not_there(tmp_path):
+def test_use_checkpoint_args_with_a_missing_checkpoint(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "1", "--use-checkpoint-args"]
     refused([*argv, "--load", "nowhere"], tmp_path, "--use-checkpoint-args", "nowhere")
     # a job that is started again and again with the same line writes it there
@@ -166,14 +166,14 @@ def test_samples_from_an_empty_split_are_refused(cwd):
     refused(train("--split", "9999,1,0", "--eval-interval", "1", "--eval-iters", "1"), cwd, "split", "valid")
 
 
-def test_a_split_without_a_share_is_not_evaluated(cwd):
+def test_split_with_zero_weight_is_not_evaluated(cwd):
     finished = run(train("--eval-interval", "1", "--eval-iters", "1"), cwd)
     assert finished.returncode == 0, finished.stderr
     assert "there is no data for the valid split" in finished.stderr
     assert "validation loss" not in finished.stdout
 
 
-def test_a_nan_stops_the_run_and_says_where(tmp_path):
+def test_nan_loss_stops_the_run_and_names_the_iteration(tmp_path):
     finished = run(
         [*TINY, *MOCK, "--train-iters", "40", "--lr", "1e30", "--min-lr", "1e30", "--clip-grad", "0"], tmp_path
     )
@@ -181,7 +181,7 @@ def test_a_nan_stops_the_run_and_says_where(tmp_path):
     assert "iteration" in finished.stderr and "nan" in finished.stderr.lower()
 
 
-def test_outputs_are_looked_at_before_training(tmp_path):
+def test_output_paths_are_checked_before_training(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "2"]
     message = refused(
         [*argv, "--export-weights", "missing/w.safetensors"], tmp_path, "--export-weights missing/w.safetensors"
@@ -190,7 +190,7 @@ def test_outputs_are_looked_at_before_training(tmp_path):
     refused([*argv, "--train-iters", "0"], tmp_path, "--train-iters")
 
 
-def test_an_error_of_one_rank_ends_all_of_them_with_its_message(tmp_path):
+def test_error_on_one_rank_ends_all_ranks_with_its_message(tmp_path):
     finished = run(
         [*TINY, *MOCK, "--train-iters", "2", "--metrics-file", "/proc/nope/metrics.jsonl"],
         tmp_path,
@@ -202,11 +202,11 @@ def test_an_error_of_one_rank_ends_all_of_them_with_its_message(tmp_path):
 
 
 @pytest.mark.parametrize("env", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_a_wrong_rank_is_reported_whatever_the_rank(tmp_path, env):
+def test_invalid_rank_variable_is_reported_on_any_rank(tmp_path, env):
     refused([*TINY, *MOCK, "--train-iters", "2"], tmp_path, "rank" if env["RANK"] == "1" else "RANK", **env)
 
 
-def test_flags_that_cannot_be_built_end_the_start(tmp_path):
+def test_inconsistent_moe_layer_freq_is_refused_at_startup(tmp_path):
     refused(
         [*TINY, *MOCK, "--train-iters", "2", "--moe-layer-freq", "[1]*5"], tmp_path, "--moe-layer-freq", "--num-layers"
     )
@@ -220,7 +220,7 @@ def test_validation_smaller_than_a_batch_is_evaluated_or_refused(cwd):
     refused(train(*small, "--micro-batch-size", "64", "--global-batch-size", "64"), cwd, "validation")
 
 
-def test_a_foreign_metrics_file_does_not_stop_a_resumed_run(tmp_path):
+def test_invalid_metrics_file_does_not_stop_a_resumed_run(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "2", "--save", "ckpt", "--load", "ckpt", "--save-interval", "1"]
     assert run([*argv, "--exit-interval", "1"], tmp_path).returncode == 0
     (tmp_path / "ckpt" / "metrics.jsonl").write_bytes(b'[1, 2]\n"a"\n{"iteration": "x"}\n\xff\xfe\n{"iteration": 1}\n')
@@ -229,7 +229,7 @@ def test_a_foreign_metrics_file_does_not_stop_a_resumed_run(tmp_path):
     assert [r["iteration"] for r in read_metrics(tmp_path / "ckpt" / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_disk_that_fills_up_while_logging(tmp_path):
+def test_full_disk_while_logging_is_reported(tmp_path):
     message = refused(
         [*TINY, *MOCK, "--train-iters", "2", "--metrics-file", "/dev/full"],
         tmp_path,
@@ -249,7 +249,7 @@ def test_a_disk_that_fills_up_while_logging(tmp_path):
     (["--dump-step", "1", "dump"], "dump/grads_step1.safetensors"), (["--dump-step", "1", "dump"], "dump/routing_step1_rank1.npz"),
     (["--export-weights", "w.safetensors"], "w.safetensors.elements.tmp"),
 ], ids=["gradients", "routing of one rank", "weights"])  # fmt: skip
-def test_what_one_rank_cannot_write_ends_all_at_once(tmp_path, argv, in_the_way):
+def test_write_error_on_one_rank_ends_all_ranks(tmp_path, argv, in_the_way):
     (tmp_path / in_the_way).mkdir(parents=True)
     finished = run(
         [*TINY, *MOCK, "--train-iters", "1", *argv], tmp_path, 2, timeout=200.0

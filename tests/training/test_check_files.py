@@ -1,4 +1,4 @@
-"""--validate-only --check-files: what is missing is named before a job waits in a queue, all of it at once; nothing is written."""
+"""--validate-only --check-files reports all missing files before the job is submitted, and writes nothing."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def check(capsys, *flags):
     return code, captured.out, captured.err
 
 
-def test_tokens_epochs_and_free_space(folder, capsys):
+def test_report_lists_tokens_epochs_and_planned_checkpoints(folder, capsys):
     code, out, err = check(
         capsys,
         *NULL,
@@ -63,7 +63,7 @@ def test_tokens_epochs_and_free_space(folder, capsys):
     }
 
 
-def test_everything_that_is_missing_at_once(folder, capsys, monkeypatch):
+def test_all_missing_files_are_reported_together(folder, capsys, monkeypatch):
     (folder / "file").write_text("")
     (folder / "cut.idx").write_bytes((folder / "a.idx").read_bytes())
     (folder / "cut.bin").write_bytes((folder / "a.bin").read_bytes()[:100])
@@ -128,7 +128,7 @@ def test_everything_that_is_missing_at_once(folder, capsys, monkeypatch):
         ("--valid-data-path a", "samples are asked of the train split, which has no data"),
     ],
 )
-def test_one_by_one(folder, capsys, flags, text):
+def test_each_file_problem_is_reported(folder, capsys, flags, text):
     vocabulary = [
         "--tokenizer-type",
         "NullTokenizer",
@@ -141,7 +141,7 @@ def test_one_by_one(folder, capsys, flags, text):
     assert (code == 0) == (text is None) and (text or "") in err
 
 
-def test_a_start_from_random_weights_is_said(folder, capsys):
+def test_start_from_random_weights_is_a_warning(folder, capsys):
     (folder / "empty").mkdir()
     _, out, _ = check(capsys, *NULL, "--data-path", "a", "--load", "empty")
     assert (
@@ -150,7 +150,7 @@ def test_a_start_from_random_weights_is_said(folder, capsys):
     )
 
 
-def test_a_small_split_is_read_again_within_a_sample(folder, capsys):
+def test_split_smaller_than_one_sample_warns_or_fails(folder, capsys):
     with write_indexed_dataset(str(folder / "three"), np.uint16) as builder:
         for _ in range(3):
             builder.add_document(np.arange(20), [20])
@@ -193,14 +193,14 @@ def test_parameters_are_counted_with_the_padded_vocabulary(folder, capsys):
     assert counts[0] == counts[1] == counts[2] and "not counted" not in counts[2]
 
 
-def test_a_disk_without_free_space(folder, capsys, monkeypatch):
+def test_insufficient_disk_space_is_an_error(folder, capsys, monkeypatch):
     stat = namedtuple("stat", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda path: stat(10, 1000))
     code, _, err = check(capsys, *NULL, "--data-path", "a", "--save", "ck", "--save-interval", "5")
     assert code == 2 and "--save ck: 10 kB are free, one checkpoint takes about" in err
 
 
-def test_torch_is_left_out_where_nothing_is_loaded(folder):
+def test_check_files_without_load_does_not_import_torch(folder):
     code = (
         "import sys, pretrain_moe\n"
         f"assert pretrain_moe.main({[*CHECK, *NULL, '--data-path', 'a']!r}) == 0\n"

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout loads into any other: weights, both moments and expert bias, bit for bit; and training continues alike."""
+"""A checkpoint loads bitwise under any other layout (weights, both moments, expert bias), and training continues the same."""
 
 import functools
 
@@ -36,7 +36,7 @@ CHAIN = ((1, 1, False), (4, 4, False), (2, 2, True), (4, 2, True), (2, 1, False)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_state_moves_between_expert_layouts_unchanged(tmp_path, distributed):
+def test_state_is_unchanged_across_expert_parallel_layouts(tmp_path, distributed):
     first = tmp_path / "first"
     run_ranks(train_and_save, 2, _argv(2, distributed), first)
     kept = describe(first / "iter_0000002")
@@ -102,7 +102,7 @@ ORDINARY = ("one process", "pp, layout, ep, distributed optimizer", "tp, cp, pp,
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """By kind of model: a checkpoint under (TP 2, EP 2, PP 2), and how that run went on."""
+    """By kind of model: a checkpoint under (TP 2, EP 2, PP 2), and the next steps of that run."""
     n, mapping = SAVED
 
     @functools.cache
@@ -116,8 +116,8 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.slow) for name in RESUMED]
 )
-def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
-    """Everything stored stays what it was to the last bit, and the next two losses are those of the uninterrupted run."""
+def test_tp2_ep2_pp2_checkpoint_resumes_under_another_layout(saved, tmp_path, name):
+    """The stored tensors are bitwise equal, and the next two losses are those of the uninterrupted run."""
     # under cp the MTP loss is normalised by each rank's own tokens, as the reference does it: another gradient, so no MTP there
     kind = "plain" if "cp" in name else KIND
     folder, expected = saved(kind)
@@ -136,7 +136,7 @@ def test_tp2_ep2_pp2_resumes_under(saved, tmp_path, name):
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
     ],
 )
-def test_a_tied_head_is_stored_once(tmp_path, mapping):
+def test_tied_output_layer_is_stored_once(tmp_path, mapping):
     """The last stage's copy of the embedding is not written, and is filled when it loads."""
     argv = [*make_argv("biases, tied head"), *mapping.split()]
     expected = run_ranks(train_and_save, 2, argv, tmp_path / "two")[0]
@@ -165,7 +165,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("kind", NARROW)
-def test_narrow_experts_move_between_layouts(tmp_path, kind):
+def test_latent_and_finermoe_experts_resume_under_another_layout(tmp_path, kind):
     flags, shapes = NARROW[kind]
     argv = [*shallow(make_argv("plain")), *flags.split()]
     mapping = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
@@ -237,7 +237,7 @@ def test_a_run_resumes_under_another_mapping(tmp_path):
 
 
 def _full_model(rank, n):
-    """What rank 0 gathers by name (the others nothing), and the numbers of local experts of a rank."""
+    """The tensors that rank 0 gathers by name (none on other ranks), and the numbers of local experts of a rank."""
     run = make_run(_argv(2, False), rank, ParallelState.create(n, rank, ep=2), 0)
     full = dict(gather_named_tensors(run.chunks, run.ps, lambda param: param.data))
     return {name: tensor.clone() for name, tensor in full.items()}, {
@@ -245,7 +245,7 @@ def _full_model(rank, n):
     }
 
 
-def test_ranks_hold_a_share_of_the_experts_and_start_as_one_process():
+def test_expert_parallel_ranks_initialize_like_one_process():
     run = make_run(_argv(1, False), 0, ParallelState.single(), 0)
     expected = dict(gather_named_tensors(run.chunks, run.ps, lambda param: param.data))
     for rank, (full, local) in enumerate(run_ranks(_full_model, 4)):
@@ -254,7 +254,7 @@ def test_ranks_hold_a_share_of_the_experts_and_start_as_one_process():
         assert all(torch.equal(tensor, expected[name]) for name, tensor in full.items())
 
 
-def _load_misfits(rank, n, weights):
+def _load_mismatched_weights(rank, n, weights):
     """The message of this rank when one expert is missing and another one's shape is wrong."""
     run = make_run(_argv(2, False), rank, ParallelState.create(n, rank, ep=2), 0)
     load_named_weights(run.chunks, weights, run.ps)
@@ -266,12 +266,12 @@ def _load_misfits(rank, n, weights):
     return str(error.value)
 
 
-def test_weights_that_fit_no_model_are_refused_on_every_rank_alike():
+def test_mismatched_weights_raise_the_same_error_on_every_rank():
     run = make_run(_argv(1, False), 0, ParallelState.single(), 0)
     weights = {
         name: tensor.clone() for name, tensor in gather_named_tensors(run.chunks, run.ps, lambda param: param.data)
     }
-    one, other = run_ranks(_load_misfits, 2, weights)
+    one, other = run_ranks(_load_mismatched_weights, 2, weights)
     assert one == other
     for words in (
         "1 missing",

@@ -62,7 +62,7 @@ CASES = {
 
 
 def document_ids(batch: int, length: int) -> torch.Tensor:
-    """Borders inside chunks and between them, other ones in every sample."""
+    """Document boundaries inside chunks and between them, different in every sample."""
     places = torch.arange(length)
     return torch.stack([(places >= 3 + row).int() + (places >= length // 2).int() for row in range(batch)])
 
@@ -109,12 +109,12 @@ def assert_agree(kind, flags, n, mapping, packed=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_one_process(case):
+def test_context_parallel_training_equals_one_process(case):
     assert_agree(*CASES[case])
 
 
 @pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
-def test_packed_documents_equal_the_mask_of_one_process(kind):
+def test_packed_documents_equal_the_attention_mask_of_one_process(kind):
     outcome = assert_agree("plain", f"{GQA} --mtp-num-layers 1", 2, f"{CP2} --cp-comm-type {kind}", packed=True)
     apart = train_reference(
         [*shallow(make_argv("plain")), *GQA.split(), "--mtp-num-layers", "1"], SequenceSharding(), False
@@ -122,7 +122,7 @@ def test_packed_documents_equal_the_mask_of_one_process(kind):
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
 
 
-def evaluated(rank, n, argv):
+def evaluate_rank(rank, n, argv):
     """Sum of token losses and number of tokens of a validation."""
     args = parse_args(argv, n)
     run = training_trace.make_run(args, rank, create_groups(argv, rank, n) if n > 1 else ParallelState.single(), 1)
@@ -131,10 +131,10 @@ def evaluated(rank, n, argv):
         return reduce_loss(run, run_microbatches(run, run.train_batches, 2, 2, forward_only=True))
 
 
-def test_validation_equals_one_process():
+def test_context_parallel_validation_equals_one_process():
     argv = [*make_argv("deepseek"), "--global-batch-size", "4"]
-    loss, tokens = evaluated(0, 1, argv)
+    loss, tokens = evaluate_rank(0, 1, argv)
     for mapping in (CP2, f"{CP2} {PP2}"):
         n = 4 if PP2 in mapping else 2
-        for other_loss, other_tokens in run_ranks(evaluated, n, [*argv, *mapping.split()]):
+        for other_loss, other_tokens in run_ranks(evaluate_rank, n, [*argv, *mapping.split()]):
             assert other_tokens == tokens and abs(other_loss - loss) <= 1e-6 * loss

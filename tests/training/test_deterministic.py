@@ -32,14 +32,14 @@ def restored_torch_flags():
 
 
 @pytest.mark.parametrize(("flags", "on"), [([], False), (["--deterministic-mode"], True)])
-def test_torch_flags_are_set(flags, on, restored_torch_flags):
+def test_deterministic_mode_sets_torch_flags(flags, on, restored_torch_flags):
     set_numerics_flags(parse_args([*RUN, *flags], 1))
     assert torch.are_deterministic_algorithms_enabled() is on
     assert torch.utils.deterministic.fill_uninitialized_memory is not on  # no kernels for memory that is written next
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def test_an_operation_without_a_deterministic_form_ends_the_run_by_name(tmp_path, monkeypatch):
+def test_nondeterministic_operation_ends_the_run_with_its_name(tmp_path, monkeypatch):
     right = Experts.forward
 
     def scattering(self, x_RH, *args, **named):
@@ -53,7 +53,7 @@ def test_an_operation_without_a_deterministic_form_ends_the_run_by_name(tmp_path
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [(EVERYTHING, 1), (RANKS, 2)])
-def test_two_runs_give_the_same_bits(tmp_path, flags, ranks):
+def test_two_deterministic_runs_are_bitwise_equal(tmp_path, flags, ranks):
     (mine, weights), (theirs, others) = (
         pretrain([*RUN, *flags, "--deterministic-mode"], tmp_path / name, ranks) for name in ("one", "two")
     )
@@ -63,7 +63,7 @@ def test_two_runs_give_the_same_bits(tmp_path, flags, ranks):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_it_changes_no_number_on_a_cpu(tmp_path):
+def test_deterministic_mode_changes_nothing_on_cpu(tmp_path):
     """CPU kernels and gloo add in a fixed order without it."""
     (mine, weights), (theirs, others) = (
         pretrain([*RUN, *EVERYTHING, *flag], tmp_path / name)
@@ -73,7 +73,7 @@ def test_it_changes_no_number_on_a_cpu(tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_no_kernel_of_ours_adds_by_atomics():
-    """Their order would be that of the programs that happen to come first; torch cannot know of them."""
+def test_triton_kernels_use_no_atomics():
+    """The order of atomic additions varies, and torch cannot detect it in Triton kernels."""
     kernels = sorted((ROOT / "moe_trainer" / "ops").glob("triton_*.py"))
     assert len(kernels) >= 8 and not [path.name for path in kernels if "tl.atomic" in path.read_text(encoding="utf-8")]

@@ -1,4 +1,4 @@
-"""--save-...-interval and --moe-routing-trace-path: what is in the dumps fits together, is the same under every mapping, and changes no run."""
+"""--save-...-interval and --moe-routing-trace-path: dumps are consistent, equal under every mapping, and do not change training."""
 
 from collections import Counter
 
@@ -50,8 +50,8 @@ def dumped(folder, kind, iteration, ranks=None):
     ],
     ids=["plain", "per token", "recompute parts", "recompute layers"],
 )
-def test_what_is_dumped_fits_together(tmp_path, flags):
-    """Of a GEMM y = x W^T: <x, dL/dx> = <W, dL/dW>. One microbatch; W of iteration 2 is what iteration 1 left behind."""
+def test_dumped_activations_and_gradients_are_consistent(tmp_path, flags):
+    """For a GEMM y = x W^T: <x, dL/dx> = <W, dL/dW>. One microbatch; W of iteration 2 is the dump of iteration 1."""
     pretrain([*JOB, *ALL, *TRACE, *flags.split(), "--micro-batch-size", "4"], tmp_path)
     weights, wgrads = dumped(tmp_path, "params", 1), dumped(tmp_path, "wgrads", 2)
     (inputs,), (dgrads,) = dumped(tmp_path, "activations", 2, [0]), dumped(tmp_path, "dgrads", 2, [0])
@@ -80,10 +80,10 @@ def test_what_is_dumped_fits_together(tmp_path, flags):
     )
     traced = read_json_lines(tmp_path / "trace" / "router_trace_rank0.jsonl")
     assert len(traced) == 2 * 3 and all(line["hs_shape"] == [4 * 32, 32] for line in traced)
-    assert rows_of_experts(tmp_path, 1) == choices(tmp_path, 1)
+    assert count_expert_tokens(tmp_path, 1) == count_traced_tokens(tmp_path, 1)
 
 
-def test_params_are_the_weights_after_the_update(tmp_path):
+def test_dumped_params_are_the_weights_after_the_update(tmp_path):
     _, weights = pretrain([*JOB, *ALL], tmp_path)
     found = dumped(tmp_path, "params", 2)
     assert sorted(found) == sorted(weights) and all(torch.equal(found[name], weights[name]) for name in weights)
@@ -92,17 +92,17 @@ def test_params_are_the_weights_after_the_update(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     records, weights = pretrain([*JOB, *ALL, *TRACE], folder)
     return folder, records, weights
 
 
-def test_a_run_with_dumps_is_the_run_without(alone, tmp_path):
+def test_dumping_does_not_change_training(one_process, tmp_path):
     records, weights = pretrain(JOB, tmp_path)
-    for one, other in zip(records, alone[1], strict=True):
+    for one, other in zip(records, one_process[1], strict=True):
         assert one["lm loss"] == other["lm loss"] and one["grad_norm"] == other["grad_norm"]
-    assert all(torch.equal(weights[name], alone[2][name]) for name in weights)
+    assert all(torch.equal(weights[name], one_process[2][name]) for name in weights)
     assert not {"s", "trace", "wgrads"} & {path.name for path in tmp_path.iterdir()}
 
 
@@ -117,23 +117,28 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize("flags", MAPPINGS.values(), ids=MAPPINGS)
-def test_dumps_under_a_mapping(alone, tmp_path, flags):
+def test_dumps_under_parallelism_equal_one_process(one_process, tmp_path, flags):
     pretrain([*JOB, *ALL, *TRACE, *flags.split()], tmp_path, 2)
     for kind in ("params", "wgrads"):
-        one, two = dumped(alone[0], kind, 1), dumped(tmp_path, kind, 1)
+        one, two = dumped(one_process[0], kind, 1), dumped(tmp_path, kind, 1)
         assert sorted(one) == sorted(two)
         for name in one:
             assert torch.allclose(one[name], two[name], rtol=1e-4, atol=2e-6 if kind == "params" else 1e-6), name
-    assert rows_of_experts(tmp_path, 2) == rows_of_experts(alone[0], 1) == choices(tmp_path, 2) == choices(alone[0], 1)
+    assert (
+        count_expert_tokens(tmp_path, 2)
+        == count_expert_tokens(one_process[0], 1)
+        == count_traced_tokens(tmp_path, 2)
+        == count_traced_tokens(one_process[0], 1)
+    )
     # every module of the model is on one of the ranks; of ranks that hold the same experts one writes
     written = [rank for rank in range(2) if (tmp_path / f"s/activations/iter_0000001/rank{rank}.safetensors").exists()]
     assert written == ([0] if flags.startswith("--use-distributed-optimizer") else [0, 1])
     names = set().union(*dumped(tmp_path, "activations", 1, written))
-    assert names == set(dumped(alone[0], "activations", 1, [0])[0])
+    assert names == set(dumped(one_process[0], "activations", 1, [0])[0])
 
 
-def rows_of_experts(folder, ranks):
-    """(iteration, block, layer, expert) -> rows that arrived, over ranks and microbatches."""
+def count_expert_tokens(folder, ranks):
+    """(iteration, block, layer, expert) -> received tokens, over ranks and microbatches."""
     found = Counter()
     for rank in range(ranks):
         for line in read_json_lines(folder / "s" / "tokens_per_expert" / f"rank{rank}.jsonl"):
@@ -144,8 +149,8 @@ def rows_of_experts(folder, ranks):
     return found
 
 
-def choices(folder, ranks):
-    """The same of the trace: who chose whom."""
+def count_traced_tokens(folder, ranks):
+    """(iteration, block, layer, expert) -> tokens that chose it in the routing trace."""
     found = Counter()
     for rank in range(ranks):
         path = folder / "trace" / f"router_trace_rank{rank}.jsonl"
@@ -156,8 +161,8 @@ def choices(folder, ranks):
     return found
 
 
-def test_files_next_to_the_trace(alone):
-    folder = alone[0] / "trace"
+def test_dumped_logits_and_hidden_states_match_the_routing_trace(one_process):
+    folder = one_process[0] / "trace"
     states = torch.load(folder / "router_state_rank0.pt", weights_only=True)
     assert (
         sorted(states, key=str) == [0, 1, "mtp.0"]
@@ -182,7 +187,7 @@ def test_files_next_to_the_trace(alone):
     assert seen == 3 * 2  # layers, microbatches
 
 
-def test_dropped_tokens_are_in_the_trace(tmp_path):
+def test_routing_trace_contains_dropped_tokens(tmp_path):
     records, _ = pretrain([*JOB, *TRACE[:2], "--moe-expert-capacity-factor", "0.5"], tmp_path)
     gaps = Counter()
     for line in read_json_lines(tmp_path / "trace" / "router_trace_rank0.jsonl"):
@@ -197,8 +202,8 @@ def test_dropped_tokens_are_in_the_trace(tmp_path):
     ]
 
 
-def test_a_resumed_run_continues_the_files(alone, tmp_path):
-    """Iterations 1 to 3, then again from 2 on: nothing is repeated, nothing is missing."""
+def test_resumed_run_continues_dump_files_without_gaps(one_process, tmp_path):
+    """Iterations 1 to 3, then a restart from 2: no record is repeated or missing."""
     job = [*JOB, "--train-iters", "4", "--lr-decay-iters", "4", *ALL, *TRACE, "--save-interval", "1"]
     pretrain([*job, "--exit-interval", "3"], tmp_path)
     with open(tmp_path / "trace" / "router_trace_rank0.jsonl", "a", encoding="utf-8") as file:
@@ -215,20 +220,20 @@ def test_a_resumed_run_continues_the_files(alone, tmp_path):
         assert (tmp_path / name).read_bytes() == (full / name).read_bytes(), name
 
 
-def test_the_trace_ends_after_its_iterations(tmp_path):
+def test_routing_trace_ends_after_max_training_iters(tmp_path):
     pretrain([*JOB, "--train-iters", "3", *TRACE[:2], "--moe-routing-trace-max-training-iters", "2"], tmp_path)
     assert {line["step"] for line in read_json_lines(tmp_path / "trace" / "router_trace_rank0.jsonl")} == {0, 1}
     assert [path.name for path in (tmp_path / "trace").iterdir()] == ["router_trace_rank0.jsonl"]
 
 
-def test_what_cannot_be_dumped_costs_the_dump_only(alone, tmp_path, capfd):
+def test_failed_dumps_do_not_stop_the_run(one_process, tmp_path, capfd):
     """Plain files stand where the folders belong: every dump fails, on both ranks, and the run continues."""
     (tmp_path / "s").mkdir(parents=True)
     for name in ("s/params", "s/wgrads", "s/activations", "s/dgrads", "s/tokens_per_expert", "trace"):
         (tmp_path / name).write_text("")
     records, weights = pretrain([*JOB, *ALL, *TRACE, "--expert-model-parallel-size", "2"], tmp_path, 2)
     assert [record["lm loss"] for record in records] == pytest.approx(
-        [record["lm loss"] for record in alone[1]], rel=1e-5
+        [record["lm loss"] for record in one_process[1]], rel=1e-5
     )
     output = "".join(capfd.readouterr())
     for kind in KINDS:

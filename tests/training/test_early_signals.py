@@ -29,19 +29,21 @@ sys.meta_path.insert(0, Wait)
 """
 
 
-def held(pid: int) -> set[int]:
-    """The signals that a process holds back."""
+def blocked_signals(pid: int) -> set[int]:
+    """The signals that a process blocks."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigBlk"))
     return {number for number in range(1, 32) if mask >> number - 1 & 1}
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_a_signal_during_the_imports_saves_and_requests_a_restart(tmp_path, name):
+def test_signal_during_imports_saves_and_requests_a_restart(tmp_path, name):
     (tmp_path / "sitecustomize.py").write_text(WAITING)
     process = start([*LINE, "--auto-resume"], tmp_path, environment(PYTHONPATH=str(tmp_path)))
     wait_until(lambda: (tmp_path / "importing").exists() or process.poll() is not None)
-    assert process.poll() is None and {signal.SIGUSR1, signal.SIGTERM} <= held(process.pid), "nothing was held back"
+    assert process.poll() is None and {signal.SIGUSR1, signal.SIGTERM} <= blocked_signals(process.pid), (
+        "no signal was blocked"
+    )
     process.send_signal(signal.Signals[name])
     stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 75, stderr
@@ -49,7 +51,7 @@ def test_a_signal_during_the_imports_saves_and_requests_a_restart(tmp_path, name
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_nothing_is_held_back_while_the_run_continues(tmp_path):
+def test_signals_are_not_blocked_during_training(tmp_path):
     process = start(
         [*LINE, "--train-iters", "100000", "--lr-decay-iters", "9", "--save-interval", "100000", "--auto-resume"],
         tmp_path,
@@ -60,7 +62,7 @@ def test_nothing_is_held_back_while_the_run_continues(tmp_path):
             if line.startswith("training ..."):
                 break
         wait_until(
-            lambda: not {signal.SIGUSR1, signal.SIGTERM} & held(process.pid)
+            lambda: not {signal.SIGUSR1, signal.SIGTERM} & blocked_signals(process.pid)
         )  # for a moment also while a thread is made
     finally:
         process.kill()
@@ -86,7 +88,7 @@ def test_an_interrupted_run_ends_with_its_summary(tmp_path):
     assert f"pretrain_moe.py: interrupted; the checkpoint of iteration {saved} in ckpt is complete" in err
 
 
-def test_an_interrupted_run_says_describe_saved(tmp_path):
+def test_describe_saved_names_the_last_complete_checkpoint(tmp_path):
     assert pretrain_moe._describe_saved(None) == "nothing was saved (no --save)"
     assert pretrain_moe._describe_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")

@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_the_log_of_a_run(trained):
+def test_log_shows_settings_and_run_summary(trained):
     log = (trained / "log").read_text()
     assert f"dashboard: {trained}/ck/dashboard.html" in log and not (trained / "ck" / ".in_use").exists()
     settings = log[log.index("---- arguments") : log.index("end of arguments")]
@@ -65,7 +65,7 @@ def test_the_log_of_a_run(trained):
     assert summary[8] == "  saved:       1 checkpoint saved to ck, the last at iteration 4"
 
 
-def test_the_log_of_a_run_that_leaves_early(trained):
+def test_log_of_an_early_exit_shows_all_settings_and_summary(trained):
     data = [
         "--data-path",
         "a_text_document",
@@ -100,7 +100,7 @@ def evaluate(folder, *flags, ranks=1):
     return finished.stdout, {record["validation"]: record for record in read_metrics(metrics)}
 
 
-def test_one_command_evaluates_a_checkpoint_at_its_iteration(trained, monkeypatch):
+def test_skip_train_evaluates_a_checkpoint_at_its_iteration(trained, monkeypatch):
     for name in ("Optimizer", "build_lr_schedule", "build_weight_decay_schedule", "build_grad_buffers"):
         monkeypatch.setattr(
             f"moe_trainer.training.setup.{name}",
@@ -133,7 +133,7 @@ def test_one_command_evaluates_a_checkpoint_at_its_iteration(trained, monkeypatc
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer --context-parallel-size 1",
     ],
 )
-def test_another_mapping_gives_the_same_losses(trained, mapping):
+def test_evaluation_losses_are_equal_under_another_mapping(trained, mapping):
     _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
     _, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *mapping.split(), ranks=2)
     for name in SETS:
@@ -143,7 +143,7 @@ def test_another_mapping_gives_the_same_losses(trained, mapping):
         )
 
 
-def test_flags_of_a_command_line_and_other_data(trained):
+def test_evaluation_with_explicit_flags_and_with_other_data(trained):
     _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
     flags = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
     same = [
@@ -167,16 +167,16 @@ def test_flags_of_a_command_line_and_other_data(trained):
     assert list(other) == ["validation"] and other["validation"]["samples"] == 40 * 97 // 32 // 2 * 2
 
 
-def test_a_recorded_split_counts_for_data_of_the_command_line(trained):
-    """The same files and no --split: the run's own shares, not the default ones, in which most of the validation text was trained on."""
+def test_recorded_split_applies_to_the_data_path_of_the_command_line(trained):
+    """The same files without --split: the recorded split applies. The default split would evaluate on trained text."""
     data = ["--data-path", "0.7", "a_text_document", "0.3", "b_text_document"]
     _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
     _, same = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *data)
     assert {name: same[name]["lm loss"] for name in SETS} == {name: recorded[name]["lm loss"] for name in SETS}
 
 
-def test_a_recorded_microbatch_that_does_not_fit_the_ranks_is_reduced(trained):
-    """Batches of 4 in microbatches of 2 on four ranks: one sample each, the same samples, and the same losses."""
+def test_recorded_micro_batch_size_is_reduced_to_fit_the_ranks(trained):
+    """Batches of 4 with a recorded micro-batch size of 2, on four ranks: one sample per rank, the same losses."""
     _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
     text, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", ranks=4)
     for name in SETS:
@@ -187,7 +187,7 @@ def test_a_recorded_microbatch_that_does_not_fit_the_ranks_is_reduced(trained):
     assert "does not divide among" not in text
 
 
-def test_what_is_missing_is_said(trained, tmp_path):
+def test_evaluation_without_checkpoint_or_data_is_refused(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     shape = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
     finished = run([*shape, *MOCK, "--skip-train", "--eval-iters", "1", "--load", "empty"], tmp_path)
@@ -213,7 +213,7 @@ def test_what_is_missing_is_said(trained, tmp_path):
     assert finished.returncode == 2 and "--skip-train needs data to evaluate on: --valid-data-path" in finished.stderr
 
 
-def test_without_optimizer_state_the_schedule_starts_again(trained):
+def test_no_load_optim_restarts_the_schedule(trained):
     """As in Megatron-LM (d98e8a64): load_checkpoint leaves the scheduler at 0 steps, iteration and data continue."""
     data = "--data-path 0.7 a_text_document 0.3 b_text_document --split 60,20,20 --tokenizer-type NullTokenizer --vocab-size 120".split()
     flags = [

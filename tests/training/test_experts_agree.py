@@ -71,7 +71,7 @@ NORMS = {
         if dispatcher == "alltoall" or not {"flex", "--moe-shared-expert-overlap"} & set(case[2].split())
     ],
 )
-def test_folded_experts_train_like_one_process(name, dispatcher):
+def test_folded_expert_parallelism_equals_one_process(name, dispatcher):
     n, kind, model, mapping = CASES[name]
     plain = model.replace("--moe-shared-expert-overlap", "").replace("--moe-token-dispatcher-type flex", "")
     choice = [] if "flex" in model else ["--moe-token-dispatcher-type", dispatcher]

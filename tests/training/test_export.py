@@ -1,4 +1,4 @@
-"""Weights written tensor by tensor: a file that safetensors reads, and nothing left over when the disk is full."""
+"""Exported weights: safetensors reads the file, and a full disk leaves no partial file."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ from moe_trainer.parallel.coordination import drain_on_exit
 from moe_trainer.training.export import write_weights
 
 
-def test_safetensors_reads_what_was_written(tmp_path):
+def test_safetensors_reads_exported_weights(tmp_path):
     stack = torch.arange(24, dtype=torch.bfloat16).view(2, 3, 4)
     weights = {
         "a": torch.randn(3, 5),
@@ -43,7 +43,7 @@ def test_safetensors_reads_what_was_written(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_failure_leaves_what_was_there(tmp_path):
+def test_failed_export_keeps_the_previous_file(tmp_path):
     path = tmp_path / "model.safetensors"
     write_weights([("a", torch.ones(2))], str(path))
     before = path.read_bytes()
@@ -57,7 +57,7 @@ def test_a_failure_leaves_what_was_there(tmp_path):
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_left_of_a_gathering_is_completed_when_the_file_fails():
+def test_drain_on_exit_completes_the_gather_after_a_write_error():
     sent = []
     gathered = (sent.append(number) or number for number in range(4))
     with pytest.raises(OSError, match="full"), drain_on_exit(gathered):

@@ -32,7 +32,7 @@ def _scales(run) -> dict[str, torch.Tensor]:
     return {gemms.name: gemms.scaling.clone() for gemms in iter_quantized_gemms(run.chunks)}
 
 
-def test_scales_move_between_layouts_unchanged(tmp_path):
+def test_fp8_scales_are_unchanged_across_layouts(tmp_path):
     argv = [*make_argv("plain"), *FP8]
     run_ranks(train_and_save, 2, [*argv, *TP], tmp_path / "tp")
     run_ranks(load_and_save, 2, [*argv, *EP], tmp_path / "tp", tmp_path / "ep")
@@ -48,7 +48,7 @@ def test_scales_move_between_layouts_unchanged(tmp_path):
     assert all((scale[:, 0] > 0).all() and (scale[:, 1:3] > 0).all() for scale in found.values()) and len(found) == 12
 
 
-def test_runs_with_and_without_fp8_load_each_other(tmp_path, caplog):
+def test_checkpoints_load_between_runs_with_and_without_fp8(tmp_path, caplog):
     plain, low = make_argv("plain"), [*make_argv("plain"), *FP8]
     run_ranks(train_and_save, 1, plain, tmp_path / "plain")
     run_ranks(train_and_save, 1, low, tmp_path / "low")

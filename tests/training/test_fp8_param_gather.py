@@ -1,4 +1,4 @@
-"""--fp8-param-gather: GEMMs read bytes cast from fp32 main parameters, ranks gather bytes, and nothing else keeps the weights."""
+"""--fp8-param-gather: weights are quantized from fp32 main parameters, gathered in fp8, and stored in fp8 only."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def _stored(run):
     ],
 )
 def test_flags_determine_whether_weights_are_stored_in_fp8(flags, keeps):
-    """On one rank, where nothing is sharded whatever the flags say: many ranks and one compute with the same weights."""
+    """One rank follows the flags as many ranks do, although nothing is sharded, so both compute with the same weights."""
     argv = argv_with("--bf16", RECIPES["blockwise"], GATHER, flags)
     args = parse_args(argv, 1)
     recipe = get_recipe(args.precision)
@@ -95,8 +95,8 @@ def _losses(rank, n, argv):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_fp32_parameters_nothing_changes(layout):
-    """Then main parameters and model are the same numbers, so quantizing them gives the same wherever and whenever it is done."""
+def test_fp8_param_gather_keeps_fp32_training_losses(layout):
+    """Main parameters and model weights are the same fp32 values, so quantizing either gives the same result."""
     n, flags = LAYOUTS[layout]
     for name, recipe in RECIPES.items():
         kept, plain, stored, none = run_ranks(_losses, n, argv_with(flags, recipe))[0]
@@ -105,8 +105,8 @@ def test_of_fp32_parameters_nothing_changes(layout):
         assert_alike(kept, plain, 1e-5)
 
 
-def _apart(run):
-    """How far the bytes are from the quantised fp32 main parameters, and how far quantised bf16 ones are."""
+def _compare_with_main_params(run):
+    """Largest distance of the fp8 weights, and of quantized bf16 weights, from the quantized fp32 main parameters."""
     optimizer, worst, differs = run.optimizer, 0.0, 0.0
     main = {id(held.param): [] for held in optimizer.tensors()}
     for held in optimizer.tensors():
@@ -133,15 +133,15 @@ def _apart(run):
     return worst, differs
 
 
-def _cast(rank, n, argv):
+def _train_and_compare(rank, n, argv):
     run = _run(rank, n, argv)
     run_steps(run, 0, 3)
-    return _apart(run)
+    return _compare_with_main_params(run)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bytes_are_cast_from_fp32_main_parameters(recipe):
-    """Scales of delayed scaling are those of now: they change before the step."""
+def test_fp8_weights_are_quantized_from_fp32_main_parameters(recipe):
+    """With delayed scaling, the current scales apply: they change before the step."""
     for flags in (
         f"--use-distributed-optimizer {OVERLAP}",
         "--use-distributed-optimizer --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall",
@@ -155,12 +155,12 @@ def test_bytes_are_cast_from_fp32_main_parameters(recipe):
             else ()
         ),
     ):
-        for worst, differs in run_ranks(_cast, 2, argv_with(flags, RECIPES[recipe], GATHER, "--bf16")):
+        for worst, differs in run_ranks(_train_and_compare, 2, argv_with(flags, RECIPES[recipe], GATHER, "--bf16")):
             assert worst == 0.0 and differs > 1e-3, flags
 
 
-def _traffic(rank, n, argv):
-    """Bytes that this rank brings to the all-gathers of one step, and to its reductions of maxima, apart for stored and other weights."""
+def _count_gathered_bytes(rank, n, argv):
+    """Bytes that this rank sends in the all-gathers of one step by dtype, and in its max-reductions; number of fp8 weights."""
     run = _run(rank, n, argv)
     run_steps(run, 0, 1)
     gathered, maxima = [], []
@@ -187,16 +187,18 @@ def _traffic(rank, n, argv):
     )
 
 
-def test_one_byte_an_element_is_gathered():
+def test_fp8_param_gather_sends_one_byte_per_element():
     argv = argv_with("--use-distributed-optimizer --bf16", RECIPES["blockwise"])
-    (kept, maxima, weights), (plain, none, _) = (run_ranks(_traffic, 2, [*argv, *flags])[0] for flags in ([GATHER], []))
+    (kept, maxima, weights), (plain, none, _) = (
+        run_ranks(_count_gathered_bytes, 2, [*argv, *flags])[0] for flags in ([GATHER], [])
+    )
     assert kept[torch.uint8] == pytest.approx(weights / 2, rel=0.02) and weights > 0
     assert kept[torch.bfloat16] == pytest.approx(plain[torch.bfloat16] - 2 * weights / 2, rel=0.05)
     assert none == 0 and 0 < maxima < weights / 10 and plain[torch.uint8] == 0
 
 
-def _skips(rank, n, argv):
-    """A step that overflows; how far bytes are from what they should be, and whether they have moved."""
+def _skip_overflowing_step(rank, n, argv):
+    """Skip a step that overflows; return the error of the fp8 weights, and how many of them changed."""
     run = _run(rank, n, argv)
     run_steps(run, 0, 1)
     assert isinstance(run.optimizer._scaler, DynamicLossScale)
@@ -209,10 +211,10 @@ def _skips(rank, n, argv):
         not torch.equal(old, gemms.fp8_weight[0].values_NK.view(torch.uint8))
         for old, (_, gemms) in zip(before, _stored(run))
     )
-    return _apart(run)[0], moved
+    return _compare_with_main_params(run)[0], moved
 
 
-def test_scales_that_move_without_a_step_move_the_bytes():
+def test_fp8_weights_are_requantized_when_a_step_is_skipped():
     """A checkpoint keeps main parameters and scales: a resumed run casts with these."""
     argv = argv_with(
         "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer",
@@ -220,7 +222,7 @@ def test_scales_that_move_without_a_step_move_the_bytes():
         "--fp8-amax-compute-algo most_recent",
         GATHER,
     )
-    for worst, moved in run_ranks(_skips, 2, argv):
+    for worst, moved in run_ranks(_skip_overflowing_step, 2, argv):
         assert worst == 0.0 and moved > 0
 
 
@@ -229,7 +231,7 @@ TP = "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-para
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_is_equal_to_the_bit(recipe, tmp_path):
+def test_fp8_param_gather_resumes_bitwise(recipe, tmp_path):
     argv = argv_with(RECIPES[recipe], GATHER, "--bf16")
     ahead = run_ranks(train_and_save, 2, [*argv, *EP.split()], tmp_path / "ep")
     assert run_ranks(load_and_save, 2, [*argv, *EP.split()], tmp_path / "ep", tmp_path / "again") == ahead
@@ -240,27 +242,27 @@ def test_a_resumed_run_is_equal_to_the_bit(recipe, tmp_path):
         assert differences(tmp_path / "ep" / "iter_0000002", tmp_path / name / "iter_0000002") == [], name
 
 
-def _weights_alone(rank, n, argv, folder):
-    """Exported weights of a run that takes nothing but the weights of a checkpoint; the loss of its first step."""
+def _load_weights_only(rank, n, argv, folder):
+    """Exported weights of a run that loads only the weights of a checkpoint, and the loss of its first step."""
     run = _run(rank, n, argv, 1)
     load(folder, run.chunks, run.optimizer, run.ps, LoadOptions(run.args.as_dict(), load_rng=False, finetune=True))
     weights = {name: value.clone() for name, value in export_named_weights(run.chunks, run.ps)}
     return weights, run_steps(run, 0, 1)[0][0]["lm loss"]
 
 
-def test_weights_alone_move_between_runs_with_and_without(tmp_path):
-    """In checkpoints and exports they are the same bf16 numbers, not those of the bytes."""
+def test_weights_load_between_runs_with_and_without_fp8_param_gather(tmp_path):
+    """Checkpoints and exports hold the same bf16 values, not the fp8 ones."""
     with_flag, without = (argv_with(RECIPES["blockwise"], "--bf16", EP, *flags) for flags in ([GATHER], []))
     run_ranks(train_and_save, 2, with_flag, tmp_path / "a")
     (weights, loss), (others, other_loss) = (
-        run_ranks(_weights_alone, 2, argv, tmp_path / "a")[0] for argv in (with_flag, without)
+        run_ranks(_load_weights_only, 2, argv, tmp_path / "a")[0] for argv in (with_flag, without)
     )
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
     assert weights["decoder.layers.0.self_attention.linear_proj.weight"].isfinite().all()
     assert loss == pytest.approx(other_loss, rel=1e-6), "bf16 main parameters give the same bytes as bf16 weights"
 
 
-def _evaluated(rank, n, argv):
+def _train_and_evaluate(rank, n, argv):
     run = _run(rank, n, argv, 6)
     before = run_steps(run, 0, 2)
     for chunk in run.chunks:
@@ -274,8 +276,8 @@ def _evaluated(rank, n, argv):
     return before, [x.tolist() for x in sums], state
 
 
-def test_an_evaluation_reads_the_bytes_and_notes_nothing():
+def test_evaluation_reads_fp8_weights_and_records_no_amax():
     argv = argv_with(RECIPES["delayed"], f"--use-distributed-optimizer {OVERLAP}")
-    kept, plain = (run_ranks(_evaluated, 2, [*argv, *flags])[0] for flags in ([GATHER], []))
+    kept, plain = (run_ranks(_train_and_evaluate, 2, [*argv, *flags])[0] for flags in ([GATHER], []))
     assert [x for pair in kept[1] for x in pair] == pytest.approx([x for pair in plain[1] for x in pair], rel=1e-5)
     assert kept[2] and not any(any(amax) for amax in kept[2])

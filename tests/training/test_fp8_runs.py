@@ -19,8 +19,8 @@ def _steps(rank: int, n: int, argv: list[str]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_fully_sharded_runs_equal_replicated_ones(recipe):
-    """Their proof has no fp64; from the same weights on the same ranks no sum is taken in another order before a rounding."""
+def test_fully_sharded_fp8_runs_equal_replicated_runs(recipe):
+    """Without fp64: the same weights on the same ranks, so no sum before a rounding changes its order."""
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
     replicated, sharded = (run_ranks(_steps, 2, [*fp8, *extra])[0] for extra in ([], SHARDED))
     assert sharded[0] == (pytest.approx(replicated[0][0], rel=1e-6), pytest.approx(replicated[0][1], rel=1e-6))
@@ -28,7 +28,7 @@ def test_fully_sharded_runs_equal_replicated_ones(recipe):
 
 
 @pytest.mark.slow
-def test_losses_stay_near_those_of_bf16():
+def test_fp8_and_fp4_losses_stay_close_to_bf16():
     """A hundred iterations of a tiny model on real text; gaps over more are in scripts/bench_results/precision.md."""
     iterations = 120
     text = read_text_bytes(iterations * BATCH + HELD_OUT)

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory):
         (2, ["--expert-model-parallel-size", "2", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]),
     ],
 )
-def test_losses_are_those_of_weights_that_stay(checkpoint, tmp_path, world_size, flags):
+def test_frozen_layers_give_the_losses_of_unchanged_weights(checkpoint, tmp_path, world_size, flags):
     barely = ["--lr", "1e-12", "--min-lr", "0", "--weight-decay", "0", "--finetune"]
     expected, _ = losses(tmp_path / "moves", "--load", str(checkpoint), *barely)
     found, finished = losses(
@@ -61,7 +61,7 @@ def test_losses_are_those_of_weights_that_stay(checkpoint, tmp_path, world_size,
     assert "no checkpoints are saved" in finished.stderr + finished.stdout
 
 
-def test_batches_are_not_kept_on_the_host():
+def test_frozen_training_keeps_no_batches_on_the_host():
     args = parse_args([*make_argv("plain"), "--freeze-all-layers"], 1)
     run, state = make_run(args, 0, ParallelState.single(), 2), TrainState()
     for _ in range(2):

@@ -46,7 +46,7 @@ def model_argv(kind: str, flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize("n", CASES)
-def test_sharded_equals_one_process(n):
+def test_fully_sharded_training_equals_one_process(n):
     argvs = [[*model_argv(kind, flags), *flags.split()] for kind, flags in CASES[n]]
     found = run_ranks(train_ranks, n, argvs)[0]
     wrong = {}
@@ -59,8 +59,8 @@ def test_sharded_equals_one_process(n):
     assert not wrong, wrong
 
 
-def crowded(rank, n, argvs):
-    """Every token goes to the first experts: the other ranks of ep receive nothing."""
+def train_with_idle_experts(rank, n, argvs):
+    """Route every token to the first experts: the other expert-parallel ranks receive no tokens."""
     forward = TopKRouter.forward
 
     def patched(self, *args, **kwargs):
@@ -75,10 +75,10 @@ def crowded(rank, n, argvs):
     return [train(argv, rank, create_groups(argv, rank, n), 2) for argv in argvs]
 
 
-def test_experts_that_receive_nothing():
+def test_fully_sharded_training_with_idle_experts():
     experts = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     argvs = [[*shallow(make_argv("accumulation")), *flags.split()] for flags in (experts, f"{experts} {MEGATRON}")]
-    full, sharded = run_ranks(crowded, 4, argvs)[0]
+    full, sharded = run_ranks(train_with_idle_experts, 4, argvs)[0]
     idle = [name for name in full.grads if ".local_experts.7." in name]
     assert idle and all(not full.grads[name].any() for name in idle)
     assert compare(full, sharded, FP32) == []

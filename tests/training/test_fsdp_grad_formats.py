@@ -1,4 +1,4 @@
-"""--megatron-fsdp-main-grads-dtype bf16: gradients of several microbatches are added up in bf16, whatever is sharded."""
+"""--megatron-fsdp-main-grads-dtype bf16 accumulates gradients of microbatches in bf16 under every sharding strategy."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _gradients(rank, n, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
-def test_sums_are_rounded(strategy):
+def test_bf16_main_grads_are_accumulated_in_bf16(strategy):
     for wide, narrow in run_ranks(_gradients, 2, strategy):
         assert wide.keys() == narrow.keys() and wide
         assert any(not torch.equal(grad, grad.bfloat16().float()) for grad in wide.values())

@@ -27,7 +27,7 @@ CHAIN = (
 )
 
 
-def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
+def test_state_is_unchanged_across_sharded_and_other_layouts(tmp_path):
     first = tmp_path / "first"
     expected = run_ranks(train_and_save, 2, [*shallow(make_argv("deepseek")), *MEGATRON.split()], first)[0]
     source = first
@@ -39,8 +39,8 @@ def test_state_moves_between_sharded_and_other_layouts_unchanged(tmp_path):
         source = target
 
 
-def hold(rank, n, argv):
-    """What a rank holds before, between and after: elements, and of what."""
+def count_local_elements(rank, n, argv):
+    """Number of elements on this rank, of all parameters, and of FSDP modules."""
     run = make_run(argv, rank, create_groups(argv, rank, n), 3)
     params = parameters(run.chunks)
     units = sum(isinstance(module, FSDPModule) for module in run.chunks[0].modules())
@@ -58,8 +58,8 @@ def hold(rank, n, argv):
 
 
 @pytest.mark.parametrize("flags", ["--use-torch-fsdp2", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"])
-def test_a_rank_holds_its_part_of_everything(flags):
-    parts = run_ranks(hold, 4, [*make_argv("deepseek"), *flags.split()])
+def test_each_rank_holds_its_shard_of_all_parameters(flags):
+    parts = run_ranks(count_local_elements, 4, [*make_argv("deepseek"), *flags.split()])
     full = parts[0][1]
     assert sum(held for held, _, _ in parts) == full
     assert max(held for held, _, _ in parts) < 0.3 * full
@@ -93,7 +93,7 @@ def get_losses(records):
 
 
 @pytest.mark.parametrize("flags", ["", "--bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"])
-def test_a_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
+def test_fully_sharded_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
     argv = [*JOB, *flags.split()]
     plain, weights = pretrain(argv, tmp_path / "plain", 2)
     sharding = [

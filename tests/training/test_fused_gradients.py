@@ -10,7 +10,7 @@ from moe_trainer.verification import training_trace
 OFF = "--no-gradient-accumulation-fusion"
 
 
-def matrices_with_a_gradient(flags: list[str]) -> tuple[set[str], set[str]]:
+def find_matrices_with_autograd_gradient(flags: list[str]) -> tuple[set[str], set[str]]:
     """Names of the matrices that autograd brings a gradient to, and of all of them."""
     found, every = set(), set()
 
@@ -24,17 +24,17 @@ def matrices_with_a_gradient(flags: list[str]) -> tuple[set[str], set[str]]:
     return found, every
 
 
-def test_products_add_to_the_main_gradients_themselves():
-    by_autograd, _ = matrices_with_a_gradient([])
+def test_gemms_accumulate_into_main_gradients():
+    by_autograd, _ = find_matrices_with_autograd_gradient([])
     assert by_autograd == {"embedding.word_embeddings.weight"}
-    by_autograd, every = matrices_with_a_gradient([OFF])
+    by_autograd, every = find_matrices_with_autograd_gradient([OFF])
     assert by_autograd == every
 
 
 @pytest.mark.parametrize(
     "kind", ["plain", "capacity", "accumulation", "deepseek", "biases, tied head", "distributed optimizer, overlap"]
 )
-def test_trains_as_without_it(kind):
+def test_gradient_accumulation_fusion_does_not_change_training(kind):
     argv = [word for word in make_argv(kind) if word != "--moe-grouped-gemm"]
     fused, apart = (train([*argv, *flags], 0, ParallelState.single()) for flags in ([], [OFF]))
     assert [str(difference) for difference in compare(apart, fused, FP32)] == []

@@ -20,7 +20,7 @@ TENSOR_PARALLEL = {"tp2_sp": 2e-6, "b_tp2": 3e-5, "tp2ep2": 2e-6}
 AUX_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
 
 
-def without(argv, *flags_with_counts):
+def remove_flags(argv, *flags_with_counts):
     """argv with the given flags and their values removed."""
     kept, at, counts = [], 0, dict(flags_with_counts)
     while at < len(argv):
@@ -32,13 +32,13 @@ def without(argv, *flags_with_counts):
     return kept
 
 
-apart = functools.partial(run, new_interpreter=True)
+run_in_new_interpreter = functools.partial(run, new_interpreter=True)
 
 
 def launch(shared, folder, case, argv, world_size, start=run):
-    """Run a golden command line from its initial weights with all outputs switched on; start: `run`, `apart` or `torchrun`."""
+    """Run a golden command line from its initial weights with all outputs switched on; start: `run`, `run_in_new_interpreter` or `torchrun`."""
     cwd = golden_workspace(shared, folder)
-    argv = without(
+    argv = remove_flags(
         argv,
         ("--save", 1),
         ("--save-interval", 1),
@@ -89,7 +89,7 @@ def assert_curve(records, steps, tolerance):
             assert record[name] == pytest.approx(value, rel=tolerance, abs=1e-12), (record["iteration"], name)
 
 
-def over_ranks(ranks):
+def average_over_ranks(ranks):
     """The steps of the first rank with the auxiliary and MTP losses, which the recording holds per rank, reduced as the log does it.
 
     They are means over data-parallel ranks, but for the global loss, of which every rank holds its share of the sum.
@@ -109,7 +109,9 @@ def over_ranks(ranks):
 @pytest.mark.parametrize("case", SINGLE)
 def test_one_process_equals_the_reference(shared, tmp_path, case):
     meta = json.loads((shared / "golden" / case / "meta.json").read_text())
-    cwd, records = launch(shared, tmp_path, case, meta["argv"], 1, apart if case == "b_deepseek_mtp" else run)
+    cwd, records = launch(
+        shared, tmp_path, case, meta["argv"], 1, run_in_new_interpreter if case == "b_deepseek_mtp" else run
+    )
     assert_curve(records, meta["steps"], 2e-6)
 
     grads = load_file(shared / "golden" / case / "grads_step1.safetensors")
@@ -145,22 +147,22 @@ def test_data_parallel_ranks_equal_the_reference(shared, tmp_path, case, overlap
         argv += ["--overlap-grad-reduce"] + (
             ["--overlap-param-gather"] if "--use-distributed-optimizer" in argv else []
         )
-    start = apart if overlap and case == "dp2_distopt" else run
+    start = run_in_new_interpreter if overlap and case == "dp2_distopt" else run
     _, records = launch(shared, tmp_path, meta["base_config"], argv, meta["world_size"], start)
-    assert_curve(records, over_ranks(meta["ranks"]), 2e-6)
+    assert_curve(records, average_over_ranks(meta["ranks"]), 2e-6)
 
 
 @pytest.mark.parametrize("case", PIPELINE)
 def test_pipeline_stages_equal_the_reference(shared, tmp_path, case):
     """Curve, and everything that leaves the run: the layers of all stages, once and whole."""
     meta = json.loads((shared / "golden" / "parallel" / f"{case}.json").read_text())
-    start = apart if case == "pp2vpp2" else run
+    start = run_in_new_interpreter if case == "pp2vpp2" else run
     cwd, records = launch(shared, tmp_path, meta["base_config"], meta["argv"], meta["world_size"], start)
-    assert_curve(records, over_stages(meta["ranks"]), 2e-6)
+    assert_curve(records, combine_stages(meta["ranks"]), 2e-6)
     assert_tensors_of_one_process(shared / "golden" / meta["base_config"], cwd)
 
 
-def over_stages(ranks):
+def combine_stages(ranks):
     """The steps of the last stage, which has the loss, with the auxiliary losses of all stages' layers.
 
     Every rank of the recording has zeros for the layers of other stages.
@@ -173,7 +175,7 @@ def over_stages(ranks):
 
 
 def with_flag(argv, flag, value):
-    return [*without(argv, (flag, 1)), flag, value]
+    return [*remove_flags(argv, (flag, 1)), flag, value]
 
 
 @pytest.mark.parametrize("case", EXPERT_PARALLEL)
@@ -191,7 +193,7 @@ def test_expert_parallel_ranks_equal_the_reference(shared, tmp_path, case, how):
             "20000",
         ]
     cwd, records = launch(shared, tmp_path, meta["base_config"], argv, meta["world_size"])
-    assert_curve(records, over_ranks(meta["ranks"]), 2e-6)
+    assert_curve(records, average_over_ranks(meta["ranks"]), 2e-6)
 
     # the recording has no tensors of these cases, but where a capacity is not per rank they are those of one process
     assert_tensors_of_one_process(shared / "golden" / meta["base_config"], cwd)
@@ -223,7 +225,7 @@ def test_tensor_parallel_ranks_equal_one_process(shared, tmp_path, case, how):
     single = json.loads((shared / "golden" / meta["base_config"] / "meta.json").read_text())
     argv = list(meta["argv"])
     if how == "no sequence parallelism":
-        argv = without(argv, ("--sequence-parallel", 0))
+        argv = remove_flags(argv, ("--sequence-parallel", 0))
         assert argv != meta["argv"], "recorded without it"
     elif "overlap" in how:
         argv += [
@@ -277,12 +279,14 @@ RESUMED = {
 @pytest.mark.parametrize(
     "checkpoint, world_size", [*(("a2_torch_dist", size) for size in RESUMED), ("a2_torch", 1), ("a2_torch", 4)]
 )
-def test_a_run_of_megatron_resumes_from_its_checkpoint(shared, tmp_path, checkpoint, world_size):
+def test_megatron_checkpoint_resumes_like_megatron(shared, tmp_path, checkpoint, world_size):
     """Iterations 6 to 10 from Megatron-LM's own checkpoint of iteration 5, as it went on itself; under other mappings and of the legacy format too."""
     meta = json.loads((shared / "golden" / "parallel" / "res_a2_torch_dist.json").read_text())
     cwd = golden_workspace(shared, tmp_path)
     argv = with_flag(
-        without(meta["argv"], ("--save", 1), ("--save-interval", 1)), "--load", str(shared / "golden/ckpt" / checkpoint)
+        remove_flags(meta["argv"], ("--save", 1), ("--save-interval", 1)),
+        "--load",
+        str(shared / "golden/ckpt" / checkpoint),
     )
     finished = run(
         [*argv, *RESUMED[world_size].split(), "--metrics-file", "metrics.jsonl"],
@@ -301,7 +305,7 @@ def test_the_global_aux_loss_sees_the_tokens_of_all_expert_ranks(shared, tmp_pat
     meta = json.loads((shared / "golden" / "parallel" / "c_dp2.json").read_text())
     argv = with_flag([*meta["argv"], "--expert-model-parallel-size", "2"], "--moe-token-dispatcher-type", dispatcher)
     _, records = launch(shared, tmp_path, meta["base_config"], argv, 2)
-    assert_curve(records, over_ranks(meta["ranks"]), 2e-6)
+    assert_curve(records, average_over_ranks(meta["ranks"]), 2e-6)
 
 
 def test_bf16_stays_within_the_measured_distance_of_the_reference(shared, tmp_path):

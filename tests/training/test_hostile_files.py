@@ -1,4 +1,4 @@
-"""Every reader of a small file that a stranger may have made: its own error that names the file, and nothing of the file is run.
+"""Untrusted small files: every reader raises its own error that names the file, and executes nothing from it.
 
 Checkpoints: checkpoint/test_hostile.py. Token files and presets: the fault table. Records, dashboards and caches: here.
 """
@@ -131,7 +131,7 @@ READERS = {
         ValueError,
     ),
     "--record-step": (_record, ValueError),
-    "a suspicion": (_fault_report, ValueError),
+    "fault report": (_fault_report, ValueError),
     "jsonl": (_preprocess, UserError),
     "--load-weights": (_weights, UserError),
 }
@@ -147,7 +147,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_hostile_text_is_an_error_that_names_the_file(reader, tmp_path, monkeypatch):
+def test_malformed_text_raises_an_error_that_names_the_file(reader, tmp_path, monkeypatch):
     read, kind = READERS[reader]
     for number, (name, content) in enumerate(TEXTS.items()):
         folder = tmp_path / str(number)
@@ -165,7 +165,7 @@ def test_a_hostile_text_is_an_error_that_names_the_file(reader, tmp_path, monkey
 
 
 OPENED = {
-    name: reader for name, reader in READERS.items() if name not in ("jsonl", "a suspicion", "tokenizer_config.json")
+    name: reader for name, reader in READERS.items() if name not in ("jsonl", "fault report", "tokenizer_config.json")
 } | {
     "--data-args-path": (lambda path: read_blend_file(str(path)), ValueError),
     "--preset": (_preset, ArgumentError),
@@ -177,7 +177,7 @@ OPENED = {
 
 
 @pytest.mark.parametrize("reader", OPENED)
-def test_a_pipe_is_refused_and_does_not_wait_for_a_writer(reader, tmp_path, monkeypatch):
+def test_readers_refuse_a_named_pipe_without_blocking(reader, tmp_path, monkeypatch):
     read, kind = OPENED[reader]
     monkeypatch.chdir(tmp_path)
     os.mkfifo(tmp_path / "given")
@@ -190,8 +190,8 @@ def test_a_pipe_is_refused_and_does_not_wait_for_a_writer(reader, tmp_path, monk
     assert str(tmp_path) in str(caught.value)
 
 
-def test_runs_that_continue_with_a_hostile_file(tmp_path, caplog):
-    """The id of a run of Weights & Biases, and the lines that a resumed run finds: they start again."""
+def test_resumed_runs_ignore_malformed_id_and_metrics_files(tmp_path, caplog):
+    """The run id of Weights & Biases and the metrics lines of a resumed run start from scratch."""
     for content in TEXTS.values():
         (tmp_path / "id").write_bytes(content)
         assert _read(tmp_path / "id", {"project": "x"}) is None
@@ -199,7 +199,7 @@ def test_runs_that_continue_with_a_hostile_file(tmp_path, caplog):
         assert resume_offset(tmp_path / "lines", "iteration", 5) == 0
 
 
-def test_a_table_of_safetensors_with_a_length_beyond_the_file(tmp_path):
+def test_safetensors_header_longer_than_the_file_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for length, table in (
         (2**63, b"{}"),
@@ -234,7 +234,7 @@ def test_a_table_of_safetensors_with_a_length_beyond_the_file(tmp_path):
         {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
     ],
 )
-def test_a_tensor_of_safetensors_beyond_the_file(entry, tmp_path):
+def test_invalid_safetensors_header_entry_is_refused(entry, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     table = json.dumps({"x": entry}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(table)) + table + bytes(4))
@@ -243,24 +243,24 @@ def test_a_tensor_of_safetensors_beyond_the_file(entry, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
-def test_an_index_of_safetensors_names_its_own_folder_only(name, tmp_path):
+def test_safetensors_index_cannot_name_files_outside_its_folder(name, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(CheckpointError, match="outside its folder|Is a directory"):
         hf_files.SafetensorsFolder(tmp_path)
 
 
-class Run:
+class ExecuteOnUnpickle:
     def __reduce__(self):
         return os.system, ("touch ran",)
 
 
-def test_an_index_cache_of_objects_or_other_forms_is_refused(tmp_path, monkeypatch):
+def test_invalid_index_cache_arrays_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = IndexCache(str(tmp_path), "GPTDataset", "train", {"a": 1}, {"document": None})
     header = b"\x93NUMPY\x01\x00" + struct.pack("<H", 70)
     for content in (
-        pickle.dumps(Run()),
+        pickle.dumps(ExecuteOnUnpickle()),
         b"\x93NUMPY",
         header + b"{'descr': '<i4', 'fortran_order': False, 'shape': (10**12,), }".ljust(70),
         header + b"[" * 70,
@@ -271,7 +271,7 @@ def test_an_index_cache_of_objects_or_other_forms_is_refused(tmp_path, monkeypat
         with pytest.raises(ValueError, match="delete it and start again"):
             cache.read()
     for array in (
-        numpy.array([Run()], dtype=object),
+        numpy.array([ExecuteOnUnpickle()], dtype=object),
         numpy.zeros(3),
         numpy.zeros((1, 2, 3), numpy.int32),
         numpy.array(5),
@@ -283,7 +283,7 @@ def test_an_index_cache_of_objects_or_other_forms_is_refused(tmp_path, monkeypat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_record_names_its_own_folder_only(tmp_path):
+def test_step_record_cannot_name_files_outside_its_folder(tmp_path):
     (tmp_path / "secret").write_text("x")
     folder = tmp_path / "record"
     folder.mkdir()
@@ -316,7 +316,7 @@ def test_a_record_names_its_own_folder_only(tmp_path):
         {"routing": {"layers": [0], "tokens_per_expert": [[1, "x"]], "straggler_cost": 0.1}},
     ],
 )
-def test_a_foreign_line_of_metrics_leaves_the_page_complete(line, tmp_path):
+def test_invalid_metrics_values_do_not_break_the_dashboard(line, tmp_path):
     """The page draws numbers: text in the place of one would stop its script, and everything would be missing."""
     good = {"iteration": 1, "lm loss": 3.0, "tokens_per_s": 10.0}
     (tmp_path / "metrics.jsonl").write_text(
@@ -337,13 +337,13 @@ def test_a_foreign_line_of_metrics_leaves_the_page_complete(line, tmp_path):
 
 
 @pytest.mark.parametrize("content", TEXTS)
-def test_metrics_of_any_bytes_give_a_page(content, tmp_path):
+def test_dashboard_reads_metrics_with_malformed_lines(content, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(TEXTS[content] + b'\n{"iteration": 1, "lm loss": 3.0}\n')
     dashboard = open_dashboard(tmp_path / "metrics.jsonl", {})
     assert [each["iteration"] for each in dashboard._records.items()] == [1]
 
 
-def test_values_of_a_resumed_run_are_judged():
+def test_invalid_loss_history_and_loss_scale_state_are_refused():
     for saved in (
         "x",
         [1],
@@ -361,11 +361,11 @@ def test_values_of_a_resumed_run_are_judged():
     assert LossHistory.from_dict(LossHistory(losses=3, recent=[1.0, 2]).as_dict()).losses == 3
 
 
-def test_weights_only_files_of_a_record_hold_no_program(tmp_path):
+def test_step_record_random_states_cannot_execute_code(tmp_path):
     """The random states of a record are read by torch itself, which then runs nothing."""
     from moe_trainer.debug.step_record import random_file
 
-    for content in (pickle.dumps(Run()), b"", b"PK\x03\x04 no archive", pickle.dumps([1], 2)):
+    for content in (pickle.dumps(ExecuteOnUnpickle()), b"", b"PK\x03\x04 no archive", pickle.dumps([1], 2)):
         (tmp_path / random_file(0)).write_bytes(content)
         with pytest.raises(ValueError, match=f"{random_file(0)}: this is no file of random states"):
             Record(tmp_path, {}).generators(0)

@@ -1,4 +1,4 @@
-"""--dsa-indexer-warmup: from a model without indexers, over indexers that learn while all else stays, to sparse attention."""
+"""--dsa-indexer-warmup: from a dense model, through training of the indexers alone, to sparse attention."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def warm(dense, tmp_path_factory):
     return folder, records, weights
 
 
-def test_only_indexers_learn(dense, warm):
+def test_dsa_warmup_updates_only_indexer_weights(dense, warm):
     _, before = dense
     _, records, after = warm
     assert (
@@ -58,14 +58,14 @@ def test_only_indexers_learn(dense, warm):
     assert all("lm loss" in record for record in records)
 
 
-def test_indexers_of_another_start_learn_from_the_first_step(dense, warm, tmp_path):
-    """What is exported after no step is the start; every indexer's tensors have left it."""
+def test_dsa_warmup_updates_every_indexer_tensor(dense, warm, tmp_path):
+    """Compared with the initial weights, which --skip-train exports, exactly the tensors of the indexers changed."""
     _, start = pretrain([*WARMUP, "--train-iters", "6", "--skip-train", "--load", dense[0], "--finetune"], tmp_path)
     for name, tensor in start.items():
         assert torch.equal(tensor, warm[2][name]) != (INDEXER in name), name
 
 
-def test_a_warm_up_resumes_bit_for_bit(dense, warm, tmp_path):
+def test_dsa_warmup_resumes_bitwise(dense, warm, tmp_path):
     pretrain(
         [*WARMUP, "--train-iters", "6", "--exit-interval", "3", "--load", dense[0], "--finetune", "--save", "saved"],
         tmp_path,
@@ -75,7 +75,7 @@ def test_a_warm_up_resumes_bit_for_bit(dense, warm, tmp_path):
     assert all(torch.equal(weights[name], tensor) for name, tensor in warm[2].items())
 
 
-def test_the_sparse_stage_starts_from_the_warm_up(warm, tmp_path):
+def test_sparse_training_starts_from_the_warmup_checkpoint(warm, tmp_path):
     folder, _, before = warm
     argv = [
         *BASE,
@@ -94,7 +94,7 @@ def test_the_sparse_stage_starts_from_the_warm_up(warm, tmp_path):
     assert records[0]["indexer loss"] > 0
 
 
-def test_missing_indexers_are_refused_by_name(dense, tmp_path):
+def test_checkpoint_without_indexers_requires_finetune(dense, tmp_path):
     ended = run([*WARMUP, "--train-iters", "6", "--load", dense[0]], tmp_path)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "has no indexers" in ended.stderr and "--finetune" in ended.stderr and "indexer.linear_wq_b" in ended.stderr
@@ -103,7 +103,7 @@ def test_missing_indexers_are_refused_by_name(dense, tmp_path):
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_ranks_warm_up_as_one_process(mapping):
+def test_parallel_dsa_warmup_equals_one_process(mapping):
     outcome, *others = run_ranks(train_ranks, 2, [[*WARMUP, *mapping.split()]])
     full = SequenceSharding(1, 2 if "context" in mapping else 1)
     expected = training_trace.train(
@@ -117,7 +117,7 @@ def test_ranks_warm_up_as_one_process(mapping):
     }
 
 
-def test_the_files_of_a_run_with_records_of_a_frozen_step(tmp_path):
+def test_dump_step_of_warmup_has_nonzero_gradients_of_indexers_only(tmp_path):
     """Frozen parameters have zero gradients where gradients are recorded."""
     ended = run(
         [

@@ -13,7 +13,7 @@ KILLS = 20
 
 
 @pytest.mark.slow
-def test_twenty_kills_lose_nothing(tmp_path):
+def test_twenty_kills_lose_no_saved_iteration(tmp_path):
     argv = [
         *TINY,
         *MOCK,

@@ -12,7 +12,7 @@ from tests import commands
 from tests.commands import run
 
 
-def test_torchrun_variables_win():
+def test_torchrun_variables_take_precedence_over_slurm():
     place = read_launch_env(
         {
             "RANK": "3",
@@ -28,7 +28,7 @@ def test_torchrun_variables_win():
     assert (place.rank, place.world_size, place.local_rank, place.master_addr, place.master_port) == (3, 8, 1, "a", 1)
 
 
-def test_slurm_step_is_mapped():
+def test_slurm_step_variables_give_rank_and_master_address():
     place = read_launch_env(
         {
             "SLURM_STEP_ID": "0",
@@ -49,7 +49,7 @@ def test_slurm_step_is_mapped():
     assert place.master_port == 20012
 
 
-def test_the_batch_script_itself_is_one_process():
+def test_slurm_batch_script_is_one_process():
     assert read_launch_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}).world_size == 1
 
 
@@ -62,7 +62,7 @@ def test_the_batch_script_itself_is_one_process():
         ("n[7]-ib,n9", "n7-ib"),
     ],
 )
-def test_first_host(nodes, host):
+def test_first_slurm_host_of_a_node_list(nodes, host):
     assert first_slurm_host(nodes) == host
 
 
@@ -77,17 +77,17 @@ def test_first_host(nodes, host):
         ),
     ],
 )
-def test_mistakes_are_named(env, needle):
+def test_invalid_launch_variables_are_named(env, needle):
     with pytest.raises(ValueError, match=needle):
         read_launch_env(env)
 
 
-def test_ranks_that_share_cores_get_a_hint():
+def test_thread_count_hint_when_ranks_share_cores():
     assert thread_count_hint(4, 8, 8).endswith("export OMP_NUM_THREADS=2") and thread_count_hint(4, 2, 2).endswith("=1")
     assert thread_count_hint(1, 8, 8) is None and thread_count_hint(4, 2, 8) is None
 
 
-def test_the_hint_on_threads_is_logged_once(tmp_path, monkeypatch):
+def test_thread_count_hint_is_logged_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     line = [*TINY, *MOCK, "--train-iters", "1"]
     assert "OMP_NUM_THREADS is not set" not in run(line, tmp_path, 2).stderr

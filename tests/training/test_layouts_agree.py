@@ -10,7 +10,7 @@ import random
 
 import pytest
 from harness import run_ranks
-from training.features import FEATURES, covering, features
+from training.features import FEATURES, choose_covering_cases, features
 from training.layouts import KINDS, assert_equal, make_argv, shallow, train_one_process, train_ranks
 
 from moe_trainer.verification import parity
@@ -31,27 +31,27 @@ GLOBAL_LOSS = [
 ]
 
 
-def spread(ep: int, dispatcher: str) -> list[str]:
+def expert_parallel_flags(ep: int, dispatcher: str) -> list[str]:
     return ["--expert-model-parallel-size", str(ep), "--moe-token-dispatcher-type", dispatcher]
 
 
 def assert_all_equal(cases, ranks: int) -> None:
-    """Check cases in one pool and report all that differ."""
-    parted = []
+    """Check cases in one pool and report all that differ from one process."""
+    failed = []
     with RankPool(max(ranks, 3), timeout_s=600.0) as pool:
         for number, case in enumerate(cases):
             parity = check_parity(pool, case)
             if not parity.is_equal:
                 first = str(parity.differences[0]) if parity.differences else parity.failure[-2000:]
-                parted.append(f"{number}, {case.mapping}: {first}\n    {' '.join(case.argv)}")
-    assert not parted, f"{len(parted)} of {len(cases)} cases part from one process:\n" + "\n".join(parted)
+                failed.append(f"{number}, {case.mapping}: {first}\n    {' '.join(case.argv)}")
+    assert not failed, f"{len(failed)} of {len(cases)} cases differ from one process:\n" + "\n".join(failed)
 
 
-def test_every_feature_on_few_ranks(monkeypatch):
+def test_every_feature_equals_one_process_on_few_ranks(monkeypatch):
     deep = [
         draw(random.Random(number), ParallelMapping(pp=4)) for number in range(90)
     ]  # a stage for MTP alone needs stages
-    cases = covering([*matrix(2, CANDIDATES), *matrix(4, CANDIDATES), *filter(None, deep)])
+    cases = choose_covering_cases([*matrix(2, CANDIDATES), *matrix(4, CANDIDATES), *filter(None, deep)])
     assert frozenset().union(*map(features, cases)) == FEATURES.keys() and len(cases) <= 15
     monkeypatch.setattr(parity, "STEPS", 2)
     assert_all_equal(cases, 4)
@@ -59,22 +59,24 @@ def test_every_feature_on_few_ranks(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_factorisation(world):
+def test_every_layout_of_a_world_size_equals_one_process(world):
     cases = matrix(world, MODELS)
     assert len(cases) >= {2: 22, 4: 112, 8: 340}[world], "the rules allow two models for nearly every factorisation"
     assert_all_equal(cases, world)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_every_kind_of_model_over_expert_ranks(dispatcher):
-    ranks = run_ranks(train_ranks, 4, [[*shallow(make_argv(kind)), *spread(2, dispatcher)] for kind in KINDS])
+def test_every_model_kind_with_expert_parallelism_equals_one_process(dispatcher):
+    ranks = run_ranks(
+        train_ranks, 4, [[*shallow(make_argv(kind)), *expert_parallel_flags(2, dispatcher)] for kind in KINDS]
+    )
     for kind, outcome, *others in zip(KINDS, *ranks, strict=True):
         assert_equal(outcome, train_one_process(*shallow(make_argv(kind))), f"{kind}, {dispatcher}")
         for other in others:  # every rank logs and clips alike
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, kind
 
 
-def test_the_cases_do_what_they_are_named_for():
+def test_model_kinds_exercise_capacity_mtp_and_expert_bias():
     assert min(train_one_process(*shallow(make_argv("capacity"))).dropped) > 0
     assert "mtp_1 loss" in train_one_process(*shallow(make_argv("deepseek"))).losses[0]
     bias = train_one_process(*shallow(make_argv("deepseek"))).weights["decoder.layers.1.mlp.router.expert_bias"]
@@ -84,9 +86,11 @@ def test_the_cases_do_what_they_are_named_for():
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_the_global_aux_loss_depends_on_data_ranks_alone(dispatcher):
+def test_global_aux_loss_is_independent_of_expert_parallel_size(dispatcher):
     """Its counts run over all data-parallel ranks, so the oracle is the same number of ranks without expert parallelism."""
     argv = [*shallow(make_argv("accumulation")), *GLOBAL_LOSS]
-    expected = run_ranks(train_ranks, 4, [[*argv, *spread(1, dispatcher)]])[0][0]
+    expected = run_ranks(train_ranks, 4, [[*argv, *expert_parallel_flags(1, dispatcher)]])[0][0]
     for ep in (2, 4):
-        assert_equal(run_ranks(train_ranks, 4, [[*argv, *spread(ep, dispatcher)]])[0][0], expected, f"EP {ep}")
+        assert_equal(
+            run_ranks(train_ranks, 4, [[*argv, *expert_parallel_flags(ep, dispatcher)]])[0][0], expected, f"EP {ep}"
+        )

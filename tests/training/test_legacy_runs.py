@@ -29,7 +29,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_resumes_from_its_legacy_checkpoint_to_the_last_bit(tmp_path, variant):
+def test_run_resumes_bitwise_from_its_legacy_checkpoint(tmp_path, variant):
     flags, world_size = VARIANTS[variant]
     argv = [*TINY, *MOCK, *flags.split(), "--ckpt-format", "torch", "--train-iters", "4"]
     for folder, stops in (("whole", ()), ("parts", ("2",))):
@@ -51,8 +51,8 @@ def test_a_run_resumes_from_its_legacy_checkpoint_to_the_last_bit(tmp_path, vari
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_golden_checkpoints_are_converted_both_ways(shared, tmp_path):
-    """From one format to the other and back, under another layout each time: what comes back is what was given."""
+def test_golden_checkpoints_are_unchanged_by_conversion_and_back(shared, tmp_path):
+    """Convert from one format to the other and back, each time under another layout: all tensors are unchanged."""
     cwd = golden_workspace(shared, tmp_path)
     argv = json.loads((shared / "golden/a2_mixtral/meta.json").read_text())["argv"]
     argv = argv[: argv.index("--save")] + argv[argv.index("--save") + 2 :]
@@ -92,7 +92,7 @@ def test_golden_checkpoints_are_converted_both_ways(shared, tmp_path):
         assert torch.equal(read_logical(one, indices[0], tensor), read_logical(other, indices[1], found[name])), name
 
 
-def test_a_conversion_needs_what_it_converts_and_nothing_of_training(shared, tmp_path):
+def test_conversion_needs_no_training_flags(shared, tmp_path):
     cwd = golden_workspace(shared, tmp_path)
     source = shared / "golden/ckpt/a2_torch"
     finished = run(
@@ -124,7 +124,7 @@ def test_a_conversion_needs_what_it_converts_and_nothing_of_training(shared, tmp
     assert states[0] and states[0] <= states[1]
 
 
-def test_nothing_is_converted_where_nothing_is(tmp_path):
+def test_conversion_of_a_missing_checkpoint_is_refused(tmp_path):
     finished = run(
         [
             *TINY,
@@ -145,7 +145,7 @@ def test_nothing_is_converted_where_nothing_is(tmp_path):
     assert not (tmp_path / "to").exists()
 
 
-def test_another_iteration_number(tmp_path):
+def test_override_ckpt_iteration_sets_the_first_iteration(tmp_path):
     argv = [*TINY, *MOCK, *outputs(tmp_path)]
     assert run([*argv, "--train-iters", "8", "--exit-interval", "2"], tmp_path, 1).returncode == 0
     (tmp_path / "metrics.jsonl").unlink()

@@ -1,4 +1,4 @@
-"""Flags that steer the loop, each seen to act through the command line."""
+"""Flags of the training loop, tested through the command line."""
 
 import json
 import signal
@@ -50,7 +50,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path):
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == str(last)
 
 
-def test_a_run_ends_after_its_minutes(tmp_path):
+def test_exit_duration_saves_and_ends_the_run(tmp_path):
     finished = train(
         tmp_path,
         "--train-iters",
@@ -80,7 +80,7 @@ def test_skipped_iterations_consume_their_samples(tmp_path):
     assert records[1]["learning_rate"] == pytest.approx(records[0]["learning_rate"], rel=0.2)
 
 
-def test_evaluation_starts_late_and_test_mode_skips_training(tmp_path):
+def test_start_eval_at_iter_and_skip_train(tmp_path):
     train(tmp_path, "--train-iters", "6", "--eval-interval", "2", "--eval-iters", "1", "--start-eval-at-iter", "4")
     assert validations(tmp_path) == [("validation", 4), ("validation", 6), ("validation", 6), ("test", 6)]
     (tmp_path / "metrics.jsonl").unlink()
@@ -89,7 +89,7 @@ def test_evaluation_starts_late_and_test_mode_skips_training(tmp_path):
     assert validations(tmp_path) == [("validation", 0), ("test", 0)]
 
 
-def test_full_validation_and_several_sets(shared, tmp_path):
+def test_full_validation_of_multiple_validation_sets(shared, tmp_path):
     cwd = golden_workspace(shared, tmp_path)
     data = (
         "--train-data-path golden/dataset/A_text_document --valid-data-path golden/dataset/A_text_document "
@@ -112,7 +112,7 @@ def test_full_validation_and_several_sets(shared, tmp_path):
     assert losses["validation-first"] != losses["validation-second"]
 
 
-def test_timers_profile_and_per_layer_scalars(tmp_path):
+def test_timers_profile_and_per_layer_scalars_are_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     finished = train(

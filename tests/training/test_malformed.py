@@ -30,7 +30,7 @@ def check_refusal(line: Malformed, code: int, message: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_malformed_lines_are_refused(kind, tmp_path, monkeypatch, capsys):
-    """In this process: what is wrong with a command line is found before anything is started."""
+    """In this process: errors of a command line are found before anything starts."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -44,15 +44,15 @@ def test_malformed_lines_are_refused(kind, tmp_path, monkeypatch, capsys):
         check_refusal(line, code, capsys.readouterr().err)
 
 
-def test_there_are_at_least_six_hundred_lines():
+def test_there_are_at_least_600_malformed_command_lines():
     assert EACH * len(KINDS) + len(FOUND_AT_START) >= 600
 
 
-def test_the_same_seed_draws_the_same_lines():
+def test_same_seed_draws_the_same_malformed_lines():
     assert list(malformed(1, 50)) == list(malformed(1, 50)) != list(malformed(2, 50))
 
 
-def test_the_lines_are_sound_without_their_mistake():
+def test_base_command_line_is_valid():
     assert not resolve_command_line(list(BASE), 1)[1]
 
 
@@ -66,14 +66,14 @@ def test_number_flags_reject_negative_numbers_or_document_them():
 
 
 @pytest.mark.parametrize("line", FOUND_AT_START, ids=lambda line: " ".join(line.argv[len(BASE) - 2 :]))
-def test_what_only_a_start_can_find(line, tmp_path):
+def test_errors_found_at_startup_are_refused(line, tmp_path):
     write_files(line, tmp_path)
     ended = run(list(line.argv), tmp_path, HF_HUB_OFFLINE="1")
     check_refusal(line, ended.returncode, ended.stderr)
 
 
 @pytest.mark.parametrize("line", list(malformed(SEED + 1, 10)), ids=lambda line: line.kind)
-def test_in_an_interpreter_of_its_own(line, tmp_path):
+def test_malformed_lines_are_refused_in_a_new_interpreter(line, tmp_path):
     write_files(line, tmp_path)
     ended = run(list(line.argv), tmp_path, new_interpreter=True, **line.env)
     check_refusal(line, ended.returncode, ended.stderr)
@@ -93,7 +93,7 @@ if os.environ.get("RANK") == "0":
     [["-m", "torch.distributed.run"], [str(REPOSITORY / "scripts" / "torchrun.py")]],
     ids=["torchrun", "scripts"],
 )
-def test_under_a_launcher_one_rank_tells_it(launcher, tmp_path):
+def test_launchers_print_the_error_of_all_ranks_once(launcher, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(LATE)
     with reserved_port() as port:
         words = [

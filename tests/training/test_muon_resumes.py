@@ -20,7 +20,7 @@ CHAIN = (
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("deepseek", marks=pytest.mark.slow)])
-def test_momentum_moves_between_mappings_unchanged(tmp_path, kind):
+def test_muon_momentum_is_unchanged_across_mappings(tmp_path, kind):
     argv = [*shallow(make_argv(kind)), *MUON.split()]
     first = tmp_path / "first"
     expected = run_ranks(train_and_save, 2, [*argv, *f"{TP} {SHARDED}".split()], first)[0]

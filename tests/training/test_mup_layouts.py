@@ -1,4 +1,4 @@
-"""muP on several ranks: losses, gradients and weights of one process, whose weights and steps are another model's without muP."""
+"""muP on several ranks: losses, gradients and weights equal one process; every multiplier has an effect."""
 
 import pytest
 from harness import run_ranks
@@ -33,7 +33,7 @@ def mup_argv(kind: str, optimizer: str) -> list[str]:
     return [*shallow(make_argv(kind)), *MUP.split(), "--optimizer", optimizer, *rate]
 
 
-def test_every_mapping_equals_one_process():
+def test_mup_training_under_every_mapping_equals_one_process():
     found = run_ranks(train_ranks, 2, [[*mup_argv(kind, optimizer), *more.split()] for kind, optimizer, more in CASES])
     alone = {}
     for (kind, optimizer, more), outcome in zip(CASES, found[0], strict=True):
@@ -47,7 +47,7 @@ def test_every_mapping_equals_one_process():
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_every_multiplier_changes_the_training(optimizer):
+def test_every_mup_multiplier_changes_training(optimizer):
     flags = mup_argv("plain", optimizer)
     full = train(flags, 0, ParallelState.single())
     for other in (

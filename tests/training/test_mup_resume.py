@@ -31,24 +31,21 @@ def trained(tmp_path_factory):
         folder,
     )
     assert finished.returncode == 0, finished.stderr
-    return folder, test_loss(finished.stdout)
+    return folder, read_test_loss(finished.stdout)
 
 
-def test_loss(log):
+def read_test_loss(log):
     return re.search(r"on test set \| lm loss value: (\S+)", log).group(1)
 
 
-test_loss.__test__ = False
-
-
-def test_an_evaluation_takes_the_multipliers(trained):
+def test_evaluation_uses_the_mup_multipliers_of_the_checkpoint(trained):
     folder, expected = trained
     finished = run(["--use-checkpoint-args", "--load", "ck", "--skip-train"], folder)
     assert finished.returncode == 0, finished.stderr
-    assert test_loss(finished.stdout) == expected
+    assert read_test_loss(finished.stdout) == expected
 
 
-def test_a_run_without_them_is_refused(trained):
+def test_resuming_without_mup_flags_is_refused(trained):
     folder, _ = trained
     argv = [*TINY, *MOCK, "--train-iters", "3", "--lr-decay-iters", "9", "--load", "ck", "--use-checkpoint-args"]
     finished = run(argv, folder)

@@ -43,8 +43,8 @@ CASES = (
 )
 
 
-def _more(flags: str) -> tuple[str, ...]:
-    """Those flags that also change what one process computes."""
+def _one_process_flags(flags: str) -> tuple[str, ...]:
+    """The flags that also change the result of one process."""
     return ("--decoupled-lr", "2e-3") if "--decoupled-lr" in flags else ()
 
 
@@ -53,14 +53,14 @@ def test_optimizer_flags_under_every_dimension_equal_one_process(n):
     cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
     found = run_ranks(train_ranks, n, [[*make_argv(kind), *flags.split()] for kind, flags in cases])
     for (kind, flags), outcome, *others in zip(cases, *found, strict=True):
-        assert_equal(outcome, train_one_process(*make_argv(kind), *_more(flags)), f"{kind}, {flags}")
+        assert_equal(outcome, train_one_process(*make_argv(kind), *_one_process_flags(flags)), f"{kind}, {flags}")
         assert all(other.grad_norms == outcome.grad_norms for other in others), (
             f"{kind}, {flags}: every rank clips alike"
         )
 
 
-def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
-    """Of a step: how many buckets are gathered early and in all, and how many were in flight at each parameter update."""
+def _count_early_gathers(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
+    """Numbers of buckets gathered early and in total, and of those in flight at each parameter update of a step."""
     run = make_run(argv, rank, create_groups(argv, rank, n), 2)
     gather, updater, seen = run.optimizer._gather, run.optimizer._updater, []
     update = updater._update
@@ -74,7 +74,7 @@ def _launches(rank: int, n: int, argv: list[str]) -> tuple[int, int, list[int]]:
 
 
 def test_the_first_chunk_is_gathered_while_the_second_is_updated():
-    for early, total, seen in run_ranks(_launches, 4, [*make_argv("plain"), *f"{PP} {VPP} {EARLY}".split()]):
+    for early, total, seen in run_ranks(_count_early_gathers, 4, [*make_argv("plain"), *f"{PP} {VPP} {EARLY}".split()]):
         assert 0 < early < total and set(seen) == {0, early} and seen == sorted(seen)
-    for early, _, seen in run_ranks(_launches, 4, [*make_argv("plain"), *f"{PP} {VPP} {FULL}".split()]):
+    for early, _, seen in run_ranks(_count_early_gathers, 4, [*make_argv("plain"), *f"{PP} {VPP} {FULL}".split()]):
         assert early == 0 and set(seen) == {0}

@@ -1,4 +1,4 @@
-"""Formats and places of the optimizer's state on full models under every way to spread it.
+"""Formats and offloading of the optimizer state on full models under every sharding.
 
 The losses, gradients and weights of one process with the same formats.
 """
@@ -33,7 +33,7 @@ ROUNDED = Tolerances(weight=1.5e-5)
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_formats_and_places_under_every_dimension_equal_one_process(n):
+def test_optimizer_state_formats_and_offload_equal_one_process(n):
     cases = [case for case in CASES if case[0] == n]
     found = run_ranks(
         train_ranks, n, [[*make_argv(kind), *formats.split(), *how.split()] for _, kind, formats, how in cases]
@@ -45,7 +45,7 @@ def test_formats_and_places_under_every_dimension_equal_one_process(n):
 
 
 @pytest.mark.parametrize("where", [OFFLOAD, f"{NARROW} {BETWEEN}"])
-def test_places_change_no_number(where):
+def test_optimizer_offload_does_not_change_training(where):
     expected = train_one_process(*make_argv("deepseek"), *NARROW.split())
     outcome = train_one_process(*make_argv("deepseek"), *where.split())
     assert_equal(outcome, expected, where)

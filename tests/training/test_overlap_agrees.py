@@ -1,4 +1,4 @@
-"""Merged passes of two microbatches, and weight gradients during the exchange, give the numbers of one pass after the other."""
+"""Overlapped passes of two microbatches and delayed weight gradients give the results of sequential passes."""
 
 import pytest
 from harness import run_ranks
@@ -45,7 +45,7 @@ def model_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_overlap_changes_no_number(n):
+def test_expert_parallel_overlap_does_not_change_training(n):
     names = [name for name, case in CASES.items() if case[0] == n]
     hows = ([], OVERLAP, DELAY, WGRAD_OVERLAP)
     argvs = [[*model_of(name), *CASES[name][2], *how] for name in names for how in hows]
@@ -72,7 +72,7 @@ def _turns(rank, n, argv, microbatches):
     return "".join(log)
 
 
-def test_passes_take_turns_at_every_exchange_the_same_on_all_ranks():
+def test_overlapped_passes_alternate_equally_on_all_ranks():
     first, second = run_ranks(_turns, 2, [*make_argv("accumulation"), *EP2, *OVERLAP], 4)
     assert first == second
     # 4 microbatches are 3 pairs; 4 layers exchange twice in each direction; the last pass of a pair continues alone

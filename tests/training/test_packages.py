@@ -1,4 +1,4 @@
-"""A Python without the packages ends with one line, exit code 2."""
+"""A Python without the required packages ends with one error line and exit code 2."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from training.tiny import MOCK, TINY
 from moe_trainer.errors import UserError, require_packages
 
 
-def test_what_is_missing_is_named():
+def test_missing_packages_are_named():
     require_packages("json", "torch")
     with pytest.raises(UserError, match=r"has no not_a_package, nor_this: "):
         require_packages("json", "not_a_package", "nor_this")
@@ -28,7 +28,7 @@ def test_what_is_missing_is_named():
         (["pretrain_moe.py", "--preset", "mixtral_tiny", *MOCK], "PyYAML"),
     ],
 )
-def test_a_python_without_packages(tmp_path, words, name):
+def test_python_without_packages_ends_with_exit_code_2(tmp_path, words, name):
     done = subprocess.run(
         [sys.executable, "-S", str(ROOT / words[0]), *words[1:]],
         cwd=tmp_path,

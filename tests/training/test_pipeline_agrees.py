@@ -172,7 +172,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
-def test_stages_equal_one_process(n):
+def test_pipeline_parallel_training_equals_one_process(n):
     cases = {name: case for name, case in CASES.items() if case[0] == n}
     ranks = run_ranks(train_ranks, n, [[*make_argv(kind), *model, *flags] for _, kind, model, flags in cases.values()])
     for name, outcome, *others in zip(cases, *ranks, strict=True):

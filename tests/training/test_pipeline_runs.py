@@ -59,7 +59,7 @@ def assert_same(records, expected):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     return pretrain(JOB, folder), folder
 
@@ -73,8 +73,8 @@ def alone(tmp_path_factory):
         (4, [*PP2, "--use-tp-pp-dp-mapping", "--decoder-first-pipeline-num-layers", "1"]),
     ],
 )
-def test_a_job_over_stages_reports_what_one_process_reports(alone, tmp_path, n, flags):
-    (expected, weights), folder = alone
+def test_pipeline_job_reports_the_values_of_one_process(one_process, tmp_path, n, flags):
+    (expected, weights), folder = one_process
     records, found = pretrain([*JOB, *flags], tmp_path, n)
     assert {"validation", "mtp_1 loss", "params_norm", "num_zeros", "routing"} <= {
         key for record in expected for key in record
@@ -97,7 +97,7 @@ def test_a_job_over_stages_reports_what_one_process_reports(alone, tmp_path, n, 
         assert sorted(key for part in parts for key in part) == sorted(routing)
 
 
-def test_a_batch_that_grows(tmp_path):
+def test_pipeline_job_with_batch_size_rampup(tmp_path):
     argv = [
         *FOUR,
         *MOCK,

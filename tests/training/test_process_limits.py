@@ -1,4 +1,4 @@
-"""What ends or hampers the process itself: closed streams, Ctrl-C while Python imports, a limit on its memory, a closed terminal."""
+"""Limits of the process: closed streams, Ctrl-C during imports, too little memory."""
 
 import resource
 import signal
@@ -43,7 +43,7 @@ def test_interrupted_imports_leave_no_traceback(tmp_path):
     assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in err, (process.returncode, err)
 
 
-def test_too_little_memory_is_one_line(tmp_path):
+def test_out_of_host_memory_is_a_one_line_error(tmp_path):
     limit = 300 << 20
     process = start(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
     _, err = process.communicate(timeout=300)

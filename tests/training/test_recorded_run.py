@@ -24,7 +24,7 @@ from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "a2_mixtral"
 
 
-def test_ten_iterations_equal_the_recorded_ones():
+def test_ten_iterations_equal_the_recorded_megatron_run():
     recorded = json.loads((FOLDER / "recorded.json").read_text())
     args, ps = arguments.parse_args(recorded["argv"], 1), ParallelState.single()
     chunks = build_chunks(args, ps, 512)

@@ -70,7 +70,7 @@ def test_replaced_data_and_tokenizer_are_named_at_resume(tmp_path):
     assert warnings(4) == []  # said once: the new checkpoint was trained on these
 
 
-def test_contents_count_and_not_names(tmp_path):
+def test_fingerprints_depend_on_contents_and_not_on_names(tmp_path):
     write_tokens(tmp_path / "one", seed=1)
     write_tokens(tmp_path / "two", seed=2)
     for ending in ("bin", "idx"):
@@ -91,7 +91,7 @@ def test_contents_count_and_not_names(tmp_path):
     assert compare_fingerprints(both, fingerprint("one", "two"))
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_fingerprint_does_not_block_on_a_named_pipe(tmp_path):
     (tmp_path / "text.bin").write_bytes(b"")
     os.mkfifo(tmp_path / "text.idx")
     os.mkfifo(tmp_path / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""What all ranks find wrong alike is printed once; what one of them finds is not lost."""
+"""An error that all ranks raise is printed once; an error of one rank is not lost."""
 
 import pytest
 import torch.distributed as dist
@@ -25,12 +25,12 @@ def _raised(rank, n, path, words):
     "words, printing",
     [(("missing",) * 3, 1), (("missing on a", "missing on b", "missing on a"), 2), (("", "mine", ""), 1)],
 )
-def test_the_first_rank_with_the_words_prints_them(tmp_path, words, printing):
+def test_equal_errors_are_printed_by_one_rank(tmp_path, words, printing):
     found = run_ranks(_raised, 3, str(tmp_path / "store"), words)
     assert found.count(False) == printing and found.count("nothing") == words.count("")
 
 
-def test_without_a_store_everybody_prints(monkeypatch):
+def test_every_rank_prints_its_error_without_a_store(monkeypatch):
     assert _raised(0, 1, None, ("missing",)) is False
 
     def gone(text):
@@ -41,7 +41,7 @@ def test_without_a_store_everybody_prints(monkeypatch):
     assert caught.value.reported_elsewhere is False
 
 
-def test_a_missing_file_on_two_ranks(tmp_path):
+def test_missing_file_on_two_ranks_is_reported_once(tmp_path):
     argv = [
         *TINY,
         *"--data-path nowhere/text --split 100,0,0 --train-iters 2 --tokenizer-type NullTokenizer --vocab-size 60".split(),

@@ -1,4 +1,4 @@
-"""What ends a run early is left where torchrun's own report, which comes last, reads it."""
+"""The error that ends a run is written to the file from which torchrun prints its final report."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from moe_trainer.resilience.rejection import ResultRejectedError
         (CommunicationError("rank 0 has ended"), 3, "rank 1: rank 0 has ended"),
     ],
 )
-def test_the_reason_is_left_for_torchrun(tmp_path, monkeypatch, error, code, message):
+def test_error_message_is_written_for_torchrun(tmp_path, monkeypatch, error, code, message):
     def fail(*_):
         raise error
 

@@ -9,13 +9,13 @@ from training.tiny import MOCK, TINY
 VOLATILE = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run")
 
 
-def steady(records):
+def drop_volatile(records):
     return [{k: v for k, v in record.items() if k not in VOLATILE} for record in records]
 
 
 def assert_same_end(one, other):
     """Metrics and final weights of two run folders agree bit for bit."""
-    assert steady(read_metrics(one / "metrics.jsonl")) == steady(read_metrics(other / "metrics.jsonl"))
+    assert drop_volatile(read_metrics(one / "metrics.jsonl")) == drop_volatile(read_metrics(other / "metrics.jsonl"))
     first, second = load_file(one / "final.safetensors"), load_file(other / "final.safetensors")
     assert first.keys() == second.keys()
     for name in first:
@@ -84,7 +84,7 @@ NEW_INTERPRETER = ("async",)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_six_and_six_equal_twelve(tmp_path, name):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, name):
     extra, world_size = VARIANTS[name]
     argv = [*TINY, *MOCK, "--train-iters", "12", *extra]
     full, parts = tmp_path / "whole", tmp_path / "parts"
@@ -119,7 +119,7 @@ def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):
     assert_same_end(full, parts)
 
 
-def test_a_checkpoint_of_two_ranks_resumes_in_one(tmp_path):
+def test_two_rank_checkpoint_resumes_on_one_rank(tmp_path):
     argv = [*TINY, *MOCK, "--train-iters", "6"]
     full, parts = tmp_path / "whole", tmp_path / "parts"
     assert run([*argv, *outputs(full)], tmp_path).returncode == 0

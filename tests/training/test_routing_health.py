@@ -1,4 +1,4 @@
-"""Routing health of full jobs: each token counted once, whatever recomputes, replays or cuts the model."""
+"""Routing health of full jobs: each token is counted once under recompute, CUDA graphs and parallelism."""
 
 import pytest
 from training.forked import pretrain
@@ -24,7 +24,7 @@ def health(tmp_path, flags="", n=1):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     found = health(tmp_path_factory.mktemp("alone"))
     assert len(found) == 4
     for routing in found:
@@ -54,9 +54,11 @@ def alone(tmp_path_factory):
     ],
     ids=["recompute", "recompute moe", "graphs", "tp sp ep", "cp", "pp"],
 )
-def test_loads_do_not_depend_on_how_the_model_runs(alone, tmp_path, flags, n):
+def test_expert_loads_are_independent_of_recompute_and_parallelism(one_process, tmp_path, flags, n):
     found = health(tmp_path, flags, n)
-    assert [routing["tokens_per_expert"] for routing in found] == [routing["tokens_per_expert"] for routing in alone]
+    assert [routing["tokens_per_expert"] for routing in found] == [
+        routing["tokens_per_expert"] for routing in one_process
+    ]
     ranks = 2 if "expert-model" in flags else 1
     for routing in found:
         for layer, loads in enumerate(routing["tokens_per_expert"]):

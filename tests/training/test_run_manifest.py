@@ -1,4 +1,4 @@
-"""What a run was built of: the configuration of every rank, the map of parameter groups, an execution trace."""
+"""Files that describe a run: the configuration of every rank, the map of parameter groups, an execution trace."""
 
 import json
 
@@ -9,7 +9,7 @@ from training.tiny import MOCK, TINY
 JOB = [*TINY, *MOCK, "--train-iters", "2"]
 
 
-def test_configuration_and_groups(tmp_path):
+def test_configuration_and_parameter_groups_are_written(tmp_path):
     mapping = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --decoupled-lr 1e-4 --global-batch-size 8".split()
     done = run(
         [*JOB, *mapping, "--config-logger-dir", "config", "--dump-param-to-param-group-map", "maps/groups.json"],

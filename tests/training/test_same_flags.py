@@ -1,4 +1,4 @@
-"""Ranks that were started with different flags, or see different folders, end alike at the start instead of waiting for each other."""
+"""Ranks with different flags or different folders end at the start instead of waiting for each other."""
 
 import pytest
 from harness import run_ranks
@@ -12,7 +12,7 @@ from moe_trainer.training.initialize import check_same_flags
 from moe_trainer.training.resume import holds_checkpoint
 
 
-def compare(rank, n):
+def check_flags_on_rank(rank, n):
     def check(*flags):
         check_same_flags(
             arguments.parse_args([*TINY, *MOCK, "--train-iters", "2", "--micro-batch-size", "1", *flags], n),
@@ -44,10 +44,10 @@ def compare(rank, n):
 
 
 def test_different_flags_are_refused_on_every_rank():
-    run_ranks(compare, 4)
+    run_ranks(check_flags_on_rank, 4)
 
 
-def look(rank, n, folder):
+def check_folder_on_rank(rank, n, folder):
     ps = ParallelState.create(n, rank)
     mine = folder / str(rank)  # what this node sees
     assert holds_checkpoint(str(mine), ps)
@@ -60,4 +60,4 @@ def test_rank_0_decides_whether_there_is_a_checkpoint(tmp_path):
     (tmp_path / "0/iter_0000005").mkdir(parents=True)
     (tmp_path / "0/latest_checkpointed_iteration.txt").write_text("5")
     (tmp_path / "0/iter_0000005/metadata.json").write_text("{}")
-    run_ranks(look, 2, tmp_path)
+    run_ranks(check_folder_on_rank, 2, tmp_path)

@@ -21,27 +21,27 @@ def _draw(args=ARGS, **ranks):
     return random.random(), np.random.rand(), torch.rand(8).tolist()
 
 
-def test_data_parallel_ranks_differ_in_torch_alone():
+def test_data_parallel_ranks_differ_only_in_torch_seed():
     first, second = (_draw(dp=rank, dp_cp=rank) for rank in range(2))
     assert first[:2] == second[:2] and not set(first[2]) & set(second[2])
     assert _draw(dp=1, dp_cp=1) == second
 
 
-def test_stages_and_seeds_differ_in_everything():
+def test_pipeline_stages_and_seeds_have_different_random_numbers():
     drawn = [_draw(), _draw(pp=1), _draw(SimpleNamespace(training=SimpleNamespace(seed=1235)))]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert all(a != b for a, b in zip(drawn[one], drawn[other]))
 
 
-def _drawn(rank, n, sizes):
+def _draw_on_rank(rank, n, sizes):
     ps = ParallelState.create(n, rank, **sizes)
     set_seeds(ARGS, ps)
     return (ps.dp.rank, ps.cp.rank), (random.random(), np.random.rand(), tuple(torch.rand(8).tolist()))
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "cp": 2}, {"cp": 2}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)
-def test_every_data_and_context_rank_draws_its_own_and_tensor_ranks_the_same(sizes):
-    drawn = run_ranks(_drawn, 4, sizes)
+def test_dp_and_cp_ranks_have_own_random_streams_and_tp_ranks_share(sizes):
+    drawn = run_ranks(_draw_on_rank, 4, sizes)
     by_place = dict(drawn)
     assert all(numbers == by_place[place] for place, numbers in drawn)
     assert len({numbers[2] for numbers in by_place.values()}) == len(by_place) > 1

@@ -18,7 +18,7 @@ ARGV = [
 ]
 
 
-def test_overflowing_iterations_wait_with_the_schedule_and_resume_so(tmp_path):
+def test_fp16_overflow_pauses_the_schedule_and_resumes_equally(tmp_path):
     argv = [
         *ARGV,
         "--initial-loss-scale",
@@ -55,7 +55,7 @@ def test_overflowing_iterations_wait_with_the_schedule_and_resume_so(tmp_path):
         assert [record[key] for record in resumed] == [record[key] for record in full], key
 
 
-def test_weights_stay_and_the_expert_bias_moves(tmp_path):
+def test_fp16_overflow_keeps_weights_and_updates_expert_bias(tmp_path):
     argv = [*ARGV, "--initial-loss-scale", str(2**36), "--lr-decay-iters", "9", "--train-iters"]
     (_, once), (records, thrice) = (pretrain([*argv, number], tmp_path / number) for number in ("1", "3"))
     assert [record["skipped_iterations"] for record in records] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""Training with sparse attention over ranks, or with activations computed again, equals one process.
+"""Training with sparse attention over ranks, or with activation recompute, equals one process.
 
 Losses, the indexers' too, every gradient, the norm, the weights after two steps.
 
@@ -87,7 +87,7 @@ def min_margin(scores_BSK, topk):
     return float(gaps.min()) if gaps.numel() else float("inf")
 
 
-def full(argv, topology, packed, monkeypatch):
+def train_reference(argv, topology, packed, monkeypatch):
     margins = []
 
     def watched(scores_BSK, topk):
@@ -110,7 +110,7 @@ def full(argv, topology, packed, monkeypatch):
 def assert_agree(argv, n, mapping, monkeypatch, packed=False):
     outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel
-    expected = full(
+    expected = train_reference(
         argv, SequenceSharding(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed, monkeypatch
     )
     assert_equal(outcome, expected)
@@ -122,21 +122,21 @@ def assert_agree(argv, n, mapping, monkeypatch, packed=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_one_process(case, monkeypatch):
+def test_sparse_attention_training_equals_one_process(case, monkeypatch):
     _, n, mapping = CASES[case]
     assert_agree(argv_for(case), n, mapping, monkeypatch)
 
 
 @pytest.mark.parametrize("mapping", [CP2, f"{TP2} {SP}", f"{GATHERED} {CP2}"])
-def test_packed_documents(mapping, monkeypatch):
+def test_sparse_attention_with_packed_documents_equals_one_process(mapping, monkeypatch):
     argv = argv_for("cp" if GATHERED not in mapping else "tp and sp, sparse loss")
     outcome = assert_agree(argv, 2, mapping, monkeypatch, packed=True)
-    apart = full(argv, SequenceSharding(), False, monkeypatch)
+    apart = train_reference(argv, SequenceSharding(), False, monkeypatch)
     assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_a_checkpoint_resumes_under_another_layout(tmp_path, form):
+def test_sparse_attention_checkpoint_resumes_under_another_layout(tmp_path, form):
     argv = [
         *argv_for("tp"),
         "--ckpt-format",
@@ -163,7 +163,7 @@ def test_a_checkpoint_resumes_under_another_layout(tmp_path, form):
             assert record[name] == pytest.approx(expected[name], rel=3e-6), name
 
 
-def test_kernels_that_are_not_bound(caplog):
+def test_unavailable_dsa_kernel_backend_falls_back_or_raises(caplog):
     """--on-missing-backend decides; on a CPU the default continues with torch and logs it."""
     argv = [*argv_for("tp"), "--dsa-kernel-backend", "tilelang"]
     with caplog.at_level("INFO"):

@@ -1,4 +1,4 @@
-"""What the loop hands to model, loss, schedules and validation, against models called by hand on the same samples."""
+"""Inputs that the training loop passes to model, loss, schedules and validation, compared with direct model calls."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from moe_trainer.parallel.state import ParallelState
 PLAIN = ["--moe-aux-loss-coeff", "0", "--clip-grad", "0"]
 
 
-class ByHand:
+class DirectModel:
     """The model of a command line with its initial weights, and the samples that it would read."""
 
     def __init__(self, argv):
@@ -56,7 +56,7 @@ def documents(prefix, eod):
 
 
 @pytest.mark.parametrize("mapping", ["", "--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"])
-def test_per_token_loss_and_document_masks_reach_the_update(tmp_path, mapping):
+def test_per_token_loss_and_document_masks_apply_to_the_update(tmp_path, mapping):
     """Two ranks, unequal numbers of tokens: the mean over all tokens, under the attention mask of the documents."""
     eod = build_tokenizer(arguments.parse_args([*TINY, *MOCK, "--train-iters", "1"], 1).data).eod
     argv = [
@@ -88,7 +88,7 @@ def test_per_token_loss_and_document_masks_reach_the_update(tmp_path, mapping):
         "--global-batch-size",
         "8",
     ]
-    hand = ByHand(argv)
+    hand = DirectModel(argv)
     counts = [
         make_batch(hand.dataset, pair, hand.format).loss_mask_BS.sum().item()
         for pair in ([0, 1], [2, 3], [4, 5], [6, 7])
@@ -109,7 +109,7 @@ def test_per_token_loss_and_document_masks_reach_the_update(tmp_path, mapping):
     assert max((weights[name] - before[name]).abs().max().item() for name in expected) > 1e-2
 
 
-def test_rampup_acts_in_the_loop(tmp_path):
+def test_training_loop_applies_batch_size_rampup(tmp_path):
     records, _ = pretrain(
         [*TINY, *MOCK, "--global-batch-size", "8", "--rampup-batch-size", "4", "4", "16", "--train-samples", "32"],
         tmp_path,
@@ -118,8 +118,8 @@ def test_rampup_acts_in_the_loop(tmp_path):
     assert [r["consumed_samples"] for r in records] == [4, 8, 12, 16, 24, 32]
 
 
-def test_the_loss_scale_reaches_the_auxiliary_losses(tmp_path):
-    """fp16: scaled or not, the same update; without the scale the router would move by a 65536th."""
+def test_loss_scale_applies_to_auxiliary_losses(tmp_path):
+    """fp16: the update is independent of the loss scale; unscaled auxiliary gradients would be 65536 times too small."""
     argv = [
         *TINY,
         *MOCK,
@@ -141,7 +141,7 @@ def test_the_loss_scale_reaches_the_auxiliary_losses(tmp_path):
         "--lr-decay-style",
         "constant",
     ]
-    before = ByHand(argv).weights()
+    before = DirectModel(argv).weights()
     (one, plain), (other, scaled) = (
         pretrain([*argv, "--loss-scale", scale], tmp_path / scale) for scale in ("1", "65536")
     )
@@ -178,8 +178,8 @@ def validations(argv, folder, world_size=1, mock=True):
     return [record["lm loss"] for record in records if record.get("validation") == "validation"]
 
 
-def test_validations_read_on_and_do_not_depend_on_ranks_or_micro_batches(tmp_path):
-    """Equal weights (--lr 0), so a loss shows which samples were read."""
+def test_validations_read_new_samples_whatever_ranks_and_batch_sizes(tmp_path):
+    """The weights are constant (--lr 0), so a loss shows which samples were read."""
     first, second, third = validations([], tmp_path / "one")
     assert len({round(loss, 4) for loss in (first, second, third)}) == 3
     assert validations([], tmp_path / "two", 2) == pytest.approx([first, second, third], rel=2e-6)
@@ -226,7 +226,7 @@ def test_decoupled_rate_weight_decay_schedule_and_cyclic_order(tmp_path):
         "--dataloader-type",
         "cyclic",
     ]
-    hand = ByHand(argv)
+    hand = DirectModel(argv)
     before = hand.weights()
     records, after = pretrain(argv, tmp_path)
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -1,4 +1,4 @@
-"""Disks that are full, slow, gone or that lie: the run continues or ends with 2, and the last good checkpoint loads."""
+"""Disks that are full, slow, unmounted or corrupt data: the run continues or exits with 2, and the last valid checkpoint loads."""
 
 import errno
 import functools
@@ -21,17 +21,17 @@ LINE = [*TINY, *MOCK, "--train-iters", str(ITERATIONS), "--save", "ckpt", "--sav
 ASYNC = ["--async-save"]
 
 
-def full():
+def disk_full_error():
     return OSError(errno.ENOSPC, "No space left on device")
 
 
-def failing(monkeypatch, *iterations):
-    """Let the mark of these iterations' checkpoints meet a full disk; the ranks are forked from here."""
+def fail_saves(monkeypatch, *iterations):
+    """Raise a full-disk error when these iterations' checkpoints are completed; the ranks are forked from here."""
     flush_file = saving.flush_file
 
     def flush(path):
         if any(f"iter_{iteration:07d}." in str(path) for iteration in iterations):
-            raise full()
+            raise disk_full_error()
         flush_file(path)
 
     monkeypatch.setattr(saving, "flush_file", flush)
@@ -50,8 +50,8 @@ def saved(folder):
 
 
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
-def test_two_saves_that_fail_cost_nothing(tmp_path, monkeypatch, how):
-    failing(monkeypatch, 2, 4)
+def test_two_failed_saves_do_not_stop_the_run(tmp_path, monkeypatch, how):
+    fail_saves(monkeypatch, 2, 4)
     finished = run([*LINE, *how], tmp_path, 2)
     assert finished.returncode == 0, finished.stderr
     assert (
@@ -63,8 +63,8 @@ def test_two_saves_that_fail_cost_nothing(tmp_path, monkeypatch, how):
 
 
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
-def test_the_third_in_a_row_ends_the_run(tmp_path, monkeypatch, how):
-    failing(monkeypatch, 4, 6, 8)
+def test_third_consecutive_failed_save_ends_the_run(tmp_path, monkeypatch, how):
+    fail_saves(monkeypatch, 4, 6, 8)
     finished = run([*LINE, *how, "--train-iters", "100", "--lr-decay-iters", "100"], tmp_path, 2)
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert "to ckpt: " in finished.stderr and "No space left on device" in finished.stderr
@@ -73,15 +73,15 @@ def test_the_third_in_a_row_ends_the_run(tmp_path, monkeypatch, how):
 
 
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
-def test_the_last_one_decides_and_all_else_is_done_before(tmp_path, monkeypatch, how):
-    failing(monkeypatch, 8)
+def test_failed_last_save_ends_the_run_after_evaluation_and_export(tmp_path, monkeypatch, how):
+    fail_saves(monkeypatch, 8)
     finished = run([*LINE, *how, "--eval-iters", "1", "--export-weights", "w.safetensors"], tmp_path)
     assert finished.returncode == 2 and "This was the last save of the run" in finished.stderr
     assert "validation loss at iteration 8" in finished.stdout and (tmp_path / "w.safetensors").exists()
     assert len(curve(tmp_path)) == ITERATIONS and saved(tmp_path) == [2, 4, 6]
 
 
-def test_a_model_that_is_not_what_it_was_ends_the_run_at_once(tmp_path, monkeypatch):
+def test_changed_model_structure_ends_the_run_at_the_next_save(tmp_path, monkeypatch):
     digests = iter(range(100))
     monkeypatch.setattr(saving, "digest_shards", lambda shards: str(next(digests)))
     finished = run([*LINE, "--ckpt-assume-constant-structure"], tmp_path)
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_what_it_was_ends_the_run_at_once(tmp_path, monkeypa
     assert len(curve(tmp_path)) == 4
 
 
-def test_a_save_slower_than_a_hang_is_waited_for(tmp_path, monkeypatch):
+def test_save_slower_than_the_distributed_timeout_completes(tmp_path, monkeypatch):
     flush_file = saving.flush_file
 
     def slow(path):
@@ -103,7 +103,7 @@ def test_a_save_slower_than_a_hang_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeypatch):
-    """A disk that takes bytes and loses them: what was written as iteration 4 is truncated before it is read."""
+    """The disk loses data: the checkpoint of iteration 4 is truncated after it was written."""
     publish = saving.publish
 
     def losing(temporary, *args):
@@ -120,7 +120,7 @@ def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeyp
 
 
 def flip_bit(folder):
-    """In the middle of the largest tensor: numbers, and not the headers between them."""
+    """Flip a bit in the middle of the largest tensor, not in a header."""
     stored = max(read_index(folder).storage_data.values(), key=lambda stored: stored.length)
     path = folder / stored.relative_path
     content = bytearray(path.read_bytes())
@@ -128,8 +128,8 @@ def flip_bit(folder):
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_is_found_while_loading_and_stepped_over(tmp_path):
-    """Sizes do not show it; the model that has been half filled is filled again from the one before."""
+def test_checkpoint_with_a_flipped_bit_is_skipped_while_loading(tmp_path):
+    """File sizes do not show it; the partly loaded model is loaded again from the previous checkpoint."""
     (tmp_path / "whole").mkdir()
     assert run(LINE, tmp_path / "whole").returncode == 0
     assert run([*LINE, "--exit-interval", "6"], tmp_path).returncode == 0
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found_while_loading_and_stepped_over(tmp_path):
     assert curve(tmp_path) == curve(tmp_path / "whole")
 
 
-def test_no_run_starts_over_where_no_checkpoint_is_valid(tmp_path):
+def test_run_without_a_valid_checkpoint_does_not_start_over(tmp_path):
     assert run([*LINE, "--train-iters", "2"], tmp_path).returncode == 0
     flip_bit(tmp_path / "ckpt" / "iter_0000002")
     finished = run(LINE, tmp_path)
@@ -154,7 +154,7 @@ def test_no_run_starts_over_where_no_checkpoint_is_valid(tmp_path):
     assert len(curve(tmp_path)) == 2
 
 
-def test_nothing_is_written_beneath_a_mount_that_is_gone(tmp_path):
+def test_unmounted_save_folder_is_an_error(tmp_path):
     point = tmp_path / "disk"
     point.mkdir()
     if (
@@ -176,14 +176,14 @@ def test_nothing_is_written_beneath_a_mount_that_is_gone(tmp_path):
     directory.check_filesystem_mounted(point / "ckpt", number)
 
 
-def test_a_deleted_save_folder_is_made_again(tmp_path):
+def test_missing_save_folder_passes_the_mount_check(tmp_path):
     number = directory.filesystem_id(tmp_path / "ckpt")
     directory.check_filesystem_mounted(tmp_path / "ckpt", number)
     assert directory.filesystem_id(tmp_path) == number
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_log_on_a_full_disk_ends_nothing(tmp_path, stream):
+def test_full_disk_for_stdout_or_stderr_does_not_end_the_run(tmp_path, stream):
     with open("/dev/full", "w") as there:
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: there}
         code = subprocess.run(
@@ -198,7 +198,7 @@ def test_a_log_on_a_full_disk_ends_nothing(tmp_path, stream):
     assert saved(tmp_path) == [2, 4, 6, 8] and len(curve(tmp_path)) == ITERATIONS
 
 
-def test_a_reader_that_leaves_is_no_full_disk():
+def test_best_effort_stream_raises_broken_pipe():
     class Pipe:
         def write(self, text):
             raise BrokenPipeError
@@ -210,8 +210,8 @@ def test_a_reader_that_leaves_is_no_full_disk():
             talk()
 
 
-def test_a_base_on_a_read_only_disk_is_loaded(tmp_path):
-    """--load from where nothing can be written, --save elsewhere."""
+def test_checkpoint_on_a_read_only_disk_loads(tmp_path):
+    """--load from a read-only folder, --save to another one."""
     assert run([*LINE, "--exit-interval", "2"], tmp_path).returncode == 0
     base = tmp_path / "base"
     base.mkdir()

@@ -84,7 +84,7 @@ def _masks(rank, n, argv):
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
-def test_masks_agree_where_tensors_are_replicated_and_differ_where_they_are_cut(sp):
+def test_dropout_masks_agree_on_replicated_and_differ_on_sharded_tensors(sp):
     argv = [*_argv("gpt2", *_mapping(2, sp)), "--hidden-dropout", "0.5", "--attention-dropout", "0.5"]
     (masks, state, streams), (other_masks, other_state, other_streams) = run_ranks(_masks, 2, argv)
     assert len(masks) == 5, "the embedding's and those of four blocks"
@@ -98,7 +98,7 @@ def test_masks_agree_where_tensors_are_replicated_and_differ_where_they_are_cut(
 @pytest.mark.parametrize(
     "flags", [(), ("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")], ids=["dp", "cp", "pp"]
 )
-def test_ranks_draw_different_masks_for_shards(flags):
+def test_ranks_draw_different_dropout_masks_for_shards(flags):
     """With data, context or pipeline ranks in addition: each tensor rank has its own stream."""
     argv = [*_argv("gpt2", *_mapping(2, True), *flags), "--hidden-dropout", "0.5"]
     draws = run_ranks(_draws, 4, argv)
@@ -108,13 +108,13 @@ def test_ranks_draw_different_masks_for_shards(flags):
 
 
 def _draws(rank, n, argv):
-    """What this rank's chunk draws, twice, through the hidden dropout of its first block."""
+    """Two hidden dropout masks of the first block of this rank's chunk."""
     chunk = make_run(argv, rank, create_groups(argv, rank, n), 1).chunks[0]
     dropout = next(module for name, module in chunk.decoder.layers[0].named_modules() if name.endswith("dropout"))
     return [dropout(torch.ones(64)).bool().tolist() for _ in range(2)]
 
 
-def test_no_two_chunks_of_a_rank_draw_the_same_masks():
+def test_all_chunks_of_all_ranks_have_different_dropout_seeds():
     argv = [
         *make_argv("plain"),
         *_mapping(2, True),
@@ -136,6 +136,6 @@ def _stream_seeds(rank, n, argv):
     ]
 
 
-def test_a_single_rank_has_no_stream_of_its_own():
+def test_single_rank_has_no_separate_dropout_generator():
     run = make_run(_argv("gpt2"), 0, ParallelState.single(), 1)
     assert run.chunks[0].generators() == {}

@@ -33,7 +33,7 @@ LAYER = "decoder.layers.1."
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """Of an activation's flags: a trained dense model as (folder, weights, validation loss)."""
+    """By activation flags: a trained dense model as (folder, weights, validation loss)."""
     made = {}
 
     def train(flags):
@@ -81,14 +81,14 @@ def upcycle(source, flags, folder, ranks=1):
         (GATED.replace("--disable-bias-linear", ""), f"{EXPERTS} --moe-router-score-function sigmoid"),
     ],
 )
-def test_the_new_model_computes_what_the_dense_one_does(model, experts, dense, tmp_path):
+def test_upcycled_model_has_the_loss_of_the_dense_model(model, experts, dense, tmp_path):
     source, _, expected = dense(model)
     records, weights = upcycle(source, f"{model} {experts}", tmp_path)
     assert validation(records) == pytest.approx(expected, rel=1e-6)
     assert weights[f"{LAYER}mlp.router.weight"].std() > 0.05
 
 
-def test_pieces_of_a_gated_network_are_scaled_and_their_router_has_virtual_groups(dense, tmp_path):
+def test_granular_gated_experts_are_scaled_with_virtual_router_groups(dense, tmp_path):
     source, old, expected = dense(GATED)
     records, new = upcycle(
         source,
@@ -110,7 +110,7 @@ def test_pieces_of_a_gated_network_are_scaled_and_their_router_has_virtual_group
     assert 1e-6 < abs(validation(records) - expected) < 0.05
 
 
-def test_softmax_before_the_choice_has_its_own_scale(dense, tmp_path):
+def test_pre_softmax_routing_has_its_own_weight_scale(dense, tmp_path):
     source, old, _ = dense(SQUARED)
     flags = f"{SQUARED} --num-experts 8 --moe-router-topk 2 --moe-upcycling-granularity 2 --moe-router-pre-softmax --moe-router-dtype fp32"
     _, new = upcycle(source, flags, tmp_path)
@@ -121,7 +121,7 @@ def test_softmax_before_the_choice_has_its_own_scale(dense, tmp_path):
 
 
 @pytest.mark.parametrize(("shared", "factor"), [(SHARED, 1.0), ("", 3.0)])
-def test_experts_of_slices_follow_the_published_layout(shared, factor, dense, tmp_path):
+def test_finermoe_experts_follow_the_published_layout(shared, factor, dense, tmp_path):
     source, old, _ = dense(TIED)  # its head is copied from the embedding
     _, new = upcycle(source, f"{GATED} {FINE} {shared}", tmp_path)
     fc1, fc2 = old[f"{LAYER}mlp.linear_fc1.weight"], old[f"{LAYER}mlp.linear_fc2.weight"]
@@ -170,7 +170,7 @@ def test_experts_of_slices_follow_the_published_layout(shared, factor, dense, tm
         ),
     ],
 )
-def test_every_layout_makes_the_same_model_and_saves_it(model, experts, layout, dense, tmp_path):
+def test_upcycling_under_every_layout_saves_the_same_model(model, experts, layout, dense, tmp_path):
     source, _, _ = dense(model)
     _, full = upcycle(source, f"{model} {experts}", tmp_path / "one")
     _, cut = upcycle(source, f"{model} {experts} {layout}", tmp_path / "two", 2)
@@ -193,7 +193,7 @@ def test_every_layout_makes_the_same_model_and_saves_it(model, experts, layout, 
         assert torch.equal(tensor, cut[name]) and torch.equal(tensor, saved[name]), name
 
 
-def test_a_dense_folder_of_transformers_is_a_source(tmp_path):
+def test_dense_transformers_checkpoint_can_be_upcycled(tmp_path):
     pytest.importorskip("transformers")
     make("qwen2").save_pretrained(tmp_path / "theirs", safe_serialization=True)
     argv = [
@@ -223,7 +223,7 @@ def test_a_dense_folder_of_transformers_is_a_source(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_training_starts_afresh_from_the_saved_model_and_is_resumed(dense, tmp_path):
+def test_upcycled_training_starts_at_iteration_1_and_resumes(dense, tmp_path):
     source, _, _ = dense(GATED)
     model = [
         *SHAPE,
@@ -265,7 +265,7 @@ def test_training_starts_afresh_from_the_saved_model_and_is_resumed(dense, tmp_p
         (f"{TIED} {EXPERTS}", "output_layer.weight of the checkpoint is not in this model"),
     ],
 )
-def test_another_dense_model_is_refused_by_name(flags, message, dense, tmp_path):
+def test_mismatched_dense_model_is_refused(flags, message, dense, tmp_path):
     source, _, _ = dense(GATED)
     argv = [
         *SHAPE,
@@ -284,7 +284,7 @@ def test_another_dense_model_is_refused_by_name(flags, message, dense, tmp_path)
     assert not list((tmp_path / "saved").glob("iter_*"))
 
 
-def test_a_model_with_experts_and_an_empty_folder_are_refused(dense, tmp_path):
+def test_upcycling_a_moe_checkpoint_or_a_missing_folder_is_refused(dense, tmp_path):
     source, _, _ = dense(GATED)
     upcycle(source, f"{GATED} {EXPERTS}", tmp_path)
     argv = [
@@ -334,13 +334,13 @@ LAYERS = {
 @pytest.mark.parametrize(
     ("flags", "root"), [({}, 3), ({"swiglu": False}, 2), ({"swiglu": False, "squared_relu": True}, 3)]
 )
-def test_the_scale_of_pieces_is_shared_by_the_weights_of_an_expert(flags, root):
-    """Gate, up and down of a gated one; up twice and down of squared ReLU."""
+def test_granularity_scale_is_split_over_the_weights_of_an_expert(flags, root):
+    """Three factors for a gated expert (gate, up, down) and for squared ReLU (up squared, down), two otherwise."""
     form = UpcyclingSpec.from_args(FORM | flags)
     assert (form.fc1, form.fc2) == pytest.approx([2 ** (1 / root)] * 2)
 
 
-def test_the_bias_of_pieces_is_divided_by_the_sum_of_weights_alone():
+def test_upcycled_fc2_bias_is_divided_by_the_sum_of_router_weights():
     full = torch.arange(4.0)
     assert torch.equal(UpcyclingSpec.from_args(FORM).make_fc2_bias(0, full), full)  # cut in two, weights add up to 1
     assert (
@@ -355,7 +355,7 @@ def test_the_bias_of_pieces_is_divided_by_the_sum_of_weights_alone():
     ) == UpcyclingSpec.from_args(FORM)
 
 
-def test_routers_are_drawn_as_the_flags_say():
+def test_upcycled_router_follows_seed_and_init_method():
     router = UpcyclingSpec.from_args(FORM).router("router", 64)
     assert torch.equal(router, UpcyclingSpec.from_args(FORM).router("router", 64)) and not torch.equal(
         router, UpcyclingSpec.from_args(FORM | {"seed": 6}).router("router", 64)
@@ -367,21 +367,23 @@ def test_routers_are_drawn_as_the_flags_say():
     assert 0.9 * bound < uniform.abs().max() <= bound
 
 
-def made(*names, **flags):
-    """Names of what becomes of dense tensors [24, 8]."""
+def upcycled_names(*names, **flags):
+    """Names of the tensors that dense tensors of shape [24, 8] are upcycled to."""
     dense = {name: LogicalTensor(name, None, name, (), (24, 8), torch.float32, []) for name in names}
     return {recipe.name for recipe in tensor_recipes(dense, UpcyclingSpec.from_args(FORM), LAYERS | flags)}
 
 
-def test_a_prediction_layer_follows_the_last_layer():
+def test_mtp_layer_is_upcycled_like_the_last_layer():
     network = "mtp.layers.0.mtp_model_layer.mlp."
-    assert f"{network}experts.local_experts.3.linear_fc1.weight" in made(f"{network}linear_fc1.weight")
-    assert made(f"{network}linear_fc1.weight", moe_layer_freq=[1, 0]) == {f"{network}linear_fc1.weight"}
+    assert f"{network}experts.local_experts.3.linear_fc1.weight" in upcycled_names(f"{network}linear_fc1.weight")
+    assert upcycled_names(f"{network}linear_fc1.weight", moe_layer_freq=[1, 0]) == {f"{network}linear_fc1.weight"}
 
 
 def test_a_shared_expert_has_a_gate_only_when_enabled():
     network = "decoder.layers.0.mlp."
-    alone = made(f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12)
+    alone = upcycled_names(f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12)
     assert f"{network}shared_experts.linear_fc1.weight" in alone and f"{network}shared_experts.gate_weight" not in alone
-    gated = made(f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12, moe_shared_expert_gate=True)
+    gated = upcycled_names(
+        f"{network}linear_fc1.weight", moe_shared_expert_intermediate_size=12, moe_shared_expert_gate=True
+    )
     assert gated - alone == {f"{network}shared_experts.gate_weight"}

@@ -1,4 +1,4 @@
-"""With --overlap-param-gather parameters may still be on their way after a step: whatever reads them all waits first."""
+"""With --overlap-param-gather the gather of parameters may still run after a step: export and validation wait for it."""
 
 import contextlib
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ def events() -> list[str]:
 
 
 def fake_run(events, **more) -> SimpleNamespace:
-    """As much of a run as is needed, with an optimizer that writes down when it is waited for."""
+    """The parts of a run that are needed, with an optimizer that records when it is waited for."""
     world = SimpleNamespace(rank=0, size=1)
     return SimpleNamespace(
         optimizer=SimpleNamespace(wait_params=lambda: events.append("wait")),
@@ -27,13 +27,13 @@ def fake_run(events, **more) -> SimpleNamespace:
     )
 
 
-def test_export_waits(events, monkeypatch, tmp_path):
+def test_export_waits_for_the_param_gather(events, monkeypatch, tmp_path):
     monkeypatch.setattr(export, "export_named_weights", lambda chunks, ps: events.append("read") or iter(()))
     export.export_weights(fake_run(events), str(tmp_path / "weights.safetensors"))
     assert events == ["wait", "read"]
 
 
-def test_validation_waits(events, monkeypatch):
+def test_validation_waits_for_the_param_gather(events, monkeypatch):
     training = SimpleNamespace(
         eval_micro_batch_size=1, eval_global_batch_size=2, eval_iters=1, manual_gc=False, manual_gc_eval=False
     )

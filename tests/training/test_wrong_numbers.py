@@ -1,4 +1,4 @@
-"""Wrong numbers in full runs: the place is found on every rank, a transient fault is distinguished from one of the model, a batch is skipped."""
+"""Wrong values in full runs: every rank names the location, transient faults differ from model errors, batches are skipped."""
 
 import json
 import platform
@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import read_metrics, run
 from torch.distributed.checkpoint import FileSystemReader
-from training.injected_faults import Plant, train_with
+from training.injected_faults import Fault, train_with
 from training.tiny import MOCK, TINY
 
 from moe_trainer.checkpoint.common_state import parse, read
@@ -33,89 +33,89 @@ BIAS = [
 ]
 
 
-def rejected(tmp_path, plant, world_size=1, *flags, **options):
+def rejected(tmp_path, fault, world_size=1, *flags, **options):
     """The one message of all ranks of a run that is rejected in iteration 3, and its exit code."""
-    ended = train_with([*ARGV, "4", *flags], tmp_path, world_size, (plant,), **options)
+    ended = train_with([*ARGV, "4", *flags], tmp_path, world_size, (fault,), **options)
     (message,), (code,) = {end.message for end in ended}, {end.code for end in ended}
     assert message.startswith("iteration 3: "), ended
     return message, code
 
 
 PLACES = [
-    (Plant("embedding", 3), 1, "", "NaN in the results of embedding, forward pass of microbatch 1, on rank 0"),
+    (Fault("embedding", 3), 1, "", "NaN in the results of embedding, forward pass of microbatch 1, on rank 0"),
     (
-        Plant("decoder.layers.0.self_attention.linear_proj", 3, 2, value=float("inf")),
+        Fault("decoder.layers.0.self_attention.linear_proj", 3, 2, value=float("inf")),
         1,
         "",
         "Inf in the results of decoder.layers.0.self_attention.linear_proj, forward pass of microbatch 2, on rank 0",
     ),
     (
-        Plant(EXPERT, 3, 2, expert=3),
+        Fault(EXPERT, 3, 2, expert=3),
         1,
         "",
         f"NaN in the results of {EXPERT} ({EXPERT}.local_experts.3), forward pass of microbatch 2",
     ),
-    (Plant(EXPERT, 3, 1, expert=1, backward=True), 1, "", f"{EXPERT}.local_experts.1.linear_fc"),
+    (Fault(EXPERT, 3, 1, expert=1, backward=True), 1, "", f"{EXPERT}.local_experts.1.linear_fc"),
     (
-        Plant("decoder.layers.0.self_attention.linear_qkv", 3, 2, backward=True),
+        Fault("decoder.layers.0.self_attention.linear_qkv", 3, 2, backward=True),
         1,
         "",
         "NaN in the gradient of decoder.layers.0.self_attention.linear_qkv.weight, backward pass of microbatch 2",
     ),
     pytest.param(
-        Plant(EXPERT, 3, 2, expert=0),
+        Fault(EXPERT, 3, 2, expert=0),
         1,
         "--recompute-granularity selective --recompute-modules moe",
         f"NaN in the results of {EXPERT} ({EXPERT}.local_experts.0), forward pass of microbatch 2",
         marks=pytest.mark.slow,
     ),
     (
-        Plant("decoder.layers.1.self_attention.linear_qkv", 3, 1, rank=1),
+        Fault("decoder.layers.1.self_attention.linear_qkv", 3, 1, rank=1),
         2,
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "NaN in the results of decoder.layers.1.self_attention.linear_qkv, forward pass of microbatch 1, on rank 1 (",
     ),
     pytest.param(
-        Plant("decoder.layers.0.mlp.experts", 3, 2, expert=1),
+        Fault("decoder.layers.0.mlp.experts", 3, 2, expert=1),
         2,
         "--pipeline-model-parallel-size 2",
         "(decoder.layers.0.mlp.experts.local_experts.1), forward pass of microbatch 2, on rank 0 (",
         marks=pytest.mark.slow,
     ),
     (
-        Plant("decoder.layers.1.self_attention.linear_qkv", 3, 2, backward=True),
+        Fault("decoder.layers.1.self_attention.linear_qkv", 3, 2, backward=True),
         2,
         "--pipeline-model-parallel-size 2",
         "decoder.layers.1.self_attention.linear_qkv.weight, backward pass of microbatch 2, on rank 1 (",
     ),
     (
-        Plant(EXPERT, 3, 1, expert=2),
+        Fault(EXPERT, 3, 1, expert=2),
         2,
         "--expert-model-parallel-size 2",
         f"({EXPERT}.local_experts.2), forward pass of microbatch 1, on rank 1 (",
     ),
     pytest.param(
-        Plant(EXPERT, 3, 1, expert=3, backward=True),
+        Fault(EXPERT, 3, 1, expert=3, backward=True),
         2,
         "--expert-model-parallel-size 2",
         f"{EXPERT}.local_experts.3.linear_fc",
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        Plant("decoder.layers.1.self_attention.linear_qkv", 3, 2, backward=True),
+        Fault("decoder.layers.1.self_attention.linear_qkv", 3, 2, backward=True),
         2,
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
         "NaN in the gradient that decoder.layers.1.self_attention.linear_qkv passes on, backward pass of microbatch 2, on rank 1 (",
         marks=pytest.mark.slow,
     ),
     (
-        Plant(EXPERT, 3, 2, expert=3, rank=1),
+        Fault(EXPERT, 3, 2, expert=3, rank=1),
         2,
         "--use-torch-fsdp2 --global-batch-size 8",
         f"({EXPERT}.local_experts.3), forward pass of microbatch 2, on rank 1 (",
     ),
     (
-        Plant("decoder.layers.0.self_attention", 3, 2, rank=1),
+        Fault("decoder.layers.0.self_attention", 3, 2, rank=1),
         2,
         "--global-batch-size 8 --use-distributed-optimizer",
         "NaN in the results of decoder.layers.0.self_attention, forward pass of microbatch 2, on rank 1 (",
@@ -123,20 +123,20 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("plant, world_size, flags, place", PLACES)
-def test_the_first_place_is_named_by_every_rank(tmp_path, plant, world_size, flags, place):
-    message, code = rejected(tmp_path, plant, world_size, *flags.split())
+@pytest.mark.parametrize("fault, world_size, flags, place", PLACES)
+def test_every_rank_names_the_first_nonfinite_location(tmp_path, fault, world_size, flags, place):
+    message, code = rejected(tmp_path, fault, world_size, *flags.split())
     assert f"first place: {place}" in message or place in message.partition("first place: ")[2], message
     assert "reproduced on rerun" in message and code == 17
     # iteration 3 of 4 samples (8 with 2 data ranks that take 2 microbatches): consumed before it, and what this microbatch takes of it
     dp = world_size if "pipeline" not in flags and "tensor" not in flags else 1
     batch = 8 if "--global-batch-size 8" in flags else 4
     rank = int(message.partition(", on rank ")[2].partition(" ")[0]) if dp > 1 else 0
-    first = 2 * batch + (plant.microbatch - 1) * 2 * dp + 2 * rank
+    first = 2 * batch + (fault.microbatch - 1) * 2 * dp + 2 * rank
     assert f"samples {first} to {first + 1} of the run" in message, message
 
 
-def overflow(run):
+def overflow_main_grad(run):
     finish = run.grads.finish
 
     def wrong():
@@ -146,8 +146,8 @@ def overflow(run):
     run.grads.finish = wrong
 
 
-def test_a_sum_that_overflows_although_no_gradient_does(tmp_path):
-    (ended,) = train_with([*ARGV, "2"], tmp_path, change=overflow)
+def test_overflowing_sum_of_finite_gradients_is_reported(tmp_path):
+    (ended,) = train_with([*ARGV, "2"], tmp_path, change=overflow_main_grad)
     assert (
         "first place: the sum of the gradients of decoder.layers.1.self_attention.linear_proj.weight is not finite, and each of them is, on "
         "rank 0 ("
@@ -156,14 +156,14 @@ def test_a_sum_that_overflows_although_no_gradient_does(tmp_path):
     )
 
 
-def spoil(run):
+def set_weight_to_nan(run):
     with torch.no_grad():
         run.chunks[-1].decoder.layers[-1].mlp.experts.linear_fc2.weight[-1, 0, 0] = float("nan")
     run.optimizer.after_load(params_changed=True, state_loaded=False)
 
 
-def test_a_weight_that_is_wrong_already(tmp_path):
-    ended = train_with([*ARGV, "2", "--expert-model-parallel-size", "2"], tmp_path, 2, change=spoil)
+def test_nan_weight_before_the_iteration_is_named(tmp_path):
+    ended = train_with([*ARGV, "2", "--expert-model-parallel-size", "2"], tmp_path, 2, change=set_weight_to_nan)
     assert {end.code for end in ended} == {17} and len({end.message for end in ended}) == 1
     # the last expert of each rank: of two places in one order the first
     assert (
@@ -181,7 +181,7 @@ def test_a_weight_that_is_wrong_already(tmp_path):
         ("--pipeline-model-parallel-size", "2"),
     ],
 )
-def test_a_fault_of_the_moment_is_named_and_forgotten(tmp_path, flags):
+def test_transient_fault_is_reported_and_does_not_change_training(tmp_path, flags):
     world_size, where = (
         (1, "decoder.layers.0.self_attention")
         if "--mtp-num-layers" in flags
@@ -189,7 +189,7 @@ def test_a_fault_of_the_moment_is_named_and_forgotten(tmp_path, flags):
     )
     argv = [*ARGV, "5", *flags, *BIAS, "--use-distributed-optimizer"]
     train_with(argv, tmp_path / "sound", world_size)
-    ended = train_with(argv, tmp_path / "fault", world_size, (Plant(where, 3, 2, rank=world_size - 1, times=1),))
+    ended = train_with(argv, tmp_path / "fault", world_size, (Fault(where, 3, 2, rank=world_size - 1, times=1),))
     assert [end.code for end in ended] == [0] * world_size
     assert "not reproduced on rerun: transient hardware fault" in ended[0].log
     assert (
@@ -211,7 +211,7 @@ def assert_same_records(one, other, first=0):
     assert values[0][first:] == values[1][first:]
 
 
-def test_different_wrong_results_are_a_machine_s(tmp_path):
+def test_different_wrong_results_on_rerun_are_a_hardware_fault(tmp_path):
     def two_kinds(run):
         values = iter([float("nan"), float("inf")])
         grad_norm = run.optimizer.grad_norm
@@ -233,24 +233,24 @@ def test_different_wrong_results_are_a_machine_s(tmp_path):
     assert ended.code == 17 and "the cause is neither the model nor the data" in ended.message
 
 
-def test_disabled_repeats_nothing_and_reports_no_location(tmp_path):
-    message, code = rejected(tmp_path, Plant("embedding", 3), 1, "--rerun-mode", "disabled")
+def test_rerun_mode_disabled_reports_no_location(tmp_path):
+    message, code = rejected(tmp_path, Fault("embedding", 3), 1, "--rerun-mode", "disabled")
     assert (
         code == 1
         and "first place" not in message
         and "--no-check-for-nan-in-loss-and-grad disables this check" in message
     )
-    train_with([*ARGV, "4", "--no-check-for-nan-in-loss-and-grad"], tmp_path, 1, (Plant("embedding", 3),))
+    train_with([*ARGV, "4", "--no-check-for-nan-in-loss-and-grad"], tmp_path, 1, (Fault("embedding", 3),))
 
 
-def resumed(argv, folder, node, plants=()):
-    (ended,) = train_with([*argv, "--load", "ckpt"], folder, 1, plants, node=node)
+def resumed(argv, folder, node, faults=()):
+    (ended,) = train_with([*argv, "--load", "ckpt"], folder, 1, faults, node=node)
     return ended
 
 
-def test_exit_16_and_what_another_machine_says(tmp_path):
+def test_rejection_exits_with_16_and_another_machine_decides(tmp_path):
     argv = [*ARGV, "4", "--save", "ckpt", "--save-interval", "2", "--result-rejected-tracker-filename", "rejected.txt"]
-    always = (Plant("embedding", 3),)
+    always = (Fault("embedding", 3),)
     (first,) = train_with(argv, tmp_path, 1, always, node="one")
     assert first.code == 16 and "resume on other machines than one (exit code 16)" in first.message
     note = tmp_path / "ckpt" / "rejected_result.json"
@@ -283,7 +283,7 @@ def test_exit_16_and_what_another_machine_says(tmp_path):
         ("persistent_error", (16, 0)),
     ],
 )
-def test_injected_errors_go_each_its_way(tmp_path, kind, codes):
+def test_injected_errors_end_with_the_expected_exit_codes(tmp_path, kind, codes):
     argv = [
         *ARGV,
         "4",
@@ -315,8 +315,8 @@ def test_injected_errors_go_each_its_way(tmp_path, kind, codes):
         assert "that machine produces incorrect results" in second[0].log
 
 
-def weights_and_records(argv, folder, plants, world_size=1):
-    ended = train_with([*argv, "--export-weights", "final.safetensors"], folder, world_size, plants)
+def weights_and_records(argv, folder, faults, world_size=1):
+    ended = train_with([*argv, "--export-weights", "final.safetensors"], folder, world_size, faults)
     assert {end.code for end in ended} == {0}, ended
     weights = folder / "final.safetensors"
     return weights.read_bytes() if weights.exists() else None, read_metrics(folder / "metrics.jsonl")
@@ -345,13 +345,13 @@ SKIP = [
 
 
 @pytest.mark.parametrize("mode", [pytest.param("validate_results", marks=pytest.mark.slow), "disabled"])
-def test_skipped_batches_change_nothing_and_a_resumed_run_agrees(tmp_path, mode):
-    plants = (
-        Plant("decoder.layers.0.self_attention", 3),
-        Plant("decoder.layers.1.self_attention", 5, 2, backward=True),
+def test_skipped_batches_are_recorded_and_resume_bitwise(tmp_path, mode):
+    faults = (
+        Fault("decoder.layers.0.self_attention", 3),
+        Fault("decoder.layers.1.self_attention", 5, 2, backward=True),
     )
     argv = [*SKIP, "--rerun-mode", mode]
-    full, records = weights_and_records(argv, tmp_path / "whole", plants)
+    full, records = weights_and_records(argv, tmp_path / "whole", faults)
     assert [record["skipped_iterations"] for record in records] == [0, 0, 1, 0, 1, 0, 0, 0]
     assert records[2]["rejected"] == [{"iteration": 3, "samples": [8, 12], "because": "the loss is nan"}]
     assert "lm loss" not in records[2] and "lm loss" in records[4]
@@ -360,27 +360,27 @@ def test_skipped_batches_change_nothing_and_a_resumed_run_agrees(tmp_path, mode)
     # stopped after the first skipped batch, with the second to come, and after both
     for stop in (4, 5) if mode == "disabled" else (4,):
         folder = tmp_path / f"after {stop}"
-        weights_and_records([*argv, "--exit-interval", str(stop)], folder, plants)
-        again, resumed_records = weights_and_records(argv, folder, plants)
+        weights_and_records([*argv, "--exit-interval", str(stop)], folder, faults)
+        again, resumed_records = weights_and_records(argv, folder, faults)
         assert again == full
         assert_same_records(tmp_path / "whole", folder)
         assert resumed_records[-1]["consumed_samples"] == 32
 
 
-def test_a_skipped_iteration_leaves_weights_bias_and_scales_alone(tmp_path):
+def test_skipped_iteration_keeps_weights_bias_and_scales(tmp_path):
     before, _ = weights_and_records([*SKIP, "--train-iters", "2"], tmp_path / "before", ())
     after, records = weights_and_records(
-        [*SKIP, "--train-iters", "3"], tmp_path / "after", (Plant("decoder.layers.0.self_attention", 3),)
+        [*SKIP, "--train-iters", "3"], tmp_path / "after", (Fault("decoder.layers.0.self_attention", 3),)
     )
     assert before == after and records[-1]["iteration"] == 3
 
 
-def test_the_history_goes_to_another_mapping(tmp_path):
+def test_skip_history_resumes_under_another_mapping(tmp_path):
     argv = [*ARGV, "6", "--on-nan", "skip", "--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
-    plants = (Plant("decoder.layers.0.self_attention", 3),)
-    weights_and_records([*argv, "--exit-interval", "4"], tmp_path, plants)
+    faults = (Fault("decoder.layers.0.self_attention", 3),)
+    weights_and_records([*argv, "--exit-interval", "4"], tmp_path, faults)
     _, records = weights_and_records(
-        [*argv, "--tensor-model-parallel-size", "2"], tmp_path, (Plant("decoder.layers.0.self_attention", 6),), 2
+        [*argv, "--tensor-model-parallel-size", "2"], tmp_path, (Fault("decoder.layers.0.self_attention", 6),), 2
     )
     assert [record["skipped_iterations"] for record in records] == [0, 0, 1, 0, 0, 1]
     folder = tmp_path / "ckpt" / "iter_0000006"
@@ -388,20 +388,20 @@ def test_the_history_goes_to_another_mapping(tmp_path):
     assert [entry["iteration"] for entry in state.extra["history"]["skipped"]] == [3, 6]
 
 
-def test_ten_in_a_row_end_the_run(tmp_path):
-    plants = tuple(Plant("embedding", iteration) for iteration in range(2, 14))
-    (ended,) = train_with([*ARGV, "14", "--on-nan", "skip", "--rerun-mode", "disabled"], tmp_path, 1, plants)
+def test_ten_consecutive_skipped_iterations_end_the_run(tmp_path):
+    faults = tuple(Fault("embedding", iteration) for iteration in range(2, 14))
+    (ended,) = train_with([*ARGV, "14", "--on-nan", "skip", "--rerun-mode", "disabled"], tmp_path, 1, faults)
     assert (
         ended.code == 1 and ended.message.startswith("iteration 11: ") and "10 consecutive iterations" in ended.message
     )
 
 
 @pytest.mark.parametrize("action, flags", [("report", ()), ("skip", ("--loss-spike-factor", "2")), ("stop", ())])
-def test_a_spike_after_what_was_learned(tmp_path, monkeypatch, action, flags):
+def test_loss_spike_is_reported_skipped_or_ends_the_run(tmp_path, monkeypatch, action, flags):
     monkeypatch.setattr(rejection, "HISTORY_LENGTH", 8)
     number = 10
     argv = [*ARGV, str(number + 1), "--check-for-spiky-loss", "--on-loss-spike", action, *flags, "--log-interval", "1"]
-    (ended,) = train_with(argv, tmp_path, 1, (Plant("decoder.final_layernorm", number, value=1e7),))
+    (ended,) = train_with(argv, tmp_path, 1, (Fault("decoder.final_layernorm", number, value=1e7),))
     message = ended.message if action == "stop" else ended.log
     assert f"iteration {number}: the loss " in message and "rerun" in message
     assert ("the median" in message) == (action == "skip")
@@ -421,7 +421,7 @@ GRAPH = (
 @pytest.mark.parametrize(
     "flags", ["--hidden-dropout 0.1 --iterations-to-skip 3", GRAPH, "--fp8-format hybrid --fp8-recipe delayed --bf16"]
 )
-def test_repeated_iterations_are_compared_and_change_nothing(tmp_path, flags):
+def test_report_stats_reruns_do_not_change_training(tmp_path, flags):
     argv = [*ARGV, "6", "--log-interval", "2", *BIAS, *flags.split()]
     train_with(argv, tmp_path / "plain")
     (ended,) = train_with([*argv, "--rerun-mode", "report_stats"], tmp_path / "stats")
@@ -432,7 +432,7 @@ def test_repeated_iterations_are_compared_and_change_nothing(tmp_path, flags):
     assert_same_records(tmp_path / "plain", tmp_path / "stats")
 
 
-def test_an_overflow_under_a_dynamic_loss_scale_is_no_rejected_result(tmp_path):
+def test_dynamic_loss_scale_overflow_is_not_rejected(tmp_path):
     argv = [*ARGV, "6", "--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1"]
     train_with(argv, tmp_path / "plain")
     train_with(
@@ -442,7 +442,7 @@ def test_an_overflow_under_a_dynamic_loss_scale_is_no_rejected_result(tmp_path):
     assert_same_records(tmp_path / "plain", tmp_path / "watched")
 
 
-def test_the_command_line_says_it_once(tmp_path):
+def test_command_line_prints_a_rejection_once(tmp_path):
     finished = run([*ARGV, "4", "--lr", "1e38", "--global-batch-size", "8"], tmp_path, 2)
     assert finished.returncode == 17 and "Traceback" not in finished.stderr
     assert finished.stderr.count("pretrain_moe.py: iteration ") == 1 and "first place: " in finished.stderr
