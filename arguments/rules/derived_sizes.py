@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from arguments.layer_pattern import moe_layer_pattern
 from arguments.rules.layout_grammar import PipelineLayout, read_layout
 from arguments.settings import Settings, Violation
 
@@ -129,7 +130,7 @@ def moe_pattern(freq: object, layers: int | None) -> tuple[bool, ...] | None:
         return tuple(entry == 1 for entry in freq)
     if layers is None or layers > MAX_LAYERS or not positive(freq):
         return None
-    return tuple(index % freq == 0 for index in range(layers))
+    return moe_layer_pattern(layers, 1, freq)
 
 
 def as_list(value: Any) -> list:

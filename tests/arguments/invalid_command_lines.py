@@ -297,6 +297,7 @@ BROKEN = (
     ("--step-batch-size-schedule 5:16", "--global-batch-size", "--step-batch-size-schedule"),
     ("--step-batch-size-schedule 0:15", "--global-batch-size", "--step-batch-size-schedule"),
     ("--rampup-batch-size 8 3 100", "", "--rampup-batch-size"),
+    ("--rampup-batch-size 8 4 100 --global-batch-size 16", "--global-batch-size", "--rampup-batch-size"),
     ("--train-samples 1000", "", "--train-samples"),
     ("", "--train-iters", "--train-iters"),
     ("--lr-decay-samples 100", "", "--lr-decay-samples"),
