@@ -34,7 +34,13 @@ def exit_code(codes: set[int]) -> int:
 
 
 def get_error_message(failures: Mapping[int, ProcessFailure], code: int) -> str | None:
-    """Return the message of the first rank with this exit code; pretrain_moe.py writes one for user errors."""
+    """Return the message of the first rank with this exit code; pretrain_moe.py writes one for user errors.
+
+    A killed rank writes none. Its signal is then the message, since torchrun terminates the other ranks at once.
+    """
+    killed = sorted(rank for rank, failure in failures.items() if failure.exitcode == 128 - code)
+    if killed:
+        return f"rank {killed[0]} was killed by {signal.Signals(code - 128).name}"
     messages = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)
     return next(
         (message["message"] for message in messages if isinstance(message, dict) and "message" in message), None

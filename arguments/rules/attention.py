@@ -1,4 +1,4 @@
-"""Rules 107-110: attention variants, positions, multi-token prediction."""
+"""Attention variants, positions, multi-token prediction."""
 
 from collections.abc import Iterator
 

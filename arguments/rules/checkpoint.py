@@ -1,4 +1,4 @@
-"""Rules 47, 111, 113-114 and 116: saving and loading, upcycling, flags of long ago."""
+"""Saving and loading, upcycling, flags of long ago."""
 
 from collections.abc import Iterator
 

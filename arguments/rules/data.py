@@ -1,4 +1,4 @@
-"""Rules 50-51: where the text comes from and how it is split."""
+"""Where the text comes from and how it is split."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules 70-86: tokens between router and experts, and the structure of the experts.
+"""Tokens between router and experts, and the structure of the experts.
 
 Capacity and padding, per expert and per rank; dispatchers with the flags of a single dispatcher or backend, old
 spellings included; shared experts, biases and projections of the experts; clones of hot experts (ours). Rule numbers

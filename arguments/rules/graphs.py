@@ -1,4 +1,4 @@
-"""Rules 105-106: CUDA graphs."""
+"""CUDA graphs."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Rules 45-46, 90, 102 and 114-115: the optimizer, learning rates, weight decay, and sharding of the optimizer.
+"""The optimizer, learning rates, weight decay, and sharding of the optimizer.
 
 Schedules of rates and weight decay must be complete and ordered; optimizers other than Adam and SGD assign full layers
 to ranks; the two FSDPs exclude several flags. Rule numbers follow Megatron-LM's checks (commit d98e8a64, validate_args

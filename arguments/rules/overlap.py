@@ -1,4 +1,4 @@
-"""Rules 87-91: overlap of communication with computation.
+"""Overlap of communication with computation.
 
 Token exchange overlaps with another microbatch or with weight gradients, which needs a matching schedule and complete
 backward passes; parameter gathers overlap with forward passes or the optimizer step, which needs sharded state. If

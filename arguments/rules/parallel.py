@@ -1,4 +1,4 @@
-"""Rules 1-20: how ranks are divided among tensor, sequence, context, expert and data parallelism."""
+"""How ranks are divided among tensor, sequence, context, expert and data parallelism."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules 21-32: how decoder layers are divided among pipeline stages and virtual stages."""
+"""How decoder layers are divided among pipeline stages and virtual stages."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Rules 52-54 and 99-104: formats of parameters, gradients and quantized GEMMs, fused losses, determinism.
+"""Formats of parameters, gradients and quantized GEMMs, fused losses, determinism.
 
 Formats that exclude each other or need one (half precision, fp8, fp4, fp8 parameter gather); low-precision optimizer
 state, which needs the precision-aware optimizer; features whose results depend on the order of sums. Ranges of numbers

@@ -1,4 +1,4 @@
-"""Rules 92-98: recompute of activations, and offload of activations or optimizer state.
+"""Recompute of activations, and offload of activations or optimizer state.
 
 Requirements of full and selective recompute; offload of activations, which must not also be recomputed; requirements of
 optimizer offload. Modules that no layer has are a note here, not an error. Rule numbers follow Megatron-LM's checks

@@ -1,4 +1,4 @@
-"""Rules 58-69: which layers have experts, how tokens choose them, and how the choice is balanced."""
+"""Which layers have experts, how tokens choose them, and how the choice is balanced."""
 
 from collections.abc import Iterator
 
@@ -184,6 +184,25 @@ def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
         yield s.violation(
             "{moe_router_load_balancing_type:flag} quantile_balancing needs an even share per expert: "
             "{micro_batch_size} times {seq_length} times {moe_router_topk} must be a multiple of {num_experts}."
+        )
+
+
+SCORING = (
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+)
+"""How scores become weights and a choice, where sinkhorn does not do both."""
+
+
+def note_scoring_with_sinkhorn(s: Settings, f: DerivedSizes) -> None:
+    ignored = [s.shown(dest) for dest in SCORING if s.given(dest) and getattr(s, dest)]
+    if f.experts and "sinkhorn" in balancing_types(s) and ignored:
+        s.note(
+            f"{', '.join(ignored)}: no effect with {s.flag('moe_router_load_balancing_type')} sinkhorn, which "
+            "computes weights and choice of experts differently."
         )
 
 

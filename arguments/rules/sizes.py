@@ -1,4 +1,4 @@
-"""Rules 33-39 and 56-57: sizes of the model, activations and initialization."""
+"""Sizes of the model, activations and initialization."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Rules 40-44, 48-49: batch sizes, the length of training, warmup and decay, evaluation."""
+"""Batch sizes, the length of training, warmup and decay, evaluation."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -55,12 +55,18 @@ class FillInTheMiddle:
         """
         if not data.fim_data:
             return None
-        roles = ("prefix", "middle", "suffix", "pad", "eod")
+        tokens = {
+            "prefix": data.fim_prefix_token,
+            "middle": data.fim_middle_token,
+            "suffix": data.fim_suffix_token,
+            "pad": data.fim_pad_token,
+            "eod": data.fim_eod_token,
+        }
         return FillInTheMiddle(
             tokenizer,
             data.fim_rate,
             data.fim_spm_rate,
-            **{role: _find_id(tokenizer, f"--fim-{role}-token", getattr(data, f"fim_{role}_token")) for role in roles},
+            **{role: _find_id(tokenizer, f"--fim-{role}-token", token) for role, token in tokens.items()},
             split=_find_id(tokenizer, "--fim-split-sample", data.fim_split_sample) if data.fim_split_sample else None,
             fragment_rate=data.fim_fragment_rate or 0.0,
             no_prefix=data.fim_no_prefix,

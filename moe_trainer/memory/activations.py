@@ -1,6 +1,6 @@
 """Policy for the activations of a model chunk: saved for backward, recomputed, or offloaded to the host.
 
-Layers name their parts and leave the rest to the chunk's `ActivationPolicy`, which the kit carries:
+Layers name their parts and leave the rest to the chunk's `ActivationPolicy`, which the LayerFactory carries:
 
 * `recompute_region("core_attn", fn, q, k, v)`: run fn; if this part is recomputed, save its inputs only;
 * `y, scope = recompute_output("layernorm", fn, x)`: run fn; consumers inside `with scope:` do not save its output;

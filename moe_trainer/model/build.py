@@ -118,7 +118,7 @@ def build_chunks(
     backends.check()
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info(
-        "model: %s parameters on this rank (%s) in %s, %s layers (kit)",
+        "model: %s parameters on this rank (%s) in %s, %s layers",
         f"{count:,}",
         device,
         str(dtype)[6:],

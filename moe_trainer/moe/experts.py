@@ -106,7 +106,7 @@ class Experts(nn.Module):
             activations: recompute and offload policy of the chunk.
             quantize: builds quantized GEMMs from (name, cut=, expert=).
             kernels: our kernels.
-            grouped_linear: the kit's, which may return None.
+            grouped_linear: the LayerFactory's, which may return None.
 
         Raises:
             ValueError: if the experts or their width cannot be divided evenly.

@@ -72,6 +72,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._final: RankStatus | None = None
         self._exit_position = 1
+        self._num_lost = 0  # peers without heartbeat, which will not read the statuses
 
     @property
     def period(self) -> float:
@@ -135,7 +136,7 @@ class Watchdog:
         self._wait_for_peers_to_read()
 
     def _print(self, error: CommunicationError) -> None:
-        """Print the message. It must be out early: launchers kill all ranks half a minute after the first one dies."""
+        """Print the message. It must be out early: torchrun kills all ranks 30 s after the first one dies."""
         error.was_reported = True
         print(f"pretrain_moe.py: rank {self._trace.rank}: {error}", file=sys.stderr, flush=True)
 
@@ -153,7 +154,7 @@ class Watchdog:
             while (
                 self._trace.rank == 0
                 and time.monotonic() < deadline
-                and self._heartbeats.num_acknowledged() < self._world_size
+                and self._heartbeats.num_acknowledged() < self._world_size - self._num_lost
             ):
                 time.sleep(0.1)
 
@@ -242,6 +243,7 @@ class Watchdog:
                 "  peer status unavailable: lost connection to the rendezvous store "
                 f"(hosted by rank 0 or the launcher): {error}"
             )
+        self._num_lost = sum(not _is_settled(first.get(peer), second.get(peer)) for peer in ranks)
         failed_call = _key(self._trace.failed) if self._trace.failed is not None else ""
         return describe_peers(failed_call, sorted(ranks), first, second)
 
@@ -280,7 +282,7 @@ def _classify_peer(failed_call: str, first: RankStatus | None, second: RankStatu
     if second.state == "ended":
         return 0, f"exited: {second.text}"
     if second.state == "failed":
-        return 4, f"also timed out and is exiting: {second.text}"
+        return 4, f"also failed and is exiting: {second.text}"
     if first is not None and first.seq == second.seq:
         where = f"waiting in {second.text}" if second.state == "waits" else second.text
         return 1, f"no heartbeat (killed, stopped, or node lost); last seen: {where}"

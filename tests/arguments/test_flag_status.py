@@ -248,7 +248,16 @@ def test_dense_model_reports_expert_flags(dest):
     actual = [flag for violation in violations for flag in violation.flags] + [
         flag for flag, _ in settings.renamed + settings.no_effect
     ]
-    assert any(flag.split()[0] in option.spellings for flag in actual), (option.spellings, words)
+    assert any(flag.split()[0] in option.spellings for flag in actual), (
+        f"{option.spellings[0]} has no effect on a dense model: add it under num_experts in flag_status.REQUIRES"
+    )
+
+
+def test_scoring_flags_have_no_effect_with_sinkhorn():
+    sinkhorn = ("--num-experts", "4", "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0")
+    notes = parse(*sinkhorn, "--moe-router-topk-scaling-factor", "2.5").notes
+    assert any(note.startswith("--moe-router-topk-scaling-factor 2.5: no effect with") for note in notes), notes
+    assert not any("no effect with --moe-router-load-balancing-type" in note for note in parse(*sinkhorn).notes)
 
 
 def test_cp_comm_type_needs_context_ranks():

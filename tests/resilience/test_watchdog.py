@@ -246,8 +246,8 @@ def test_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
     assert "ranks 200 201 202: no heartbeat" in printed[0] and "999" not in printed[0]
     assert (
         "200" not in printed[1]
-        and "rank 0: also timed out and is exiting" in printed[1]
-        and "ranks 1 2 3 4 5 6 7: also timed out and is exiting" in printed[1]
+        and "rank 0: also failed and is exiting" in printed[1]
+        and "ranks 1 2 3 4 5 6 7: also failed and is exiting" in printed[1]
     )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import environment, read_metrics
@@ -19,7 +20,7 @@ from training.tiny import MOCK, TINY
 
 from scripts.launch_fixes import flags_to_variables
 from scripts.pipeline_layout import make_layout
-from scripts.torchrun import exit_code
+from scripts.torchrun import exit_code, get_error_message
 
 SCRIPTS = ROOT / "scripts"
 WRAPPERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
@@ -641,6 +642,11 @@ def test_the_exit_code_is_the_ranks():
     assert exit_code({-9, 3}) == 3
     assert exit_code({-9}) == exit_code({-9, -15}) == 137
     assert exit_code({-15}) == 143
+
+
+def test_killed_rank_is_named_where_torchrun_ended_the_others():
+    failures = {0: SimpleNamespace(exitcode=-15), 2: SimpleNamespace(exitcode=-9)}
+    assert get_error_message(failures, 137) == "rank 2 was killed by SIGKILL"
 
 
 def test_a_signal_for_torchrun_is_an_exit_code_and_no_traceback(tmp_path):
