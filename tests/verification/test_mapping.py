@@ -24,7 +24,7 @@ def test_expert_ranks_stay_above_data_ranks():
     assert original.edp == small.edp == 1
 
 
-def test_virtual_stages_and_unsharded_experts_stay():
+def test_virtual_stages_and_unsharded_experts_are_kept():
     small = shrink_mapping(ParallelMapping(tp=4, pp=4, vpp=5, dp=8, ep=8, etp=1), 8, MOE)[0]
     assert small.vpp == 2 and small.tp == 2 and small.etp == 1 and small.edp > 1
 
@@ -45,7 +45,7 @@ def test_context_ring_keeps_its_direction():
     )
 
 
-def test_requirements_are_met():
+def test_small_mapping_meets_requirements():
     assert shrink_mapping(ParallelMapping(pp=8, dp=4), 8, MappingRequirements(moe=False, middle_stages=True))[0].pp > 2
     assert (
         shrink_mapping(ParallelMapping(cp=8, dp=4), 8, MappingRequirements(moe=False, nested_context=True))[0].cp == 4

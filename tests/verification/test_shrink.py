@@ -32,7 +32,7 @@ def small(*flags: str, world: int, ranks: int = 8):
     return [arguments.parse_args(list(case.argv), case.world_size) for case in shrunk.cases], shrunk
 
 
-def test_latent_and_fine_experts_stay_such():
+def test_latent_and_finermoe_experts_are_kept():
     (args,), _ = small("--moe-latent-size", "1024", "--expert-model-parallel-size", "64", world=64)
     assert 0 < args.moe.moe_latent_size < args.model.hidden_size
     argv = [
@@ -402,7 +402,7 @@ def test_optimizer_state_keeps_formats_and_placement():
 
 
 @pytest.mark.parametrize("option", ACTING, ids=lambda option: option.dest)
-def test_every_acting_flag_is_kept_or_noted(option):
+def test_every_flag_with_effect_is_kept_or_noted(option):
     """What a case leaves out is in its notes."""
     shrunk = shrunk_with(option)
     notes = " ".join([*shrunk.notes, *shrunk.left_out]).replace(",", " ").replace(":", " ").split()
