@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LINE = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8 --world-size 64".split()
 
 
-def test_a_plan_without_torch(tmp_path):
+def test_dry_run_plans_without_torch(tmp_path):
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import pretrain_moe; "
         "sys.exit(pretrain_moe.main(sys.argv[1:]))"
@@ -78,7 +78,7 @@ def test_a_plan_without_torch(tmp_path):
         (("--report", "/nowhere/plan.json"), 2, "--report /nowhere/plan.json"),
     ],
 )
-def test_exit_codes(capsys, flags, code, expected_text):
+def test_dry_run_exit_codes(capsys, flags, code, expected_text):
     assert run_dry_run([*LINE, "--dry-run", *flags]) == code
     out, err = capsys.readouterr()
     assert expected_text in (err if code == 2 else out), (out, err)
@@ -96,7 +96,7 @@ GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --
         "--replication",
     ],
 )
-def test_what_the_trainer_rejects_has_no_plan_but_a_reason(capsys, flags):
+def test_invalid_flags_are_rejected_with_the_messages_of_the_trainer(capsys, flags):
     """The planner runs the trainer's rules."""
     argv = [*LINE, *flags.split()]
     _, violations = resolve_command_line(argv, 64)
@@ -105,15 +105,15 @@ def test_what_the_trainer_rejects_has_no_plan_but_a_reason(capsys, flags):
     assert "the trainer rejects this" in err and all(violation.message in err for violation in violations)
 
 
-def test_the_number_of_ranks_is_needed(capsys, monkeypatch):
+def test_dry_run_requires_the_world_size(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert run_dry_run([*LINE[:-2], "--dry-run"]) == 2 and "--world-size" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert run_dry_run([*LINE[:-2], "--dry-run"]) == 0
 
 
-def test_the_keys_of_the_report(tmp_path):
-    """What other programs read of it."""
+def test_dry_run_report_has_its_documented_keys(tmp_path):
+    """The keys that other programs read."""
     path = tmp_path / "plan.json"
     assert run_dry_run([*LINE, "--dry-run", "--hardware", "gb300", "--report", str(path)]) == 0
     report = json.loads(path.read_text())
@@ -128,15 +128,15 @@ def test_the_keys_of_the_report(tmp_path):
     )
 
 
-def test_a_small_device(tmp_path):
-    """With fewer multiprocessors than an exchange would like to have."""
+def test_dry_run_plans_for_a_small_device(tmp_path):
+    """A device with fewer multiprocessors than the dispatcher uses by default."""
     path = tmp_path / "small.yaml"
     path.write_text("like: h100\nnum_sms: 16\n")
     assert run_dry_run([*LINE, "--dry-run", "--hardware", str(path), "--overlap-moe-expert-parallel-comm"]) == 0
 
 
 @pytest.mark.parametrize("flags", ["--skip-train", "--freeze-all-layers"])
-def test_weights_that_stay_need_no_optimizer(tmp_path, flags):
+def test_frozen_weights_need_no_optimizer_memory(tmp_path, flags):
     path = tmp_path / "report.json"
     assert run_dry_run([*LINE, "--dry-run", "--report", str(path), *flags.split()]) == 0
     report = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Every flag that changes what a run needs or how long it takes changes the figure that it is about, in the direction that it should."""
+"""Every flag that affects memory or time changes its estimate in the expected direction."""
 
 import math
 from functools import reduce
@@ -35,13 +35,13 @@ COMPUTE, EXCHANGE, BUBBLE, TENSOR, CONTEXT = (
 )
 
 
-def figures(flags, machine="gb200", world_size=64, base=BASE):
+def plan_report(flags, machine="gb200", world_size=64, base=BASE):
     return plan_json(
         make_plan(validated_args([*base.split(), *flags.split()], world_size), world_size, find_hardware(machine))
     )
 
 
-def figure(report, key):
+def get_figure(report, key):
     return reduce(lambda found, name: found[name], key.split("."), report)
 
 
@@ -51,7 +51,7 @@ def plain():
 
     def of(flags):
         if flags not in made:
-            made[flags] = figures(flags)
+            made[flags] = plan_report(flags)
         return made[flags]
 
     return of
@@ -187,32 +187,32 @@ CASES = (
 
 
 @pytest.mark.parametrize("flags, base, expected", CASES, ids=[flags for flags, _, _ in CASES])
-def test_a_flag_changes_what_it_is_about(flags, base, expected, plain):
-    changed, usual = figures(flags), plain(base)
+def test_flag_changes_its_estimate_as_expected(flags, base, expected, plain):
+    changed, usual = plan_report(flags), plain(base)
     for key, (least, most) in expected.items():
-        before, after = figure(usual, key), figure(changed, key)
+        before, after = get_figure(usual, key), get_figure(changed, key)
         if before == 0:
             assert after > 0 and most > 1, (key, after)
         else:
             assert least * before <= after <= most * before, (key, before, after)
 
 
-def test_capacity_is_the_most_that_a_rank_gets(plain):
-    """Where tokens beyond it are dropped, more of them cannot fill the device."""
+def test_expert_capacity_bounds_the_memory_estimate(plain):
+    """With a capacity, further tokens are dropped and cannot fill the device."""
     assert plain("")["memory"]["headroom"] > 2
-    assert figures("--moe-expert-capacity-factor 2.0")["memory"]["headroom"] is None
+    assert plan_report("--moe-expert-capacity-factor 2.0")["memory"]["headroom"] is None
     tight = "--micro-batch-size 8"
-    free, capped = figures(tight)["memory"], figures(f"{tight} --moe-expert-capacity-factor 1.5")["memory"]
+    free, capped = plan_report(tight)["memory"], plan_report(f"{tight} --moe-expert-capacity-factor 1.5")["memory"]
     assert free["headroom"] < 1.5 and capped["headroom"] == pytest.approx(free["headroom"], rel=0.01)
 
 
 SMALL = "--preset moonlight_16b --mock-data --bf16 --expert-model-parallel-size 8 --global-batch-size 8 --micro-batch-size 1 --seq-length 1024"
 
 
-def test_graphs_take_launches_away():
-    """A small model waits for the host, until its kernels are launched together."""
+def test_cuda_graphs_speed_up_a_launch_bound_model():
+    """A small model is bound by kernel launches, which CUDA graphs save."""
     speeds = [
-        figures(flags, "h100", 8, SMALL)["tflops_per_gpu"]
+        plan_report(flags, "h100", 8, SMALL)["tflops_per_gpu"]
         for flags in ("", f"{GRAPHS} attn", f"{GRAPHS} attn moe_router")
     ]
     assert speeds[0] < speeds[1] < speeds[2]
@@ -221,14 +221,16 @@ def test_graphs_take_launches_away():
 MACHINES = ("a100", "h100", "h200", "b200", "gb200", "gb300")
 
 
-def test_faster_machines_are_faster():
-    found = {machine: figures("--tensor-model-parallel-size 1", machine) for machine in MACHINES}
+def test_estimated_speed_follows_the_hardware():
+    found = {machine: plan_report("--tensor-model-parallel-size 1", machine) for machine in MACHINES}
     speeds = [found[machine]["tflops_per_gpu"] for machine in MACHINES]
     assert speeds == sorted(speeds) and speeds[-1] > 4 * speeds[0]
     assert found["h100"]["memory"]["total_gb"] == found["gb300"]["memory"]["total_gb"]
     assert found["h200"]["memory"]["margin_gb"] > found["h100"]["memory"]["margin_gb"]
 
 
-def test_more_devices_do_not_make_one_faster():
-    speeds = [figures("--global-batch-size 1024", "h100", gpus)["tokens_per_s_per_gpu"] for gpus in (64, 128, 256, 512)]
+def test_speed_per_gpu_falls_with_the_number_of_gpus():
+    speeds = [
+        plan_report("--global-batch-size 1024", "h100", gpus)["tokens_per_s_per_gpu"] for gpus in (64, 128, 256, 512)
+    ]
     assert speeds == sorted(speeds, reverse=True)

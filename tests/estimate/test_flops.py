@@ -14,13 +14,13 @@ def parse(*flags):
     return arguments.parse_args([*recipe.split(), *vocabulary.split(), *flags])
 
 
-def test_dense_without_gate():
+def test_flops_of_a_dense_model_without_gate():
     args = parse(*"--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 32".split())
     attention = 8 * 24 + 8 * 8 + 4 * 8
     assert training_flops(args, 5, 4, 12) == 6 * 5 * 4 * (3 * (attention + 8 * 32 * 2) + 8 * 12)
 
 
-def test_gqa_moe_swiglu_with_a_dense_layer():
+def test_flops_of_gqa_moe_swiglu_with_a_dense_layer():
     flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 4 --group-query-attention --num-query-groups 2 --swiglu"
     moe = "--ffn-hidden-size 10 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-layer-freq ([0]+[1])"
     shared = "--moe-shared-expert-intermediate-size 7 --disable-bias-linear"
@@ -33,12 +33,12 @@ MOE = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --disable-bias-lin
 CORE = 8 * 24 + 8 * 8 + 4 * 8
 
 
-def test_experts_of_latents():
+def test_flops_of_latent_experts():
     args = parse(*f"{MOE} --swiglu --num-experts 4 --moe-router-topk 2 --moe-latent-size 5".split())
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (CORE + 2 * 12 * 5 * 3 + 2 * 8 * 5 + 7 * 8 * 3 + 8 * 16)
 
 
-def test_gated_delta_nets():
+def test_flops_of_gated_delta_nets():
     flags = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 32 --swiglu --experimental-attention-variant gdn"
     sizes = "--linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 3 --linear-value-head-dim 5"
     args = parse(*flags.split(), *sizes.split())
@@ -47,7 +47,7 @@ def test_gated_delta_nets():
 
 
 @pytest.mark.parametrize(("gate", "matrices"), [("--swiglu", 2), ("", 1)])
-def test_experts_that_make_slices(gate, matrices):
+def test_flops_of_finermoe_experts(gate, matrices):
     args = parse(*f"{MOE} {gate} --G-I 4 --G-O 2 --R-I 1 --R-O 2 --moe-router-topk 4".split())
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (
         CORE + 4 * 3 * (8 * matrices + 4) + 7 * 8 * (matrices + 1) + 8 * 16
@@ -55,7 +55,7 @@ def test_experts_that_make_slices(gate, matrices):
 
 
 @pytest.mark.parametrize("q_lora", [None, 5])
-def test_mla_with_mtp(q_lora):
+def test_flops_of_mla_with_mtp(q_lora):
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"
     mla = "--kv-lora-rank 6 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 3 --mtp-num-layers 2"
     args = parse(*flags.split(), *mla.split(), *(["--q-lora-rank", str(q_lora)] if q_lora else []))
@@ -75,7 +75,7 @@ INDEXER = 5 * 3 * 4 + 8 * (4 + 3)
 
 
 @pytest.mark.parametrize("topk", [3, 8, 20])
-def test_sparse_attention(topk):
+def test_flops_of_sparse_attention(topk):
     """The keys of every query, one by one."""
     args = parse(*SPARSE.split(), "--dsa-indexer-topk", str(topk))
     for length in (4, 16):
@@ -86,7 +86,7 @@ def test_sparse_attention(topk):
         )
 
 
-def test_the_warm_up_of_indexers():
+def test_flops_of_dsa_indexer_warmup():
     args = parse(*SPARSE.split(), "--dsa-indexer-topk", "3", "--dsa-indexer-warmup")
     rest = 3 * (LATENT + 16 / 2 * 2 * (6 + 3) + 8 * 16 * 2) + 8 * 16
     assert training_flops(args, 1, 16, 16) == pytest.approx(
@@ -101,7 +101,7 @@ def test_the_warm_up_of_indexers():
         ("qwen3_235b_a22b", 151936, 974, 6583),
     ],
 )
-def test_ratio_of_published_figures(name, vocab, tflops, tokens_per_s):
+def test_flops_per_token_match_published_throughput(name, vocab, tflops, tokens_per_s):
     """TFLOP/s and tokens/s per GPU reported for one run: their ratio is the count per token (arXiv 2603.07685)."""
     args = arguments.parse_args(["--preset", name, "--mock-data"])
     per_token = training_flops(args, 1, 4096, vocab) / 4096

@@ -1,17 +1,17 @@
-"""Machines by name, and from a file of the user's."""
+"""Hardware by name, and from a file of the user."""
 
 import pytest
 
 from moe_trainer.estimate.hardware import KNOWN_HARDWARE, HardwareError, find_hardware
 
 
-def test_names():
+def test_known_hardware_is_found_by_name():
     assert find_hardware("H100").bf16 == 989.4 and find_hardware("gb200").domain == 64
     assert all(machine.source and machine.memory_gib > 10 for machine in KNOWN_HARDWARE.values())
     assert find_hardware("a100").peak("fp8") == 312e12 and find_hardware("h100").peak("fp4") == 1978.9e12
 
 
-def test_a_file_that_is_like_another(tmp_path):
+def test_hardware_file_inherits_from_known_hardware(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("like: h100\nmemory_gib: 94\nnetwork_gb_s: 25\n")
     found = find_hardware(str(path))
@@ -35,14 +35,14 @@ def test_a_file_that_is_like_another(tmp_path):
         (":\n :", "YAML"),
     ],
 )
-def test_bad_files(tmp_path, text, message):
+def test_invalid_hardware_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(HardwareError, match=message):
         find_hardware(str(path))
 
 
-def test_what_there_is_not(tmp_path):
+def test_unknown_hardware_name_or_file_is_rejected(tmp_path):
     for name in ("h101", str(tmp_path / "none.yaml"), str(tmp_path)):
         with pytest.raises(HardwareError, match="--hardware"):
             find_hardware(name)

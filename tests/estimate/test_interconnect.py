@@ -23,7 +23,7 @@ FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 
 
 @pytest.mark.parametrize("machine, dispatcher", MEASURED)
-def test_exchanges_take_what_was_measured(machine, dispatcher):
+def test_estimated_exchange_times_match_measurements(machine, dispatcher):
     for number, ep in enumerate((8, 16, 32, 64)):
         flags = f"--preset deepseek_v3 --mock-data --num-layers 61 --expert-model-parallel-size {ep} {FLEX if dispatcher == 'hybridep' else ''}"
         args = parse_args([*flags.split(), "--global-batch-size", "8192"], ep)
@@ -32,7 +32,7 @@ def test_exchanges_take_what_was_measured(machine, dispatcher):
         assert estimated == pytest.approx(measured, rel=0.3), (ep, estimated, measured)
 
 
-def test_deepep_where_nvlink_joins_many():
+def test_deepep_is_slower_than_hybridep_in_large_nvlink_domains():
     flags = f"--preset deepseek_v3 --mock-data --expert-model-parallel-size 32 --global-batch-size 8192 {FLEX}"
     hybrid = parse_args(flags.split(), 32)
     deep = parse_args([*flags.split(), "--moe-flex-dispatcher-backend", "deepep"], 32)
@@ -43,8 +43,8 @@ def test_deepep_where_nvlink_joins_many():
         )
 
 
-def test_rows_are_as_wide_as_experts_read_and_make_them():
-    """FineRMoE's come back as halves; latents are narrow both ways; an all-gather carries full rows both ways."""
+def test_dispatch_and_combine_times_follow_the_widths_of_experts():
+    """FineRMoE combines half-width rows; latent experts send narrow rows both ways; an all-gather sends full rows both ways."""
     links, flags = (
         Interconnect(find_hardware("h100")),
         "--preset finermoe_qwen2_5_7b --mock-data --expert-model-parallel-size 8",
@@ -68,7 +68,7 @@ def test_rows_are_as_wide_as_experts_read_and_make_them():
     )
 
 
-def test_domains_that_are_hit():
+def test_expected_number_of_domains_per_token():
     assert expected_distinct(1, 8) == 1 and expected_distinct(1000, 1) == pytest.approx(1)
     assert expected_domains(2, 8, None, None) == pytest.approx(2 * (1 - 0.5**8))
     assert expected_domains(8, 8, 8, 4) == pytest.approx(4)  # one group in a domain: as many domains as groups
@@ -76,7 +76,7 @@ def test_domains_that_are_hit():
     assert expected_domains(16, 8, 8, 4) == pytest.approx(4 * expected_distinct(2, 2))
 
 
-def test_rings():
+def test_ring_bandwidth():
     links = Interconnect(find_hardware("h100"))
     assert links.bandwidth(1, 8) == links.bandwidth(4, 2) >= links.bandwidth(1, 16) > links.bandwidth(8, 16)
     assert links.bandwidth(1, 16) == pytest.approx(min(450e9 * 0.75, 8 * 50e9 * 0.87))

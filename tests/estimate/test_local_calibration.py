@@ -29,7 +29,7 @@ LINES = (
 PLANTED = Constants(products_bf16=1.1, fill=16, iteration=0.02, memory=0.9, launch=1.2e-5, latency=3e-4, update=0.3)
 
 
-def described(argv, world_size=1, device="cpu", threads=1):
+def run_record(argv, world_size=1, device="cpu", threads=1):
     """The trainer's first record (training/metrics.py)."""
     args = parse_args(argv.split(), world_size)
     settings = {name: value for name, value in args.as_dict().items() if value != OPTIONS[name].default}
@@ -43,12 +43,12 @@ def described(argv, world_size=1, device="cpu", threads=1):
 
 
 def write(path, argv, seconds, world_size=1, **described_as):
-    """A metrics file of iterations that take about so long, the first ones longer."""
+    """A metrics file of iterations that take about `seconds`, the first ones longer."""
     records = [
         {"iteration": number + 1, "elapsed_ms": 1e3 * seconds * (3 if number < 2 else 1 + 0.01 * (number % 3 - 1))}
         for number in range(12)
     ]
-    records[0]["run"] = described(argv, world_size, **described_as)
+    records[0]["run"] = run_record(argv, world_size, **described_as)
     records.append({"validation": "test", "iteration": 12, "elapsed_ms": 9e9})
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -59,7 +59,7 @@ def planted_seconds(argv, world_size=1):
     return make_plan(parse_args(argv.split(), world_size), world_size, machine).time.step
 
 
-def test_settings_of_a_record_are_the_arguments():
+def test_run_record_restores_the_arguments():
     for argv in (
         LINES[0],
         "--preset deepseek_v3_tiny --mock-data",
@@ -67,11 +67,11 @@ def test_settings_of_a_record_are_the_arguments():
         "--preset qwen3_next_tiny --mock-data --bf16",
     ):
         args = parse_args(argv.split(), 1)
-        again = from_values(described(argv)["settings"], 1)
+        again = from_values(run_record(argv)["settings"], 1)
         assert all(getattr(args, name) == getattr(again, name) for name, _ in SECTIONS)
 
 
-def test_planted_constants_predict_runs_that_were_not_seen(tmp_path):
+def test_calibration_recovers_known_constants_and_predicts_unseen_runs(tmp_path):
     machine = find_hardware("cpu")
     runs = [
         run
@@ -121,7 +121,7 @@ def test_planted_constants_predict_runs_that_were_not_seen(tmp_path):
         ("\xff", "no record"),
     ],
 )
-def test_bad_files(tmp_path, text, message):
+def test_invalid_metrics_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     with pytest.raises(PlanError, match=message):
@@ -129,8 +129,8 @@ def test_bad_files(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("name", ["num_layers", "mtp_num_layers", "pipeline_model_parallel_size"])
-def test_a_size_that_a_plan_would_list_is_bounded(tmp_path, monkeypatch, name):
-    """By its value, before anything is planned."""
+def test_oversized_settings_are_rejected_before_planning(tmp_path, monkeypatch, name):
+    """The value is checked before anything is planned."""
     path = write(tmp_path / "metrics.jsonl", LINES[0], 0.1)
     record = json.loads(path.read_text().splitlines()[0])
     record["run"]["settings"][name] = 10**9
@@ -140,7 +140,7 @@ def test_a_size_that_a_plan_would_list_is_bounded(tmp_path, monkeypatch, name):
         read_runs(path, find_hardware("cpu"))
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_metrics_files_are_rejected(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
     for path in (tmp_path / "none.jsonl", tmp_path, tmp_path / "binary"):
         with pytest.raises(PlanError, match="cannot be read"):
@@ -169,7 +169,7 @@ def test_runs_of_different_devices_are_kept_apart(tmp_path):
         ("constants: {launch: .inf}", "launch"),
     ],
 )
-def test_bad_hardware_files(tmp_path, text, message):
+def test_invalid_calibrated_hardware_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     path.write_text(f"like: cpu\n{text}\n")
     with pytest.raises(HardwareError, match=message):
@@ -189,8 +189,8 @@ def run_script(*words, cwd=ROOT):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_an_output_that_would_be_lost_or_destroy_is_refused(tmp_path, capsys):
-    """A pipe cannot be renamed and written again, and an input is needed once more."""
+def test_calibration_refuses_output_over_inputs_pipes_and_folders(tmp_path, capsys):
+    """A pipe cannot be replaced, and an input file must not be overwritten."""
     path = write(tmp_path / "metrics.jsonl", LINES[0], 0.1)
     before = path.read_bytes()
     (tmp_path / "link").symlink_to("metrics.jsonl")
@@ -207,7 +207,7 @@ def test_an_output_that_would_be_lost_or_destroy_is_refused(tmp_path, capsys):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "metrics.jsonl", "pipe"]
 
 
-def test_the_script(tmp_path):
+def test_calibrate_command(tmp_path):
     files = [write(tmp_path / f"{number}.jsonl", argv, planted_seconds(argv)) for number, argv in enumerate(LINES[:2])]
     code, text = run_script("calibrate", "--from", *files, "--output", tmp_path / "own.yaml")
     assert code == 0 and "written:" in text and "products_bf16 0.5 ->" in text
@@ -222,7 +222,7 @@ def test_the_script(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_run_predicts_another(tmp_path):
+def test_calibration_to_a_real_run_predicts_a_larger_run(tmp_path):
     """On this machine's CPU: the smaller run is calibrated to, one of twice the batch and the width is predicted within 15 %."""
 
     def train(name, argv):

@@ -1,4 +1,4 @@
-"""Memory of stages: what is in flight follows from the order of work, and published figures are met where the tensors are the same."""
+"""Memory of pipeline stages: microbatches in flight follow from the schedule; totals match published figures."""
 
 import json
 
@@ -47,12 +47,12 @@ def memory(flags, world, machine=None):
         (f"{FOUR} --micro-batch-size 1 --global-batch-size 2", ((2,), (2,), (2,), (1,))),
     ],
 )
-def test_in_flight_follows_from_the_order(flags, expected):
-    """1F1B: stages behind it and itself; interleaved: 2 (stages behind) + (chunks - 1) pp + 1 chunks in all."""
+def test_peak_inflight_microbatches_follow_from_the_schedule(flags, expected):
+    """1F1B: the number of following stages plus one; interleaved: 2 (following stages) + (chunks - 1) pp + 1 chunks in total."""
     assert tuple(stage.peak_inflight_microbatches for stage in memory(flags, 4)) == expected
 
 
-def test_a_few_microbatches_have_the_peak_of_many():
+def test_few_microbatches_have_the_memory_peak_of_many():
     args = parse_args(f"{FOUR} --num-virtual-stages-per-pipeline-rank 4 --global-batch-size 256".split(), 4)
     few = steady_state_microbatches(args, 256)
     assert few < 40
@@ -62,8 +62,8 @@ def test_a_few_microbatches_have_the_peak_of_many():
         ]
 
 
-def test_every_module_is_named():
-    """What is kept and belongs to no module is next to nothing."""
+def test_kept_activations_are_assigned_to_modules():
+    """Kept activations without a module are below a thousandth."""
     for flags in (
         V3,
         "--preset deepseek_v3_2 --mock-data --global-batch-size 256",
@@ -74,7 +74,7 @@ def test_every_module_is_named():
             assert stage.activations.get("other", 0) < 1e-3 * stage.kept
 
 
-def test_the_sum_of_chunks():
+def test_kept_activations_are_the_sum_over_chunks():
     args = parse_args(V3.split(), 256)
     sizes = ChunkBytes(args, padded_vocab_size_from_flags(args))
     stage = memory(V3, 256)[1]
@@ -82,7 +82,7 @@ def test_the_sum_of_chunks():
     assert stage.kept == pytest.approx(sum(count * size for count, size in zip(stage.peak_inflight_microbatches, each)))
 
 
-def test_the_published_table_of_deepseek_v3(shared):
+def test_memory_matches_the_published_table_of_deepseek_v3(shared):
     """arXiv 2603.07685, table 3.
 
     A stage of 16 MoE layers without embedding (as its weights show: 6.5e9 parameters), of which stage 1 has more in
@@ -99,7 +99,7 @@ def test_the_published_table_of_deepseek_v3(shared):
         assert value / GIB == pytest.approx(published[name], rel=0.05), name
 
 
-def test_a_measured_run():
+def test_memory_matches_a_measured_qwen3_30b_run():
     """Qwen3-30B on 16 H100 with overlapped exchange, one stage: 62.17 GiB were measured."""
     row = next(row for row in PUBLISHED_RUNS if row.peak_gib)
     assert plan_published_run(row).peak.total / GIB == pytest.approx(row.peak_gib, rel=0.05)
@@ -138,12 +138,12 @@ BASE = "--preset deepseek_v3 --mock-data --num-layers 8 --moe-layer-freq 1 --exp
         ),
     ],
 )
-def test_flags_of_memory_change_what_they_are_about(flags, part, factor):
+def test_flag_changes_its_part_of_the_memory(flags, part, factor):
     plain, changed = (getattr(memory(line, 64)[0], part) for line in (BASE, f"{BASE} {flags}"))
     assert factor[0] * plain <= changed <= factor[1] * plain if plain else changed > 0
 
 
-def test_full_sharding_divides_everything():
+def test_fully_sharded_data_parallelism_divides_static_memory():
     fsdp = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
     plain, sharded = (memory(f"--preset qwen3_30b_a3b --mock-data {flags}", 64)[0] for flags in ("", fsdp))
     assert sharded.weights + sharded.gradients + sharded.optimizer < 0.1 * (
@@ -152,7 +152,7 @@ def test_full_sharding_divides_everything():
     assert sharded.working > plain.working
 
 
-def test_two_passes_hold_a_gathered_layer_each():
+def test_overlapped_passes_each_hold_a_gathered_layer():
     fsdp = f"{BASE} --use-megatron-fsdp --ckpt-format fsdp_dtensor"
     overlap = "--overlap-moe-expert-parallel-comm"
     (plain, both), (full, full_both) = (
@@ -161,7 +161,7 @@ def test_two_passes_hold_a_gathered_layer_each():
     assert both - plain > full_both - full
 
 
-def test_headroom_fills_the_device():
+def test_expert_load_headroom_fills_the_device():
     flags = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8"
     stage = memory(flags, 64, "h100")[0]
     assert stage.headroom > 1
@@ -185,8 +185,8 @@ def test_headroom_fills_the_device():
         ("--dsa-indexer-warmup", True),
     ],
 )
-def test_what_indexers_learn_from_is_there_for_a_while(more, kept):
-    """fp32 copies of queries and keys of all heads; gathered or without a loss none of them."""
+def test_indexer_loss_needs_fp32_queries_and_keys(more, kept):
+    """fp32 copies of queries and keys of all heads for the masked form; none for the gathered form or without a loss."""
     args = parse_args(f"--preset deepseek_v3_2 --mock-data --global-batch-size 256 {more}".split(), 256)
     sizes = ChunkBytes(args, padded_vocab_size_from_flags(args))
     of_heads = 2 * 131072 * 128 * 192 * 4

@@ -54,7 +54,7 @@ def test_preset_counts_are_the_published_ones(name):
 
 
 @pytest.mark.parametrize(("name", "total", "active"), [("0_5b", 1.68, 0.65), ("1_5b", 5.64, 1.85), ("7b", 26.65, 7.94)])
-def test_finermoe_has_the_published_billions(name, total, active):
+def test_finermoe_has_the_published_parameter_counts(name, total, active):
     """The last digit of the larger ones is one lower here (arXiv 2603.13364 names no vocabulary)."""
     counts = count_parameters(preset(f"finermoe_qwen2_5_{name}"))
     assert counts.total / 1e9 == pytest.approx(total, abs=0.015) and counts.active / 1e9 == pytest.approx(
@@ -62,7 +62,7 @@ def test_finermoe_has_the_published_billions(name, total, active):
     )
 
 
-def test_mixtral_8x22b_with_the_older_vocabulary():
+def test_mixtral_8x22b_parameters_with_the_older_vocabulary():
     assert count_parameters(preset("mixtral_8x22b"), padded_vocab_size=32000).total == 140_620_634_112
 
 
@@ -73,7 +73,7 @@ def small(*flags):
     return arguments.parse_args([*base.split(), *recipe.split(), *vocabulary.split(), *flags])
 
 
-def test_dense_gpt2_style_with_biases_tied_head_and_learned_positions():
+def test_parameters_of_gpt2_with_biases_tied_head_and_learned_positions():
     counts = count_parameters(small())
     layer = (24 * 8 + 24) + (8 * 8 + 8) + (32 * 8 + 32) + (8 * 32 + 8) + 2 * 16
     assert counts.total == 12 * 8 + 16 * 8 + 2 * layer + 16
@@ -92,7 +92,7 @@ def test_moe_with_biases_counts_experts_and_router_biases():
     assert counts.total - counts.active == 2 * expert
 
 
-def test_mtp_layer_is_a_layer_a_projection_and_three_norms():
+def test_mtp_parameters_are_a_layer_a_projection_and_three_norms():
     flags = "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --swiglu --ffn-hidden-size 16"
     one, two = (count_parameters(small(*flags.split(), "--mtp-num-layers", depth)) for depth in "12")
     layer = 24 * 8 + 8 * 8 + 3 * 8 * 16 + 2 * 8

@@ -10,7 +10,7 @@ from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
 
 
-def built(args):
+def count_built_parameters(args):
     """Return (parameters outside multi-token prediction, parameters inside) of the model built without storage."""
     (chunk,) = build_chunks(args, ParallelState.single(), padded_vocab_size_from_flags(args), device="meta")
     sizes = {True: 0, False: 0}
@@ -20,10 +20,10 @@ def built(args):
 
 
 @pytest.mark.parametrize("name", model_zoo.names())
-def test_every_preset(name):
+def test_estimated_parameters_of_every_preset_equal_the_model(name):
     args = arguments.parse_args(["--preset", name, "--mock-data"])
     counts = count_parameters(args)
-    assert built(args) == (counts.total, counts.mtp)
+    assert count_built_parameters(args) == (counts.total, counts.mtp)
 
 
 BASE = (
@@ -65,7 +65,7 @@ BASE = (
         "--position-embedding-type none --mtp-num-layers 1 --qk-layernorm",
     ],
 )
-def test_every_kind_of_layer(flags):
+def test_estimated_parameters_of_every_layer_kind_equal_the_model(flags):
     args = arguments.parse_args(BASE.split() + flags.split())
     counts = count_parameters(args)
-    assert built(args) == (counts.total, counts.mtp)
+    assert count_built_parameters(args) == (counts.total, counts.mtp)

@@ -1,4 +1,4 @@
-"""Plans as a whole: published runs within their error, and what flags do to time."""
+"""Complete plans: errors against published runs, and the effect of flags on time."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_published_models_have_the_estimated_size(published):
         assert (counts.total + counts.mtp) / 1e9 == pytest.approx(BILLION_PARAMS[run.model], abs=0.1)
 
 
-def test_leave_one_out():
+def test_calibration_error_leaving_one_run_or_model_out():
     """Every run predicted by constants fitted to the others, and by constants fitted to other models alone."""
     calibration = Calibration([run for run in PUBLISHED_RUNS if run.is_fitted])
     alone, family = calibration.leave_one_out(), calibration.leave_family_out()
@@ -69,15 +69,15 @@ def test_leave_one_out():
 
 
 FAR_OFF = {"Moonlight-16B 8xH100 BF16": 0.7}
-"""Of which the host is what was measured (published.py)."""
+"""Runs that were bound by the host (published.py)."""
 
 
 @pytest.mark.parametrize("run", [run for run in PUBLISHED_RUNS if not run.is_fitted], ids=lambda run: run.name)
-def test_rows_that_nothing_was_fitted_to(run, published):
+def test_published_runs_outside_the_fit_are_predicted(run, published):
     assert published[run.name].tflops == pytest.approx(run.tflops, rel=FAR_OFF.get(run.name, 0.3))
 
 
-def test_most_of_them_are_near(published):
+def test_median_error_of_runs_outside_the_fit(published):
     assert (
         median_error(
             [
@@ -90,8 +90,8 @@ def test_most_of_them_are_near(published):
     )
 
 
-def test_runs_that_were_looked_up_later():
-    """The median that README reports, and none that is not eager, GPT-OSS or named is a third off."""
+def test_error_of_holdout_runs():
+    """The median error that README reports, and the two runs with errors above 30 % other than eager ones."""
     errors = [
         PredictionError(run, plan_published_run(run).tflops, Constants())
         for run in HOLDOUT_RUNS
@@ -102,7 +102,7 @@ def test_runs_that_were_looked_up_later():
     assert far == ["GPT-OSS-120B 64xGB300 BF16, alltoall", "Qwen2-57B 64xH100 BF16, no pipeline"]
 
 
-def test_the_record_has_every_run():
+def test_planner_results_page_has_every_run():
     record = (Path(__file__).parents[2] / "scripts" / "bench_results" / "planner.md").read_text(encoding="utf-8")
     assert (
         all(f"| {run.name} | {run.tflops:.1f} |" in record for run in (*PUBLISHED_RUNS, *HOLDOUT_RUNS))
@@ -110,7 +110,7 @@ def test_the_record_has_every_run():
     )
 
 
-def test_tokens_and_flops_agree(published):
+def test_tokens_per_second_match_tflops_of_a_published_run(published):
     """Published rows have both: 1412 tokens/s/GPU are 368 TFLOP/s of DeepSeek-V3, counted as Megatron-LM counts."""
     found = published["DeepSeek-V3 1024xH100 FP8"]
     assert found.tokens_per_second / found.tflops == pytest.approx(1412 / 368, rel=0.01)
@@ -138,13 +138,13 @@ MIXTRAL = "--preset mixtral_8x7b --expert-model-parallel-size 8"
         ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "optimizer", True),
     ],
 )
-def test_flags_of_time_change_what_they_are_about(flags, part, less):
+def test_flag_changes_its_part_of_the_step_time(flags, part, less):
     plain, changed = plan(MIXTRAL), plan(f"{MIXTRAL} {flags}")
     a, b = getattr(plain.time, part), getattr(changed.time, part)
     assert b < a if less else b > a, (a, b)
 
 
-def test_bubbles():
+def test_pipeline_bubbles_of_schedules():
     plain = plan(f"{MIXTRAL} --pipeline-model-parallel-size 8 --global-batch-size 512")
     virtual = plan(
         f"{MIXTRAL} --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 4 --global-batch-size 512"
@@ -166,12 +166,12 @@ def test_many_microbatches_are_extrapolated_exactly():
     assert few.bubble == pytest.approx(most.bubble, rel=1e-6)
 
 
-def test_a_machine_that_computes_twice_as_fast():
+def test_step_time_on_a_machine_with_twice_the_flops():
     slow, fast = plan(MIXTRAL), plan(MIXTRAL, machine="b200")
     assert 1.5 < slow.time.compute / fast.time.compute < 2.6 and fast.margin > slow.margin
 
 
-def test_the_nearest_run(published):
+def test_closest_reference_run(published):
     for run in PUBLISHED_RUNS:
         found = closest_reference_run(published[run.name])
         assert found.run is run and found.distance == 0, (run.name, found)
@@ -179,7 +179,7 @@ def test_the_nearest_run(published):
     assert found.run.model == "qwen3_30b_a3b" and any("GPUs 8 instead of 16" in text for text in found.differs)
 
 
-def test_text_and_json_say_the_same():
+def test_plan_text_and_json_agree():
     made = plan(MIXTRAL)
     text, report = "\n".join(plan_lines(made)), plan_json(made)
     assert f"{made.tflops:.1f} TFLOP/s/GPU" in text and "nearest published run" in text and "fits" in text
@@ -194,8 +194,8 @@ def test_text_and_json_say_the_same():
     json.dumps(report)
 
 
-def test_drawn_layouts_are_planned():
-    """Whatever the rules let pass has a plan whose parts are sound."""
+def test_random_valid_layouts_can_be_planned():
+    """Every valid layout has a plan with positive times and memory."""
     for case in draw_cases(40, 8, 5):
         made = make_plan(validated_args(list(case.argv), case.world_size), case.world_size, find_hardware("gb300"))
         assert made.time.step > 0 and all(value >= 0 for value in vars(made.time).values()), case.argv
@@ -205,7 +205,7 @@ def test_drawn_layouts_are_planned():
         assert plan_lines(made)
 
 
-def test_what_cannot_be_planned():
+def test_plan_requires_a_known_vocabulary_size():
     args = parse_args("--preset mixtral_8x7b --mock-data --tokenizer-type NullTokenizer".split(), 8)
     bare = replace(args, data=replace(args.data, vocab_size=None, padded_vocab_size=None))
     named = replace(
@@ -218,8 +218,8 @@ def test_what_cannot_be_planned():
         make_plan(bare, 8, find_hardware("h100"))
 
 
-def test_indexers_take_time_to_choose_and_more_to_learn():
-    """Masked, attention saves nothing without a fused kernel; in the warm-up nothing is chosen yet."""
+def test_step_time_of_dsa_indexers_and_their_training():
+    """Masked attention saves no time without a fused kernel; the warm-up selects no keys."""
     flags = "--preset deepseek_v3_2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 --seq-length {}"
     dense = plan(
         "--preset deepseek_v3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 "
@@ -238,8 +238,8 @@ def test_indexers_take_time_to_choose_and_more_to_learn():
 LONG = "--max-position-embeddings 131072 --expert-model-parallel-size 8 --context-parallel-size 4 --micro-batch-size 1 --global-batch-size 64"
 
 
-def test_windows_and_linear_layers_keep_long_sequences_cheap():
-    """Full attention grows with the square; a window of 128 keys and a state that is passed on do not."""
+def test_window_and_linear_attention_scale_better_than_full():
+    """Full attention grows quadratically with the length; a window of 128 keys and linear attention do not."""
 
     def compute(flags, length):
         return plan(f"{flags} {LONG} --seq-length {length}").time.compute

@@ -98,7 +98,7 @@ def _built(rank, n, cases):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_rank_holds_what_is_estimated(n):
+def test_estimated_bytes_of_every_rank_equal_the_built_run(n):
     cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
     for results in run_ranks(_built, n, cases):
         for (kind, flags), (stage, held, state) in zip(cases, results, strict=True):

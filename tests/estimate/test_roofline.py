@@ -1,4 +1,4 @@
-"""Operators as costs: bytes, FLOPs and what limits them; and the step that is made of them."""
+"""Costs of operators (bytes, FLOPs, limits), and the step time that they add up to."""
 
 import pytest
 
@@ -58,12 +58,12 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("text", OPERATORS)
-def test_bytes_and_flops(text):
+def test_bytes_and_flops_of_operators(text):
     operator = read_operator(text)
     assert (operator.bytes, operator.flops) == OPERATORS[text]
 
 
-def test_rates_are_those_of_the_planner():
+def test_operator_times_use_the_rates_of_the_planner():
     left, right, flash = list(OPERATORS)[3:6]
     assert read_operator(left).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 5, 6, 8))
     assert read_operator(right).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 6, 8, 5))
@@ -82,7 +82,7 @@ SLOW, FAST = "aten::fill_.Scalar|w,Float,1,1000000000", "aten::fill_.Scalar|w,Fl
 PUBLISHED_RUNS = "all_to_all|ep|8|1|8192|1"
 
 
-def recording(*events: tuple) -> dict[str, list]:
+def make_recording(*events: tuple) -> dict[str, list]:
     """Events: (kind, text, microbatch, pass, and the captured part if it is in one)."""
     texts: dict[str, int] = {}
     return {
@@ -99,7 +99,7 @@ def recording(*events: tuple) -> dict[str, list]:
     }
 
 
-def test_a_step_of_its_operators():
+def test_step_time_is_the_sum_of_recorded_operators():
     plan = make_plan(parse_args(FLAGS.split(), 64), 64, H100)
     assert plan.num_microbatches == 16
     assert stages_to_execute(plan.args) == [0, 1, 3] and rank_of_stage(plan.args, 64, 1) == 16
@@ -110,7 +110,7 @@ def test_a_step_of_its_operators():
             (WAIT, "a", microbatch, "forward 0"),
             (OPERATOR, FAST, microbatch, "backward 0"),
         ]
-    found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording(*events)))
+    found = make_roofline(plan, dict.fromkeys((0, 1, 3), make_recording(*events)))
     memory, constants = H100.hbm_tb_s * 1e12 * H100.constants.memory, H100.constants
     assert found.time.optimizer == pytest.approx(1e9 / memory)
     assert found.time.compute == pytest.approx(16 * (1e9 / memory + constants.latency + constants.launch))
@@ -120,7 +120,7 @@ def test_a_step_of_its_operators():
     assert found.busiest.ahead == pytest.approx(17 * 1e9 / memory + 16 * constants.launch)
 
 
-def test_computation_during_a_collective_hides_it():
+def test_collectives_overlap_with_computation():
     plan = make_plan(parse_args(FLAGS.split(), 64), 64, H100)
     ring = "all_gather|tp|2|1|1000000000|1"
     seconds = Interconnect(H100).ring(1e9, 1, 2)
@@ -132,11 +132,11 @@ def test_computation_during_a_collective_hides_it():
                 *([(OPERATOR, SLOW, microbatch, "forward 0")] if overlaps else []),
                 (FINISH, ring, microbatch, "forward 0"),
             ]
-        found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording(*events)))
+        found = make_roofline(plan, dict.fromkeys((0, 1, 3), make_recording(*events)))
         assert found.time.tensor == pytest.approx(16 * exposed)
 
 
-def test_a_collective_as_text():
+def test_collective_round_trips_through_text():
     collective = Collective.of_text(PUBLISHED_RUNS)
     assert (collective.group, collective.size, collective.bytes) == (
         "ep",
@@ -145,10 +145,10 @@ def test_a_collective_as_text():
     ) and collective.as_text() == PUBLISHED_RUNS
 
 
-def test_captured_parts_cost_no_launch():
+def test_operators_in_cuda_graphs_have_no_launch_cost():
     words = [*FLAGS.split(), "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "moe_router"]
     plan = make_plan(parse_args(words, 64), 64, H100)
     for part, launches in (("", H100.constants.launch), ("attn", H100.constants.launch), ("moe_router", 0.0)):
-        found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording((OPERATOR, FAST, 1, "forward 0", part))))
+        found = make_roofline(plan, dict.fromkeys((0, 1, 3), make_recording((OPERATOR, FAST, 1, "forward 0", part))))
         assert found.busiest.unfilled == pytest.approx(launches)
     assert any("CUDA graphs" in note for note in found.notes)

@@ -1,4 +1,4 @@
-"""The search: its results are legal, fit and are what it reports; its layouts are complete; what it leaves out of a command line."""
+"""The search: results are valid, fit the memory and match their report; layouts are complete; replaced flags are dropped."""
 
 import itertools
 import json
@@ -55,7 +55,7 @@ def outcome():
     )
 
 
-def test_results_are_legal_and_fit(outcome, capsys):
+def test_search_results_are_valid_and_fit(outcome, capsys):
     assert len(outcome.found) == 8 and outcome.rejected == 0 and outcome.seen > outcome.planned >= 8
     fastest = min(each.plan.time.step for each in outcome.found)
     assert all(ties(outcome.found[0].plan, each.plan) for each in outcome.found if each.plan.time.step == fastest)
@@ -79,8 +79,8 @@ FOUR = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, machine, gpus, flags", FOUR)
-def test_published_jobs(preset, machine, gpus, flags, capsys):
-    """Ten that fit and that the trainer takes; the published mapping is not better than the first, or it is the first."""
+def test_search_finds_mappings_as_good_as_published_ones(preset, machine, gpus, flags, capsys):
+    """Ten valid mappings that fit; the published mapping is not better than the first."""
     flags = ["--preset", preset, "--mock-data", "--bf16", *flags.split()]
     outcome = search(flags, gpus, find_hardware(machine))
     assert len(outcome.found) == 10
@@ -101,7 +101,7 @@ def test_published_jobs(preset, machine, gpus, flags, capsys):
         assert first.tokens_per_second > 0.98 * plan.tokens_per_second
 
 
-def test_formats_are_compared():
+def test_search_compares_number_formats():
     flags = ["--preset", "mixtral_tiny", "--mock-data", "--fp16", "--global-batch-size", "16"]
     outcome = search_formats(flags, ("bf16", "blockwise"), 4, find_hardware("h100"), best=30)
     widths = {each.plan.width for each in outcome.found}
@@ -114,7 +114,7 @@ def test_formats_are_compared():
         search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
 
 
-def test_reasons_of_several_formats_are_counted_together(monkeypatch):
+def test_refusals_of_several_formats_are_counted_together(monkeypatch):
     refused = SearchResult((), (), 1, 0, 2, 2, 0.0, rejections=(("not legal", 2),))
     monkeypatch.setattr("moe_trainer.estimate.search.search", lambda *_: refused)
     flags = ["--preset", "mixtral_tiny", "--mock-data", "--global-batch-size", "16"]
@@ -122,7 +122,7 @@ def test_reasons_of_several_formats_are_counted_together(monkeypatch):
     assert outcome.rejected == 4 and outcome.rejections == (("not legal", 4),)
 
 
-def test_of_equal_error_bars_the_simplest_mapping_comes_first():
+def test_simplest_mapping_comes_first_on_equal_error_bars():
     flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "256"]
     simple = ParallelConfig(2, 1, 1, 1, 8, 1, 2, (), "deepep", True)
     found = []
@@ -144,22 +144,22 @@ def test_of_equal_error_bars_the_simplest_mapping_comes_first():
     assert [each.mapping.num_features for each in ranked(found, 2)] == [4, 6]
 
 
-def test_headroom_is_left():
+def test_search_respects_the_headroom():
     flags = ["--preset", "mixtral_8x7b", "--mock-data", "--bf16", "--global-batch-size", "64"]
     tight, wide = (search(flags, 8, find_hardware("h200"), best=3, headroom=headroom) for headroom in (1.0, 2.5))
     assert all(each.plan.headroom >= 2.5 for each in wide.found)
     assert min(each.plan.headroom for each in tight.found) < 2.5 and tight.small >= wide.small
 
 
-def test_the_first_is_argued_for(outcome):
+def test_first_result_is_explained(outcome):
     first, second = outcome.found[0].plan, outcome.found[1].plan
     assert first.time.step <= second.time.step or ties(first, second)
     assert explain_speedup(first, second) or second.time.step / first.time.step < 1.01
     assert outcome.own is not None and outcome.own.tokens_per_second < first.tokens_per_second
 
 
-def test_estimates_are_near_the_plans(outcome):
-    """The order of the first pass decides what is planned at all: it may not be far off."""
+def test_search_estimates_are_close_to_full_plans(outcome):
+    """The estimates of the first pass decide which mappings are planned in full."""
     args = parse_args(FLAGS, None)
     hardware = find_hardware("h100")
     estimator = Estimator(args, 16, hardware, padded_vocab_size_from_flags(args))
@@ -169,8 +169,8 @@ def test_estimates_are_near_the_plans(outcome):
         assert estimate.memory == pytest.approx(each.plan.peak.total, rel=0.25)
 
 
-def test_no_shape_is_refused():
-    """Every mapping that the search may show passes the rules: a sample of all."""
+def test_searched_mappings_pass_the_rules():
+    """A sample of all mappings that the search may return passes the rules."""
     args, hardware = parse_args(FLAGS, None), find_hardware("gb200")
     mappings = [
         replace(shape, recompute=recompute, backend=backend, overlap=overlap)
@@ -191,7 +191,7 @@ def test_no_shape_is_refused():
     "layers, stages, extra",
     [(61, 16, 2.4), (61, 32, 2.4), (94, 48, 1.0), (32, 1, 0.5), (4, 4, 0.0), (61, 62, 3.0), (5, 4, 9.0)],
 )
-def test_layouts_are_complete(layers, stages, extra):
+def test_pipeline_layouts_contain_every_layer(layers, stages, extra):
     counts = layer_counts(layers, stages, extra)
     assert (
         sum(counts) == layers
@@ -208,13 +208,13 @@ def test_the_published_layout_of_deepseek_v3():
     assert layout_text(layer_counts(61, 32, 2.4), 1) == "Et|(tt|)*30mL"
 
 
-def test_flags_that_are_left_out():
+def test_drop_flags_removes_searched_flags():
     line = "--tensor-model-parallel-size=4 --bf16 --recompute-modules moe_act layernorm --lr 1e-4 --world-size 8 --sequence-parallel --num-layers 4"
     assert drop_flags(line.split()) == "--bf16 --lr 1e-4 --num-layers 4".split()
     assert select_flags(line.split()) == [word for word in line.split() if word not in drop_flags(line.split())]
 
 
-def test_suggestions_fit_the_machine():
+def test_dispatcher_choices_fit_the_hardware():
     args = parse_args(FLAGS, None)
     assert ("hybridep", False) in dispatcher_choices(args, find_hardware("gb200"), 8, 1)
     assert ("hybridep", True) not in dispatcher_choices(args, find_hardware("gb200"), 8, 1) and dispatcher_choices(
@@ -256,7 +256,7 @@ def test_suggestions_fit_the_machine():
         ("", 2, "search FLAGS"),
     ],
 )
-def test_the_script(words, code, message):
+def test_search_command(words, code, message):
     done = subprocess.run(
         [sys.executable, "scripts/plan.py", *words.split()],
         cwd=ROOT,
@@ -288,8 +288,8 @@ def mixtral():
     return search(MIXTRAL, 32, find_hardware("h100"), best=3)
 
 
-def test_a_line_without_a_preset(mixtral, capsys):
-    """The flags of the line stay, but those that a mapping sets; the line to paste is legal and has its launcher."""
+def test_search_of_a_command_line_without_preset(mixtral, capsys):
+    """Flags outside the mapping are kept; the printed command is valid and has its launcher."""
     line = launch_line(mixtral, 32).split()
     assert line[:4] == ["torchrun", "--nproc-per-node", "8", "--nnodes"] and line[4] == "4"
     assert set(MIXTRAL) - set(line) <= {"--pipeline-model-parallel-size", "4", "256"} | set(mixtral.replaced)
@@ -306,15 +306,15 @@ def test_a_line_without_a_preset(mixtral, capsys):
     assert mixtral.own is not None and "your own mapping" in "\n".join(search_lines(mixtral, 32, "h100"))
 
 
-def test_flags_that_need_a_dispatcher_keep_one():
-    """Padding for 8 bits needs alltoall or flex, as recipes give it with the dispatcher."""
+def test_flags_that_need_a_dispatcher_are_kept():
+    """Padding for quantization needs alltoall or flex, which the searched mappings set."""
     line = [*MIXTRAL, "--fp8-format", "hybrid", "--moe-router-padding-for-quantization"]
     base, args = base_arguments(line)
     assert "--moe-token-dispatcher-type" not in base and args.moe.moe_router_padding_for_quantization
     assert search(line, 32, find_hardware("h200"), best=1).found
 
 
-def test_a_preset_may_set_what_is_searched(tmp_path):
+def test_preset_may_set_searched_flags(tmp_path):
     path = tmp_path / "mine.yaml"
     text = (ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text()
     path.write_text(
@@ -337,7 +337,7 @@ def test_a_preset_may_set_what_is_searched(tmp_path):
     ],
 )
 @pytest.mark.slow
-def test_recipes_without_presets(shared, name, machine, gpus):
+def test_recipes_without_presets_can_be_searched(shared, name, machine, gpus):
     recipe = next(
         each for each in json.loads((shared / "reference" / "recipes.json").read_text()) if each["name"] == name
     )
@@ -346,14 +346,14 @@ def test_recipes_without_presets(shared, name, machine, gpus):
     assert len(outcome.found) == 2
 
 
-def test_old_spellings_are_left_out():
+def test_drop_flags_removes_deprecated_spellings():
     assert drop_flags("--recompute-activations --checkpoint-activations --bf16 --moe-layer-recompute".split()) == [
         "--bf16"
     ]
 
 
-def test_ties_go_to_the_best_supported(mixtral):
-    """A mapping with context parallelism at 4K tokens is doubtful; one that is clearly slower is no tie."""
+def test_ties_prefer_the_mapping_with_the_smallest_error_bar(mixtral):
+    """A mapping with context parallelism at 4K tokens has a wide error bar; a clearly slower mapping is no tie."""
     one = mixtral.found[0]
     hardware = find_hardware("h100")
     flags = [*mixtral.base, *one.argv]
@@ -374,8 +374,8 @@ def test_ties_go_to_the_best_supported(mixtral):
     assert [each.plan.time.step for each in ranked([plain, timed(half, 0.6)], 2)] == pytest.approx([0.6, 1.0])
 
 
-def test_rejections_are_reported():
-    """No mapping is legal: the rule is named, and not that nothing fits."""
+def test_search_reports_the_rule_that_rejects_all_mappings():
+    """No mapping is valid: the rule is named, not a lack of memory."""
     outcome = search([*MIXTRAL, "--num-distributed-optimizer-instances", "7"], 32, find_hardware("h100"), best=1)
     text = "\n".join(search_lines(outcome, 32, "h100"))
     assert not outcome.found and outcome.rejected == outcome.planned
@@ -384,7 +384,7 @@ def test_rejections_are_reported():
     )
 
 
-def test_progress_is_reported():
+def test_search_reports_progress():
     lines = []
     search([*FLAGS, "--num-layers", "8"], 8, find_hardware("h100"), best=1, progress=lines.append)
     assert any("mappings estimated" in text and " of " in text for text in lines) and any(

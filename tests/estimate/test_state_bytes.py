@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state: by hand, and as the tensors of a run that uses every option have them."""
+"""Bytes of weights, gradients and optimizer state: calculated by hand, and measured in runs with every option."""
 
 import pytest
 from harness import run_ranks
@@ -108,7 +108,7 @@ def _of_one_run(argv, rank, n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_tensors_of_a_run(n, monkeypatch):
+def test_state_bytes_equal_the_tensors_of_a_run(n, monkeypatch):
     monkeypatch.setattr(
         "moe_trainer.optim.optimizer_shard.MAX_SEGMENT_NUMEL_CPU", 1024
     )  # a share of the state moves in whole segments
@@ -151,20 +151,20 @@ def test_the_tensors_of_a_run(n, monkeypatch):
         (f"--bf16 {ZERO} --optimizer muon", (2, 4, 4 / 8, 4 / 8, 0)),
     ],
 )
-def test_by_hand(flags, expected):
+def test_state_bytes_calculated_by_hand(flags, expected):
     found = state_bytes(parse_args([*MODEL, "--global-batch-size", "8", *flags.split()], 8), 8)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == expected
     assert found.device == found.total - found.host
 
 
-def test_weights_in_8_bits_by_hand():
+def test_state_bytes_of_fp8_weights_calculated_by_hand():
     """A bf16 weight costs 2 + 2/d bytes next to a precision-aware optimizer, which needs half of the main parameters, one in 8 bits 1 + 4/d."""
     flags = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {STORED} --fp8-recipe tensorwise".split()]
     found = state_bytes(parse_args(flags, 8), 8, stored=True)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == (1, 4, 4 / 8, 4 / 8, 0)
 
 
-def test_experts_are_divided_over_ranks_that_hold_the_same_ones():
+def test_expert_state_is_sharded_over_expert_data_parallel_ranks():
     flags = (
         f"--bf16 {ZERO} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8".split()
     )

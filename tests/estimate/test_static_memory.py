@@ -54,7 +54,7 @@ def _stored(rank, n):
     return found
 
 
-def test_weights_in_8_bits_of_every_rank():
+def test_fp8_weights_of_every_rank_equal_the_built_run():
     for results in run_ranks(_stored, 4):
         for (kind, flags), (stage, held) in zip(CASES, results, strict=True):
             args = parse_args([*make_argv(kind), *flags.split()], 4)
@@ -71,7 +71,7 @@ def _line(capsys, *words):
     return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory per rank"))
 
 
-def test_the_line_of_a_large_job(capsys):
+def test_memory_line_of_a_large_job(capsys):
     """DeepSeek-V3 on 1024 ranks: the last stage holds head, fewer layers and multi-token prediction."""
     words = (
         "--preset deepseek_v3 --world-size 1024 --mock-data --bf16 --tensor-model-parallel-size 2 --sequence-parallel "
@@ -91,12 +91,12 @@ def test_the_line_of_a_large_job(capsys):
     )
 
 
-def test_equal_stages_are_listed_once(capsys):
+def test_memory_line_lists_equal_stages_once(capsys):
     line = _line(capsys, *make_argv("plain"), "--world-size", "2", *TP2.split())
     assert "pipeline stage" not in line and "moments" in line
 
 
-def test_without_a_number_of_ranks_it_is_that_of_one_replica():
+def test_memory_without_world_size_is_that_of_one_replica():
     words = [
         "--preset",
         "mixtral_8x7b",
@@ -111,8 +111,8 @@ def test_without_a_number_of_ranks_it_is_that_of_one_replica():
     assert state_report(parse_args(words, 2), 2) != state_report(parse_args(words, 4), 4)
 
 
-def test_the_report_has_the_memory_of_the_plan(tmp_path):
-    """Of legal flags on a known number of ranks; the same as --dry-run writes."""
+def test_validate_only_report_equals_dry_run_memory(tmp_path):
+    """With valid flags and a known number of ranks, the report equals that of --dry-run."""
     words = "--preset mixtral_8x7b --mock-data --bf16 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer".split()
     found = {}
     for mode in ("--validate-only", "--dry-run"):

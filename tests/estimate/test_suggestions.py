@@ -1,4 +1,4 @@
-"""What makes a plan fit that does not: real plans of changed lines, cheapest first."""
+"""Suggested changes for a plan that does not fit: real plans of changed flags, cheapest first."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from moe_trainer.estimate.suggestions import changes, cheapest_fixes
 LINE = "--preset mixtral_8x7b --mock-data --bf16 --use-distributed-optimizer --expert-model-parallel-size 8 --global-batch-size 256".split()
 
 
-def planned(argv, gpus, machine="h100"):
+def make_plan_of(argv, gpus, machine="h100"):
     return make_plan(validated_args(argv, gpus), gpus, find_hardware(machine))
 
 
@@ -23,42 +23,42 @@ def planned(argv, gpus, machine="h100"):
         ("--micro-batch-size 4 --num-layers 64", 16, {2, 3, 4, 5, 6}),
     ],
 )
-def test_fixes_fit_and_are_ordered(flags, gpus, kinds):
+def test_suggested_changes_fit_and_are_ordered_by_cost(flags, gpus, kinds):
     argv = [*LINE, *flags.split()]
-    plan = planned(argv, gpus)
+    plan = make_plan_of(argv, gpus)
     assert plan.margin < 0
     fixes = cheapest_fixes(argv, plan)
     assert fixes and {len(fix.changes) for fix in fixes} <= kinds
     assert [fix.slower for fix in fixes] == sorted(fix.slower for fix in fixes)
     for fix in fixes:
         dests = frozenset().union(*(change.dests for change in fix.changes))
-        again = planned([*drop_flags(argv, dests), *fix.words], gpus)
+        again = make_plan_of([*drop_flags(argv, dests), *fix.words], gpus)
         assert again.margin >= 0 and again.margin == fix.plan.margin
         assert f"fits with {again.margin / 2**30:.1f} GiB left" in fix.text
         assert fix.slower == pytest.approx(plan.tokens_per_second / again.tokens_per_second - 1)
 
 
-def test_headroom_is_asked_for():
+def test_suggested_changes_respect_the_headroom():
     argv = [*LINE, "--micro-batch-size", "4"]
-    plan = planned(argv, 64)
+    plan = make_plan_of(argv, 64)
     assert all(fix.plan.headroom >= 2 for fix in cheapest_fixes(argv, plan, headroom=2.0))
 
 
-def test_what_a_search_chooses_itself_is_left_alone():
+def test_suggestions_exclude_searched_flags():
     args = validated_args([*LINE, "--micro-batch-size", "4"], 64)
     kinds = {change.kind for change in changes(args, find_hardware("h100"), 64, searched=False)}
     assert kinds == {"optimizer", "offload"}
 
 
-def test_more_devices_are_the_last_resort():
+def test_suggestions_without_searched_flags_keep_the_world_size():
     argv = "--preset deepseek_v3 --mock-data --bf16 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 512".split()
-    plan = planned(argv, 32)
+    plan = make_plan_of(argv, 32)
     fixes = cheapest_fixes(argv, plan)
     assert all(fix.plan.margin >= 0 for fix in fixes)
     assert not [fix for fix in cheapest_fixes(argv, plan, searched=False) if "--world-size" in fix.words]
 
 
-def test_the_dry_run_names_them(capsys, tmp_path):
+def test_dry_run_prints_suggested_changes(capsys, tmp_path):
     line = [
         *LINE,
         "--micro-batch-size",
@@ -78,7 +78,7 @@ def test_the_dry_run_names_them(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--skip-train", "--freeze-all-layers"])
-def test_weights_that_stay_are_offered_no_change_of_training(flag):
+def test_frozen_models_get_no_training_suggestions(flag):
     line = [*LINE, "--micro-batch-size", "4"]
     kinds = [
         {change.kind for change in changes(validated_args(changed_line, 64), find_hardware("h100"), 64)}

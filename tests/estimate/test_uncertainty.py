@@ -1,4 +1,4 @@
-"""Error bars: fitted to the published runs, held against those that were left out, wider the further a plan is from them."""
+"""Error bars: fitted to published runs, validated on left-out runs, wider for plans with unmeasured features."""
 
 import math
 
@@ -34,14 +34,14 @@ def residuals(plans):
     return published_residuals(plans, lambda run: plans[run].tflops, plans.get)
 
 
-def test_the_terms_in_use_are_the_fitted_ones(residuals):
+def test_error_bar_terms_equal_the_fit(residuals):
     found = fit(residuals)
     assert found.base == pytest.approx(FITTED.base, abs=0.002) and set(found.terms) == set(FITTED.terms)
     for name, value in found.terms.items():
         assert value == pytest.approx(FITTED.terms[name], abs=0.002), name
 
 
-def test_four_fifths_of_models_that_were_left_out_lie_inside(residuals):
+def test_error_bars_cover_80_percent_of_left_out_models(residuals):
     found = cross_validate(residuals)
     inside = sum(run.error <= bar for run, bar in found) / len(found)
     assert len(found) == 76 and 0.8 <= inside <= 0.95
@@ -49,14 +49,14 @@ def test_four_fifths_of_models_that_were_left_out_lie_inside(residuals):
     assert bars[len(bars) // 2] < 0.15  # not by being wide everywhere
 
 
-def test_plain_runs_do_not_need_the_wide_bars(residuals):
-    """The bar separates runs: those with features are further off than those without."""
+def test_runs_without_features_have_smaller_errors(residuals):
+    """Runs with features have larger errors than those without."""
     plain = [run.error for run in residuals if not any(FITTED.terms.get(name) for name in run.features)]
     other = [run.error for run in residuals if any(FITTED.terms.get(name, 0) > 0.1 for name in run.features)]
     assert sorted(plain)[len(plain) // 2] < 0.06 < 0.12 < sorted(other)[len(other) // 2]
 
 
-def test_a_fit_by_hand():
+def test_error_bar_fit_calculated_by_hand():
     runs = [Residual("a", error, frozenset()) for error in (0.01, 0.02, 0.03, 0.04)] + [
         Residual("b", 0.5, frozenset({"context parallelism"})),
         Residual("b", 0.1, frozenset({"context parallelism"})),
@@ -88,7 +88,7 @@ LINE = (
         ("--moe-token-dispatcher-type allgather", "h100", "allgather"),
     ],
 )
-def test_what_was_never_measured_makes_a_bar_wider(flags, machine, message):
+def test_unmeasured_features_widen_the_error_bar(flags, machine, message):
     argv = LINE.split()
     published = make_plan(validated_args(argv, 128), 128, find_hardware("h100"))
     plan = make_plan(validated_args([*argv, *flags.split()], 128), 128, find_hardware(machine))
@@ -100,7 +100,7 @@ def test_what_was_never_measured_makes_a_bar_wider(flags, machine, message):
     assert comparison_bar(published, published) == COMPARISON < comparison_bar(published, plan)
 
 
-def test_published_pairs_are_ordered(plans):
+def test_comparison_bar_covers_80_percent_of_published_pairs(plans):
     """COMPARISON holds four fifths of the pairs of one model, machine, format and size that have the same features."""
     errors = []
     rows = list(plans)
