@@ -17,7 +17,7 @@ from moe_trainer.parallel import collectives  # noqa: E402
 from moe_trainer.training import pretrain
 
 
-def strike(kind: str, world) -> None:
+def inject_fault(kind: str, world) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -41,7 +41,7 @@ def install(kind: str, at: int) -> None:
     def patched(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == at:
-            strike(kind, worlds[0])
+            inject_fault(kind, worlds[0])
         return forward(self, *args, **kwargs)
 
     pretrain.run_job, TopKRouter.forward = watched, patched

@@ -34,14 +34,14 @@ GOOD = DeviceReport("node1", "H100", 1.0, (7, 7, 7), (), 100.0)
         (
             replace(GOOD, device="A100", hashes=(8, 8, 8), seconds=2.0),
             None,
-        ),  # another device may round and hurry as it likes
+        ),  # other device models have other results and speeds
     ],
 )
-def test_every_fault_has_a_line(odd, message):
+def test_device_check_reports_every_fault(odd, message):
     assert find_problems([GOOD, GOOD, odd, GOOD]) == ([] if message is None else [f"device check: {message}"])
 
 
-def test_a_product_comes_out_the_same():
+def test_gemm_check_is_repeatable_and_keeps_the_random_state():
     size, seconds, hashes = run_gemm_check(torch.device("cpu"))
     assert len(set(hashes)) == 1 and seconds > 0.0
     state = torch.get_rng_state()
@@ -49,8 +49,8 @@ def test_a_product_comes_out_the_same():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def broken_collective(rank, n):
-    """Rank 1 receives something else in a broadcast; all ranks leave together."""
+def check_with_broken_broadcast(rank, n):
+    """Rank 1 receives a wrong value in a broadcast; all ranks complete the check."""
     ps = ParallelState.create(n, rank)
     if rank == 1:
         broadcast = collectives.broadcast
@@ -59,8 +59,8 @@ def broken_collective(rank, n):
     return check_devices(ps, torch.device("cpu"))
 
 
-def test_every_rank_reports_the_rank_of_a_broken_collective():
-    first, second = run_ranks(broken_collective, 2)
+def test_all_ranks_report_the_rank_with_a_broken_collective():
+    first, second = run_ranks(check_with_broken_broadcast, 2)
     assert first == second and len(first) == 2
     assert (
         first[0].startswith("device check: GEMMs at ")
@@ -69,7 +69,7 @@ def test_every_rank_reports_the_rank_of_a_broken_collective():
     assert first[1].startswith("device check: rank 1 (") and first[1].endswith(", cpu): broadcast gave a wrong result")
 
 
-def test_the_flag_checks_at_its_interval(tmp_path):
+def test_gpu_sniff_test_runs_at_its_interval(tmp_path):
     done = run([*TINY, *MOCK, "--train-iters", "5", "--gpu-sniff-test-interval", "2"], tmp_path, 2)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("device check: GEMMs")]

@@ -1,4 +1,4 @@
-"""torch's flight recorder: its environment, and the file that a rank leaves when it ends because of another."""
+"""torch's flight recorder: its environment variables, and the file that a rank writes when another rank fails."""
 
 import pickle
 
@@ -17,7 +17,7 @@ def defaults(flags, arch=None, **env):
 
 
 @pytest.mark.parametrize("arch", [None, 9])
-def test_the_flags_become_variables(arch, tmp_path):
+def test_flight_recorder_flags_set_environment_variables(arch, tmp_path):
     assert defaults("--flight-recorder-dump-path traces/fr_", arch) == {
         "TORCH_FR_DUMP_TEMP_FILE": "traces/fr_",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "traces/fr_",
@@ -38,7 +38,7 @@ def test_the_flags_become_variables(arch, tmp_path):
     assert list(changed_all.values()) == [f"{tmp_path}/_dump_"] * 2 + ["10"] * 2 + ["0", "1", "0", "0"]
 
 
-def test_what_is_set_already_wins():
+def test_existing_environment_variables_take_precedence():
     found = defaults(
         "--flight-recorder-dump-path a --flight-recorder-trace-buffer-size 10",
         TORCH_FR_DUMP_TEMP_FILE="b",
@@ -50,7 +50,7 @@ def test_what_is_set_already_wins():
     assert defaults("", TORCH_NCCL_DEBUG_INFO_TEMP_FILE="c")["TORCH_FR_DUMP_TEMP_FILE"] == "c"
 
 
-def test_who_asks_for_a_file():
+def test_flight_recorder_needs_path_buffer_and_dump_on_timeout():
     asked = defaults("--flight-recorder-dump-path x_")
     assert make_flight_recorder(asked, 3).path.name == "x_3"
     assert make_flight_recorder({}, 3) is None
@@ -58,7 +58,7 @@ def test_who_asks_for_a_file():
     assert make_flight_recorder({**asked, "TORCH_FR_BUFFER_SIZE": "0"}, 3) is None
 
 
-def test_a_hang_leaves_a_record(tmp_path):
+def test_hang_writes_a_flight_record(tmp_path):
     traces = tmp_path / "traces"
     traces.mkdir()
     messages = inject_fault(
@@ -75,7 +75,7 @@ def test_a_hang_leaves_a_record(tmp_path):
     assert "version" in record and "pg_config" in record
 
 
-def test_a_record_that_cannot_be_written_is_reported(tmp_path):
+def test_unwritable_flight_record_is_reported(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     recorder = make_flight_recorder(defaults(f"--flight-recorder-dump-path {blocked}/fr_"), 0)

@@ -115,7 +115,7 @@ def inject_fault(
 
 
 @pytest.mark.parametrize("start", [Forked, pytest.param(command, marks=pytest.mark.slow)])
-def test_a_killed_rank(tmp_path, start):
+def test_killed_rank_is_reported_with_the_waiting_collective(tmp_path, start):
     printed = inject_fault(tmp_path, "kill", 1, start=start)
     assert (
         "all_to_all number" in printed[0]
@@ -126,20 +126,20 @@ def test_a_killed_rank(tmp_path, start):
     assert "rank 1: no heartbeat (killed, stopped, or node lost); last seen: " in printed[0]
 
 
-def test_the_killed_rank_hosts_the_store(tmp_path):
+def test_killed_rank_0_is_reported_as_a_lost_store(tmp_path):
     printed = inject_fault(tmp_path, "kill", 0)
     assert "of group ep (ranks 0 1) in " in printed[1]
     assert "lost connection to the rendezvous store (hosted by rank 0 or the launcher)" in printed[1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank(tmp_path, victim):
+def test_stopped_rank_is_reported_as_a_timeout(tmp_path, victim):
     printed = inject_fault(tmp_path, "stop", victim)[1 - victim]
     assert "of group ep (ranks 0 1) in " in printed and "Timed out" in printed
     assert "no heartbeat" in printed or "store" in printed
 
 
-def test_a_rank_that_sleeps(tmp_path):
+def test_sleeping_rank_is_reported_with_its_code_location(tmp_path):
     printed = inject_fault(tmp_path, "sleep", 1)
     assert (
         "rank 1: running, not blocked in a collective: now in " in printed[0] and "forward (moe/layer.py:" in printed[0]
@@ -157,27 +157,27 @@ def test_a_rank_that_sleeps(tmp_path):
         ("--use-torch-fsdp2", r"(all_gather|reduce_scatter|all_reduce) number \d+ of group dp_cp_inner \(ranks 0 1\)"),
     ],
 )
-def test_every_kind_of_communication_is_named(tmp_path, layout, pattern):
+def test_every_kind_of_communication_is_named_in_a_hang(tmp_path, layout, pattern):
     printed = inject_fault(tmp_path, "sleep", 1, layout=layout)
     assert re.search(pattern, printed[0]), printed[0]
     assert "rank 1: running, not blocked in a collective: now in " in printed[0]
 
 
 @pytest.mark.parametrize("start", [Forked, pytest.param(command, marks=pytest.mark.slow)])
-def test_a_rank_that_raises(tmp_path, start):
+def test_exception_of_a_rank_is_reported_by_its_peer(tmp_path, start):
     printed = inject_fault(tmp_path, "raise", 1, start=start)
     assert "rank 1: exited: KeyError: 'a mistake on one rank'" in printed[0]
     theirs = (tmp_path / "err1").read_text()
     assert theirs.count("Traceback (most recent call last)") == 1
 
 
-def test_a_diverging_rank(tmp_path):
+def test_rank_in_another_collective_is_reported(tmp_path):
     printed = inject_fault(tmp_path, "diverge", 1)
     assert "all_to_all number" in printed[0]
     assert "barrier number" in printed[0] and "of group world" in printed[0]
 
 
-def test_ranks_of_other_groups_exit_too(tmp_path):
+def test_hang_also_ends_ranks_of_other_groups(tmp_path):
     printed = inject_fault(tmp_path, "sleep", 3, n=4)
     assert "group ep (ranks 2 3)" in printed[2]
     for rank in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""Which layer a collective belongs to, in forward and in backward."""
+"""The layer of a collective, in forward and in backward."""
 
 import threading
 
@@ -9,7 +9,7 @@ from moe_trainer.parallel.trace import Trace
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 
 
-class Noting(torch.autograd.Function):
+class RecordLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, trace, seen):
         ctx.trace, ctx.seen = trace, seen
@@ -28,10 +28,10 @@ class Layer(nn.Module):
         self.trace, self.seen = trace, seen
 
     def forward(self, x):
-        return Noting.apply(x, self.trace, self.seen)
+        return RecordLayer.apply(x, self.trace, self.seen)
 
 
-def test_a_layer_is_named_in_both_directions_with_its_own_microbatch():
+def test_forward_and_backward_name_layer_and_microbatch():
     trace, seen = Trace(), []
     model = nn.Sequential(Layer(trace, seen), Layer(trace, seen))
     register_layer_trace_hooks(trace, [("decoder.layers.0", model[0]), ("decoder.layers.1", model[1])])
@@ -49,7 +49,7 @@ def test_a_layer_is_named_in_both_directions_with_its_own_microbatch():
     ]
 
 
-def test_nothing_is_hooked_where_nothing_is_differentiated():
+def test_layer_trace_works_without_autograd():
     trace = Trace()
     layer = Layer(trace, [])
     register_layer_trace_hooks(trace, [("decoder.layers.0", layer)])
@@ -58,7 +58,7 @@ def test_nothing_is_hooked_where_nothing_is_differentiated():
     assert trace.layer == "decoder.layers.0"
 
 
-def test_two_threads_are_in_two_places():
+def test_layer_trace_is_separate_for_every_thread():
     trace = Trace()
     trace.layer, trace.microbatch = "decoder.layers.3", 2
     seen = []

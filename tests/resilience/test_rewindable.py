@@ -1,4 +1,4 @@
-"""An iteration's beginning: what it read comes again, in order, with the same random numbers."""
+"""RewindableIterator repeats the batches and random numbers of an iteration."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from moe_trainer.resilience.rewindable import RewindableIterator
 
 
-def test_the_same_batches_and_numbers_come_again():
+def test_rewind_repeats_batches_and_random_numbers():
     begun = RewindableIterator(iter(range(10)), random.getstate, random.setstate)
     assert next(begun) == 0  # before any iteration, as skipped ones are read
     begun.begin()
@@ -19,7 +19,7 @@ def test_the_same_batches_and_numbers_come_again():
     assert [next(begun) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
-def test_the_next_iteration_forgets_the_last():
+def test_new_iteration_drops_the_saved_batches():
     begun = RewindableIterator(iter(range(4)), lambda: None, lambda state: None)
     begun.begin()
     next(begun)

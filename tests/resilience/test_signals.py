@@ -1,4 +1,4 @@
-"""Signals that ask a run to leave: remembered while it works, ignored while it leaves."""
+"""Exit signals: recorded during the run, ignored while it exits."""
 
 import signal
 import subprocess
@@ -20,16 +20,16 @@ sys.exit(75)
 """
 
 
-def ended(during):
+def run_with_signals(during):
     numbers = "[" + ", ".join(map(str, map(int, during))) + "]"
     return subprocess.run([sys.executable, "-c", WORK.format(during=numbers)], capture_output=True, text=True)
 
 
-def test_the_first_signal_is_remembered_and_the_exit_code_survives_late_ones():
-    done = ended([signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM])
+def test_first_signal_is_kept_and_late_signals_keep_the_exit_code():
+    done = run_with_signals([signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM])
     assert done.stdout.strip() == str(signal.SIGUSR1) and done.returncode == 75, done.stderr
 
 
-def test_a_rank_that_no_signal_has_reached_may_get_one_while_it_leaves():
-    done = ended([])
+def test_signal_during_exit_keeps_the_exit_code():
+    done = run_with_signals([])
     assert done.stdout.strip() == "None" and done.returncode == 75, done.stderr

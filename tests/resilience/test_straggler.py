@@ -1,4 +1,4 @@
-"""Straggler ranks: the rule on given numbers, a rank that sleeps in a real run, an even run, and the switch."""
+"""Straggler detection: its rule, a slow rank in a real run, a balanced run, and the HTTP switch."""
 
 import os
 import socket
@@ -26,8 +26,8 @@ JOB = [*TINY, *MOCK, "--global-batch-size", "8"]
 EXPERTS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
 
 
-def rows(*own, part="backward", base=1.0):
-    """Parts of ranks whose own times are given; they have `base` in forward, the rest in `part`, and wait for the slowest."""
+def make_phase_times(*own, part="backward", base=1.0):
+    """Phase times of ranks with given compute times: `base` in forward, the rest in `part`, then waiting for the slowest rank."""
     made = []
     for seconds in own:
         row = dict.fromkeys(PARTS, 0.0)
@@ -49,27 +49,31 @@ def rows(*own, part="backward", base=1.0):
         ([5.0], []),  # no rank to compare with
     ],
 )
-def test_who_sticks_out(own, slow):
-    assert sorted(each.rank for each in find_stragglers(rows(*own), [0] * len(own))) == slow
+def test_stragglers_are_ranks_far_above_the_median(own, slow):
+    assert sorted(each.rank for each in find_stragglers(make_phase_times(*own), [0] * len(own))) == slow
 
 
-def test_stages_are_not_compared_with_each_other():
+def test_stragglers_are_compared_within_their_pipeline_stage():
     own = [2.0, 2.1, 6.0, 6.1]
-    assert find_stragglers(rows(*own), [0, 0, 1, 1]) == []
-    assert [each.rank for each in find_stragglers(rows(*own), [0, 0, 0, 0])] != []
-    assert find_stragglers(rows(2.0, 9.0), [0, 1]) == []
-    assert find_stragglers(rows(2.0, 2.8, 20.0, 20.0), [0, 0, 1, 1]) == []  # it waits for the other stage all the same
-    assert [each.rank for each in find_stragglers(rows(2.0, 3.2, 20.0, 20.0), [0, 0, 1, 1])] == [1]
+    assert find_stragglers(make_phase_times(*own), [0, 0, 1, 1]) == []
+    assert [each.rank for each in find_stragglers(make_phase_times(*own), [0, 0, 0, 0])] != []
+    assert find_stragglers(make_phase_times(2.0, 9.0), [0, 1]) == []
+    assert (
+        find_stragglers(make_phase_times(2.0, 2.8, 20.0, 20.0), [0, 0, 1, 1]) == []
+    )  # it waits for the other stage all the same
+    assert [each.rank for each in find_stragglers(make_phase_times(2.0, 3.2, 20.0, 20.0), [0, 0, 1, 1])] == [1]
 
 
-def test_it_is_said_where_the_time_goes():
-    (slow,) = find_stragglers(rows(2.0, 2.0, 2.0)[:2] + rows(4.0, part="data", base=1.5), [0, 0, 0])
+def test_straggler_report_names_the_slowest_phase():
+    (slow,) = find_stragglers(
+        make_phase_times(2.0, 2.0, 2.0)[:2] + make_phase_times(4.0, part="data", base=1.5), [0, 0, 0]
+    )
     assert (slow.rank, slow.part, slow.ratio, slow.num_peers) == (2, "data", 2.0, 2)
     assert slow.excess_s == pytest.approx(2.5)
 
 
 class Clock:
-    """Seconds that the test lets pass."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -78,7 +82,7 @@ class Clock:
         return self.now
 
 
-def drive(watch, clock):
+def run_fake_iteration(watch, clock):
     """An iteration: 1 s of data, 4 of forward with 2 of waiting inside, 3 after it, 8 in the optimizer."""
     for begin, seconds in (
         (watch.start, 0),
@@ -109,10 +113,10 @@ EXPECTED = {
 }
 
 
-def test_the_host_clock_is_split_into_parts():
+def test_wall_clock_timer_splits_the_iteration_into_phases():
     clock = Clock()
     watch = WallClockPhaseTimer(clock)
-    drive(watch, clock)
+    run_fake_iteration(watch, clock)
     assert watch.pop_totals() == EXPECTED
     assert sum(watch.pop_totals().values()) == 0.0
 
@@ -134,28 +138,28 @@ class Event:
         return (end.moment - self.moment) * 1e3
 
 
-def test_events_on_a_stream_say_the_same():
+def test_cuda_event_timer_gives_the_same_phases_and_reuses_events():
     clock, made = Clock(), []
     watch = CudaEventPhaseTimer(lambda: Event(clock, made), lambda: False)
     for _ in range(3):
-        drive(watch, clock)
+        run_fake_iteration(watch, clock)
     assert watch.pop_totals() == pytest.approx({name: 3 * seconds for name, seconds in EXPECTED.items()})
     count = len(made)
     for _ in range(5):
-        drive(watch, clock)
+        run_fake_iteration(watch, clock)
     watch.pop_totals()
     assert len(made) <= 2 * count  # events are used again
 
 
-def test_nothing_is_recorded_into_a_graph():
+def test_no_events_are_recorded_during_graph_capture():
     clock, made = Clock(), []
     watch = CudaEventPhaseTimer(lambda: Event(clock, made), lambda: True)
-    drive(watch, clock)
+    run_fake_iteration(watch, clock)
     assert made == []
 
 
-def waits(rank, n):
-    """Rank 1 comes late: the time is its own, and rank 0's is waiting, in every way to wait."""
+def wait_in_every_way(rank, n):
+    """Rank 1 is late in every kind of collective: it counts as compute time of rank 1 and as waiting of rank 0."""
     ps = ParallelState.create(n, rank)
     watch = WallClockPhaseTimer()
     ps.trace.observer = watch
@@ -175,13 +179,13 @@ def waits(rank, n):
     return watch.pop_totals()
 
 
-def test_waiting_is_not_working():
-    early, late = run_ranks(waits, 2)
+def test_waiting_in_collectives_is_no_compute_time():
+    early, late = run_ranks(wait_in_every_way, 2)
     assert early[WAITING] > 0.75 and early[WAITING] > 2 * early["other"]  # each way counts
     assert late["other"] > 0.9 > late[WAITING]
 
 
-def plant(monkeypatch, victim, seconds):
+def slow_down_rank(monkeypatch, victim, seconds):
     """Let a rank sleep in the forward of its routers."""
     forward = TopKRouter.forward
 
@@ -193,8 +197,8 @@ def plant(monkeypatch, victim, seconds):
     monkeypatch.setattr(TopKRouter, "forward", slow)
 
 
-def test_a_slow_rank_is_named(tmp_path, monkeypatch):
-    plant(monkeypatch, 1, 0.1)
+def test_slow_rank_is_reported_and_logged(tmp_path, monkeypatch):
+    slow_down_rank(monkeypatch, 1, 0.1)
     flags = (
         "--train-iters 6 --log-interval 2 --log-straggler --straggler-minmax-count 2 --tensorboard-dir board".split()
     )
@@ -223,7 +227,7 @@ def test_a_slow_rank_is_named(tmp_path, monkeypatch):
         assert scalar.step == 6 and scalar.value == pytest.approx(last[name] / 1e3)
 
 
-def test_an_even_run_has_no_stragglers(tmp_path, monkeypatch):
+def test_balanced_run_has_no_stragglers(tmp_path, monkeypatch):
     """Every read of the clock advances it by a millisecond, and all ranks read it equally often."""
     ticks = []
 
@@ -237,7 +241,7 @@ def test_an_even_run_has_no_stragglers(tmp_path, monkeypatch):
     assert all(record["own_time_ms"]["min"] == record["own_time_ms"]["max"] > 0.0 for record in records)
 
 
-def test_without_the_flag_nothing_is_measured(tmp_path):
+def test_compute_times_are_not_logged_without_log_straggler(tmp_path):
     records, _ = pretrain([*JOB, "--train-iters", "1"], tmp_path, 2)
     assert "own_time_ms" not in records[0]
 
@@ -246,7 +250,7 @@ def ask(port):
     return urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10).read().decode()
 
 
-def switching(rank, n):
+def toggle_over_http(rank, n):
     """Off at the start; on when rank 0 is asked; off when it is asked again. All ranks follow together."""
     ps = ParallelState.create(n, rank)
     switch = HttpToggle("straggler detection", 0, False) if rank == 0 else None
@@ -263,7 +267,7 @@ def switching(rank, n):
     return seen
 
 
-def driven(rank, n):
+def report_intervals(rank, n):
     """Intervals of two iterations, in which rank 1 works 3 s and rank 0 1 s an iteration; switched off in the third, on again in the fourth."""
     ps, clock = ParallelState.create(n, rank), Clock()
     socket.gethostname = lambda: f"host{rank}"
@@ -282,8 +286,8 @@ def driven(rank, n):
     return found
 
 
-def test_times_are_per_iteration():
-    first, last = run_ranks(driven, 2)
+def test_straggler_times_are_per_iteration():
+    first, last = run_ranks(report_intervals, 2)
     assert first == [None] * 6
     (start, _), (named, lines) = last[:2]
     assert (start.low_s, start.high_s, start.stragglers) == (1.0, 3.0, ())
@@ -295,8 +299,8 @@ def test_times_are_per_iteration():
     assert [each and [slow.rank for slow in each[0].stragglers] for each in last] == [[], [1], [], None, [], [1]]
 
 
-def test_detection_is_switched_over_http():
-    first, last = run_ranks(switching, 2)
+def test_straggler_detection_is_toggled_over_http():
+    first, last = run_ranks(toggle_over_http, 2)
     assert last == [(False, False), (True, True), (True, True), (False, False)]
     assert first == [
         "straggler detection is on\n",
@@ -308,7 +312,7 @@ def test_detection_is_switched_over_http():
     ]
 
 
-def test_other_paths_do_not_flip_the_switch():
+def test_other_http_paths_do_not_toggle_detection():
     switch = HttpToggle("straggler detection", 0, True)
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(f"http://127.0.0.1:{switch.port}/favicon.ico", timeout=10)
@@ -316,7 +320,7 @@ def test_other_paths_do_not_flip_the_switch():
     switch.close()
 
 
-def test_a_port_that_is_taken_does_not_end_the_run(caplog):
+def test_occupied_control_port_does_not_end_the_run(caplog):
     taken = HttpToggle("straggler detection", 0, True)
     second = HttpToggle("straggler detection", taken.port, True)
     assert second.port is None and second.on
@@ -332,6 +336,6 @@ def test_a_port_that_is_taken_does_not_end_the_run(caplog):
         (["--check-weight-hash-across-dp-replicas-interval", "0"], "--check-weight-hash-across-dp-replicas-interval"),
     ],
 )
-def test_bad_values_are_refused(tmp_path, flags, message):
+def test_invalid_straggler_and_weight_hash_flags_are_refused(tmp_path, flags, message):
     done = run([*JOB, "--train-iters", "1", *flags], tmp_path)
     assert done.returncode == 2 and message in done.stderr

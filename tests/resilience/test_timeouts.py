@@ -1,4 +1,4 @@
-"""Timeouts that shorten after the start and lengthen where one rank works for all, and what ranks agree on between iterations."""
+"""Collective timeouts (shorter after the start, extended for work on one rank), and the synchronized decision to exit."""
 
 import signal
 import time
@@ -44,11 +44,11 @@ def wait_for_a_slow_rank(rank, n, word):
     ps.set_timeout(timedelta(seconds=30))  # the harness ends with a barrier
 
 
-def test_a_slow_save_is_no_hang_and_a_hang_afterwards_is_one(tmp_path):
+def test_extended_timeout_covers_a_slow_save_but_not_a_later_hang(tmp_path):
     run_ranks(wait_for_a_slow_rank, 2, tmp_path / "word", timeout=60.0)
 
 
-def test_without_the_flag_nothing_changes():
+def test_timeout_is_constant_without_the_after_init_flag():
     watchdog = SimpleNamespace(timeout=600.0)
     timeouts = TimeoutManager(ParallelState.single(), watchdog, CPU, 600.0, None)
     timeouts.use_training_timeout()
@@ -57,8 +57,8 @@ def test_without_the_flag_nothing_changes():
     assert watchdog.timeout == 600.0
 
 
-def settle(rank, n):
-    """Share with every rank what only rank 1 has."""
+def check_exit_decision(rank, n):
+    """Conditions that only rank 1 has decide for every rank."""
     ps = ParallelState.create(n, rank)
 
     def ask(signalled=False, writing=False, duration=None, interval=None, started=None):
@@ -87,5 +87,5 @@ def settle(rank, n):
     assert ask(interval=4) == (False, None, False)
 
 
-def test_what_one_rank_knows_all_act_upon():
-    run_ranks(settle, 3)
+def test_all_ranks_take_the_exit_decision_of_one_rank():
+    run_ranks(check_exit_decision, 3)

@@ -74,7 +74,7 @@ def enter_another_group(ps):
         (enter_another_group, "all_reduce number 1 of group edp (ranks 1 3)"),
     ],
 )
-def test_every_peer_names_the_culprit(tmp_path, fault, message):
+def test_every_peer_names_the_faulty_rank(tmp_path, fault, message):
     with reserved_port() as port:
         begin = time.monotonic()
         try:
@@ -95,7 +95,7 @@ def test_every_peer_names_the_culprit(tmp_path, fault, message):
             assert message in others[0], "the culprit comes first"
 
 
-def test_a_stuck_gpu_call_ends_the_process(capsys):
+def test_stuck_gpu_collective_ends_the_process(capsys):
     class Stuck:
         def query(self):
             return False
@@ -109,12 +109,12 @@ def test_a_stuck_gpu_call_ends_the_process(capsys):
     assert codes == [ExitCode.COMMUNICATION_FAILED] and call.elapsed_s() < 5
     printed = capsys.readouterr().err
     assert (
-        "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_a_stuck_gpu_call" in printed
+        "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_stuck_gpu_collective_ends" in printed
         and "not done after" in printed
     )
 
 
-def test_a_gpu_behind_its_host_is_not_stuck():
+def test_queued_gpu_collectives_are_not_stuck():
     class Done:
         def __init__(self, at):
             self.at = at
@@ -131,11 +131,11 @@ def test_a_gpu_behind_its_host_is_not_stuck():
 
 
 @pytest.mark.parametrize(("ranks", "period"), [(8, 0.5), (250, 0.5), (10_000, 20.0)])
-def test_many_ranks_do_not_flood_the_store(ranks, period):
+def test_watchdog_period_grows_with_the_number_of_ranks(ranks, period):
     assert Watchdog(Trace(), ranks, None, 30.0).period == period
 
 
-def test_a_call_in_time_ends_nothing():
+def test_calls_within_the_timeout_do_not_end_the_process():
     trace, codes = Trace(), []
     with Watchdog(trace, 2, None, 0.5, end=codes.append):
         for _ in range(10):
@@ -145,7 +145,7 @@ def test_a_call_in_time_ends_nothing():
     assert codes == []
 
 
-def test_a_rank_waiting_in_a_failed_job_is_ended(tmp_path, capsys):
+def test_waiting_rank_is_ended_after_another_rank_failed(tmp_path, capsys):
     store = dist.FileStore(str(tmp_path / "store"), 2)
     other = HeartbeatStore(store, 1)
     codes, ended, trace = [], threading.Event(), Trace(0)
@@ -227,7 +227,7 @@ def test_peers_are_classified_and_grouped():
     assert lines[5].endswith("waiting in the same call")
 
 
-def test_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
+def test_watchdog_of_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
     monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: None)  # there are none
     store = dist.FileStore(str(tmp_path / "store"), 1000)
     for rank in range(1, 300):
@@ -251,7 +251,7 @@ def test_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
     )
 
 
-def test_a_late_heartbeat_is_not_death(tmp_path, monkeypatch):
+def test_late_heartbeat_does_not_count_as_a_dead_rank(tmp_path, monkeypatch):
     """The next heartbeat comes after the second read, by which time two were due."""
     monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: None)  # it would wait for 60 s
     store = dist.FileStore(str(tmp_path / "store"), 2)

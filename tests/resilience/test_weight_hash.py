@@ -32,7 +32,7 @@ JOB = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
-def test_every_bit_counts(dtype):
+def test_weight_hash_changes_with_every_bit(dtype):
     torch.manual_seed(1)
     x = torch.randint(0, 255, (5, 7), dtype=torch.uint8).to(dtype)
     size = torch.empty(0, dtype=dtype).element_size()
@@ -46,7 +46,7 @@ def test_every_bit_counts(dtype):
     assert len(changed) == 3 * 8 * size and int(known) not in changed
 
 
-def test_positions_count_and_chunks_do_not(monkeypatch):
+def test_weight_hash_depends_on_positions_and_not_on_chunks(monkeypatch):
     x = torch.arange(1000, dtype=torch.float32)
     known = weight_hash(x)
     swapped = x.clone()
@@ -64,7 +64,7 @@ def parameter(values, **info):
     return param
 
 
-def compare(rank, n, culprit):
+def compare_on_rank(rank, n, culprit):
     """Four ranks, experts over two of them: rank `culprit` has other values in a dense weight and in its second expert."""
     ps = ParallelState.create(n, rank, ep=2)
     off = 0.5 if rank == culprit else 0.0
@@ -86,9 +86,9 @@ def compare(rank, n, culprit):
     return ""
 
 
-def test_parameters_and_ranks_are_named_on_every_rank():
-    assert run_ranks(compare, 4, -1) == [""] * 4
-    messages = run_ranks(compare, 4, 2)
+def test_diverged_parameters_and_ranks_are_named_on_every_rank():
+    assert run_ranks(compare_on_rank, 4, -1) == [""] * 4
+    messages = run_ranks(compare_on_rank, 4, 2)
     assert len(set(messages)) == 1
     head, *lines = messages[0].splitlines()
     assert head.startswith("iteration 7: data-parallel replicas hold different weights")
@@ -97,8 +97,8 @@ def test_parameters_and_ranks_are_named_on_every_rank():
     assert len(lines) == 2
 
 
-def late(rank, n):
-    """The weights of one rank are only those of the other when they have been waited for."""
+def compare_while_gathering(rank, n):
+    """The weights of the ranks are equal only after the param gather has been waited for."""
     runtime = Runtime(
         LaunchEnv(rank, n, rank, "127.0.0.1", 1, "test"), torch.device("cpu"), ParallelState.create(n, rank)
     )
@@ -113,8 +113,8 @@ def late(rank, n):
         monitors.run_due_checks([chunk], SimpleNamespace(wait_params=lambda: None), 4)
 
 
-def test_weights_on_their_way_are_waited_for():
-    run_ranks(late, 2)
+def test_weight_hash_waits_for_the_param_gather():
+    run_ranks(compare_while_gathering, 2)
 
 
 def flip_a_bit(monkeypatch, victim, iteration, name):
@@ -160,7 +160,7 @@ def flip_a_bit(monkeypatch, victim, iteration, name):
         ),
     ],
 )
-def test_a_flipped_bit_ends_the_run(tmp_path, monkeypatch, mapping, world_size, name, ranks):
+def test_flipped_weight_bit_ends_the_run(tmp_path, monkeypatch, mapping, world_size, name, ranks):
     argv = [*JOB, *mapping.split()]
     fine = run(argv, tmp_path, world_size)
     assert fine.returncode == 0, fine.stderr
