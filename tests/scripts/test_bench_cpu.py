@@ -16,7 +16,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_peer_that_hangs_fails_or_dies_is_ended(name):
+def test_contender_that_hangs_fails_or_dies_is_ended(name):
     one = bench_cpu.Contender(
         name,
         getattr(fake_baselines, name),
@@ -32,8 +32,8 @@ def test_a_peer_that_hangs_fails_or_dies_is_ended(name):
     assert not one._process.is_alive()
 
 
-class Quick:
-    """A contender without a process: it answers so many turns, and is absent from then on."""
+class FakeContender:
+    """A contender without a process that answers a given number of turns and then fails."""
 
     begun = 0
 
@@ -42,16 +42,16 @@ class Quick:
         self.name = name
 
     def ready(self):
-        assert Quick.begun == 0, "another one still warms up"
-        Quick.begun += 1
+        assert FakeContender.begun == 0, "another one still warms up"
+        FakeContender.begun += 1
         self.turn(1)
-        Quick.begun -= 1
+        FakeContender.begun -= 1
         self.figures["what"] = "quick"
         return self
 
     def turn(self, steps):
         if self.left == 0:
-            Quick.begun = 0
+            FakeContender.begun = 0
             raise bench_cpu.AbsentError("gone")
         self.left -= 1
         return 0.001
@@ -65,10 +65,12 @@ class Quick:
 
 @pytest.mark.parametrize("model", ["small", "wide"])
 @pytest.mark.parametrize("turns", [0, 1, 3, 9])
-def test_the_other_processes_continue(monkeypatch, capsys, model, turns):
-    """At once, and one by one: ours and the machine's rate are measured; the table gives the peer's reason, or its other implementation's figures."""
+def test_benchmark_continues_without_a_failed_contender(monkeypatch, capsys, model, turns):
+    """In parallel and one by one: the trainer and the GEMM rate are measured; the table has the contender's error or its other implementation."""
     made = []
-    monkeypatch.setattr(bench_cpu, "Contender", lambda name, build, *rest: made.append(Quick(name, build)) or made[-1])
+    monkeypatch.setattr(
+        bench_cpu, "Contender", lambda name, build, *rest: made.append(FakeContender(name, build)) or made[-1]
+    )
     found = {"moe-trainer": 99, "transformers/eager": turns, "transformers/grouped_mm": 99, "other": turns, "gemm": 99}
     options = argparse.Namespace(contenders=None, threads=1, limit=20.0, rounds=3, steps=2)
     results = bench_cpu.race(bench_baselines.MODELS[model], "bf16", found, options)
@@ -86,9 +88,9 @@ def test_the_other_processes_continue(monkeypatch, capsys, model, turns):
 
 
 @pytest.mark.parametrize("missing", ["moe-trainer", "gemm"])
-def test_without_ours_there_is_no_result(monkeypatch, capsys, missing):
+def test_benchmark_fails_without_the_trainer_or_the_gemm_rate(monkeypatch, capsys, missing):
     turns = itertools.chain([99], itertools.repeat(0)) if missing == "gemm" else itertools.repeat(0)
-    monkeypatch.setattr(bench_cpu, "Contender", lambda name, build, *rest: Quick(name, next(turns)))
+    monkeypatch.setattr(bench_cpu, "Contender", lambda name, build, *rest: FakeContender(name, next(turns)))
     monkeypatch.setattr(bench_cpu, "builders", lambda dtype: {"moe-trainer": 99, "gemm": 99})
     monkeypatch.setattr("sys.argv", ["bench_cpu.py", "--dtypes", "fp32"])
     assert bench_cpu.main() == 1

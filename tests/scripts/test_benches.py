@@ -9,17 +9,17 @@ from scripts import bench_context_parallel, bench_data, bench_dispatch, bench_ex
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_as_a_loop_and_grouped(dtype):
+def test_bench_experts_measures_loop_and_grouped(dtype):
     loop, grouped = bench_experts.measure((16, 32, 32, 4, 2), dtype, rounds=1)
     assert loop > 0 and grouped > 0
 
 
-def test_context_parallel_attention():
+def test_bench_context_parallel_runs():
     seconds, sent = bench_context_parallel.measure("p2p", 2, 64, rounds=1)
     assert seconds > 0 and sent > 0
 
 
-def test_dispatch(monkeypatch):
+def test_bench_dispatch_runs(monkeypatch):
     monkeypatch.setattr(bench_dispatch, "HIDDEN", 16)
     monkeypatch.setattr(bench_dispatch, "FFN", 16)
     monkeypatch.setattr(bench_dispatch, "EXPERTS", (8,))
@@ -28,7 +28,7 @@ def test_dispatch(monkeypatch):
     assert all(sum(sent.values()) > 0 for _, _, sent in measured.values())
 
 
-def test_index_of_many_documents(monkeypatch, capsys):
+def test_bench_index_runs(monkeypatch, capsys):
     monkeypatch.setattr(
         bench_index, "timed", lambda label, action: (print(label), None if "10 million" in label else action())[1]
     )
@@ -40,6 +40,6 @@ def test_index_of_many_documents(monkeypatch, capsys):
     assert "4000 documents" in out and "the same 1,000 samples again" in out
 
 
-def test_checkpoints(tmp_path):
+def test_bench_data_measures_checkpoints(tmp_path):
     rows = bench_data.checkpoints(1, 6, tmp_path)
     assert [what.split()[0] for what, _ in rows] == ["save", "load"]

@@ -85,7 +85,7 @@ def test_a_missing_required_library_sets_the_exit_code(doctor, monkeypatch, caps
     assert "MISSING  deepep " in out and out.endswith("missing: deepep, wandb\n")
 
 
-def test_the_apex_of_pypi_is_not_nvidias(doctor, tmp_path, monkeypatch):
+def test_apex_of_pypi_is_not_reported_as_nvidia_apex(doctor, tmp_path, monkeypatch):
     install_package(tmp_path, monkeypatch, "apex", "raise RuntimeError('must not be imported')")
     assert "another package of the same name" in get_finding(doctor, "apex").problem
     (tmp_path / "apex" / "multi_tensor_apply").mkdir()

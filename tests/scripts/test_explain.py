@@ -52,7 +52,7 @@ def test_reports_all_errors(explain, capsys):
     assert exit_info.value.code == 2
 
 
-def test_help_exits_with_0_and_no_words_with_2(explain, capsys):
+def test_help_exits_with_0_and_no_arguments_with_2(explain, capsys):
     with pytest.raises(SystemExit) as exit_info:
         explain.main(["--help"])
     text = capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""What a job and a rank do, against stand-ins for srun, scontrol, sbatch, module, numactl and nvidia-smi.
+"""The job and rank scripts, with fake srun, scontrol, sbatch, module, numactl and nvidia-smi programs.
 
-Which outcome leads where, and the command lines of containers, modules and binding, which no machine of the tests has.
+Requeueing after every outcome, and the command lines of containers, modules and NUMA binding.
 """
 
 import os
@@ -15,8 +15,8 @@ from training.tiny import MOCK, TINY
 SCRIPTS = ROOT / "scripts"
 
 
-def stand_in(folder, name, *lines):
-    """A program of that name in the folder; its arguments are in folder/NAME.calls, a line a call, in single quotes where bash needs them."""
+def make_fake_program(folder, name, *lines):
+    """Create a program in the folder that logs its arguments to folder/NAME.calls, one line per call, quoted for bash."""
     path = folder / name
     path.write_text("\n".join(["#!/usr/bin/env bash", f'echo {name} "${{*@Q}}" >>{folder}/{name}.calls', *lines, ""]))
     path.chmod(0o755)
@@ -35,9 +35,9 @@ class Job:
         self.bin.mkdir()
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.env.update(PATH=f"{self.bin}:{self.env['PATH']}", PYTHON=sys.executable)
-        stand_in(self.bin, "sbatch", "echo 7")
-        stand_in(self.bin, "sleep")
-        stand_in(self.bin, "scancel")
+        make_fake_program(self.bin, "sbatch", "echo 7")
+        make_fake_program(self.bin, "sleep")
+        make_fake_program(self.bin, "scancel")
         settings = dict(MODEL="mixtral_tiny", EP="2", GPUS_PER_NODE="2", OUTPUT_PATH=str(folder / "out"), VALIDATE="0")
         done = subprocess.run(
             ["bash", str(SCRIPTS / "sbatch_train.sh"), *flags],
@@ -55,8 +55,8 @@ class Job:
     def attempt(self, number=0, code=75, state="RUNNING Reason=None", saved=None, **env):
         """Attempt `number`: the ranks leave with `code`, after saving iteration `saved`; SLURM reports `state`. Returns the ended job script."""
         save = "" if saved is None else f"echo {saved} >{self.tracker}"
-        stand_in(self.bin, "srun", save, f"exit {code}")
-        stand_in(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
+        make_fake_program(self.bin, "srun", save, f"exit {code}")
+        make_fake_program(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
         for name in ("srun", "scontrol", "scancel"):
             (self.bin / f"{name}.calls").unlink(missing_ok=True)
         slurm = dict(
@@ -90,14 +90,14 @@ class Job:
         (137, "RUNNING Reason=None", False),
     ],
 )
-def test_what_is_requeued(tmp_path, code, state, again):
+def test_job_is_requeued_by_exit_code_and_state(tmp_path, code, state, again):
     job = Job(tmp_path)
     done = job.attempt(code=code, state=state)
     assert job.requeued == again, done.stdout + done.stderr
     assert done.returncode == code
 
 
-def test_without_a_slurm_that_takes_it_nothing_is_left(tmp_path):
+def test_failed_submission_leaves_no_files(tmp_path):
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
     (tmp_path / "bin").mkdir()
@@ -133,11 +133,11 @@ def test_without_a_slurm_that_takes_it_nothing_is_left(tmp_path):
             check=False,
         )
         assert done.returncode == 2 and word in done.stderr, done.stderr
-        stand_in(tmp_path / "bin", "sbatch", "echo 'sbatch: error: no partition' >&2", "exit 1")
+        make_fake_program(tmp_path / "bin", "sbatch", "echo 'sbatch: error: no partition' >&2", "exit 1")
     assert "no partition" in done.stderr and not list((tmp_path / "out" / "logs").iterdir())
 
 
-def test_requeueing_has_an_end(tmp_path):
+def test_requeues_are_limited(tmp_path):
     job = Job(tmp_path, MAX_REQUEUES="3")
     assert [(job.attempt(number, saved=number).returncode, job.requeued) for number in range(4)] == [(75, True)] * 3 + [
         (75, False)
@@ -159,7 +159,7 @@ def test_two_attempts_without_a_newer_checkpoint_end_the_job(tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--save {}", "--save={}"])
-def test_attempts_that_slurm_ended_and_requeued_itself_count_too(tmp_path, flags):
+def test_attempts_requeued_by_slurm_count_as_stalled(tmp_path, flags):
     """A lost node kills the job's shell: only the next attempt can detect that there was no progress."""
     job = Job(tmp_path, *flags.format(tmp_path / "elsewhere").split())
     (tmp_path / "elsewhere").mkdir()
@@ -174,12 +174,12 @@ def test_attempts_that_slurm_ended_and_requeued_itself_count_too(tmp_path, flags
     assert job.attempt(0).returncode == 75  # a new submission counts from zero
 
 
-def test_the_limit_can_be_lifted(tmp_path):
+def test_max_stalled_0_disables_the_limit(tmp_path):
     job = Job(tmp_path, MAX_STALLED="0")
     assert all(job.attempt(number).returncode == 75 and job.requeued for number in range(5))
 
 
-def test_an_array_ends_when_done_and_when_it_stalls(tmp_path):
+def test_job_array_ends_when_done_or_stalled(tmp_path):
     job = Job(tmp_path, ARRAY="9")
     tasks = [dict(SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID=str(task)) for task in range(1, 5)]
     assert job.attempt(saved=1, **tasks[0]).returncode == 75 and not job.requeued  # the next task resumes
@@ -191,9 +191,9 @@ def test_an_array_ends_when_done_and_when_it_stalls(tmp_path):
     assert calls(job.bin, "scancel") == ["scancel --state=PENDING 5"]
 
 
-def test_the_last_words_of_a_rank_that_failed_are_shown(tmp_path):
+def test_job_log_shows_the_last_lines_of_a_failed_rank(tmp_path):
     job = Job(tmp_path)
-    stand_in(job.bin, "srun")
+    make_fake_program(job.bin, "srun")
     logs = tmp_path / "out" / "logs" / "7-0"
     logs.mkdir(parents=True)
     (logs / "rank-1.log").write_text("pretrain_moe.py: the disk is full\n")
@@ -201,8 +201,8 @@ def test_the_last_words_of_a_rank_that_failed_are_shown(tmp_path):
     assert done.returncode == 3 and "the disk is full" in done.stdout
 
 
-def test_the_jobs_log_has_the_output_of_its_first_and_last_rank(tmp_path):
-    """In the job's own output: their lines without the list of arguments, srun's errors but those on a rank that has saved, what comes next."""
+def test_job_log_has_the_output_of_the_first_and_last_rank(tmp_path):
+    """The log has their lines without the arguments, srun's errors except those of ranks that saved, and the next step."""
     job = Job(tmp_path)
     logs = tmp_path / "out" / "logs" / "7-0"
     logs.mkdir(parents=True)
@@ -212,14 +212,14 @@ def test_the_jobs_log_has_the_output_of_its_first_and_last_rank(tmp_path):
         (5, "iteration 1\niteration 2\n"),
     ):
         (logs / f"rank-{rank}.log").write_text(text)
-    stand_in(
+    make_fake_program(
         job.bin,
         "srun",
         "echo 'srun: error: node1: task 0: Exited with exit code 75' >&2",
         "echo 'srun: error: node2 is lost' >&2",
         "exit 75",
     )
-    stand_in(job.bin, "scontrol", "[ $1 != show ] || echo JobId=7 JobState=RUNNING Reason=None Dependency=")
+    make_fake_program(job.bin, "scontrol", "[ $1 != show ] || echo JobId=7 JobState=RUNNING Reason=None Dependency=")
     done = subprocess.run(
         ["bash", str(job.file)],
         cwd=tmp_path,
@@ -248,13 +248,13 @@ def test_the_jobs_log_has_the_output_of_its_first_and_last_rank(tmp_path):
     )
 
 
-def test_a_rejected_result_asks_for_other_nodes(tmp_path):
+def test_rejected_result_recommends_other_nodes(tmp_path):
     ended = Job(tmp_path).attempt(code=16)
     assert ended.returncode == 16 and "--exclude=node[1-3]" in ended.stdout
 
 
-def test_a_containers_command_modules_and_environment(tmp_path):
-    """pyxis' options in front, the environment set inside the container, modules and setup before it, and a record of it."""
+def test_srun_command_with_container_modules_and_environment(tmp_path):
+    """pyxis options come first, variables are set inside the container, modules and setup run before, all is recorded."""
     cluster = tmp_path / "cluster.conf"
     cluster.write_text(
         "CONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\nMODULES='cuda gcc'\nSETUP='export FROM_SETUP=yes'\n"
@@ -282,7 +282,7 @@ def test_a_containers_command_modules_and_environment(tmp_path):
 
 @pytest.fixture
 def node(tmp_path):
-    """A machine of two NUMA nodes in files: the GPU of local rank 0 hangs on node 1."""
+    """A fake sysfs with two NUMA nodes: the GPU of local rank 0 is attached to node 1."""
     for number in (0, 1):
         (tmp_path / "sys/devices/system/node" / f"node{number}").mkdir(parents=True)
     (tmp_path / "sys/bus/pci/devices/0000:17:00.0").mkdir(parents=True)
@@ -291,10 +291,10 @@ def node(tmp_path):
     return tmp_path
 
 
-def ranked(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done; exec "$@"', **env):
-    """The binding that rank.sh reports and the numactl calls it made. The command prints the threads it was given."""
-    stand_in(folder / "bin", "nvidia-smi", smi)
-    stand_in(folder / "bin", "numactl", numactl)
+def run_rank_script(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done; exec "$@"', **env):
+    """Return the binding that rank.sh reports, its numactl calls, and the number of threads that it sets."""
+    make_fake_program(folder / "bin", "nvidia-smi", smi)
+    make_fake_program(folder / "bin", "numactl", numactl)
     settings = {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "SYSFS": str(folder / "sys"),
@@ -312,19 +312,19 @@ def ranked(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done;
     return done.stderr.partition(": ")[2].split(", OMP")[0], calls(folder / "bin", "numactl"), done.stdout.split()[-1]
 
 
-def test_a_rank_is_bound_to_the_numa_node_of_its_gpu(node):
-    binding, numactl, _ = ranked(node, smi="echo 00000000:17:00.0")
+def test_rank_is_bound_to_the_numa_node_of_its_gpu(node):
+    binding, numactl, _ = run_rank_script(node, smi="echo 00000000:17:00.0")
     assert binding == "numactl --cpunodebind=1 --membind=1"
     assert numactl[-1].startswith("numactl --cpunodebind=1 --membind=1 bash -c")
     assert calls(node / "bin", "nvidia-smi")[0].startswith("nvidia-smi --id=0 ")
 
 
 @pytest.mark.parametrize("rank, wanted", [(0, 0), (1, 0), (2, 1), (3, 1)])
-def test_without_a_gpu_ranks_share_the_numa_nodes(node, rank, wanted):
-    assert ranked(node, SLURM_LOCALID=str(rank))[0] == f"numactl --cpunodebind={wanted} --membind={wanted}"
+def test_ranks_without_gpu_are_spread_over_numa_nodes(node, rank, wanted):
+    assert run_rank_script(node, SLURM_LOCALID=str(rank))[0] == f"numactl --cpunodebind={wanted} --membind={wanted}"
 
 
-def test_what_names_the_node_is_read_on_the_node(node):
+def test_slurm_nodeid_is_expanded_on_the_node(node):
     settings = {
         "PATH": os.environ["PATH"],
         "BIND": "none",
@@ -352,7 +352,7 @@ def test_what_names_the_node_is_read_on_the_node(node):
 
 
 @pytest.mark.parametrize("rank, ranks, profiled", [("0", "0", True), ("1", "0", False), ("9", "0 9", True)])
-def test_the_ranks_to_profile_run_under_nsys(node, rank, ranks, profiled):
+def test_profiled_ranks_run_under_nsys(node, rank, ranks, profiled):
     output = node / "nsys" / "run"
     settings = {
         "PATH": f"{node / 'bin'}:{os.environ['PATH']}",
@@ -375,7 +375,7 @@ def test_the_ranks_to_profile_run_under_nsys(node, rank, ranks, profiled):
     if profiled:
         absent = subprocess.run(command, env=settings, check=False, capture_output=True, text=True)
         assert absent.returncode == 2 and "there is no nsys on" in absent.stderr
-    stand_in(node / "bin", "nsys")
+    make_fake_program(node / "bin", "nsys")
     done = subprocess.run(command, env=settings, check=True, capture_output=True, text=True)
     made = calls(node / "bin", "nsys")
     assert bool(made) == profiled == (not done.stdout)
@@ -387,19 +387,22 @@ def test_the_ranks_to_profile_run_under_nsys(node, rank, ranks, profiled):
         )
 
 
-def test_binding_can_be_off_or_anothers_or_impossible(node):
-    assert ranked(node, BIND="none")[:2] == ("no binding", [])
-    stand_in(node / "bin", "bindpcie", 'exec "$@"')
-    assert ranked(node, BINDPCIE_PATH=str(node / "bin" / "bindpcie"))[:2] == (str(node / "bin" / "bindpcie"), [])
-    assert ranked(node, numactl="exit 1")[0] == "no binding"
-    assert ranked(node, OMP_NUM_THREADS="5")[2] == "5"
+def test_binding_can_be_disabled_replaced_or_unavailable(node):
+    assert run_rank_script(node, BIND="none")[:2] == ("no binding", [])
+    make_fake_program(node / "bin", "bindpcie", 'exec "$@"')
+    assert run_rank_script(node, BINDPCIE_PATH=str(node / "bin" / "bindpcie"))[:2] == (
+        str(node / "bin" / "bindpcie"),
+        [],
+    )
+    assert run_rank_script(node, numactl="exit 1")[0] == "no binding"
+    assert run_rank_script(node, OMP_NUM_THREADS="5")[2] == "5"
 
 
-def test_launch_records_the_environment_next_to_the_ranks_logs(tmp_path):
+def test_launch_writes_the_environment_next_to_the_rank_logs(tmp_path):
     (tmp_path / "bin").mkdir()
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-    stand_in(tmp_path / "bin", "python", "exit 75")
+    make_fake_program(tmp_path / "bin", "python", "exit 75")
     env = {
         **os.environ,
         "PYTHON": str(tmp_path / "bin" / "python"),

@@ -1,4 +1,4 @@
-"""The launchers: variables become flags, dry runs validate, torchrun's ranks save on a signal and the exit code is theirs."""
+"""The launchers: variables become flags, dry runs validate, ranks save on a signal, and their exit code is returned."""
 
 import json
 import os
@@ -36,16 +36,16 @@ NAMES = {
 } - {"PYTHON"}
 
 
-def surroundings(**extra):
+def make_environment(**extra):
     env = environment(PYTHON=sys.executable, **extra)
     return {name: value for name, value in env.items() if name in extra or name not in NAMES}
 
 
-def dry(script, cwd, *flags, code=0, **variables):
+def dry_run(script, cwd, *flags, code=0, **variables):
     done = subprocess.run(
         ["bash", str(SCRIPTS / script), *flags],
         cwd=cwd,
-        env=surroundings(DRY_RUN="1", **variables),
+        env=make_environment(DRY_RUN="1", **variables),
         capture_output=True,
         text=True,
         check=False,
@@ -55,7 +55,7 @@ def dry(script, cwd, *flags, code=0, **variables):
 
 
 def flags_in(text):
-    """The FLAGS of a job file, as bash reads them."""
+    """The FLAGS of a job file, split like bash does."""
     line = next(line for line in text.splitlines() if line.startswith("FLAGS="))
     return shlex.split(line.removeprefix("FLAGS=( ").removesuffix(" )"))
 
@@ -64,8 +64,8 @@ def value(flags, name):
     return flags[flags.index(name) + 1]
 
 
-def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
-    done = dry(
+def test_model_zoo_variables_give_a_valid_planned_job(tmp_path):
+    done = dry_run(
         "sbatch_train.sh",
         tmp_path,
         "--log-interval",
@@ -116,19 +116,19 @@ def test_the_zoos_line_is_a_valid_job_and_planned(tmp_path):
         ((), {"DATA_PATH": "0.7 a 0.3 b"}, False),
     ],
 )
-def test_mock_data_is_used_and_noted_where_no_data_is_named(tmp_path, words, wanted, mock):
-    done = dry("sbatch_train.sh", tmp_path, *words, MODEL="mixtral_tiny", HARDWARE="h200", VALIDATE="0", **wanted)
+def test_mock_data_is_used_and_noted_without_a_data_path(tmp_path, words, wanted, mock):
+    done = dry_run("sbatch_train.sh", tmp_path, *words, MODEL="mixtral_tiny", HARDWARE="h200", VALIDATE="0", **wanted)
     flags = flags_in(done.stdout)
     assert ("--mock-data" in flags) == ("trains on mock data" in done.stdout) == mock
     if wanted:
         assert flags[flags.index("--data-path") + 1 :][:4] == ["0.7", "a", "0.3", "b"]
 
 
-def test_the_quickstarts_help_touches_nothing(tmp_path):
+def test_quickstart_help_writes_no_files(tmp_path):
     stdout = subprocess.run(
         ["bash", str(SCRIPTS / "quickstart.sh"), "--help"],
         cwd=tmp_path,
-        env=surroundings(RUN=str(tmp_path / "run")),
+        env=make_environment(RUN=str(tmp_path / "run")),
         capture_output=True,
         text=True,
         check=True,
@@ -139,23 +139,23 @@ def test_the_quickstarts_help_touches_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
-def test_help_needs_no_model(script, tmp_path):
-    stdout = dry(script, tmp_path, "--help").stdout
+def test_launcher_help_needs_no_model(script, tmp_path):
+    stdout = dry_run(script, tmp_path, "--help").stdout
     assert "DRY_RUN=1" in stdout and "DISPATCHER" in stdout and "read_cluster" not in stdout
 
 
-def test_what_does_not_run_is_not_submitted(tmp_path):
-    done = dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", TP="3", code=2)
+def test_invalid_job_is_not_submitted(tmp_path):
+    done = dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", TP="3", code=2)
     assert "--tensor-model-parallel-size 3" in done.stdout + done.stderr
-    assert "MODEL is not set" in dry("sbatch_train.sh", tmp_path, code=2).stderr
+    assert "MODEL is not set" in dry_run("sbatch_train.sh", tmp_path, code=2).stderr
     for script, name, value in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
-        refusal = dry(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: value}).stderr
+        refusal = dry_run(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: value}).stderr
         assert refusal == f"error: {name}={value}: a positive integer is needed\n"
     assert (
         "PR=fp9: one of bf16 fp8 mxfp8"
-        in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
+        in dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
     )
-    env = surroundings(MODEL="mixtral_8x7b", TP="3")
+    env = make_environment(MODEL="mixtral_8x7b", TP="3")
     submitted = subprocess.run(
         ["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
@@ -164,12 +164,15 @@ def test_what_does_not_run_is_not_submitted(tmp_path):
         and "--tensor-model-parallel-size 3" in submitted.stderr
         and not (tmp_path / "runs").exists()
     )
-    assert "CLUSTER=nowhere" in dry("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", CLUSTER="nowhere", code=2).stderr
+    assert (
+        "CLUSTER=nowhere"
+        in dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", CLUSTER="nowhere", code=2).stderr
+    )
 
 
-def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
+def test_plan_that_does_not_fit_exits_with_3_and_suggests_changes(tmp_path):
     for script in ("sbatch_train.sh", "launch.sh"):
-        done = dry(script, tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
+        done = dry_run(script, tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
         assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
         assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
         assert "cheapest changes that fit:" in done.stderr
@@ -178,11 +181,14 @@ def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
         assert not [
             line for line in changes if "--micro-batch" in line or "parallel-size" in line or "--recompute" in line
         ]
-    dry("launch.sh", tmp_path, "--report", "own.json", MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
+    dry_run("launch.sh", tmp_path, "--report", "own.json", MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
     assert json.loads((tmp_path / "own.json").read_text())["fits"] is False
-    done = dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
+    done = dry_run("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
     assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
-    assert "there are a100" in dry("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
+    assert (
+        "there are a100"
+        in dry_run("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,17 +205,17 @@ def test_a_plan_that_does_not_fit_is_an_error_of_its_own(tmp_path):
         ("--offload-modules a b", "flags --offload-modules a b"),
     ],
 )
-def test_changes_of_a_plan_as_variables(flags, variables):
+def test_suggested_flags_are_printed_as_variables(flags, variables):
     assert flags_to_variables(flags.split(), 8) == variables
 
 
-def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
+def test_cluster_file_sets_defaults_that_the_caller_overrides(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text(
         "ACCOUNT=ours\nPARTITION=slow\nGPUS_PER_NODE=4\nCONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\n"
         "MODULES='cuda gcc'\nSBATCH_OPTIONS=(--mem=0 '--comment=two words')\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n"
     )
-    done = dry(
+    done = dry_run(
         "sbatch_train.sh",
         tmp_path,
         MODEL="mixtral_8x7b",
@@ -237,13 +243,13 @@ def test_a_cluster_file_fills_in_and_the_caller_wins(tmp_path):
     assert f":{tmp_path}/out\\,/data:/data" in done.stdout
 
 
-def test_a_dry_run_opens_the_files(tmp_path):
+def test_dry_run_checks_data_files(tmp_path):
     env_vars = dict(MODEL="qwen3_tiny", GPUS_PER_NODE="2", EP="2", DATA_PATH=str(tmp_path / "none_text_document"))
-    done = dry("launch.sh", tmp_path, code=2, **env_vars)
+    done = dry_run("launch.sh", tmp_path, code=2, **env_vars)
     assert "none_text_document" in done.stderr
-    assert "2 x h100" in dry("launch.sh", tmp_path, CHECK_FILES="0", **env_vars).stdout
+    assert "2 x h100" in dry_run("launch.sh", tmp_path, CHECK_FILES="0", **env_vars).stdout
     assert (
-        "can be written" not in dry("launch.sh", tmp_path, **{**env_vars, "DATA_PATH": ""}).stdout
+        "can be written" not in dry_run("launch.sh", tmp_path, **{**env_vars, "DATA_PATH": ""}).stdout
     )  # nothing is named: a plan may be another machine's
 
 
@@ -275,8 +281,8 @@ SHORT = {
 
 
 @pytest.mark.parametrize("model", ZOO_BARE)
-def test_a_bare_model_has_the_zoos_mapping(tmp_path, model):
-    done = dry("sbatch_train.sh", tmp_path, MODEL=model, VALIDATE="0")
+def test_model_name_alone_gives_the_mapping_of_the_model_zoo(tmp_path, model):
+    done = dry_run("sbatch_train.sh", tmp_path, MODEL=model, VALIDATE="0")
     flags = flags_in(done.stdout)
     found = [f"{SHORT[name]}={flags[index + 1]}" for index, name in enumerate(flags) if name in SHORT]
     (nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", done.stdout, re.MULTILINE)
@@ -285,18 +291,18 @@ def test_a_bare_model_has_the_zoos_mapping(tmp_path, model):
     assert f"note: the model zoo's defaults for {model}: TP=" in done.stdout
 
 
-def test_the_zoos_defaults_have_the_lowest_precedence(tmp_path):
+def test_model_zoo_defaults_have_the_lowest_precedence(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("NNODES=2 PP=2\n")
     flags = flags_in(
-        dry("launch.sh", tmp_path, MODEL="Mixtral-8x7B", CLUSTER=str(cluster), PP="1", VALIDATE="0").stdout.replace(
+        dry_run("launch.sh", tmp_path, MODEL="Mixtral-8x7B", CLUSTER=str(cluster), PP="1", VALIDATE="0").stdout.replace(
             "command: ", "FLAGS="
         )
     )
     assert value(flags, "--pipeline-model-parallel-size") == "1" and value(flags, "--nnodes") == "2"
     assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the zoo's VPP goes with its PP
     assert value(flags, "--moe-token-dispatcher-type") == "alltoall"  # the other launcher of the zoo takes its table's
-    env = surroundings(MODEL="Mixtral-8x7B", VALIDATE="0")
+    env = make_environment(MODEL="Mixtral-8x7B", VALIDATE="0")
     several = subprocess.run(
         ["bash", str(SCRIPTS / "launch.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
@@ -325,8 +331,8 @@ def test_the_zoos_defaults_have_the_lowest_precedence(tmp_path):
         (dict(VPP="4"), ("--num-layers-per-virtual-pipeline-stage", "2"), []),
     ],
 )
-def test_stages_are_said_once(tmp_path, variables, words, wanted):
-    done = dry("sbatch_train.sh", tmp_path, *words, MODEL="DeepSeek-V3", PP="8", EP="32", VALIDATE="0", **variables)
+def test_pipeline_stages_are_set_by_one_flag(tmp_path, variables, words, wanted):
+    done = dry_run("sbatch_train.sh", tmp_path, *words, MODEL="DeepSeek-V3", PP="8", EP="32", VALIDATE="0", **variables)
     flags = flags_in(done.stdout)
     about = ("--num-virtual", "--num-layers-per", "--pipeline-model-parallel-layout", "--decoder-")
     assert [flag for flag in flags[: len(flags) - len(words)] if flag.startswith(about)] == wanted
@@ -334,9 +340,9 @@ def test_stages_are_said_once(tmp_path, variables, words, wanted):
     assert re.findall(r"VPP=\d has no effect", done.stdout) == notes
 
 
-def test_a_wrong_flag_makes_no_second_mistake(tmp_path):
-    """94 layers over 8 stages need the launcher's own layout, whatever else is wrong."""
-    done = dry(
+def test_invalid_flag_gives_no_second_error_about_the_layout(tmp_path):
+    """94 layers over 8 stages need the launcher's own layout, also if another flag is invalid."""
+    done = dry_run(
         "sbatch_train.sh",
         tmp_path,
         "--cuda-graph-warmup-steps",
@@ -352,8 +358,8 @@ def test_a_wrong_flag_makes_no_second_mistake(tmp_path):
     assert "1 problem" in done.stdout and "--num-layers" not in done.stderr
 
 
-def test_a_named_cluster_of_the_zoos_shape(tmp_path):
-    """cluster_configs/benchmarking/NAME.conf sees the defaults, finds the data by DATASET, and the caller still wins."""
+def test_named_cluster_file_in_the_format_of_the_model_zoo(tmp_path):
+    """cluster_configs/benchmarking/NAME.conf reads the defaults and finds the data by DATASET; the caller overrides it."""
     folder = tmp_path / "cluster_configs" / "benchmarking"
     folder.mkdir(parents=True)
     (folder / "OURS.conf").write_text("""export ACCOUNT=${ACCOUNT:-"them"}
@@ -362,7 +368,7 @@ export OUTPUT_PATH=${OUTPUT_PATH:-"/results/${MODEL}-TP${TP}PP${PP}EP${EP}VPP${V
 declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
 """)
     env_vars = dict(MODEL="Mixtral-8x7B", CLUSTER="OURS", VALIDATE="0", ACCOUNT="us", PARTITION="")
-    done = dry(
+    done = dry_run(
         "sbatch_train.sh",
         tmp_path,
         DATASET="Pile",
@@ -377,10 +383,10 @@ declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
     for wanted in ("--account=us", "--partition=batch", "--job-name=moe-baseline", "--comment=v1"):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
     assert "note: MEGATRON_PATH=/opt/megatron has no effect" in done.stdout
-    assert "DATASET=Dolma: neither" in dry("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **env_vars).stderr
+    assert "DATASET=Dolma: neither" in dry_run("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **env_vars).stderr
     assert (
         "no THEIRS.conf in cluster_configs"
-        in dry("sbatch_train.sh", tmp_path, code=2, **{**env_vars, "CLUSTER": "THEIRS"}).stderr
+        in dry_run("sbatch_train.sh", tmp_path, code=2, **{**env_vars, "CLUSTER": "THEIRS"}).stderr
     )
 
 
@@ -419,10 +425,10 @@ MODEL_ARGS:
 """
 
 
-def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
+def test_model_zoo_recipe_reads_the_variables_of_the_launcher(tmp_path):
     recipe = tmp_path / "Mixtral-8x7B.yaml"
     recipe.write_text(ZOO_FILE)
-    done = dry(
+    done = dry_run(
         "sbatch_train.sh",
         tmp_path,
         "--log-interval",
@@ -455,13 +461,13 @@ def test_a_recipe_of_the_zoo_has_the_launchers_variables(tmp_path):
     assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the file sets it
     assert "valid for 64 ranks" in done.stdout and "64 x b200" in done.stdout
     assert "WANDB_PROJECT=ours has no effect" in done.stdout
-    missing = dry("launch.sh", tmp_path, TRAINING_PARAMS_PATH=str(tmp_path / "none.yaml"), code=2)
+    missing = dry_run("launch.sh", tmp_path, TRAINING_PARAMS_PATH=str(tmp_path / "none.yaml"), code=2)
     assert missing.stderr == f"error: the recipe {tmp_path}/none.yaml: there is no such file\n"
 
 
 @pytest.mark.parametrize("flag", ["--num-layers", "--max-position-embeddings"])
-def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
-    """Bash runs a command in the index of an array inside $(( )) and [ -gt ]."""
+def test_recipe_values_are_not_executed_by_bash_arithmetic(tmp_path, flag):
+    """Bash executes a command in an array index inside $(( )) and [ -gt ]."""
     lines = [line for line in ZOO_FILE.splitlines() if not line.startswith(f"  {flag}:")]
     (tmp_path / "zoo.yaml").write_text("\n".join([*lines, f"  {flag}: BASH_VERSINFO[$(>ran)]", ""]))
     env_vars = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")
@@ -469,7 +475,7 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
         done = subprocess.run(
             ["bash", str(SCRIPTS / script)],
             cwd=tmp_path,
-            env=surroundings(DRY_RUN="1", **env_vars),
+            env=make_environment(DRY_RUN="1", **env_vars),
             capture_output=True,
             text=True,
         )
@@ -484,10 +490,10 @@ def test_no_text_of_a_recipe_is_run_as_arithmetic(tmp_path, flag):
             assert done.returncode == 0 and "--max-position-embeddings 512" in done.stdout, done.stderr
 
 
-def test_lists_on_several_lines_and_a_recipe_in_another_folder(tmp_path):
+def test_multiline_variables_and_a_recipe_in_another_folder(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/own.yaml").write_text(ZOO_FILE)
-    done = dry(
+    done = dry_run(
         "launch.sh",
         tmp_path,
         TRAINING_PARAMS_PATH="recipes/own.yaml",
@@ -504,13 +510,13 @@ def test_lists_on_several_lines_and_a_recipe_in_another_folder(tmp_path):
         assert wanted in text, wanted
 
 
-def test_a_recipe_in_megatrons_shape_is_read_too(tmp_path):
-    """ARGS, and names with underscores."""
+def test_recipe_in_the_format_of_megatron_is_read(tmp_path):
+    """The section is named ARGS, and names have underscores."""
     (tmp_path / "own.yaml").write_text(
         "ENV_VARS:\n  data_path: not a flag\nARGS:\n  num_layers: 4\n  max_position_embeddings: 4096\n"
         "  'data_path': somewhere  # else\n  moe_grouped_gemm: true\n"
     )
-    done = dry(
+    done = dry_run(
         "launch.sh",
         tmp_path,
         TRAINING_PARAMS_PATH="own.yaml",
@@ -523,9 +529,9 @@ def test_a_recipe_in_megatrons_shape_is_read_too(tmp_path):
     assert "MOE_GROUPED_GEMM=false has no effect" in done.stdout
 
 
-def test_other_variables_of_the_zoo_act(tmp_path):
+def test_other_model_zoo_variables_have_their_effect(tmp_path):
     def dry_run_flags(script="sbatch_train.sh", **variables):
-        done = dry(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
+        done = dry_run(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
         return flags_in(
             done.stdout.replace("command: ", "FLAGS=") if script == "launch.sh" else done.stdout
         ), done.stdout
@@ -567,15 +573,15 @@ def test_other_variables_of_the_zoo_act(tmp_path):
         assert ("--ntasks-per-node=4" if script == "sbatch_train.sh" else "--nproc-per-node 4") in text
     assert (
         "TRAINING_SCRIPT_PATH=none.py"
-        in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
+        in dry_run("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
     )
-    assert "TP=x: a positive integer" in dry("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
+    assert "TP=x: a positive integer" in dry_run("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sbatch_train.sh", "launch.sh"])
-def test_every_best_practice_line_of_the_zoo(tmp_path, script):
-    """Each is accepted, and planned to fit the hardware it was measured on."""
+def test_every_best_practice_line_of_the_model_zoo_fits(tmp_path, script):
+    """Every line is valid, and its plan fits the hardware it was measured on."""
     lines = [
         line for line in Path(__file__).with_name("zoo_lines.txt").read_text().splitlines() if not line.startswith("#")
     ]
@@ -584,15 +590,15 @@ def test_every_best_practice_line_of_the_zoo(tmp_path, script):
     for line in lines:
         hardware, *words = shlex.split(line)  # (one layout comes in quotes of its own)
         count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-        env = surroundings(DRY_RUN="1", HARDWARE=hardware, **dict(word.split("=", 1) for word in words[:count]))
+        env = make_environment(DRY_RUN="1", HARDWARE=hardware, **dict(word.split("=", 1) for word in words[:count]))
         codes[line] = subprocess.run(
             ["bash", str(SCRIPTS / script), *words[count:]], cwd=tmp_path, env=env, capture_output=True, check=False
         ).returncode
     assert {line: code for line, code in codes.items() if code != 0} == {}
 
 
-def test_arrays_dependencies_and_requeueing_are_sbatchs(tmp_path):
-    done = dry(
+def test_array_dependency_signal_and_segment_become_sbatch_options(tmp_path):
+    done = dry_run(
         "sbatch_train.sh",
         tmp_path,
         MODEL="mixtral_8x7b",
@@ -619,24 +625,24 @@ def test_arrays_dependencies_and_requeueing_are_sbatchs(tmp_path):
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_every_wrapper_is_valid_as_it_stands(tmp_path, name):
-    done = dry(name, tmp_path)
+def test_every_wrapper_script_is_valid_without_changes(tmp_path, name):
+    done = dry_run(name, tmp_path)
     assert f"--preset {name.removeprefix('train_').removesuffix('.sh')}" in done.stdout
 
 
-def test_every_preset_has_a_wrapper():
+def test_every_preset_has_a_wrapper_script():
     presets = {path.stem for path in (ROOT / "model_zoo").glob("*.yaml")}
     assert {name.removeprefix("train_").removesuffix(".sh") for name in WRAPPERS} == presets
 
 
-def test_layouts_hold_every_layer_once():
+def test_launcher_layouts_contain_every_layer():
     assert make_layout(61, 1, 8, None, True) == "Et|(tt|)*30mL"
     assert make_layout(32, 0, 8, None, False) is make_layout(32, 0, 4, 8, True) is None  # an even split does
     assert make_layout(7, 0, 2, None, False) == "Etttt|tttL"
     assert make_layout(7, 0, 2, 2, False) == "Ett|(tt|)*2tL"
 
 
-def test_the_exit_code_is_the_ranks():
+def test_exit_code_of_torchrun_is_that_of_the_ranks():
     assert exit_code({75}) == exit_code({75, -15}) == 75
     assert exit_code({75, 1}) == 1
     assert exit_code({-9, 3}) == 3
@@ -649,14 +655,14 @@ def test_killed_rank_is_named_where_torchrun_ended_the_others():
     assert get_error_message(failures, 137) == "rank 2 was killed by SIGKILL"
 
 
-def test_a_signal_for_torchrun_is_an_exit_code_and_no_traceback(tmp_path):
-    """As Ctrl-C is, which the terminal sends to torchrun and its ranks."""
+def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
+    """SIGINT, which the terminal sends to torchrun and its ranks on Ctrl-C."""
     (tmp_path / "rank.py").write_text(
         "import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\npathlib.Path('ready').touch()\ntime.sleep(600)\n"
     )
     words = [sys.executable, str(SCRIPTS / "torchrun.py"), "--standalone", "--nproc-per-node", "1", "rank.py"]
     process = subprocess.Popen(
-        words, cwd=tmp_path, env=surroundings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words, cwd=tmp_path, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         wait_until((tmp_path / "ready").exists)
@@ -668,7 +674,7 @@ def test_a_signal_for_torchrun_is_an_exit_code_and_no_traceback(tmp_path):
     assert err.endswith("the run was terminated by SIGINT\n")
 
 
-def test_the_shell_scripts_are_clean():
+def test_shell_scripts_pass_shellcheck():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     done = subprocess.run(
@@ -677,8 +683,8 @@ def test_the_shell_scripts_are_clean():
     assert done.stdout == ""
 
 
-def test_torchruns_ranks_save_and_the_same_command_resumes(tmp_path):
-    """SIGTERM to the launcher: both ranks save together, exit code 75; then the same command does the rest."""
+def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
+    """SIGTERM to the launcher: both ranks save, exit code 75; then the same command continues."""
     recipe = tmp_path / "tiny.yaml"
     line = [
         *TINY,
@@ -693,7 +699,7 @@ def test_torchruns_ranks_save_and_the_same_command_resumes(tmp_path):
         "gloo",
     ]
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-    env = surroundings(MODEL=str(recipe), GPUS_PER_NODE="2", OUTPUT_PATH=str(tmp_path / "out"), BIND="none")
+    env = make_environment(MODEL=str(recipe), GPUS_PER_NODE="2", OUTPUT_PATH=str(tmp_path / "out"), BIND="none")
     metrics = tmp_path / "out" / "checkpoints" / "metrics.jsonl"
     launcher = subprocess.Popen(
         ["bash", str(SCRIPTS / "launch.sh"), *line],

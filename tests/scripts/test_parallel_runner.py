@@ -1,4 +1,4 @@
-"""Tests of tests/parallel_runner.py: every test runs once, failures are reported, waiting folders run apart."""
+"""Tests of tests/parallel_runner.py: every test runs once, failures are reported, folders that wait have their own process."""
 
 import json
 import os
@@ -105,12 +105,12 @@ def test_exit_first_stops_all_processes(suite, tmp_path):
         ("import os\ndef test_dies():\n    os._exit(7)", 7, "together"),
     ],
 )
-def test_a_collection_error_and_a_dead_process_are_failures(suite, tmp_path, text, code, needle):
+def test_collection_error_and_dead_process_are_failures(suite, tmp_path, text, code, needle):
     (tmp_path / "tests" / "estimate" / "test_0.py").write_text(text)
     found, output, _ = suite()
     assert found == code and needle in output
 
 
-def test_no_selected_tests_exit_with_pytests_code(suite):
+def test_no_selected_tests_exit_with_the_code_of_pytest(suite):
     code, output, ran = suite("-k", "nothing_of_that_name")
     assert code == 5 and not ran and "no tests" in output

@@ -1,4 +1,4 @@
-"""The quickstart's own pieces: documents out of a text, the unigram loss."""
+"""Parts of the quickstart: documents from a text, the unigram loss, the environment."""
 
 import json
 import math
@@ -15,13 +15,13 @@ from scripts.quickstart_text import DOCUMENT_CHARACTERS, python_sources, read_do
 from scripts.unigram_loss import main, unigram_loss
 
 
-def test_python_sources_are_limited_and_repeatable():
+def test_python_sources_have_the_given_size_and_are_repeatable():
     first, second = list(python_sources(300_000)), list(python_sources(300_000))
     assert first == second
     assert 300_000 <= sum(map(len, first)) < 300_000 + 10 * DOCUMENT_CHARACTERS
 
 
-def test_a_text_is_cut_at_blank_lines_and_loses_no_words(tmp_path):
+def test_text_is_split_at_blank_lines_without_losing_words(tmp_path):
     words = [f"word{number}" for number in range(20_000)]
     path = tmp_path / "own.txt"
     path.write_text("\n\n".join(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)))
@@ -30,7 +30,7 @@ def test_a_text_is_cut_at_blank_lines_and_loses_no_words(tmp_path):
     assert " ".join(documents).split() == words
 
 
-def test_a_jsonl_is_taken_as_it_is(tmp_path):
+def test_jsonl_documents_are_read_unchanged(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in ("one", "two", "three")))
     assert list(read_documents(path, 5)) == ["one", "two"]
@@ -40,7 +40,7 @@ def test_a_jsonl_is_taken_as_it_is(tmp_path):
     ("name", "text", "message"),
     [("a.txt", "short", "characters of text; 500000 are needed"), ("a.jsonl", '{"x": 1}', '"text"')],
 )
-def test_bad_text_is_one_clear_line(tmp_path, name, text, message):
+def test_invalid_text_gives_a_one_line_error(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     command = [sys.executable, "scripts/quickstart_text.py", str(tmp_path / "out"), "--text", str(path)]
@@ -65,8 +65,8 @@ def test_unigram_loss_of_files(tmp_path, capsys):
     assert main(["--data-path", str(tmp_path / "missing"), "--vocab-size", "2"]) == 2
 
 
-def test_an_environment_of_another_checkout_is_not_up_to_date(tmp_path):
-    """Installed editable, it would run the other one's code."""
+def test_environment_of_another_checkout_is_not_up_to_date(tmp_path):
+    """The package is installed editable, so it would run the code of the other checkout."""
     stub = tmp_path / "venv" / "bin" / "python"
     stub.parent.mkdir(parents=True)
     stub.write_text(
@@ -94,7 +94,7 @@ def test_an_environment_of_another_checkout_is_not_up_to_date(tmp_path):
     ] == ["one", "two", "one"]
 
 
-def test_the_unigram_loss_is_this_checkouts(tmp_path):
+def test_unigram_loss_script_uses_the_code_of_its_checkout(tmp_path):
     (tmp_path / "moe_trainer").mkdir()
     (tmp_path / "moe_trainer" / "__init__.py").write_text("raise RuntimeError('another checkout')")
     subprocess.run(

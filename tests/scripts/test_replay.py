@@ -1,4 +1,4 @@
-"""--record-step and scripts/replay.py: recorded under one mapping, run again under another, and the first tensor that parts."""
+"""--record-step and scripts/replay.py: record a step, replay it under another mapping, and report the first different tensor."""
 
 import importlib.util
 import json
@@ -75,7 +75,7 @@ def four_ranks(tmp_path_factory):
     return recorded(tmp_path_factory.mktemp("four"), *PP2_EP2, ranks=4)
 
 
-def test_the_same_flags_give_the_same_bits(one_rank, replay):
+def test_replay_with_the_same_flags_is_bitwise_equal(one_rank, replay):
     code, out, err = replay(one_rank)
     assert code == 0 and "quantities within their tolerances, bit for bit" in out, out + err
     assert "chosen experts: 2, 0 differ" in out and "token losses loss" in out and "gradient norm" in out
@@ -91,21 +91,21 @@ def test_the_same_flags_give_the_same_bits(one_rank, replay):
     "--world-size 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 ])  # fmt: skip
-def test_another_mapping_is_equal_within_fp32(one_rank, replay, flags):
+def test_replay_under_another_mapping_is_equal_within_fp32(one_rank, replay, flags):
     code, out, err = replay(one_rank, *flags.split())
     assert code == 0, out + err
     assert "(fp32): outputs" in out and "\n*" not in out
 
 
-def test_recorded_on_four_ranks_and_run_again_on_them_and_on_one(four_ranks, replay):
+def test_four_rank_record_replays_on_four_ranks_and_on_one(four_ranks, replay):
     code, out, err = replay(four_ranks)
     assert code == 0 and "pp 2 dp 2 ep 2 on 4 ranks" in out and "bit for bit" in out, out + err
     code, out, err = replay(four_ranks, "--one-process")
     assert code == 0 and "replayed: one process" in out, out + err
 
 
-def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, replay):
-    """The runs were the same up to rounding, one step before, as their records show."""
+def test_records_of_two_mappings_have_equal_contents(one_rank, four_ranks, replay):
+    """Both runs had equal batches and the same weights up to rounding."""
     one, four = Record.open(one_rank), Record.open(four_ranks)
     assert one.head["sample_numbers"] == four.head["sample_numbers"] == list(range(8, 16))
     assert one.names(step_record.TRACE) == four.names(step_record.TRACE) or set(one.names(step_record.TRACE)) == set(
@@ -119,7 +119,7 @@ def test_records_of_two_mappings_are_the_same_record(one_rank, four_ranks, repla
     assert code in (0, 1) and "dp 2 ep 2 on 4 ranks" in out
 
 
-def test_another_dtype_reports_its_tolerances_and_rounding(one_rank, replay):
+def test_replay_in_another_dtype_reports_its_tolerances(one_rank, replay):
     code, out, err = replay(one_rank, "--bf16")
     assert "(bf16, the lower precision of fp32 and bf16)" in out and "recorded with fp32, replayed with bf16" in out, (
         out + err
@@ -129,7 +129,7 @@ def test_another_dtype_reports_its_tolerances_and_rounding(one_rank, replay):
         assert "with the recorded flags, run again on this machine: 0\n" in out
 
 
-def test_with_bf16_recorded_fp32_needs_a_flag(tmp_path, replay):
+def test_bf16_record_replays_in_fp32_with_a_flag(tmp_path, replay):
     folder = recorded(tmp_path, "--bf16")
     assert replay(folder)[1].count("bit for bit") == 1
     code, out, err = replay(folder, "--fp32")
@@ -138,7 +138,7 @@ def test_with_bf16_recorded_fp32_needs_a_flag(tmp_path, replay):
     ), out + err
 
 
-def test_dropout_is_the_same_on_the_same_ranks_and_cannot_be_on_others(tmp_path, replay):
+def test_dropout_replays_equally_only_on_the_same_ranks(tmp_path, replay):
     folder = recorded(
         tmp_path, "--hidden-dropout", "0.1", "--tensor-model-parallel-size", "2", "--sequence-parallel", ranks=2
     )
@@ -149,7 +149,7 @@ def test_dropout_is_the_same_on_the_same_ranks_and_cannot_be_on_others(tmp_path,
     assert "expected difference: --hidden-dropout: every rank draws its own random numbers" in out
 
 
-def test_what_a_mapping_drops_is_said(tmp_path, replay):
+def test_replay_explains_dropped_tokens_of_another_mapping(tmp_path, replay):
     folder = recorded(
         tmp_path,
         "--moe-expert-capacity-factor",
@@ -173,7 +173,7 @@ def test_what_a_mapping_drops_is_said(tmp_path, replay):
 MANY_TOKENS = "--bf16 --num-experts 8 --seq-length 64 --max-position-embeddings 64 --global-batch-size 16".split()
 
 
-def test_a_near_tie_is_no_fault_and_a_fault_no_near_tie(tmp_path, replay, monkeypatch):
+def test_replay_tells_near_ties_from_routing_faults(tmp_path, replay, monkeypatch):
     folder = recorded(tmp_path, *MANY_TOKENS)
     _, out, err = replay(folder, "--fp32")
     assert "near ties of the routing: " in out and "excluded because they follow near ties" in out, out + err
@@ -225,7 +225,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_run_comes_again_to_the_bit_and_on_one_process(kind, tmp_path, replay):
+def test_every_kind_of_run_replays_bitwise_and_on_one_process(kind, tmp_path, replay):
     flags, ranks = KINDS[kind]
     folder = recorded(tmp_path, *flags.split(), ranks=ranks)
     code, out, err = replay(folder)
@@ -242,13 +242,13 @@ def test_every_kind_of_run_comes_again_to_the_bit_and_on_one_process(kind, tmp_p
         "--fp8-format e4m3 --fp8-recipe blockwise --expert-model-parallel-size 2",
     ],
 )
-def test_a_run_in_8_bits_comes_again_to_the_bit(flags, tmp_path, replay):
+def test_fp8_run_replays_bitwise(flags, tmp_path, replay):
     code, out, err = replay(recorded(tmp_path, "--bf16", *flags.split(), ranks=2))
     assert code == 0 and "bit for bit" in out and "(fp8 or fp4): outputs" in out, out + err
 
 
 @pytest.mark.slow
-def test_ranks_of_a_launcher_do_it_together(one_rank):
+def test_launched_ranks_replay_together(one_rank):
     command = [sys.executable, SCRIPT, one_rank, "--tensor-model-parallel-size", "2"]
     with rank_variables(2) as variables:
         ranks = [
@@ -260,7 +260,7 @@ def test_ranks_of_a_launcher_do_it_together(one_rank):
     )
 
 
-def test_a_mistake_in_a_layer_is_found_where_it_is(one_rank, replay, monkeypatch):
+def test_replay_names_the_layer_of_a_wrong_output(one_rank, replay, monkeypatch):
     right = MoELayer.forward
 
     def wrong(self, x_SBH, *args, **named):
@@ -276,7 +276,7 @@ def test_a_mistake_in_a_layer_is_found_where_it_is(one_rank, replay, monkeypatch
     )
 
 
-def test_a_mistake_at_one_token_is_named_with_microbatch_and_sample(one_rank, replay, monkeypatch):
+def test_replay_names_microbatch_sample_and_token_of_a_wrong_output(one_rank, replay, monkeypatch):
     right, calls = MLP.forward, []
 
     def wrong(self, x_SBH):
@@ -293,8 +293,8 @@ def test_a_mistake_at_one_token_is_named_with_microbatch_and_sample(one_rank, re
     assert "first in microbatch 3, sample 13, token 17; 1 of 256 tokens" in out
 
 
-def altered(folder, target, name, change):
-    """A copy of a record with another weight, whole again."""
+def copy_record_with_changed_weight(folder, target, name, change):
+    """Copy a record, change one weight, and update its checksums."""
     shutil.copytree(folder, target)
     weights = load_file(target / step_record.WEIGHTS)
     change(weights[name])
@@ -312,15 +312,15 @@ def altered(folder, target, name, change):
     ("decoder.final_layernorm.weight", "output of decoder.final_layernorm"),
     ("output_layer.weight", "token losses of loss"),
 ])  # fmt: skip
-def test_another_weight_shows_first_where_it_is_used(one_rank, replay, tmp_path, name, first):
+def test_replay_names_the_first_output_that_uses_a_changed_weight(one_rank, replay, tmp_path, name, first):
     def change(weight):
         weight.add_(torch.linspace(-0.5, 0.5, len(weight)).view(-1, *[1] * (weight.dim() - 1)))
 
-    code, out, err = replay(altered(one_rank, tmp_path / "record", name, change))
+    code, out, err = replay(copy_record_with_changed_weight(one_rank, tmp_path / "record", name, change))
     assert code == 1 and f"first difference: {first}\n" in out, out + err
 
 
-def test_a_loss_that_is_not_finite_is_recorded_before_the_run_ends(tmp_path, replay, monkeypatch):
+def test_nonfinite_iteration_is_recorded_before_the_run_ends(tmp_path, replay, monkeypatch):
     right = MLP.forward
     monkeypatch.setattr(MLP, "forward", lambda self, x_SBH: right(self, x_SBH) * float("nan"))
     finished = run([*MODEL[:-1], "1"], tmp_path)
@@ -334,7 +334,7 @@ def test_a_loss_that_is_not_finite_is_recorded_before_the_run_ends(tmp_path, rep
     assert code == 0 and "the recorded run failed: " in out and "bit for bit" in out, out + err
 
 
-def test_an_iteration_that_was_skipped_comes_again_to_the_bit(tmp_path, replay, monkeypatch):
+def test_skipped_iteration_replays_bitwise(tmp_path, replay, monkeypatch):
     spike = rejection.RejectionReason("spike", "the loss is a spike")
     monkeypatch.setattr(rejection.LossHistory, "judge_loss", lambda self, loss, rules: spike if rules.spikes else None)
     finished = run([*MODEL, "--check-for-spiky-loss", "--on-loss-spike", "skip", "--rerun-mode", "disabled"], tmp_path)
@@ -349,7 +349,7 @@ def test_an_iteration_that_was_skipped_comes_again_to_the_bit(tmp_path, replay, 
 @pytest.mark.parametrize(
     "name", [step_record.WEIGHTS, step_record.GRADIENTS, "rank_00000.safetensors", "random_00000.pt", step_record.HEAD]
 )
-def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
+def test_damaged_record_is_refused_with_the_file_name(one_rank, replay, tmp_path, name):
     shutil.copytree(one_rank, tmp_path / "record")
     path = tmp_path / "record" / name
     path.write_bytes(path.read_bytes()[:-8])
@@ -372,12 +372,12 @@ def test_a_damaged_record_is_refused_by_name(one_rank, replay, tmp_path, name):
     (["--timeout", "nan"], "--timeout nan"),
     (["--keep", "/"], "--keep /: already exists"),
 ])  # fmt: skip
-def test_wrong_input_ends_with_2_and_without_a_traceback(one_rank, replay, words, message):
+def test_invalid_replay_input_exits_with_2_without_traceback(one_rank, replay, words, message):
     code, out, err = replay(one_rank, *words)
     assert code == 2 and message in err and "Traceback" not in err, (code, out, err)
 
 
-def test_what_is_no_record_is_refused(replay, tmp_path):
+def test_missing_record_is_refused(replay, tmp_path):
     assert replay(tmp_path / "none")[0] == 2
     code, _, err = replay(tmp_path)
     assert code == 2 and "record.json: there is no such file" in err
@@ -385,7 +385,7 @@ def test_what_is_no_record_is_refused(replay, tmp_path):
     assert code == 2 and "the directory of the record comes first" in err
 
 
-def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path):
+def test_unwritable_record_does_not_end_the_run(tmp_path):
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / "recorded_step_2.unfinished").write_text("in the way")
     finished = run(MODEL, tmp_path)
@@ -397,7 +397,7 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert not (tmp_path / "ck" / "recorded_step_2").exists() and (tmp_path / "ck" / "iter_0000003").is_dir()
 
 
-def test_recording_changes_nothing(tmp_path, one_rank):
+def test_recording_does_not_change_training(tmp_path, one_rank):
     finished = run(MODEL[:-2], tmp_path)
     assert finished.returncode == 0
     read = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one_rank.parent, tmp_path / "ck")]
@@ -405,13 +405,13 @@ def test_recording_changes_nothing(tmp_path, one_rank):
         assert mine["lm loss"] == theirs["lm loss"] and mine["grad_norm"] == theirs["grad_norm"]
 
 
-def test_record_step_needs_a_place(tmp_path):
+def test_record_step_requires_save(tmp_path):
     words = MODEL[: MODEL.index("--save")]
     finished = run([*words, "--record-step", "2"], tmp_path)
     assert finished.returncode == 2 and "--record-step 2 needs --save DIR" in finished.stderr
 
 
 @pytest.mark.parametrize("flags", ["--train-iters 1", "--iterations-to-skip 2", "--skip-train"])
-def test_an_iteration_that_is_never_reached_is_reported_before_the_run(tmp_path, flags):
+def test_unreachable_record_step_is_reported_before_the_run(tmp_path, flags):
     finished = run([*MODEL, *flags.split()], tmp_path)
     assert finished.returncode == 0 and "--record-step 2: nothing will be recorded" in finished.stderr, finished.stderr

@@ -55,7 +55,7 @@ def test_estimates_a_step_of_two_stages(roofline, capsys, tmp_path):
         ("--moe-router-topk 9 --moe-rooter", "--moe-rooter"),
     ],
 )
-def test_errors_name_the_flag(roofline, capsys, flags, named):
+def test_roofline_errors_name_the_flag(roofline, capsys, flags, named):
     assert roofline.main([*TINY.split(), *flags.split()]) == 2
     assert named in capsys.readouterr().err
 
