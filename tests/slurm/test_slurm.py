@@ -1,6 +1,6 @@
-"""sbatch_train.sh on a real SLURM of two nodes on this host: the outcomes that slurm_job.sh documents are the outcomes seen.
+"""sbatch_train.sh on a real SLURM of two nodes on this host: the outcomes are those that slurm_job.sh documents.
 
-What is decided from an exit code and a job's state is tested against stand-ins too, every case of it (tests/scripts/test_job.py).
+All decisions from exit codes and job states are also tested with fake programs (tests/scripts/test_job.py).
 """
 
 import os
@@ -35,7 +35,7 @@ LONG = [*LINE, "--train-iters", "1000000"]
 
 
 class Cluster:
-    """A running SLURM, and what the tests ask of it."""
+    """A running SLURM and the operations that the tests need."""
 
     def __init__(self, configuration):
         self.folder = str(configuration.parent)
@@ -91,7 +91,7 @@ class Cluster:
         self.wait_for_state(job, "PENDING", folder=folder)
 
     def start_now(self, job, folder):
-        """Start a requeued job, which SLURM would have wait for two minutes from when its end is complete, whatever was asked before."""
+        """Start a requeued job, which SLURM would delay for two minutes after its end."""
 
         def started():
             if self.job(job, "JobState") not in ("PENDING", "COMPLETING"):
@@ -143,7 +143,7 @@ def cluster(shared, tmp_path_factory):
     try:
         if up.returncode != 0:
             pytest.skip(f"SLURM does not come up here: {(folder.parent / 'up.log').read_text()[-500:]}")
-        yield preempting(folder / "slurm.conf")
+        yield make_cluster_with_preemption(folder / "slurm.conf")
     finally:
         subprocess.run(
             ["bash", str(tools / "slurm_down.sh"), "-d", str(folder)],
@@ -155,8 +155,8 @@ def cluster(shared, tmp_path_factory):
         )
 
 
-def preempting(configuration):
-    """The cluster, with a second partition whose jobs take the nodes of the first one's after a minute's notice."""
+def make_cluster_with_preemption(configuration):
+    """The cluster, with a second partition whose jobs preempt those of the first after a grace time of one minute."""
     # A job that starts in the second in which it was ended is refused, its credential taken for the old one's. Elsewhere SLURM lets two
     # minutes pass; here three seconds (in microseconds).
     text = configuration.read_text().replace("sched_min_interval=0", "sched_min_interval=3000000")
@@ -191,7 +191,7 @@ def read_rank_log(folder, attempt, rank):
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """The quickstart's text, of which this takes a part, as tokens; and its flags, with fewer iterations."""
+    """A part of the quickstart's text as tokens, and its flags with fewer iterations."""
     folder = tmp_path_factory.mktemp("text")
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model")]
     prefix = str(folder / "text")
@@ -230,7 +230,7 @@ def quickstart(tmp_path_factory):
 
 
 def curves(folder):
-    """Everything in metrics.jsonl about training and validation, but times and memory."""
+    """The records of metrics.jsonl without times and memory."""
     clocks = ("elapsed", "memory", "throughput", "tokens_per", "flop", "mfu", "timers", "resumed_from", "run")
     return [
         {name: value for name, value in record.items() if not any(word in name.lower() for word in clocks)}
@@ -238,8 +238,8 @@ def curves(folder):
     ]
 
 
-def test_the_quickstarts_model_preempted_twice_equals_an_undisturbed_run(cluster, tmp_path, quickstart):
-    """Once by a signal, once by an urgent job that takes its nodes; the curve is that of an uninterrupted run."""
+def test_quickstart_preempted_twice_equals_an_uninterrupted_run(cluster, tmp_path, quickstart):
+    """Preempted by a signal and by a job of higher priority; the curve equals that of an uninterrupted run."""
     data, flags = quickstart
     job = cluster.submit(tmp_path, *flags, MODEL="mixtral_tiny", DATA_PATH=data, COMMENT='two "words" \\ #1')
     assert 'Comment=two "words" \\ #1' in cluster("scontrol", "show", "job", job)
@@ -319,7 +319,7 @@ def scalars(folder):
     return found
 
 
-def test_scancel_saves_and_is_final(cluster, tmp_path):
+def test_scancel_saves_and_does_not_requeue(cluster, tmp_path):
     job = cluster.submit(tmp_path, *LONG)
     cluster.wait("training", lambda: len(records(tmp_path)) >= 3, tmp_path)
     cluster("scancel", job)
@@ -334,18 +334,18 @@ def test_scancel_saves_and_is_final(cluster, tmp_path):
     )
 
 
-def test_a_killed_rank_ends_the_job_with_its_words(cluster, tmp_path):
+def test_killed_rank_fails_the_job_and_shows_the_rank_logs(cluster, tmp_path):
     job = cluster.submit(tmp_path, *LONG, "--distributed-timeout-seconds-after-init", "20")
     cluster.wait("training", lambda: len(records(tmp_path)) >= 3, tmp_path)
-    os.kill(rank_1(tmp_path), signal.SIGKILL)
+    os.kill(find_rank_1(tmp_path), signal.SIGKILL)
     cluster.wait_for_state(job, "FAILED", folder=tmp_path)
     text = read_log(tmp_path, job)
     assert "last lines of the ranks" in text and "pretrain_moe.py: rank 0" in text
     assert cluster.job(job, "Restarts") == "0"
 
 
-def rank_1(folder):
-    """The process of rank 1, which is found by where it logs."""
+def find_rank_1(folder):
+    """The process id of rank 1, identified by its log file."""
     output = str((folder / "out" / "logs" / "latest").resolve() / "rank-1.log")
     for process, line in processes():
         try:
@@ -367,7 +367,7 @@ def processes():
     return found
 
 
-def test_an_arrays_tasks_resume_one_after_the_other(cluster, tmp_path):
+def test_array_tasks_resume_one_after_the_other(cluster, tmp_path):
     before = cluster("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
     array = cluster.submit(
         tmp_path, *LINE, "--train-iters", "2", "--exit-duration-in-mins", "0", ARRAY="5", DEPENDENCY=f"afterok:{before}"
@@ -380,8 +380,8 @@ def test_an_arrays_tasks_resume_one_after_the_other(cluster, tmp_path):
     assert len(logs) == 3, "two iterations, one start that finds them done, and the rest cancelled"
 
 
-def test_a_node_that_goes_down_costs_the_work_since_the_last_save(cluster, tmp_path):
-    """And nothing where the ranks live to hear SLURM's SIGTERM. It resumes with one node: its owner does not want to wait for the other."""
+def test_node_down_requeues_and_resumes_on_one_node(cluster, tmp_path):
+    """The job resumes from the last save, with one node instead of two."""
     job = cluster.submit(tmp_path, *LONG, "--save-interval", "5")
     cluster.wait("training", lambda: len(records(tmp_path)) >= 12, tmp_path)
     cluster("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
@@ -407,8 +407,8 @@ def test_a_node_that_goes_down_costs_the_work_since_the_last_save(cluster, tmp_p
     assert abs(losses[saved] - losses[saved - 1]) < 0.2
 
 
-def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
-    """SLURM's own signal before the time limit: saved and requeued, with time left. Then attempts that cannot save end the job."""
+def test_time_limit_requeues_and_two_stalled_attempts_end_the_job(cluster, tmp_path):
+    """SLURM's signal before the time limit saves and requeues. Then two attempts that cannot save end the job."""
     python = tmp_path / "python"  # of the later attempts a signal ends the interpreter before it has begun
     python.write_text(
         f'#!/bin/bash\n[ "$SLURM_RESTART_COUNT" = "" ] || [ "$SLURM_RESTART_COUNT" = 0 ] || kill -TERM $$\nexec {sys.executable} "$@"\n'
@@ -430,8 +430,8 @@ def test_the_clock_and_two_attempts_without_progress(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_at_the_time_limit_itself_it_saves_too(cluster, tmp_path):
-    """Without a signal before: SLURM ends the ranks by SIGTERM and waits KillWait seconds."""
+def test_sigterm_at_the_time_limit_saves_and_requeues(cluster, tmp_path):
+    """Without an earlier signal, SLURM sends SIGTERM to the ranks and waits KillWait seconds."""
     job = cluster.submit(tmp_path, *LONG, RUN_TIME="1:00", SIGNAL_SECONDS="0")
     cluster.wait_for_requeue(job, 1, tmp_path)
     assert "DUE TO TIME LIMIT" in read_log(tmp_path, job)
@@ -440,11 +440,11 @@ def test_at_the_time_limit_itself_it_saves_too(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_under_the_ranks_requeues_the_job(cluster, tmp_path):
-    """Its rank, its daemon and its job step are killed: the other rank sees it first, the job continues when SLURM does."""
+def test_node_failure_requeues_the_job(cluster, tmp_path):
+    """The rank, the daemon and the job step of a node are killed: the other rank ends, and SLURM requeues the job."""
     job = cluster.submit(tmp_path, *LONG, "--save-interval", "5", "--distributed-timeout-seconds-after-init", "20")
     cluster.wait("training", lambda: len(records(tmp_path)) >= 12, tmp_path)
-    rank = rank_1(tmp_path)
+    rank = find_rank_1(tmp_path)
     step = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     (daemon,) = [process for process, line in processes() if "slurmd -D -N node2" in line]
     for process in (daemon, step, rank):
