@@ -42,11 +42,11 @@ def test_a_sample_of_faults_loses_only_the_work_since_the_last_save(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
-def test_every_fault(tmp_path, fault):
+def test_every_fault_ends_as_documented(tmp_path, fault):
     check(table.run_faults([fault], tmp_path))
 
 
-def test_names_are_unique_and_injection_points_exist():
+def test_fault_names_are_unique_and_injection_points_exist():
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names) >= 30
     for injection in (injection for fault in FAULTS for injection in fault.injections):
@@ -57,7 +57,7 @@ def test_names_are_unique_and_injection_points_exist():
         assert callable(owner)
 
 
-def test_an_unexpected_result_fails(tmp_path):
+def test_unexpected_results_are_failures(tmp_path):
     """A run that its fault does not hit, and one that loses more than allowed, are failures."""
     missed = dataclasses.replace(select("kill: optimizer")[0], injections=(Injection("kill", FORWARD, 1, 99),))
     (result,) = table.run_faults([missed], tmp_path / "missed")
@@ -68,13 +68,13 @@ def test_an_unexpected_result_fails(tmp_path):
     assert "resumed from 3, but 6 was saved" in result.problems[0]
 
 
-def test_list_prints_the_names(capsys):
+def test_list_prints_the_fault_names(capsys):
     assert table.main(["--list"]) == 0
     assert "kill: optimizer" in capsys.readouterr().out
     assert table.main(["--only", "no such word"]) == 2
 
 
-def test_the_table_shows_what_was_lost():
+def test_table_shows_lost_iterations():
     fault = select("kill: optimizer")[0]
     result = table.FaultResult(
         fault, codes="3 -9", message="rank 1: gone | away", done=4, saved=3, resumed=3, equal=True
