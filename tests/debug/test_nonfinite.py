@@ -1,4 +1,4 @@
-"""The search for the first number that is not finite, on modules of a few lines."""
+"""The search for the first non-finite value, on small modules."""
 
 import pytest
 import torch
@@ -19,22 +19,22 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Scale(nn.Module):
-    """x * weight; then what the test plants."""
+    """x * weight, plus injected values."""
 
     def __init__(self, name):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.weight.info = ParamInfo((f"{name}.weight",))
-        self.forward_plant = self.backward_plant = None
+        self.forward_fault = self.backward_fault = None
 
     def forward(self, x):
         y = x * self.weight
-        if self.forward_plant is not None:
-            y = y + self.forward_plant
-        return y if self.backward_plant is None else Spoil.apply(y, self.backward_plant)
+        if self.forward_fault is not None:
+            y = y + self.forward_fault
+        return y if self.backward_fault is None else AddInBackward.apply(y, self.backward_fault)
 
 
-class Spoil(torch.autograd.Function):
+class AddInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, value):
         ctx.value = value
@@ -65,7 +65,7 @@ class Model(nn.Module):
         return x
 
 
-def look(model, microbatches=1, change=None, number=0):
+def find_first_nonfinite(model, microbatches=1, change=None, number=0):
     current = [1]
     search = NonFiniteTracer([Chunk(number, model, lambda path: path or "all")], lambda: current[0])
     with search.watching():
@@ -78,41 +78,44 @@ def look(model, microbatches=1, change=None, number=0):
 
 
 @pytest.mark.parametrize("value, kind", [(NAN, "NaN"), (INF, "Inf")])
-def test_the_module_that_makes_it_is_named_and_not_the_ones_behind_or_around_it(value, kind):
+def test_module_that_produces_the_first_nonfinite_value_is_named(value, kind):
     model = Model()
-    model.blocks[0].second.forward_plant = value
-    found = look(model)
+    model.blocks[0].second.forward_fault = value
+    found = find_first_nonfinite(model)
     assert (found.microbatch, found.direction) == (1, FORWARD)
     assert found.text == f"{kind} in the results of blocks.0.second, forward pass of microbatch 1"
 
 
-def test_backward_names_the_module_whose_results_had_sound_gradients():
+def test_backward_names_the_last_module_with_finite_output_gradients():
     model = Model()
-    model.blocks[1].first.backward_plant = NAN
-    found = look(model)
+    model.blocks[1].first.backward_fault = NAN
+    found = find_first_nonfinite(model)
     # its gradients reach the weight and the input alike: both are of this module
     assert found.direction == BACKWARD and "blocks.1.first" in found.what and "reaches" not in found.what
     model = Model()
     for module in model.blocks:
         module.first.weight.requires_grad_(False)
-    model.blocks[1].first.backward_plant = NAN
-    assert look(model).text == "NaN in the gradient that blocks.1.first passes on, backward pass of microbatch 1"
+    model.blocks[1].first.backward_fault = NAN
+    assert (
+        find_first_nonfinite(model).text
+        == "NaN in the gradient that blocks.1.first passes on, backward pass of microbatch 1"
+    )
 
 
-def test_only_the_microbatch_that_has_it_counts():
+def test_first_microbatch_with_a_nonfinite_value_is_named():
     model = Model()
 
     def change(microbatch):
-        model.blocks[1].second.backward_plant = NAN if microbatch == 2 else None
-        model.blocks[0].first.forward_plant = NAN if microbatch == 3 else None
+        model.blocks[1].second.backward_fault = NAN if microbatch == 2 else None
+        model.blocks[0].first.forward_fault = NAN if microbatch == 3 else None
 
-    found = look(model, 3, change)
+    found = find_first_nonfinite(model, 3, change)
     assert found.microbatch == 2 and found.direction == BACKWARD and "blocks.1.second" in found.what
 
 
-def test_sound_numbers_are_left_as_they_are_and_hooks_go():
+def test_finite_values_are_unchanged_and_hooks_are_removed():
     model, plain = Model(), Model()
-    assert look(model) is None
+    assert find_first_nonfinite(model) is None
     plain(torch.ones(3, 4, requires_grad=True)).sum().backward()
     for (name, watched), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(watched.grad, expected.grad), name
@@ -120,22 +123,22 @@ def test_sound_numbers_are_left_as_they_are_and_hooks_go():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_weight_that_is_not_finite_comes_first_by_its_name_in_a_stack():
+def test_nonfinite_weight_is_named_before_activations():
     model = Model()
     stack = model.blocks[1].second
     stack.weight.info = ParamInfo(tuple(f"experts.{index}" for index in range(4)), kind="expert", stacked=True)
     with torch.no_grad():
         stack.weight[2] = INF
-    model.blocks[0].first.forward_plant = NAN
-    assert look(model).text == "weight experts.2 is Inf before the iteration"
+    model.blocks[0].first.forward_fault = NAN
+    assert find_first_nonfinite(model).text == "weight experts.2 is Inf before the iteration"
     assert first_nonfinite_weight(Chunk(0, model.blocks[0], str)) is None
 
 
-def test_rows_encode_the_part_and_rows_after_all_parts_mean_nothing():
+def test_nonfinite_rows_name_the_expert_and_padding_rows_are_ignored():
     def search(bad_row):
         module = Scale("experts")
-        module.forward_plant = torch.zeros(6, 4)
-        module.forward_plant[bad_row] = NAN
+        module.forward_fault = torch.zeros(6, 4)
+        module.forward_fault[bad_row] = NAN
         found = NonFiniteTracer(
             [Chunk(0, module, lambda path: "experts")], lambda: 1, lambda module, args: (["e4", "e5", "e6"], [2, 0, 3])
         )
@@ -148,7 +151,7 @@ def test_rows_encode_the_part_and_rows_after_all_parts_mean_nothing():
     assert search(5) is None
 
 
-def test_ranks_agree_on_the_one_that_was_there_first():
+def test_ranks_agree_on_the_earliest_fault():
     def fault(microbatch, direction, chunk, position):
         return Fault(microbatch, direction, chunk, position, "")
 
@@ -160,21 +163,21 @@ def test_ranks_agree_on_the_one_that_was_there_first():
     assert min(fault(0, FORWARD, 7, 7), forward).microbatch == 0, "a weight was there before"
     # position in a model: a child before its parent in both directions
     model = Model()
-    model.blocks[1].second.forward_plant = NAN
-    child = look(model)
+    model.blocks[1].second.forward_fault = NAN
+    child = find_first_nonfinite(model)
     sent = fault(1, FORWARD, 0, 0)
     assert sent < child
     # full searches on two stages
-    for plant, first in (("forward_plant", 0), ("backward_plant", 1)):
+    for attribute, first in (("forward_fault", 0), ("backward_fault", 1)):
         seen = []
         for stage in (0, 1):
             model = Model()
-            setattr(model.blocks[0].first, plant, NAN)
-            seen.append(look(model, number=stage))
-        assert min(seen) is seen[first], plant
+            setattr(model.blocks[0].first, attribute, NAN)
+            seen.append(find_first_nonfinite(model, number=stage))
+        assert min(seen) is seen[first], attribute
 
 
-def test_gradients_after_their_reduction():
+def test_nonfinite_reduced_gradients_are_named():
     class Slot:
         def __init__(self, name):
             self.param = nn.Parameter(torch.ones(2))
