@@ -24,7 +24,7 @@ RECORD = IterationRecord(
 )
 
 
-def test_iteration_line_has_the_fields_order_and_widths_users_grep_for():
+def test_iteration_line_has_the_fields_and_widths_of_megatron():
     record = replace(
         RECORD,
         step=StepResult({}, grad_norm=2.345, num_zeros=0),
@@ -62,7 +62,7 @@ def test_iteration_line_drops_negative_losses_keeps_zero_and_shows_skipped_sampl
     assert line.endswith(" number of skipped iterations:   1 | number of nan iterations:   2 |")
 
 
-def test_iteration_line_has_energy_and_overload_factors_where_parsers_look():
+def test_iteration_line_has_energy_and_overload_factors_in_place():
     record = replace(RECORD, energy=Energy(12.34, 567.89), next_learning_rate=0.5)
     line = iteration_line(record, NOW, 2, 1.0, {}, throughput=3.0, overload_factors=(1.25, 2.5))
     assert (
@@ -78,7 +78,7 @@ def test_validation_line_is_framed_and_caps_the_perplexity():
     assert first == last == "-" * (len(text) + 1)
 
 
-def test_arguments_are_sorted_and_padded_to_48_columns():
+def test_printed_arguments_are_sorted_and_padded_to_48_columns():
     lines = arguments_block({"seed": 1, "bf16": True}).splitlines()
     assert lines[0] == "------------------------ arguments ------------------------"
     assert lines[1] == "  bf16 " + "." * 44 + " True"

@@ -1,4 +1,4 @@
-"""dashboard.html: what goes into the page, how large and how often, and that it never ends a run. In a browser: test_dashboard_browser.py."""
+"""dashboard.html: its contents, size and write interval; errors never end a run. In a browser: test_dashboard_browser.py."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from moe_trainer.metrics.dashboard import Dashboard, DownsampledList, dashboard_
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 
 
-def embedded(path):
+def read_embedded_data(path):
     """The data in a page."""
     text = path.read_text(encoding="utf-8")
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL).group(1))
@@ -33,23 +33,23 @@ def routing(iteration, layers=2, experts=4):
     }
 
 
-def test_a_run_leaves_its_page_next_to_its_metrics(tmp_path):
+def test_dashboard_is_written_next_to_the_metrics_file(tmp_path):
     log = MetricsLogger(
         LogOptions(OutputArgs(log_interval=1), 10, str(tmp_path / "metrics.jsonl"), peak_tflops=30.0), 2, 0, {"lr": 0.1}
     )
     log.record(record(1, 4.0))
-    first = embedded(tmp_path / "dashboard.html")
+    first = read_embedded_data(tmp_path / "dashboard.html")
     assert [each["lm loss"] for each in first["records"]] == [4.0] and not first["done"]
     log.record(record(2, 3.0))
     log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
     log.close()
-    data, lines = embedded(tmp_path / "dashboard.html"), (tmp_path / "metrics.jsonl").read_text().splitlines()
+    data, lines = read_embedded_data(tmp_path / "dashboard.html"), (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert data["records"] + data["validations"] == [json.loads(line) for line in lines]
     assert data["done"] and data["train_iters"] == 10 and data["world_size"] == 2 and data["settings"] == {"lr": 0.1}
     assert data["records"][0]["mfu"] == pytest.approx(3.0 / 30.0)
 
 
-def test_a_resumed_run_shows_what_came_before(tmp_path):
+def test_dashboard_of_a_resumed_run_shows_earlier_iterations(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"iteration": 1, "lm loss": 5.0}\n{"iteration": 2, "lm loss": 4.0}\n{"iteration": 3, "lm loss": 3.0}\n{"itera'
@@ -58,7 +58,7 @@ def test_a_resumed_run_shows_what_came_before(tmp_path):
     log.record(record(3, 2.0))
     log.record(record(4, 2.0))
     log.close()
-    data = embedded(tmp_path / "dashboard.html")
+    data = read_embedded_data(tmp_path / "dashboard.html")
     assert [(each["iteration"], each["lm loss"]) for each in data["records"]] == [
         (1, 5.0),
         (2, 4.0),
@@ -73,24 +73,24 @@ def test_a_resumed_run_shows_what_came_before(tmp_path):
     ]
 
 
-def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+def test_dashboard_loads_no_external_resources(tmp_path):
     page = Dashboard(tmp_path / "dashboard.html", {}).page()
     assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|@import|url\(|fetch\(|XMLHttpRequest""", page)
     assert "uPlot (v1.6.32)" in page and "The MIT License (MIT)" in page and "@@" not in page.replace("@@iterator", "")
 
 
-def test_text_of_users_stays_text_and_what_is_no_number_is_null(tmp_path):
+def test_dashboard_escapes_text_and_writes_nonfinite_values_as_null(tmp_path):
     nasty = "</script><script>alert(1)</script><!--"
     board = Dashboard(tmp_path / "dashboard.html", {"title": nasty, "settings": {nasty: nasty}})
     board.add({"iteration": 1, "lm loss": math.nan, "grad_norm": math.inf})
     assert nasty not in (tmp_path / "dashboard.html").read_text()
-    data = embedded(tmp_path / "dashboard.html")
+    data = read_embedded_data(tmp_path / "dashboard.html")
     assert data["settings"] == {nasty: nasty} and data["records"] == [
         {"iteration": 1, "lm loss": None, "grad_norm": None}
     ]
 
 
-def test_write_errors_are_reported_once_and_end_nothing(tmp_path, caplog):
+def test_dashboard_write_errors_are_reported_once(tmp_path, caplog):
     board = Dashboard(tmp_path / "gone" / "dashboard.html", {})
     for iteration in (1, 2):
         board.take({"iteration": iteration})
@@ -100,10 +100,10 @@ def test_write_errors_are_reported_once_and_end_nothing(tmp_path, caplog):
     ]
     (tmp_path / "gone").mkdir()
     board.write()
-    assert len(embedded(tmp_path / "gone" / "dashboard.html")["records"]) == 2
+    assert len(read_embedded_data(tmp_path / "gone" / "dashboard.html")["records"]) == 2
 
 
-def test_a_full_disk_leaves_the_old_page(tmp_path, monkeypatch, caplog):
+def test_full_disk_keeps_the_old_dashboard(tmp_path, monkeypatch, caplog):
     board = Dashboard(tmp_path / "dashboard.html", {})
     board.add({"iteration": 1})
     old = (tmp_path / "dashboard.html").read_text()
@@ -118,8 +118,8 @@ def test_a_full_disk_leaves_the_old_page(tmp_path, monkeypatch, caplog):
     assert [path.name for path in tmp_path.iterdir()] == ["dashboard.html"]
 
 
-def test_pages_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
-    """A page that takes 0.1 s of a clock is written again after 10 s; a fast one after a second."""
+def test_dashboard_writes_take_at_most_one_percent_of_the_time(tmp_path, monkeypatch):
+    """A page that takes 0.1 s to write is written again after 10 s; a fast one after a second."""
     for taken, wait in ((0.1, 10.0), (0.0001, 1.0)):
         now, written = [0.0], []
         board = Dashboard(tmp_path / "dashboard.html", {})
@@ -138,7 +138,7 @@ def test_pages_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
         assert len(gaps) >= 3 and all(wait - 1e-6 <= gap <= wait + taken + 0.06 for gap in gaps)
 
 
-def test_thinned_lists_are_even_bounded_and_end_with_the_newest():
+def test_downsampled_list_is_even_bounded_and_ends_with_the_newest():
     for length in (0, 1, 5, 9, 10, 11, 100, 1234):
         kept = DownsampledList(10)
         for item in range(length):
@@ -149,7 +149,7 @@ def test_thinned_lists_are_even_bounded_and_end_with_the_newest():
     assert DownsampledList(2).items() == []
 
 
-def test_the_page_of_a_long_run_of_a_large_model_stays_small(tmp_path):
+def test_dashboard_of_a_long_run_of_a_large_model_stays_small(tmp_path):
     board, large = Dashboard(tmp_path / "dashboard.html", {}), routing(1000, 58, 256)
     for iteration in count(1):
         board.take({"iteration": iteration, "lm loss": 1.23456789, "routing": large})
@@ -159,19 +159,19 @@ def test_the_page_of_a_long_run_of_a_large_model_stays_small(tmp_path):
     board.write()
     assert time.process_time() - begin < 20.0
     assert (tmp_path / "dashboard.html").stat().st_size < 6e6
-    data = embedded(tmp_path / "dashboard.html")
+    data = read_embedded_data(tmp_path / "dashboard.html")
     assert data["loads"][-1]["iteration"] == data["layers"][-1]["iteration"] == data["records"][-1]["iteration"] == 3000
 
 
-def test_the_page_of_any_metrics_file(tmp_path, capsys):
+def test_dashboard_command_reads_any_metrics_file(tmp_path, capsys):
     (tmp_path / "old.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n[1]\n')
     assert main([str(tmp_path / "old.jsonl")]) == 0
-    assert embedded(tmp_path / "old-dashboard.html")["records"] == [{"iteration": 1, "lm loss": 5.0}]
+    assert read_embedded_data(tmp_path / "old-dashboard.html")["records"] == [{"iteration": 1, "lm loss": 5.0}]
     (tmp_path / "foreign.jsonl").write_text(
         '{"iteration": 1, "routing": 5}\n{"iteration": 2, "routing": {}}\n{"iteration": 3, "lm loss": 4.0}\n'
     )
     assert main([str(tmp_path / "foreign.jsonl")]) == 0
-    assert embedded(tmp_path / "foreign-dashboard.html")["records"][-1] == {"iteration": 3, "lm loss": 4.0}
+    assert read_embedded_data(tmp_path / "foreign-dashboard.html")["records"][-1] == {"iteration": 3, "lm loss": 4.0}
     (tmp_path / "foreign-dashboard.html").unlink()
     (tmp_path / "foreign-dashboard.html").mkdir()
     assert main([str(tmp_path / "foreign.jsonl")]) == 1  # logged as a warning
@@ -179,11 +179,11 @@ def test_the_page_of_any_metrics_file(tmp_path, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
-def test_devices_get_no_page():
+def test_device_files_get_no_dashboard():
     assert open_dashboard("/dev/full", {}) is None and dashboard_path_for("a/metrics.jsonl").name == "dashboard.html"
 
 
-def test_peaks_by_the_names_of_drivers():
+def test_peak_flops_by_device_name():
     assert bf16_peak_tflops("NVIDIA H200") == bf16_peak_tflops("NVIDIA H100 80GB HBM3") == 989.4
     assert (
         bf16_peak_tflops("NVIDIA GB200") == 2500
@@ -197,8 +197,8 @@ def test_peaks_by_the_names_of_drivers():
     )
 
 
-def test_what_happened_is_kept_when_records_are_thinned(tmp_path, monkeypatch):
-    """Of a resumed run with skipped iterations; and read from a file that is too large to be parsed whole."""
+def test_dashboard_keeps_events_when_records_are_downsampled(tmp_path, monkeypatch):
+    """For a resumed run with skipped iterations; also for a file that is too large to be parsed completely."""
     path = tmp_path / "metrics.jsonl"
     skipped = {"iteration": 4001, "samples": [1, 2], "because": "the loss is nan"}
     lines = [{"iteration": number} for number in range(1, 6001)]
@@ -214,6 +214,6 @@ def test_what_happened_is_kept_when_records_are_thinned(tmp_path, monkeypatch):
     for most, fewest in ((module.MAX_PARSED_BYTES, 1000), (10_000, 400)):
         monkeypatch.setattr(module, "MAX_PARSED_BYTES", most)
         open_dashboard(path, {}).write()
-        data = embedded(tmp_path / "dashboard.html")
+        data = read_embedded_data(tmp_path / "dashboard.html")
         assert data["events"] == events and [each["iteration"] for each in data["validations"]] == [500]
         assert fewest <= len(data["records"]) <= module.MAX_RECORDS + 1 and data["records"][-1] == {"iteration": 6000}

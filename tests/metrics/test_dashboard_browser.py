@@ -82,7 +82,7 @@ def browser(records, tmp_path_factory):
     driver.quit()
 
 
-def test_it_loads_without_a_word_and_without_a_network(records, browser):
+def test_dashboard_loads_without_console_messages_and_network(records, browser):
     assert browser.get_log("browser") == []
     asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     # a fresh Chromium opens a page of its own, too
@@ -94,7 +94,7 @@ def test_it_loads_without_a_word_and_without_a_network(records, browser):
     assert len(urls) >= 1 and all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
-def test_the_curves_are_those_of_the_metrics_file(records, browser):
+def test_dashboard_curves_equal_the_metrics_file(records, browser):
     steps = [record for record in records[0] if "validation" not in record]
     checks = [record for record in records[0] if record.get("validation") == "validation"]
     charts = browser.execute_script(
@@ -125,7 +125,7 @@ def test_the_curves_are_those_of_the_metrics_file(records, browser):
     assert "drop_rate" not in charts and "mfu" not in charts  # nothing is dropped; a CPU has no peak
 
 
-def test_every_plot_has_ink(browser):
+def test_every_dashboard_plot_is_drawn(browser):
     inks = browser.execute_script("""
         return Object.fromEntries(Object.entries(dashboard.charts).map(([name, chart]) => {
             const {width, height} = chart.ctx.canvas, pixels = chart.ctx.getImageData(0, 0, width, height).data;
@@ -137,7 +137,7 @@ def test_every_plot_has_ink(browser):
     assert len(inks) >= 10 and all(count > 50 for count in inks.values()), inks
 
 
-def test_the_heat_map_shows_the_loads_and_goes_back_in_time(records, browser):
+def test_heat_map_shows_expert_loads_of_any_iteration(records, browser):
     steps = [record for record in records[0] if "validation" not in record]
     colour = """
         const {left, wide, high} = dashboard.map, [layer, expert] = arguments, dense = window.devicePixelRatio || 1;
@@ -158,7 +158,7 @@ def test_the_heat_map_shows_the_loads_and_goes_back_in_time(records, browser):
         browser.execute_script('const moment = document.getElementById("moment"); moment.value = 0; moment.oninput();')
 
 
-def test_the_head_tells_where_the_run_is(records, browser):
+def test_dashboard_header_shows_the_state_of_the_run(records, browser):
     from selenium.webdriver.common.by import By
 
     assert browser.find_element(By.ID, "state").text.startswith("iteration 8 of 8, 2 ranks, ended; written ")
@@ -167,8 +167,8 @@ def test_the_head_tells_where_the_run_is(records, browser):
     assert "num_experts" in browser.find_element(By.ID, "settings").get_attribute("textContent")
 
 
-def test_a_phone_shows_all_of_it_and_what_happened(records, browser, tmp_path):
-    """The same run, had it been resumed after iteration 3 and skipped iteration 6."""
+def test_dashboard_fits_a_phone_and_shows_events(records, browser, tmp_path):
+    """The same run with a resume after iteration 3 and a skipped iteration 6."""
     lines = [dict(record) for record in records[0]]
     lines[3]["resumed_from"] = 3
     lines[7]["rejected"] = [{"iteration": 6, "samples": [20, 24], "because": "the loss is nan"}]

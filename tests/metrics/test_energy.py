@@ -21,22 +21,22 @@ from moe_trainer.parallel.state import ParallelState
 CUDA = torch.device("cuda")
 
 
-def meters(rank, n):
-    """Rank 0 uses 30 J in three iterations, rank 1 60 J; each second of the clock is one."""
+def measure_energy(rank, n):
+    """In three iterations and two seconds, rank 0 uses 30 J and rank 1 uses 60 J."""
     readings, moments = iter([1000.0, 1000.0 + 30_000.0 * (rank + 1)]), iter([5.0, 7.0])
     energy.time = SimpleNamespace(perf_counter=lambda: next(moments))
     return EnergyMeter(ParallelState.create(n, rank), torch.device("cpu"), lambda: next(readings)).lap(3)
 
 
-def test_energy_is_a_mean_over_gpus():
-    assert run_ranks(meters, 2) == [((10.0 + 20.0) / 2, (15.0 + 30.0) / 2)] * 2
+def test_logged_energy_is_the_mean_over_gpus():
+    assert run_ranks(measure_energy, 2) == [((10.0 + 20.0) / 2, (15.0 + 30.0) / 2)] * 2
 
 
-class Library:
-    """As pynvml, with one GPU."""
+class FakePynvml:
+    """A replacement of pynvml with one GPU."""
 
     class NVMLError(Exception):
-        """As pynvml's."""
+        """A replacement of pynvml.NVMLError."""
 
     def __init__(self, total=None):
         self.total = total
@@ -59,17 +59,17 @@ class Library:
     ("library", "reason"),
     [
         (None, "the package nvidia-ml-py (pynvml) is not installed"),
-        (Library(), "cannot read the GPU's energy (Not Supported)"),
+        (FakePynvml(), "cannot read the GPU's energy (Not Supported)"),
     ],
 )
-def test_a_gpu_without_a_counter_says_why(monkeypatch, library, reason):
+def test_missing_energy_counter_is_explained(monkeypatch, library, reason):
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     assert open_energy_meter(ParallelState.single(), CUDA) == reason
 
 
-def test_the_counter_is_that_of_this_gpu(monkeypatch):
-    library = Library(5000)
+def test_energy_counter_is_that_of_the_gpu_of_this_rank(monkeypatch):
+    library = FakePynvml(5000)
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     assert energy._open_counter(CUDA)() == 5000
@@ -90,7 +90,7 @@ def test_a_cpu_run_logs_that_the_flags_have_no_effect(tmp_path):
     assert "energy per GPU" not in done.stdout and not (tmp_path / "snapshot.pickle").exists()
 
 
-def test_energy_reaches_line_file_and_tensorboard(tmp_path, capsys):
+def test_energy_is_logged_to_console_file_and_tensorboard(tmp_path, capsys):
     log = MetricsLogger(
         LogOptions(
             OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "board")), 10, str(tmp_path / "metrics.jsonl")
@@ -125,7 +125,7 @@ def test_energy_reaches_line_file_and_tensorboard(tmp_path, capsys):
     assert [events.Scalars(name)[0].value for name in ("iter-energy/gpu", "power/gpu")] == [150.0, 300.0]
 
 
-def test_the_memory_line_ends_with_what_all_processes_use():
+def test_memory_line_ends_with_the_total_device_memory():
     assert memory_line(0, 1, 1, 1, 1, 1, 3 * 2**20).endswith(
         " | max reserved: 9.5367431640625e-07 | total device memory used: 3.0"
     )

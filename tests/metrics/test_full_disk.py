@@ -13,7 +13,7 @@ from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter
 
 
 class Disk:
-    """An os.write that accepts `free` bytes."""
+    """A replacement of os.write that accepts `free` bytes."""
 
     def __init__(self, monkeypatch):
         self.free, self._write = 10**9, os.write
@@ -58,7 +58,7 @@ def test_buffered_records_at_the_end_are_an_error(tmp_path, disk):
     file.close()
 
 
-def test_the_buffer_is_bounded(tmp_path, disk, monkeypatch):
+def test_metrics_buffer_is_bounded(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(metrics_file, "MAX_BUFFERED_BYTES", 40)
     file = open_metrics_file(str(tmp_path / "metrics.jsonl"), 0)
     disk.free = 0
@@ -72,26 +72,26 @@ class Writer:
 
     def __init__(self, log, broken):
         if broken:
-            raise full()
+            raise disk_full_error()
         self.log, self.broken = log, broken
 
     def add_scalar(self, name, value, step):
         if self.broken:
-            raise full()
+            raise disk_full_error()
         self.log.append(step)
 
     def flush(self):
         if self.broken:
-            raise full()
+            raise disk_full_error()
 
     close = flush
 
 
-def full():
+def disk_full_error():
     return OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_tensorboard_continues_in_a_new_file(caplog):
+def test_tensorboard_continues_in_a_new_file_after_a_full_disk(caplog):
     broken, files = [], []
 
     def open_writer():

@@ -57,7 +57,7 @@ def test_records_hold_their_own_iteration_while_the_line_averages(tmp_path, caps
     assert "learning rate: 2.000000E-01" in lines[0]
 
 
-def test_counters_count_since_the_last_record(tmp_path, capsys):
+def test_skipped_and_nan_iterations_are_counted_since_the_last_record(tmp_path, capsys):
     reported = [record(1, 4.0), record(2, math.nan, skipped=True), record(3, 2.0), record(4, 1.0)]
     records, lines = run(tmp_path, reported, capsys, log_interval=4)
     assert [r["iteration"] for r in records] == [1, 4]
@@ -68,7 +68,7 @@ def test_counters_count_since_the_last_record(tmp_path, capsys):
     assert "lm loss: 2.333333E+00" in lines[1]
 
 
-def test_a_rejected_iteration_stands_in_one_record(tmp_path, capsys):
+def test_rejected_iteration_appears_in_one_record(tmp_path, capsys):
     skipped = [{"iteration": number, "samples": [0, 4], "because": "the loss is nan"} for number in (1, 3, 5)]
     reported = [
         record(number, 1.0, rejected=[each for each in skipped if each["iteration"] <= number])
@@ -78,7 +78,7 @@ def test_a_rejected_iteration_stands_in_one_record(tmp_path, capsys):
     assert [[each["iteration"] for each in r.get("rejected", [])] for r in records] == [[1], [], [3, 5]]
 
 
-def test_throughput_counts_all_ranks(tmp_path, capsys):
+def test_logged_throughput_counts_all_ranks(tmp_path, capsys):
     records, lines = run(tmp_path, [record(1, 4.0)], capsys, log_interval=1, log_throughput=True)
     assert records[0]["tflops_per_gpu"] == pytest.approx(3.0)
     assert records[0]["tokens_per_s"] == pytest.approx(200.0)
@@ -92,7 +92,7 @@ def test_resuming_drops_repeated_records_and_a_torn_last_line(tmp_path):
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_record_that_is_lost_is_named(tmp_path, caplog):
+def test_damaged_metrics_line_is_dropped_and_named(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2, "lm l\n{"iteration": 3, "lm loss": 2.0}\n{"iteration": 5, "l'
@@ -102,7 +102,7 @@ def test_a_record_that_is_lost_is_named(tmp_path, caplog):
     assert f"{path}: dropping damaged records: line 2" in caplog.text  # iteration 5 comes again
 
 
-def test_a_new_run_keeps_the_old_file(tmp_path):
+def test_new_run_renames_the_old_metrics_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n')
     open_metrics_file(str(path), 0).close()
@@ -124,7 +124,7 @@ def test_validation_record_and_line(tmp_path, capsys):
     assert "validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in capsys.readouterr().out
 
 
-def test_tensorboard_scalars_have_megatrons_names(tmp_path, capsys):
+def test_tensorboard_scalars_have_the_names_of_megatron(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "tb"
@@ -164,7 +164,7 @@ def test_tensorboard_scalars_have_megatrons_names(tmp_path, capsys):
     assert events.Scalars("lm loss vs samples")[0].step == 4
 
 
-def test_tensorboard_shows_the_routing(tmp_path, capsys):
+def test_tensorboard_shows_routing_health_and_expert_loads(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, loads = tmp_path / "tb", torch.tensor([[0, 0, 0, 0, 0, 0], [6, 2, 0, 0, 0.5, 1]], dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_tensorboard_shows_the_routing(tmp_path, capsys):
     assert (image.step, image.height, image.width) == (1, 8, 16) and image.encoded_image_string[:4] == b"\x89PNG"
 
 
-def test_the_line_shows_how_overloaded_the_fullest_rank_is(tmp_path, capsys):
+def test_iteration_line_shows_the_overload_factors(tmp_path, capsys):
     """--log-moe-overload-factor; two ranks of two experts each, three layers, of which the first has no experts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -198,8 +198,8 @@ def test_the_line_shows_how_overloaded_the_fullest_rank_is(tmp_path, capsys):
     assert "overload" not in run(tmp_path, [reported], capsys, log_interval=1)[1][0]
 
 
-def test_what_is_logged_is_there_without_a_close(tmp_path):
-    """As after a crash: the last line's scalars and the validation's are in the file."""
+def test_tensorboard_scalars_are_flushed_without_close(tmp_path):
+    """After a crash, the file has the scalars of the last line and of the validation."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=2, tensorboard_dir=str(tmp_path)), 10), 1, 0, {})
@@ -214,14 +214,14 @@ def test_what_is_logged_is_there_without_a_close(tmp_path):
     log.close()
 
 
-def test_an_unwritable_metrics_file_is_named(tmp_path):
+def test_unwritable_metrics_file_is_named(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ValueError, match="metrics-file.*file"):
         open_metrics_file(str(blocked / "metrics.jsonl"), 0)
 
 
-def test_a_full_disk_is_named_with_its_flag(tmp_path):
+def test_full_disk_error_names_the_metrics_file_flag(tmp_path):
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, "/dev/full"), 1, 0, {})
     log.record(record(1, 4.0))
     with pytest.raises(UserError, match="--metrics-file: cannot write /dev/full: No space left on device"):
@@ -229,7 +229,7 @@ def test_a_full_disk_is_named_with_its_flag(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failed_tensorboard_write_is_reported_and_a_new_file_opened(tmp_path, caplog):
+def test_failed_tensorboard_write_is_reported_and_opens_a_new_file(tmp_path, caplog):
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb")), 10), 1, 0, {})
     for path in (tmp_path / "tb").iterdir():
         path.unlink()
@@ -241,7 +241,7 @@ def test_a_failed_tensorboard_write_is_reported_and_a_new_file_opened(tmp_path, 
     assert list((tmp_path / "tb").iterdir()), "written again, in a new file"
 
 
-def test_a_progress_bar_appears_on_terminals_only(monkeypatch):
+def test_progress_bar_appears_only_on_terminals(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

@@ -8,14 +8,14 @@ import torch
 from moe_trainer.metrics.routing_health import COLD, HOT, MEAN, PER_LAYER, heat_map, routing_health
 
 
-def table(*rows):
+def make_loads(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def test_a_layer_by_hand():
+def test_routing_health_of_a_layer_calculated_by_hand():
     """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped; the first layer is dense."""
     found = routing_health(
-        table([0, 0, 0, 0, 0, 0, 0, 0], [6, 0, 1, 1, 2, 4, 0.25, 1]), expert_ranks=2, layer_share=0.1
+        make_loads([0, 0, 0, 0, 0, 0, 0, 0], [6, 0, 1, 1, 2, 4, 0.25, 1]), expert_ranks=2, layer_share=0.1
     )
     assert found["layers"] == [1] and found["tokens_per_expert"] == [[6, 0, 1, 1]]
     assert (
@@ -30,27 +30,27 @@ def test_a_layer_by_hand():
     assert all(len(found[name]) == 1 for name in PER_LAYER)
 
 
-def test_balance_is_one_and_costs_nothing():
-    found = routing_health(table(*[[5, 5, 5, 5, 0, 0, 0, 1]] * 3), expert_ranks=4, layer_share=0.2)
+def test_balanced_routing_has_no_straggler_cost():
+    found = routing_health(make_loads(*[[5, 5, 5, 5, 0, 0, 0, 1]] * 3), expert_ranks=4, layer_share=0.2)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [1.0] * 3
     assert found["load_entropy"] == pytest.approx([1.0] * 3) and found["straggler_cost"] == 0.0
 
 
-def test_all_on_one_expert_is_the_worst():
-    found = routing_health(table([8, 0, 0, 0, 0, 0, 0, 1]), expert_ranks=4, layer_share=0.5)
+def test_routing_to_one_expert_is_the_worst_case():
+    found = routing_health(make_loads([8, 0, 0, 0, 0, 0, 0, 1]), expert_ranks=4, layer_share=0.5)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [4.0] and found[
         "load_entropy"
     ] == pytest.approx([0.0])
     assert found["straggler_cost"] == pytest.approx(1.5)
 
 
-def test_a_stage_of_dense_layers_reports_nothing():
-    found = routing_health(table([0, 0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
+def test_stage_of_dense_layers_has_no_routing_health():
+    found = routing_health(make_loads([0, 0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
     assert found["layers"] == [] and found["straggler_cost"] == 0.0 and found["tokens_per_expert"] == []
 
 
-def test_the_picture_of_the_loads():
-    """Mean 4: four times it, a quarter of it, itself, none."""
+def test_heat_map_colors_of_expert_loads():
+    """Loads with mean 4: four times the mean, a quarter of it, the mean, and zero."""
     picture = heat_map([[16, 4, 1, 0, 0, 3], [4, 4, 4, 4, 4, 4]], cell=2)
     assert picture.dtype == torch.uint8 and picture.shape == (3, 4, 12)
     colours = [tuple(picture[:, 1, 2 * expert + 1].tolist()) for expert in range(6)]

@@ -5,7 +5,7 @@ from metrics.test_logger import record
 from moe_trainer.metrics.summary import RunSummary
 
 
-def test_a_resumed_run():
+def test_summary_of_a_resumed_run():
     summary = RunSummary(train_iters=20, world_size=2, start_iteration=10)
     for iteration, seconds in ((11, 8.0), (12, 1.0), (13, 2.0)):
         summary.add_iteration(

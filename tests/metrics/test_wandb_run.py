@@ -1,4 +1,4 @@
-"""Weights & Biases by a stand-in for its package: what is handed over, which run a resumed job continues, and what its failures cost."""
+"""Weights & Biases with a fake package: logged values, resumed runs, and failures."""
 
 import json
 import sys
@@ -11,8 +11,8 @@ from arguments.output import OutputArgs
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 
 
-class Run:
-    """One run on the stand-in's server: rows by step. As the real one, it takes no step below the last."""
+class FakeRun:
+    """A run on the fake server: rows by step. Like the real one, it rejects steps below the last one."""
 
     def __init__(self, number, init_args):
         self.id, self.init_args, self.rows, self.step, self.finished = (
@@ -41,7 +41,7 @@ def server(monkeypatch):
     runs = {}
 
     def init(**init_args):
-        run = Run(len(runs), init_args)
+        run = FakeRun(len(runs), init_args)
         if init_args.get("resume") == "allow" and run.id in runs:
             run.rows = runs[run.id].rows
             run.step = max(run.rows, default=-1) + 1
@@ -52,7 +52,7 @@ def server(monkeypatch):
     return runs
 
 
-def job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
+def log_job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
     """Iterations start + 1 to stop, with a validation at the end unless it is killed."""
     output = OutputArgs(log_interval=1, save=str(folder), wandb_project="moe", wandb_exp_name="one", **flags)
     log = MetricsLogger(
@@ -65,8 +65,8 @@ def job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
         log.close()
 
 
-def test_numbers_are_those_of_tensorboard(tmp_path, server):
-    job(tmp_path, 0, 2)
+def test_wandb_values_equal_those_of_tensorboard(tmp_path, server):
+    log_job(tmp_path, 0, 2)
     (run,) = server.values()
     assert (
         run.init_args["project"] == "moe"
@@ -84,29 +84,29 @@ def test_numbers_are_those_of_tensorboard(tmp_path, server):
     } <= set(run.rows[1])
 
 
-def test_a_resumed_job_continues_its_run_and_logs_no_step_twice(tmp_path, server):
-    job(tmp_path, 0, 5, killed=True)  # its last checkpoint is of iteration 3
-    job(tmp_path, 3, 8, resumes_own_run=True)
+def test_resumed_job_continues_its_wandb_run_without_repeated_steps(tmp_path, server):
+    log_job(tmp_path, 0, 5, killed=True)  # its last checkpoint is of iteration 3
+    log_job(tmp_path, 3, 8, resumes_own_run=True)
     (run,) = server.values()
     assert run.init_args["id"] == "run0" and run.init_args["resume"] == "allow" and run.refused == []
     assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(step, 10.0 - step) for step in range(1, 9)]
     assert json.loads((tmp_path / "wandb_run.json").read_text()) == {"id": "run0", "project": "moe", "entity": None}
 
 
-def test_other_jobs_begin_a_new_run(tmp_path, server):
-    job(tmp_path, 0, 2)
-    job(tmp_path, 2, 3)  # weights from elsewhere: not its own checkpoints
+def test_jobs_without_own_checkpoint_start_a_new_wandb_run(tmp_path, server):
+    log_job(tmp_path, 0, 2)
+    log_job(tmp_path, 2, 3)  # weights from elsewhere: not its own checkpoints
     assert list(server) == ["run0", "run1"]
-    job(tmp_path, 3, 4, resumes_own_run=True, wandb_entity="team")  # another place
+    log_job(tmp_path, 3, 4, resumes_own_run=True, wandb_entity="team")  # another place
     assert list(server) == ["run0", "run1", "run2"] and "resume" not in server["run2"].init_args
-    job(tmp_path, 0, 1, resumes_own_run=True)  # asked to resume, without a checkpoint yet
+    log_job(tmp_path, 0, 1, resumes_own_run=True)  # asked to resume, without a checkpoint yet
     assert list(server)[-1] == "run3"
     (tmp_path / "wandb_run.json").write_text("{torn")
-    job(tmp_path, 1, 2, resumes_own_run=True)
+    log_job(tmp_path, 1, 2, resumes_own_run=True)
     assert list(server)[-1] == "run4" and server["run4"].rows[2]["lm loss"] == 8.0
 
 
-def test_its_failures_do_not_end_a_run(tmp_path, server, caplog):
+def test_wandb_failures_do_not_end_the_run(tmp_path, server, caplog):
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, wandb_project="moe"), 10), 1, 0, {})
     server["run0"].log = None  # not callable
     for iteration in (1, 2):
@@ -115,13 +115,13 @@ def test_its_failures_do_not_end_a_run(tmp_path, server, caplog):
     assert caplog.text.count("W&B logging failed") == 1 and not server["run0"].finished
 
 
-def test_what_prevents_its_start_is_reported(tmp_path, monkeypatch):
+def test_wandb_start_failure_is_reported(tmp_path, monkeypatch):
     def init(**init_args):
         raise RuntimeError("no API key")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(ValueError, match="--wandb-project moe: Weights & Biases cannot start a run: no API key"):
-        job(tmp_path, 0, 1)
+        log_job(tmp_path, 0, 1)
     monkeypatch.setitem(sys.modules, "wandb", None)  # import raises
     with pytest.raises(ValueError, match="--wandb-project: the package wandb is not installed"):
-        job(tmp_path, 0, 1)
+        log_job(tmp_path, 0, 1)
