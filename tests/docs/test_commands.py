@@ -91,7 +91,7 @@ def run(server: CommandServer, script: str, **env: str) -> subprocess.CompletedP
     return done
 
 
-def test_quickstart(quickstart):
+def test_quickstart_command_of_the_readme_runs(quickstart):
     lines = quickstart.stdout
     for shown in (
         "[3/5] tokens",
@@ -106,7 +106,7 @@ def test_quickstart(quickstart):
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=page_name)
-def test_commands_run(page, sandbox, quickstart):
+def test_commands_of_the_manual_run(page, sandbox, quickstart):
     for block in blocks(page):
         if block.title is None:
             run(sandbox, block.text)

@@ -16,7 +16,7 @@ from scripts import draw_docs, flag_reference
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_reference_has_every_flag_with_its_status():
+def test_flag_reference_has_every_flag_with_its_status():
     pages = flag_reference.pages()
     text = "\n".join(pages.values())
     for option in OPTIONS.values():
@@ -27,7 +27,7 @@ def test_reference_has_every_flag_with_its_status():
     assert text.count("\n- Status: ") == sum(not option.hidden for option in OPTIONS.values())
 
 
-def test_entry_of_a_flag():
+def test_flag_reference_entry_of_a_flag():
     entry = flag_reference.pages()["moe"].partition("### --moe-router-topk {")[2].partition("\n### ")[0]
     for part in (
         "- Write: `--moe-router-topk N`; field `moe_router_topk`",
@@ -51,11 +51,11 @@ def test_entry_of_a_flag():
         ("spec", "not supported: rejected by name"),
     ],
 )
-def test_status(dest, status):
+def test_flag_status_of_the_reference(dest, status):
     assert flag_reference.status(OPTIONS[dest])[0] == status
 
 
-def test_pictures_are_current():
+def test_pictures_of_the_manual_are_up_to_date():
     assert not draw_docs.stale_pictures(), "draw them again: python scripts/draw_docs.py"
 
 
@@ -72,7 +72,7 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_site_builds_without_a_dead_link_and_needs_no_network(site):
+def test_manual_builds_without_dead_links_and_network(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert 'src="http' not in text and 'rel="stylesheet" href="http' not in text, page
@@ -84,7 +84,7 @@ def test_site_builds_without_a_dead_link_and_needs_no_network(site):
 
 
 @pytest.mark.skipif(not browser.is_available(), reason=browser.MISSING)
-def test_search_in_a_browser(site):
+def test_manual_search_in_a_browser(site):
     """Opened from disk: pages load, search finds the flag by either spelling, and the console shows nothing."""
     with browser.chromium() as driver:
         for page in ("parallelism.html", "flags/index.html", "index.html"):
