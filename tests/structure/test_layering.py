@@ -85,7 +85,7 @@ def package(module: str) -> str:
     return parts[1] if parts[0] == "moe_trainer" and len(parts) > 1 else parts[0]
 
 
-def is_ours(module: str) -> bool:
+def is_product_module(module: str) -> bool:
     return module.split(".")[0] in (*PACKAGES, "pretrain_moe", "scripts", "tests")
 
 
@@ -107,17 +107,21 @@ def violations(module: str, found: list) -> list[str]:
         return [f"{module}: enter the package {importer!r} in LEVELS of this test"]
     bad = []
     for each in found:
-        if is_ours(each.module) and not may_import(importer, package(each.module)):
+        if is_product_module(each.module) and not may_import(importer, package(each.module)):
             bad.append(f"{module}:{each.line} imports {each.module}")
         elif module.startswith(WITHOUT_TORCH) and each.module.split(".")[0] in ("torch", "numpy"):
             bad.append(f"{module}:{each.line} imports {each.module}: this module must work without it")
-        elif module.startswith(WITHOUT_TORCH) and is_ours(each.module) and not each.module.startswith(WITHOUT_TORCH):
+        elif (
+            module.startswith(WITHOUT_TORCH)
+            and is_product_module(each.module)
+            and not each.module.startswith(WITHOUT_TORCH)
+        ):
             bad.append(f"{module}:{each.line} imports {each.module}, which may import torch")
     return bad
 
 
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Return one import circle as a list of modules, or an empty list."""
+def find_import_cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Return one import cycle as a list of modules, or an empty list."""
     state: dict[str, int] = {}
     path: list[str] = []
 
@@ -145,18 +149,18 @@ def test_imports_follow_the_levels():
     assert not bad, "\n".join(bad)
 
 
-def test_no_import_circles():
+def test_imports_have_no_cycles():
     known = known_modules()
     edges = {
         module_name(path): {each.module for each in read_imports(path, known) if each.module in known}
         - {module_name(path)}
         for path in product_files()
     }
-    loop = circle(edges)
+    loop = find_import_cycle(edges)
     assert not loop, " -> ".join(loop)
 
 
-def test_every_package_is_in_the_table():
+def test_every_package_is_in_the_dependency_table():
     names = {package(module_name(path)) for path in product_files()} - {"moe_trainer"}
     assert names <= set(LEVELS) and set(LEVELS) - names <= {"setup"}
 
@@ -204,7 +208,7 @@ def test_flags_and_estimates_work_without_torch():
         ("arguments.x", "from moe_trainer.estimate import flops"),
     ],
 )
-def test_a_violation_is_caught(module, text):
+def test_layering_violation_is_detected(module, text):
     known = known_modules() | {"moe_trainer.parallel.state", "moe_trainer.checkpoint.manager"}
     assert violations(module, imports(text, module, known=known))
 
@@ -218,11 +222,11 @@ def test_a_violation_is_caught(module, text):
         ("moe_trainer.data.x", "from . import loader"),
     ],
 )
-def test_an_allowed_import_passes(module, text):
+def test_allowed_import_is_no_layering_violation(module, text):
     known = known_modules() | {"moe_trainer.parallel.grid"}
     assert not violations(module, imports(text, module, known=known))
 
 
-def test_a_circle_is_caught():
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
-    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+def test_import_cycle_is_detected():
+    assert find_import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert not find_import_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})

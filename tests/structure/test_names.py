@@ -99,5 +99,5 @@ def test_public_class_names_are_unique():
         ("mushroom, recommend, departing, folded, amended", []),
     ],
 )
-def test_words_are_found_in_identifiers(text, words):
+def test_banned_words_are_detected_in_identifiers(text, words):
     assert [word for _, word in banned_words(text)] == words

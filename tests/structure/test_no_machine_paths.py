@@ -1,4 +1,4 @@
-"""What is committed names no machine, no registry, and reads the same everywhere."""
+"""Committed files name no machine and no registry."""
 
 import re
 from pathlib import Path
@@ -38,7 +38,7 @@ def committed_files() -> list[Path]:
     return found
 
 
-def offences(text: str) -> list[str]:
+def find_violations(text: str) -> list[str]:
     """List the lines of a text that name a place which exists on one machine only, or a package registry."""
     lines = text.splitlines()
     return [
@@ -59,7 +59,9 @@ def texts() -> list[Path]:
 
 def test_no_path_of_a_machine_and_no_registry():
     bad = [
-        f"{path.relative_to(ROOT)}:{line}" for path in texts() for line in offences(path.read_text(encoding="utf-8"))
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in texts()
+        for line in find_violations(path.read_text(encoding="utf-8"))
     ]
     assert not bad, "\n".join(bad)
 
@@ -85,12 +87,12 @@ def test_sources_are_ascii():
         "p = '/" + "root/.cache'",
     ],
 )
-def test_an_offence_is_caught(text):
-    assert offences(text)
+def test_machine_paths_and_registries_are_detected(text):
+    assert find_violations(text)
 
 
 @pytest.mark.parametrize(
     "text", ["a/work/b", "https://host/home/page", "$HOME/x", "/tmp/x", "../work/x", "/data/my_text_document"]
 )
-def test_what_is_allowed_passes(text):
-    assert not offences(text)
+def test_allowed_paths_are_not_reported(text):
+    assert not find_violations(text)

@@ -1,4 +1,4 @@
-"""Nothing changes at module level: two models, two tests, two layouts live in one process without seeing each other.
+"""No mutable state at module level: several models, tests and layouts in one process are independent.
 
 What is refused: module-level and class-level mutable values (lists, dicts, sets and calls that may return such),
 `global`, augmented assignments at module level, assignments to attributes of modules, classes and functions from
@@ -118,7 +118,7 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def _body_offences(body: list[ast.stmt], frozen: frozenset[str], where: str) -> list[str]:
+def _find_in_body(body: list[ast.stmt], frozen: frozenset[str], where: str) -> list[str]:
     bad = []
     for node in _statements(body):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -132,11 +132,11 @@ def _body_offences(body: list[ast.stmt], frozen: frozenset[str], where: str) -> 
         elif isinstance(node, ast.AugAssign):
             bad.append(f"{node.lineno}: {where}-level augmented assignment")
         elif isinstance(node, ast.ClassDef):
-            bad += _body_offences(node.body, frozen, "class")
+            bad += _find_in_body(node.body, frozen, "class")
     return bad
 
 
-def _function_offences(tree: ast.Module) -> list[str]:
+def _find_in_functions(tree: ast.Module) -> list[str]:
     """Find `global`, mutable defaults, and assignments to attributes of what the module holds."""
     shared = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     for node in tree.body:
@@ -171,7 +171,7 @@ def _function_offences(tree: ast.Module) -> list[str]:
     return bad
 
 
-def _remembering(tree: ast.Module, file: str) -> list[str]:
+def _find_caches(tree: ast.Module, file: str) -> list[str]:
     """Find functions with a cache, which is state that everybody shares."""
     return [
         f"{node.lineno}: {node.name} remembers its results"
@@ -182,30 +182,32 @@ def _remembering(tree: ast.Module, file: str) -> list[str]:
     ]
 
 
-def offences(text: str, file: str = "") -> list[str]:
-    """List, as 'line: what', everything in a source text that keeps state at module level. file: its path in the repository."""
+def find_violations(text: str, file: str = "") -> list[str]:
+    """List, as 'line: problem', all state at module level in a source text. file: its path in the repository."""
     tree = ast.parse(text)
     found = (
-        _body_offences(tree.body, _frozen_names(tree), "module") + _function_offences(tree) + _remembering(tree, file)
+        _find_in_body(tree.body, _frozen_names(tree), "module") + _find_in_functions(tree) + _find_caches(tree, file)
     )
     return list(dict.fromkeys(found))
 
 
-def test_what_may_remember_still_does():
+def test_allowed_caches_still_exist():
     for file, function in MAY_REMEMBER:
-        assert any(f" {function} remembers" in line for line in offences((ROOT / file).read_text(encoding="utf-8"))), (
+        assert any(
+            f" {function} remembers" in line for line in find_violations((ROOT / file).read_text(encoding="utf-8"))
+        ), (
             file,
             function,
         )
 
 
-def test_no_module_keeps_state():
+def test_modules_have_no_mutable_state():
     # Scripts are programs: they are never imported next to something else.
     bad = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in product_files()
         if path.relative_to(ROOT).parts[0] != "scripts"
-        for line in offences(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+        for line in find_violations(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
     ]
     assert not bad, "\n".join(bad)
 
@@ -237,8 +239,8 @@ def test_no_module_keeps_state():
         "import functools\n@functools.cache\ndef f():\n    return []",
     ],
 )
-def test_an_offence_is_caught(text):
-    assert offences(text)
+def test_mutable_module_state_is_detected(text):
+    assert find_violations(text)
 
 
 @pytest.mark.parametrize(
@@ -256,5 +258,5 @@ def test_an_offence_is_caught(text):
         "T = list[int] | None",
     ],
 )
-def test_what_is_allowed_passes(text):
-    assert not offences(text)
+def test_constants_and_frozen_objects_are_allowed(text):
+    assert not find_violations(text)

@@ -49,7 +49,7 @@ def library(module: str) -> str | None:
     return None
 
 
-def offences(path: str, found: list) -> list[str]:
+def find_violations(path: str, found: list) -> list[str]:
     """List the imports of optional libraries that do not belong into this file, or stand at its head."""
     bad = []
     for each in found:
@@ -65,7 +65,11 @@ def offences(path: str, found: list) -> list[str]:
 
 
 def test_optional_libraries_stay_with_their_owners():
-    bad = [line for path in product_files() for line in offences(path.relative_to(ROOT).as_posix(), read_imports(path))]
+    bad = [
+        line
+        for path in product_files()
+        for line in find_violations(path.relative_to(ROOT).as_posix(), read_imports(path))
+    ]
     assert not bad, "\n".join(bad)
 
 
@@ -80,7 +84,7 @@ def test_one_file_per_library(name):
     assert len(users) <= 1, users
 
 
-def test_everything_imports_without_optional_libraries():
+def test_all_modules_import_without_optional_libraries():
     """Import every module of the packages in one process in which the optional libraries do not exist."""
     modules = sorted(
         name
@@ -111,11 +115,13 @@ def test_everything_imports_without_optional_libraries():
         ("moe_trainer/ops/permute.py", "def f():\n    import triton.language as tl"),
     ],
 )
-def test_an_offence_is_caught(path, text):
-    assert offences(path, imports(text))
+def test_misplaced_optional_import_is_detected(path, text):
+    assert find_violations(path, imports(text))
 
 
-def test_what_is_allowed_passes():
-    assert not offences("moe_trainer/data/tokenizer.py", imports("def f():\n    import transformers"))
-    assert not offences("moe_trainer/ops/triton_permute.py", imports("import triton\nimport triton.language as tl"))
+def test_allowed_optional_imports_are_not_reported():
+    assert not find_violations("moe_trainer/data/tokenizer.py", imports("def f():\n    import transformers"))
+    assert not find_violations(
+        "moe_trainer/ops/triton_permute.py", imports("import triton\nimport triton.language as tl")
+    )
     assert module_name(ROOT / "moe_trainer" / "estimate" / "__init__.py") == "moe_trainer.estimate"
