@@ -5,8 +5,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 GEMMs in fp32, as long as a test runs."""
+def exact_fp32_gemms():
+    """Disable TF32 for fp32 GEMMs during a test."""
     # not by monkeypatch: the settings are no attributes of an object, so that it could not take them back
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     yield

@@ -1,4 +1,4 @@
-"""CUDA graphs on a device give the numbers of eager passes there."""
+"""CUDA graphs on a device give the results of eager execution."""
 
 import pytest
 from memory.graphed import full, line, local, train
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_graphs_change_no_number_on_a_device(name):
+def test_cuda_graphs_equal_eager_execution_on_a_device(name):
     kind, flags, graphs = CASES[name]
     eager, graphed = (train([*line(kind, flags), *more]) for more in ([], graphs))
     assert [str(difference) for difference in compare(eager, graphed, NEAR)] == []
 
 
-def test_dropout_draws_again_in_every_replay():
-    """What is drawn differs between passes and between runs of other seeds, and the loss falls as without graphs."""
+def test_dropout_masks_differ_in_every_graph_replay():
+    """Losses differ in every step, and the last loss is close to that without graphs."""
     argv = line("dense", "--hidden-dropout 0.1 --attention-dropout 0.1")
     eager, graphed = train(argv), train([*argv, *local()])
     assert len({losses["lm loss"] for losses in graphed.losses}) == len(graphed.losses)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
         "--bf16 --moe-permute-fusion --on-missing-backend fallback --moe-expert-capacity-factor 1.0 --hidden-dropout 0.1",
     ],
 )
-def test_two_runs_give_the_same_bits(tmp_path, flags):
+def test_two_deterministic_runs_on_a_device_are_bitwise_equal(tmp_path, flags):
     def losses(name: str) -> list[tuple[float, float]]:
         (tmp_path / name).mkdir()
         done = run(

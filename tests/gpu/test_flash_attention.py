@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, groups, value", [(4, 2, 8), (4, 4, 5)])
-def test_cuda_kernels_equal_the_ones_of_the_cpu(heads, groups, value, causal):
+def test_cuda_flash_attention_equals_the_cpu_kernels(heads, groups, value, causal):
     q, k, v, grad = (x.repeat(1, 1, 64, 1) for x in tensors(heads, groups, value, "cuda", torch.bfloat16))
     assert can_run(q, k, v)
     out, lse = flash_block(q, k, v, 0.4, causal)

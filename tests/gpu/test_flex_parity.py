@@ -78,7 +78,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("topk", [2, 4])
 @pytest.mark.parametrize("backend", KINDS)
-def test_flex_equals_the_all_to_all(backend, topk):
+def test_flex_dispatcher_equals_alltoall_on_two_gpus(backend, topk):
     if importlib.import_module(f"moe_trainer.moe.dispatch.{backend}").problem():
         pytest.skip(f"{backend} is not installed")
     with tempfile.TemporaryDirectory() as folder:

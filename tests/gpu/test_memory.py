@@ -1,4 +1,4 @@
-"""On one CUDA device: offload by streams and pinned memory, and recompute, change no number and free what they should."""
+"""On one CUDA device: activation offload and recompute do not change training, and free the expected memory."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["plain", "deepseek"])
-def test_three_steps_are_the_plain_ones(kind, how):
+def test_offload_and_recompute_do_not_change_training_on_a_device(kind, how):
     def run(flags):
         return train(
             parse_args([*make_argv(kind), *LAYERS.split(), *flags.split()], 1), 0, ParallelState.single(), device="cuda"
@@ -36,8 +36,8 @@ def test_three_steps_are_the_plain_ones(kind, how):
 
 
 @pytest.mark.parametrize("how", ["offload", "recompute"])
-def test_memory_is_freed(how):
-    """At least four fifths of the list's bytes; the allocator rounds, and kernels keep what they like."""
+def test_offload_and_recompute_free_device_memory(how):
+    """At least 80 % of the estimated bytes are freed; the allocator rounds, and kernels keep workspaces."""
     sizes = "--hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 512 --seq-length 1024 --max-position-embeddings 1024 --bf16"
 
     def kept(flags):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *FURTHER])
-def test_three_steps_are_those_of_the_cpu(kind):
+def test_three_steps_on_a_device_equal_the_cpu(kind):
     argv = make_argv(kind) if kind in KINDS else [*make_argv("plain"), *FURTHER[kind].split()]
     one = train(parse_args(argv, 1), 0, ParallelState.single())
     device = train(parse_args(argv, 1), 0, ParallelState.single(), device=DEVICE)
@@ -34,8 +34,8 @@ def test_three_steps_are_those_of_the_cpu(kind):
 @pytest.mark.parametrize(
     "flags", ["", "--bf16", "--bf16 --async-save", "--fp16", "--hidden-dropout 0.1 --attention-dropout 0.1"]
 )
-def test_a_run_on_the_device_evaluates_saves_and_resumes(tmp_path, flags):
-    """Four iterations in one go, and two and two: the same losses to the last bit."""
+def test_run_on_a_device_evaluates_saves_and_resumes_bitwise(tmp_path, flags):
+    """Four iterations without interruption, and with a resume after two: the losses are bitwise equal."""
     argv = [
         *TINY,
         *MOCK,

@@ -15,7 +15,7 @@ from moe_trainer.quantization.scaled_mm import gemm_kind, native_mm, scaled_mm
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(256, 512, 384), (48, 1024, 272)])
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
-def test_products(name, shape):
+def test_scaled_mm_equals_the_dequantized_gemm(name, shape):
     recipe, (rows, inner, outer) = make_recipe(name), shape
     generator = torch.Generator("cuda").manual_seed(0)
     for left, m, k, right, n in (
@@ -38,7 +38,7 @@ def test_products(name, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
-def test_grouped_products(name):
+def test_scaled_grouped_mm_equals_the_dequantized_gemms(name):
     recipe, rows = make_recipe(name), (40, 1, 333)
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (

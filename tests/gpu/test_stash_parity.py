@@ -1,4 +1,4 @@
-"""On one CUDA device: pages by streams, on the device and in pinned memory, give the numbers of layers that keep their buffers."""
+"""On one CUDA device: the paged stash, on the device and in pinned memory, does not change the gradients of layers."""
 
 import gc
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(("on_device", "on_host"), [(1.2, 0.0), (0.3, 1.0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_near_the_plain_layers(kind, on_device, on_host):
-    """Near, since sums by atomics come in any order."""
+def test_paged_stash_equals_unpaged_layers_on_a_device(kind, on_device, on_host):
+    """Within tolerances, because atomics add in any order."""
     device = torch.device("cuda")
     stash = PagedStash(device, PAGE, on_device, on_host)
     plain, ours = (

@@ -51,12 +51,12 @@ def package():
         pytest.skip(reason)
 
 
-def parsed(kind: str, *flags: str, ranks: int = 1) -> Arguments:
+def parse_flags(kind: str, *flags: str, ranks: int = 1) -> Arguments:
     return parse_args(" ".join([MODEL, "--transformer-impl", kind, *flags]).split(), ranks)
 
 
 def make_factory(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[LayerFactory, Arguments]:
-    args = parsed(kind, *flags)
+    args = parse_flags(kind, *flags)
     return select_layer_factory(
         kind,
         ps or ParallelState.single(),
@@ -67,8 +67,8 @@ def make_factory(kind: str, *flags: str, ps: ParallelState | None = None) -> tup
     ), args
 
 
-def made(build) -> nn.Module:
-    """A layer with its first values, in bf16."""
+def make_layer(build) -> nn.Module:
+    """Build a layer with initial values in bf16."""
     with torch.device("meta"):
         layer = build()
     replaced = {}
@@ -82,7 +82,7 @@ def made(build) -> nn.Module:
     return layer
 
 
-def outcome(layer: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+def run_layer(layer: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     y = layer(*inputs)
@@ -94,7 +94,7 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.float() - other.float()).norm() / other.float().norm())
 
 
-def near(ours: list[torch.Tensor], theirs: list[torch.Tensor], allowed: float = NEAR) -> None:
+def assert_close_all(ours: list[torch.Tensor], theirs: list[torch.Tensor], allowed: float = NEAR) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape and relative(one, other) <= allowed
 
@@ -106,29 +106,29 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["column_linear", "row_linear", "replicated_linear"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linears(kind, bias):
+def test_te_linears_equal_local_linears(kind, bias):
     options = {"name": "linear", "group": ParallelState.single().tp, "init": Init("normal", 0.05), "bias": bias}
     factories = [make_factory(each)[0] for each in KINDS]
-    local, fused = (made(partial(getattr(factory, kind), HIDDEN, 512, **options)) for factory in factories)
+    local, fused = (make_layer(partial(getattr(factory, kind), HIDDEN, 512, **options)) for factory in factories)
     assert type(fused).__name__.startswith("Fused")
     x = random(SEQ, BATCH, HIDDEN)
-    near(outcome(fused, x), outcome(local, x))
+    assert_close_all(run_layer(fused, x), run_layer(local, x))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ["", "--normalization LayerNorm", "--apply-layernorm-1p"])
-def test_norms(flags):
+def test_te_norms_equal_local_norms(flags):
     layers = []
     for each in KINDS:
         factory, args = make_factory(each, flags)
-        layers.append(made(lambda factory=factory, args=args: factory.norm(HIDDEN, args.model, name="norm")))
+        layers.append(make_layer(lambda factory=factory, args=args: factory.norm(HIDDEN, args.model, name="norm")))
     x = random(SEQ, BATCH, HIDDEN)
-    near(outcome(layers[1], x), outcome(layers[0], x))
+    assert_close_all(run_layer(layers[1], x), run_layer(layers[0], x))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ["", "--group-query-attention --num-query-groups 2", "--window-size 9,0", LATENT])
-def test_attention(flags):
+def test_te_attention_equals_local_attention(flags):
     layers = []
     for each in KINDS:
         factory, args = make_factory(each, flags)
@@ -141,7 +141,7 @@ def test_attention(flags):
         random(SEQ, BATCH, groups, width, seed=1),
         random(SEQ, BATCH, groups, values, seed=2),
     )
-    near(outcome(layers[1], *inputs), outcome(layers[0], *inputs))
+    assert_close_all(run_layer(layers[1], *inputs), run_layer(layers[0], *inputs))
 
 
 WAYS = {
@@ -156,15 +156,15 @@ WAYS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WAYS)
-def test_whole_models(name, monkeypatch):
+def test_te_models_train_like_local_models(name, monkeypatch):
     """Two steps; gradients of the first one."""
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    local = parsed("local", WAYS[name] if name != "offload" else "")
+    local = parse_flags("local", WAYS[name] if name != "offload" else "")
     one, other = (
         train(args, 0, ParallelState.single(), 2, device=DEVICE)
-        for args in (local, parsed("transformer_engine", WAYS[name]))
+        for args in (local, parse_flags("transformer_engine", WAYS[name]))
     )
-    same(one, other)
+    assert_close_training(one, other)
 
 
 NVFP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
@@ -179,16 +179,16 @@ RECIPES = (
 
 @pytest.fixture
 def flags(request):
-    """Of a recipe that the device can do."""
-    if reason := te.recipe_problem(get_recipe(parsed("transformer_engine", request.param).precision)):
+    """Flags of a recipe that the device supports."""
+    if reason := te.recipe_problem(get_recipe(parse_flags("transformer_engine", request.param).precision)):
         pytest.skip(reason)
     return request.param
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", RECIPES, indirect=True)
-def test_products(flags):
-    """One linear: the same numbers are multiplied, but for gradients that are rounded at random."""
+def test_te_quantized_linear_equals_the_local_one(flags):
+    """One linear layer: both multiply the same values, except gradients with stochastic rounding."""
     layers = []
     for each in KINDS:
         factory, args = make_factory(each, flags)
@@ -196,7 +196,7 @@ def test_products(flags):
             precision=QuantizationConfig.from_args(args.precision, args.model, 1, ParallelState.single())
         ).for_layer(1)
         layers.append(
-            made(
+            make_layer(
                 lambda factory=factory: factory.column_linear(
                     HIDDEN, 512, name="linear", group=ParallelState.single().tp, init=Init("normal", 0.05), bias=False
                 )
@@ -204,23 +204,23 @@ def test_products(flags):
         )
     begin_iteration([SimpleNamespace(quantized=find_quantized_gemms(layers[0]))], 1)
     x = random(SEQ, BATCH, HIDDEN)
-    (ours, *our_grads), (theirs, *their_grads) = (outcome(layer, x) for layer in layers)
-    near(
+    (ours, *our_grads), (theirs, *their_grads) = (run_layer(layer, x) for layer in layers)
+    assert_close_all(
         [theirs], [ours], 2e-2 if flags == NVFP4 else 5e-3
     )  # of four bits many are ties, which the last bit of a scale turns
-    near(their_grads, our_grads, 0.3 if flags == NVFP4 else 5e-3)
+    assert_close_all(their_grads, our_grads, 0.3 if flags == NVFP4 else 5e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [RECIPES[0], RECIPES[1], *RECIPES[3:]], indirect=True)
-def test_recipes(flags):
-    """The library's GEMMs and ours, each of which rounds: as near as the rounding."""
-    one, other = (train(parsed(kind, flags), 0, ParallelState.single(), 2, device=DEVICE) for kind in KINDS)
-    same(one, other, 0.4 if flags == NVFP4 else 0.15)
+def test_te_fp8_training_is_close_to_local_fp8_training(flags):
+    """GEMMs of the library and local ones round differently: equal up to the rounding."""
+    one, other = (train(parse_flags(kind, flags), 0, ParallelState.single(), 2, device=DEVICE) for kind in KINDS)
+    assert_close_training(one, other, 0.4 if flags == NVFP4 else 0.15)
 
 
-def same(one, other, allowed: float = 5e-2) -> None:
-    """Losses and gradients of two trainings; bf16 turns the choice of an expert here and there."""
+def assert_close_training(one, other, allowed: float = 5e-2) -> None:
+    """Compare losses and gradients of two trainings; bf16 changes a few expert choices."""
     for mine, theirs in zip(one.losses, other.losses, strict=True):
         assert mine["lm loss"] == pytest.approx(theirs["lm loss"], rel=allowed / 5)
     assert one.grads.keys() == other.grads.keys()
@@ -240,11 +240,11 @@ def one_rank(rank: int, folder: str, flags: str) -> None:
     )
     outcomes = []
     for kind in KINDS:
-        args = parsed(kind, flags, ranks=2)
+        args = parse_flags(kind, flags, ranks=2)
         ps = make_groups(args, LaunchEnv(rank, 2, rank, None, None, "test"), timedelta(seconds=120))
         outcomes.append(train(args, rank, ps, 2, device=f"cuda:{rank}"))
     if rank == 0:
-        same(*outcomes)
+        assert_close_training(*outcomes)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -260,7 +260,7 @@ def one_rank(rank: int, folder: str, flags: str) -> None:
         "--context-parallel-size 2 --cp-comm-type all_gather",
     ],
 )
-def test_two_gpus(flags, monkeypatch):
+def test_te_models_train_like_local_models_on_two_gpus(flags, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(one_rank, args=(folder, flags), nprocs=2)

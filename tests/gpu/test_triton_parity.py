@@ -22,7 +22,7 @@ SIZE = "tiny" if INTERPRETED else "parity"
 NEAR = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
 
-def close(ours, theirs, near: float) -> bool:
+def is_close(ours, theirs, near: float) -> bool:
     """Norm of the difference relative to the norm; exact for integers and maps."""
     if theirs.dtype in (torch.bool, torch.int64, torch.int32, torch.uint8):
         return torch.equal(ours, theirs)
@@ -32,7 +32,7 @@ def close(ours, theirs, near: float) -> bool:
 
 @pytest.mark.parametrize("dtype", NEAR, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_kernel_equals_torch(name, dtype):
+def test_triton_kernel_equals_torch_on_a_gpu(name, dtype):
     pair = make(name, SIZE, dtype, "cuda")
     for place, (one, other) in enumerate(zip(pair.kernel(), pair.plain(), strict=True)):
         assert one.shape == other.shape and one.dtype == other.dtype, (
@@ -42,7 +42,7 @@ def test_kernel_equals_torch(name, dtype):
             one.dtype,
             other.dtype,
         )
-        assert close(one, other, NEAR[dtype]), (name, place)
+        assert is_close(one, other, NEAR[dtype]), (name, place)
     if INTERPRETED:
         return
     kernel, plain = pair.milliseconds(pair.kernel), pair.milliseconds(pair.plain)
@@ -50,13 +50,13 @@ def test_kernel_equals_torch(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_twice_the_same(name):
+def test_triton_kernels_are_deterministic_on_a_gpu(name):
     pair = make(name, SIZE, torch.bfloat16, "cuda")
     first = [each.clone() for each in pair.kernel()]
     assert all(torch.equal(one, other) for one, other in zip(first, pair.kernel(), strict=True))
 
 
-def test_three_steps_of_a_model_on_the_kernels():
+def test_three_steps_with_all_triton_kernels_equal_torch():
     """--triton-kernels all end to end, fp32."""
     from training.layouts import make_argv
 
