@@ -1,4 +1,4 @@
-"""Files that grow at their end: what a failed append leaves, and where an older file is continued."""
+"""Append-only files: recovery from a failed append, and resuming an older file."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from moe_trainer import io
 from moe_trainer.io import ResumableFile, resume_offset
 
 
-def test_what_a_failed_append_has_left_is_overwritten(tmp_path, monkeypatch):
+def test_partial_data_of_a_failed_append_is_overwritten(tmp_path, monkeypatch):
     file = ResumableFile(tmp_path / "file")
     assert file.append(b"first\n") == 0
     real = os.open
@@ -27,7 +27,7 @@ def test_what_a_failed_append_has_left_is_overwritten(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == b"first\nnext\n"
 
 
-def test_an_older_file_is_continued_before_the_first_step_that_comes_again(tmp_path):
+def test_resume_truncates_records_of_repeated_steps(tmp_path):
     path, kept = tmp_path / "lines", []
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 0, 1, 2, 2)) + '{"step": 1, "to')
     assert resume_offset(path, "step", 2, kept.append) == len('{"step": 0}\n') * 3 and kept == [

@@ -1,4 +1,4 @@
-"""Command lines that ask for CUDA graphs of what is not captured: (added to the base line, left out of it, a flag that is named)."""
+"""Command lines that ask for CUDA graphs of parts that are not captured: (flags added, flags removed, flag that the error names)."""
 
 ATTN = "--cuda-graph-impl local --cuda-graph-modules attn"
 ROUTER = f"{ATTN} moe_router"
@@ -6,10 +6,10 @@ PREPROCESS = f"{ROUTER} moe_preprocess"
 PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 EXPERTS = f"--cuda-graph-impl local --cuda-graph-modules moe {PADDED}"
 WHOLE = f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED}"
-CALM = "--attention-dropout 0 --hidden-dropout 0"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-LIMITS = (
+UNSUPPORTED = (
     ("--cuda-graph-impl local", "", "--moe-pad-expert-input-to-capacity"),
     ("--enable-cuda-graph", "", "--moe-pad-expert-input-to-capacity"),
     ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", "", "--moe-pad-expert-input-to-capacity"),
@@ -48,7 +48,7 @@ LIMITS = (
     (f"{WHOLE} --pipeline-model-parallel-size 2", "", "--pipeline-model-parallel-size"),
     (f"{WHOLE} --overlap-grad-reduce", "", "--overlap-grad-reduce"),
 )
-POSSIBLE = (
+SUPPORTED = (
     ATTN,
     ROUTER,
     PREPROCESS,
@@ -57,11 +57,11 @@ POSSIBLE = (
     f"--cuda-graph-impl local {PADDED}",
     f"{ATTN} --hidden-dropout 0.1",
     f"{ATTN} --attention-dropout 0 --tensor-model-parallel-size 2",
-    f"{ATTN} {CALM} --context-parallel-size 2",
+    f"{ATTN} {NO_DROPOUT} --context-parallel-size 2",
     f"{ROUTER} --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act",
     f"{PREPROCESS} --pipeline-model-parallel-size 2",
     f"{PREPROCESS} --fp8-format hybrid",
-    f"{PREPROCESS} {CALM} --recompute-granularity selective --recompute-modules core_attn layernorm",
+    f"{PREPROCESS} {NO_DROPOUT} --recompute-granularity selective --recompute-modules core_attn layernorm",
     f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}",
     # the headline recipes of the public zoo
     *(
@@ -70,14 +70,14 @@ POSSIBLE = (
     ),
     f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP} --fp8-format e4m3 --fp8-recipe mxfp8 "
     "--moe-router-padding-for-quantization",
-    f"{PREPROCESS} {CALM} --moe-router-force-load-balancing {SP2} --recompute-granularity selective "
+    f"{PREPROCESS} {NO_DROPOUT} --moe-router-force-load-balancing {SP2} --recompute-granularity selective "
     "--recompute-modules layernorm moe_act",
-    f"{EXPERTS} {CALM} --moe-router-force-load-balancing --recompute-granularity selective --recompute-modules moe",
-    f"{WHOLE} {CALM} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform "
+    f"{EXPERTS} {NO_DROPOUT} --moe-router-force-load-balancing --recompute-granularity selective --recompute-modules moe",
+    f"{WHOLE} {NO_DROPOUT} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2",
 )
-OUTSIDE = (
+NOT_CAPTURED = (
     (f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}", "hybridep"),
     (
         f"{PREPROCESS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend "

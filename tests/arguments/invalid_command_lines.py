@@ -1,4 +1,4 @@
-"""Flags that break a rule, with the flag that must be named, and flags near by that break none; for test_rules.py."""
+"""Flags that break a rule, with the flag that the error must name, and similar flags that break none; for test_rules.py."""
 
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 DENSE = "--num-experts --moe-router-topk --moe-token-dispatcher-type"
@@ -12,7 +12,7 @@ WARMUP = f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --dsa-indexer-warmup"
 UPCYCLING = "--moe-use-upcycling --save out --save-interval 5 --load dense"
 
 # (added to the base line, flags left out of it, a flag that must be named); 8 ranks
-BROKEN = (
+INVALID_LINES = (
     # parallel sizes
     ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),
     ("--pipeline-model-parallel-size 0", "", "--pipeline-model-parallel-size"),
@@ -402,7 +402,7 @@ BROKEN = (
     ("--warmup 4", "", "--warmup"),
 )  # fmt: skip
 
-SOUND = (
+VALID_LINES = (
     ("", ""),
     ("--num-experts 0", "--num-experts"),
     ("--data-path a b c", "--mock-data"),

@@ -1,8 +1,8 @@
-"""Malformed command lines, drawn by seed from the flags' own declarations: a flag that is new is among them the same day.
+"""Malformed command lines, drawn by seed from the declarations of all flags, so that new flags are covered at once.
 
 Each kind of mistake is a function of a random generator; `malformed` takes the kinds in turn. A line is a small model's
-flags with the mistake behind them, and gives what its rejection must name. Lines whose mistake only a start can find
-(files that are missing or are not what they should be) stand in `FOUND_AT_START`, with the files they need.
+flags followed by the mistake, with the words that its rejection must name. Lines whose mistake only a start finds
+(missing or invalid files) are in `FOUND_AT_START`, with the files they need.
 """
 
 import random
@@ -14,7 +14,7 @@ from arguments.flag_status import is_known_spelling
 from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, limits
 from arguments.schema import Option
 from arguments.tokens import FIELDS
-from tests.arguments.invalid_command_lines import BROKEN
+from tests.arguments.invalid_command_lines import INVALID_LINES
 from tests.arguments.rule_lines import base_line, without
 from tests.training.tiny import MOCK, TINY
 
@@ -51,12 +51,12 @@ ANY_NUMBER = frozenset(
         "window_size",
     }
 )
-"""Number flags to which a negative value means something."""
+"""Number flags that accept negative values."""
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """One line: its mistake's kind, its words, what the refusal must name (all of these), the environment and files it needs."""
+    """A line: kind of mistake, arguments, words that the error must name, environment and files it needs."""
 
     kind: str
     argv: tuple[str, ...]
@@ -77,12 +77,12 @@ def _with(kind: str, *added: str, names: tuple[str, ...] = (), **needs) -> Malfo
 
 
 def _words(option: Option, word: str) -> list[str]:
-    """The word as often as the flag takes values."""
+    """Repeat the word for every value that the flag takes."""
     return [word] * (option.takes if isinstance(option.takes, int) else 1)
 
 
 def _plain(option: Option, *types: str) -> bool:
-    """Does the flag take words of these types, any of them?"""
+    """Return whether the flag takes values of these types, without choices."""
     return option.takes != 0 and option.type_name in types and option.choices is None
 
 
@@ -123,8 +123,8 @@ def overflow(rng: random.Random) -> Malformed:
     return _with("overflow", option.spellings[0], *_words(option, str(10 ** rng.randrange(19, 400))))
 
 
-def typed_wrong(rng: random.Random) -> Malformed:
-    """One slip of the keyboard, two in a long name; the flag that was meant is offered."""
+def mistyped_flag(rng: random.Random) -> Malformed:
+    """One typo, two in a long name; the error suggests the intended flag."""
     meant = rng.choice([spelling for spelling, option in FIELDS.items() if not option.hidden and len(spelling) > 5])
     while True:
         typo = _slip(rng, _slip(rng, meant) if len(meant) > 14 and rng.random() < 0.5 else meant)
@@ -168,9 +168,11 @@ def empty(rng: random.Random) -> Malformed:
     return _with("empty", option.spellings[0], *_words(option, rng.choice(["", " ", "''", '""', "\t"])))
 
 
-def no_text(rng: random.Random) -> Malformed:
+def invalid_utf8(rng: random.Random) -> Malformed:
     option = _choose(rng, lambda o: o.takes != 0)
-    return _with("no text", option.spellings[0], *_words(option, rng.choice(["\udcff\udcfe", "data\udc80", "\udce4"])))
+    return _with(
+        "invalid UTF-8", option.spellings[0], *_words(option, rng.choice(["\udcff\udcfe", "data\udc80", "\udce4"]))
+    )
 
 
 def switch_with_value(rng: random.Random) -> Malformed:
@@ -180,7 +182,7 @@ def switch_with_value(rng: random.Random) -> Malformed:
 
 
 def broken_rule(rng: random.Random) -> Malformed:
-    added, removed, name = rng.choice(BROKEN)
+    added, removed, name = rng.choice(INVALID_LINES)
     return Malformed(
         "broken rule",
         (*without(base_line(), removed.split()), *added.split()),
@@ -189,7 +191,7 @@ def broken_rule(rng: random.Random) -> Malformed:
     )
 
 
-LITTLE_LANGUAGES = (
+VALUE_GRAMMARS = (
     ("--split", ("1,2,3,4", "a", "0,0,0", "-1,1,1", "nan", "0,1,0", "1;2")),
     (
         "--moe-layer-freq",
@@ -214,15 +216,15 @@ LITTLE_LANGUAGES = (
 )
 
 
-def little_language(rng: random.Random) -> Malformed:
-    name, texts = rng.choice(LITTLE_LANGUAGES)
+def value_grammar(rng: random.Random) -> Malformed:
+    name, texts = rng.choice(VALUE_GRAMMARS)
     text = rng.choice(texts)
     one = FIELDS[name].takes == 1
     line = [word for word in BASE if not (name == "--data-path" and word == "--mock-data")]
     line += ["--context-parallel-size", "1"] if name == "--cp-comm-type" else []
     if name == "--step-batch-size-schedule":
         line = without(line, ["--global-batch-size"])
-    return Malformed("little language", (*line, name, *([text] if one else text.split())), (name,))
+    return Malformed("value grammar", (*line, name, *([text] if one else text.split())), (name,))
 
 
 CONTRADICTIONS = (
@@ -294,7 +296,7 @@ PRESETS = (
 
 
 def bad_preset(rng: random.Random) -> Malformed:
-    """A recipe that is missing, unreadable, no YAML, no recipe, or a recipe with mistakes in it."""
+    """A recipe that is missing, unreadable, not YAML, not a recipe, or contains mistakes."""
     name = rng.choice(["mixtral_8x7", "missing.yaml", "folder/missing", "/", ""])
     files = {}
     if rng.random() < 0.8:
@@ -303,7 +305,7 @@ def bad_preset(rng: random.Random) -> Malformed:
     return _with("preset", "--preset", name, names=("--preset" if not files else name,), files=files)
 
 
-PLACES = {
+LAUNCHER_VARIABLES = {
     "RANK": ("x", "", "0.5", "-1", "5"),
     "WORLD_SIZE": ("two", "", "1e9", "0", "-2"),
     "LOCAL_RANK": ("a", "", "-1"),
@@ -316,8 +318,8 @@ PLACES = {
 
 def bad_environment(rng: random.Random) -> Malformed:
     """One variable of a launcher is wrong."""
-    name = rng.choice(sorted(PLACES))
-    value = rng.choice(PLACES[name])
+    name = rng.choice(sorted(LAUNCHER_VARIABLES))
+    value = rng.choice(LAUNCHER_VARIABLES[name])
     if name.startswith("SLURM"):
         env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     else:
@@ -325,19 +327,19 @@ def bad_environment(rng: random.Random) -> Malformed:
     return Malformed("environment", BASE, (name,), env | {name: value})
 
 
-BEYOND_REACH = tuple(limits())
+UPPER_LIMITS = tuple(limits())
 
 
-def beyond_reach(rng: random.Random) -> Malformed:
-    """A size, a time, a number of threads or a factor that no machine has."""
-    dests, most = rng.choice(BEYOND_REACH)
+def above_upper_limit(rng: random.Random) -> Malformed:
+    """A size, time, number of threads or factor above its upper limit."""
+    dests, most = rng.choice(UPPER_LIMITS)
     option = OPTIONS[rng.choice(dests)]
     value = (
         int(most) * rng.randrange(2, 1000)
         if option.type_name == "int"
         else f"{most * rng.uniform(1.1, 9.0) if most < 1e300 else 1e39:e}"
     )
-    return _with("beyond reach", option.spellings[0], *_words(option, str(value)))
+    return _with("above limit", option.spellings[0], *_words(option, str(value)))
 
 
 ODD_CHANNELS = (
@@ -370,19 +372,19 @@ KINDS = (
     impossible_number,
     negative,
     overflow,
-    typed_wrong,
+    mistyped_flag,
     missing_value,
     wrong_count,
     positional,
     empty,
-    no_text,
+    invalid_utf8,
     switch_with_value,
     broken_rule,
-    little_language,
+    value_grammar,
     contradiction,
     bad_preset,
     bad_environment,
-    beyond_reach,
+    above_upper_limit,
     odd_channels,
 )
 
@@ -425,7 +427,7 @@ def _data(line: str, *names: str) -> Malformed:
     return Malformed("start", (*TINY, *NULL, "--train-iters", "1", *line.split()), names, files=_FILES)
 
 
-FOUND_AT_START = (
+STARTUP_ERRORS = (
     _data("--data-path missing", "--data-path", "missing"),
     _data("--data-path 1 short 2 missing", "--data-path", "short.idx"),
     _data("--train-data-path missing", "--train-data-path", "missing"),
@@ -475,4 +477,4 @@ FOUND_AT_START = (
         )
     ),
 )
-"""Mistakes that only a start meets."""
+"""Mistakes that are only found when a run starts."""

@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the architecture is the checkpoint's."""
+"""--use-checkpoint-args: the architecture is taken from the checkpoint."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.arguments.test_tokens import TOY
 LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
 
 
-def test_the_folder_is_known_before_any_rule():
+def test_checkpoint_source_is_found_before_parsing():
     assert find_checkpoint_args_source(LINE) == CheckpointArgsSource("runs/a", None, False)
     assert find_checkpoint_args_source(
         ["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]
@@ -22,7 +22,7 @@ def test_the_folder_is_known_before_any_rule():
     assert find_checkpoint_args_source(TOY + ["--load", "b"]) is None
 
 
-def test_the_newest_checkpoint_of_the_run_itself_comes_first():
+def test_auto_resume_prefers_newest_checkpoint_of_save_folder():
     resumed = ["--use-checkpoint-args", "--auto-resume", "--save", "own"]
     assert find_checkpoint_args_source(resumed) == CheckpointArgsSource(None, None, True, "own")
     assert find_checkpoint_args_source([*resumed, "--load", "base", "--ckpt-step", "5"]) == CheckpointArgsSource(
@@ -31,17 +31,17 @@ def test_the_newest_checkpoint_of_the_run_itself_comes_first():
     assert find_checkpoint_args_source(resumed[1:]) is None
 
 
-def test_only_a_checkpoint_that_the_run_writes_itself_may_be_missing():
+def test_missing_checkpoint_is_allowed_only_in_the_save_folder():
     assert find_checkpoint_args_source([*LINE, "--save", "runs/../runs/a"]).may_come
     assert not find_checkpoint_args_source([*LINE, "--save", "runs/b"]).may_come
     assert not find_checkpoint_args_source([*LINE, "--save", "runs/a", "--ckpt-step", "5"]).may_come
 
 
-def test_lists_name_flags():
+def test_lists_contain_only_flags():
     assert [dest for dest in SHAPE + TOKENIZER + MAPPING if dest not in OPTIONS] == []
 
 
-def test_the_checkpoint_wins_and_it_is_said():
+def test_checkpoint_values_override_flags_with_a_note():
     recorded = {"num_layers": 4, "hidden_size": 64, "num_experts": 2, "ffn_hidden_size": 300, "lr": 5.0, "unknown": 1}
     args = parse_args([*LINE, "--disable-bias-linear"], 1, checkpoint=recorded)
     assert args.model.num_layers == 4 and args.moe.num_experts == 2 and args.model.ffn_hidden_size == 300
@@ -51,31 +51,31 @@ def test_the_checkpoint_wins_and_it_is_said():
 
 
 @pytest.mark.parametrize("rows, taken", [(384, 384), (129, None)])
-def test_a_padding_that_the_ranks_do_not_divide_is_left(rows, taken):
+def test_padded_vocab_size_not_divisible_by_tp_is_ignored(rows, taken):
     line = [*LINE, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--disable-bias-linear"]
     assert parse_args(line, 2, checkpoint={"padded_vocab_size": rows}).data.padded_vocab_size == taken
 
 
-def test_the_tokenizer_comes_along_unless_it_must_not():
+def test_tokenizer_is_taken_from_checkpoint_unless_disabled():
     recorded = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "t.model"}
     assert parse_args(LINE, 1, checkpoint=recorded).data.tokenizer_model == "t.model"
     line = [*LINE, "--no-use-tokenizer-model-from-checkpoint-args"]
     assert parse_args(line, 1, checkpoint=recorded).data.tokenizer_type == "NullTokenizer"
 
 
-def test_without_a_checkpoint_yet_the_command_line_counts():
+def test_command_line_is_used_when_no_checkpoint_exists():
     args = parse_args(LINE, 1, checkpoint={})
     assert args.model.num_layers == 2 and args.output.use_checkpoint_args is False
     with pytest.raises(ArgumentError, match="--num-layers is missing"):
         parse_args(LINE[2:], 1, checkpoint={})
 
 
-def test_nothing_happens_without_the_flag():
+def test_checkpoint_is_ignored_without_use_checkpoint_args():
     args = parse_args(TOY, 1, checkpoint={"num_layers": 4})
     assert args.model.num_layers == 2
 
 
-def test_flags_in_the_checkpoint_need_not_be_given():
+def test_flags_from_the_checkpoint_are_not_required():
     line = "--load a --use-checkpoint-args --seq-length 32 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data"
     recorded = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
     recorded |= {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
@@ -83,7 +83,7 @@ def test_flags_in_the_checkpoint_need_not_be_given():
     assert (args.model.num_layers, args.model.hidden_size, args.data.vocab_size) == (4, 32, 100)
 
 
-def test_the_mapping_comes_along_if_asked_for():
+def test_parallel_sizes_are_taken_from_checkpoint_on_request():
     recorded = {
         "num_layers": 4,
         "num_experts": 4,
@@ -112,13 +112,13 @@ def test_the_mapping_comes_along_if_asked_for():
     assert parse_args(line, 4, checkpoint=recorded).parallel.pipeline_model_parallel_size == 1
 
 
-def test_the_mapping_of_a_checkpoint_is_judged_like_a_typed_one():
+def test_parallel_sizes_from_checkpoint_are_validated():
     recorded = {"num_layers": 4, "pipeline_model_parallel_size": 2}
     with pytest.raises(ArgumentError, match="3"):
         parse_args([*LINE, "--use-mp-args-from-checkpoint-args"], 3, checkpoint=recorded)
 
 
-def test_a_conversion_needs_nothing_of_training():
+def test_format_conversion_needs_no_training_flags():
     recorded = {
         "num_layers": 2,
         "hidden_size": 64,
@@ -139,7 +139,7 @@ def test_a_conversion_needs_nothing_of_training():
 
 
 @pytest.mark.parametrize("mode", [[], ["--validate-only"], ["--dry-run", "--world-size", "1"]])
-def test_a_missing_checkpoint_hides_no_other_problem(mode, tmp_path, capsys, monkeypatch):
+def test_missing_checkpoint_does_not_hide_other_errors(mode, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     line = [

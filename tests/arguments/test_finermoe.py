@@ -1,4 +1,4 @@
-"""FineRMoE's sizes follow from its four numbers, in either spelling, and refusals say which."""
+"""FineRMoE's sizes follow from its four numbers, in either spelling; errors name the flags."""
 
 import pytest
 
@@ -15,12 +15,12 @@ def test_sizes_are_derived():
     assert moe.expert_widths(512) == (512, 256)
 
 
-def test_0_is_as_many_as_the_granularity():
+def test_expansion_defaults_to_the_granularity():
     moe = parse_args(changed("--G-I 4 --G-O 2 --ffn-hidden-size 1024", FREE), 8).moe
     assert (moe.finermoe_intermediate_expansion, moe.finermoe_output_expansion, moe.num_experts) == (4, 2, 64)
 
 
-def test_long_spellings_are_the_same():
+def test_long_and_short_flag_names_are_equivalent():
     long = (
         "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 --finermoe-intermediate-expansion 1 "
         "--finermoe-output-expansion 2"
@@ -41,6 +41,6 @@ def test_expansion_alone_has_no_effect_and_is_noted():
     ("--moe-expert-capacity-factor 1.0", "--G-I cannot be combined with --moe-expert-capacity-factor"),
     ("--moe-token-dispatcher-type flex", "alltoall or allgather"),
 ])  # fmt: skip
-def test_refusals_say_what_is_needed(flags, needs):
+def test_errors_state_the_requirement(flags, needs):
     _, violations = findings(changed(f"{FINE} {flags}", FREE), 8)
     assert any(needs in violation.message for violation in violations), violations

@@ -26,7 +26,7 @@ def violations(*argv, world_size=1):
     return caught.value.violations
 
 
-def test_tables_name_flags():
+def test_tables_contain_only_flags():
     requires = [dest.partition("=")[0] for names, text in flag_status.REQUIRES for dest in (*names, *text.split())]
     tables = [
         flag_status.NOT_IMPLEMENTED,
@@ -144,7 +144,7 @@ def test_missing_dispatcher_is_rejected_by_name(argv, flag):
         (["--optimizer-cuda-graph"], "--optimizer-cuda-graph"),
     ],
 )
-def test_message_has_the_typed_spelling(argv, flag):
+def test_message_uses_the_spelling_given(argv, flag):
     later = [violation for violation in violations(*argv) if violation.kind == "later"]
     assert any(flag in violation.message for violation in later)
 
@@ -166,7 +166,7 @@ def test_message_has_the_typed_spelling(argv, flag):
         (["--moe-router-type", "top1", "--moe-router-pre-softmax"], "moe", "moe_router_topk", 1),
     ],
 )
-def test_renamed(argv, section, dest, value):
+def test_renamed_flags_are_accepted_with_a_note(argv, section, dest, value):
     args = parse(*argv)
     assert getattr(getattr(args, section), dest) == value
     assert any(argv[0] in line and "is now" in line for line in args.notes)
@@ -205,7 +205,7 @@ def test_rejection_says_what_to_use_instead(argv, text):
         ["--DDP-impl", "local"],
     ],
 )
-def test_flags_without_effect_say_why_once(argv):
+def test_flags_without_effect_are_explained_once(argv):
     args = parse(*argv, *argv)
     name = next(token for token in reversed(argv) if token.startswith("--"))
     lines = [line for line in args.notes if name in line]

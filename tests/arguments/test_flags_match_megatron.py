@@ -72,7 +72,7 @@ RELEVANT = [
 
 
 @pytest.mark.parametrize("record", RELEVANT, ids=[record["flags"][0] for record in RELEVANT])
-def test_flag(record):
+def test_flag_matches_megatron_record(record):
     option = OPTIONS[record["dest"]]
     side = option.off if record["action"] == "store_false" else option.on
     assert side == tuple(record["flags"])
@@ -147,6 +147,6 @@ def test_recipes_are_parsed_as_argparse_does(shared):
         assert differ <= {"dist_ckpt_format_deprecated"}, f"{recipe['name']}: {differ}"
 
 
-def test_there_are_no_abbreviations():
+def test_abbreviated_flags_are_rejected():
     with pytest.raises(ValueError, match="--num-laye: this flag is unknown; did you mean --num-layers"):
         parse_args(["--num-laye", "3"])

@@ -1,31 +1,31 @@
-"""What is not captured as CUDA graphs is refused by name; what is captured is accepted."""
+"""Parts that cannot be captured as CUDA graphs are refused by name; parts that can are accepted."""
 
 import pytest
 
 from arguments.parse import resolve_command_line
-from tests.arguments.graph_lines import ATTN, HYBRIDEP, LIMITS, OUTSIDE, PADDED, POSSIBLE, PREPROCESS, ROUTER
+from tests.arguments.graph_lines import ATTN, HYBRIDEP, NOT_CAPTURED, PADDED, PREPROCESS, ROUTER, SUPPORTED, UNSUPPORTED
 from tests.arguments.rule_lines import changed
 
 
-def later(added, removed=""):
+def not_implemented_violations(added, removed=""):
     return [violation for violation in resolve_command_line(changed(added, removed), 8)[1] if violation.kind == "later"]
 
 
-@pytest.mark.parametrize("line", LIMITS, ids=lambda line: line[0])
-def test_what_cannot_be_captured_is_named(line):
+@pytest.mark.parametrize("line", UNSUPPORTED, ids=lambda line: line[0])
+def test_unsupported_graph_flags_are_rejected_by_name(line):
     added, removed, flag = line
-    found = later(added, removed)
+    found = not_implemented_violations(added, removed)
     assert flag in {name for violation in found for name in violation.flags}
     asked = "--enable-cuda-graph" if "--enable" in added else "--cuda-graph-impl"
     assert all(asked in violation.message for violation in found if flag in violation.flags)
 
 
-@pytest.mark.parametrize("added", POSSIBLE)
-def test_what_is_captured_is_accepted(added):
-    assert not [violation for violation in later(added) if "--cuda-graph-impl" in violation.flags]
+@pytest.mark.parametrize("added", SUPPORTED)
+def test_supported_graph_flags_are_accepted(added):
+    assert not [violation for violation in not_implemented_violations(added) if "--cuda-graph-impl" in violation.flags]
 
 
-@pytest.mark.parametrize(("added", "reason"), OUTSIDE)
+@pytest.mark.parametrize(("added", "reason"), NOT_CAPTURED)
 def test_modules_that_are_not_captured_are_logged_once(added, reason):
     settings, violations = resolve_command_line(changed(added), 8)
     messages = [line for line in settings.notes if "moe_preprocess is not captured" in line]
@@ -33,24 +33,24 @@ def test_modules_that_are_not_captured_are_logged_once(added, reason):
 
 
 @pytest.mark.parametrize("added", [PREPROCESS, f"{PREPROCESS} --expert-model-parallel-size 2", ROUTER])
-def test_nothing_is_logged_where_everything_is_captured(added):
+def test_no_note_when_all_modules_are_captured(added):
     assert not [line for line in resolve_command_line(changed(added), 8)[0].notes if "not captured" in line]
 
 
-def test_the_full_iteration_of_dropless_experts_has_one_reason():
+def test_full_iteration_graph_of_dropless_experts_gives_one_error():
     flags = (
         "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --overlap-grad-reduce "
         "--pipeline-model-parallel-size 2 "
         f"--expert-model-parallel-size 4 {HYBRIDEP} --moe-paged-stash --moe-expert-rank-capacity-factor 1.2 "
         "--moe-router-force-load-balancing"
     )
-    found = later(flags)
+    found = not_implemented_violations(flags)
     assert len(found) == 1 and "dropless" in found[0].message and "--moe-paged-stash" in found[0].message
-    assert len(later(f"{flags} {PADDED}")) > 1  # padded: the other obstacles
+    assert len(not_implemented_violations(f"{flags} {PADDED}")) > 1  # padded: the other obstacles
 
 
 def test_all_obstacles_are_reported_at_once():
-    found = later(f"{ATTN} --reset-attention-mask --cpu-offloading-num-layers 2 --use-torch-fsdp2")
+    found = not_implemented_violations(f"{ATTN} --reset-attention-mask --cpu-offloading-num-layers 2 --use-torch-fsdp2")
     assert len([violation for violation in found if "--cuda-graph-impl" in violation.flags]) == 3
 
 

@@ -70,12 +70,12 @@ def test_help_of_a_topic_or_a_flag(capsys):
         ("linear_and_sparse", "--linear-num-key-heads"),
     ],
 )
-def test_help_takes_other_spellings(topic, shown, capsys):
+def test_help_accepts_alternative_spellings(topic, shown, capsys):
     assert run_help(["--help", topic]) == 0
     assert shown in capsys.readouterr().out
 
 
-def test_without_flags_there_are_examples_that_hold(capsys, monkeypatch):
+def test_usage_examples_shown_without_flags_are_valid(capsys, monkeypatch):
     import pretrain_moe
 
     monkeypatch.delenv("RANK", raising=False)

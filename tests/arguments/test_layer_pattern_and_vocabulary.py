@@ -45,11 +45,11 @@ def test_mtp_copies_the_last_layer():
         (1, 1, 1, 1),
     ],
 )
-def test_padding(vocab, divisible_by, tp, padded):
+def test_vocabulary_is_padded_to_the_divisor(vocab, divisible_by, tp, padded):
     assert padded_vocab_size(vocab, divisible_by, tp) == padded
 
 
-def test_padding_refuses_nonsense():
+def test_invalid_vocabulary_padding_is_rejected():
     with pytest.raises(ValueError, match="positive"):
         padded_vocab_size(10, 0)
 
@@ -58,6 +58,6 @@ def test_padding_refuses_nonsense():
     ({"a": 384}, "", 384), ({"a": None, "b": 384}, "", 384), ({"a": 99}, "", 128), ({"a": 385}, "--tensor-model-parallel-size 2", 256),
     ({"a": 384}, "--padded-vocab-size 512", 512), ({}, "", 128),
 ])  # fmt: skip
-def test_rows_of_the_checkpoint_are_kept_where_they_fit(saved, flags, rows):
+def test_padded_vocab_size_of_checkpoint_is_kept_if_it_fits(saved, flags, rows):
     line = [*TOY, "--load", "a", "--pretrained-checkpoint", "b", "--disable-bias-linear", *flags.split()]
     assert choose_padded_vocab_size(parse_args(line, 2), 100, saved.get) == rows

@@ -1,4 +1,4 @@
-"""Maximal update parametrization on the command line: what is derived, as Megatron-LM derives it, and what is said."""
+"""Maximal update parametrization on the command line: values derived as in Megatron-LM, and notes."""
 
 import math
 
@@ -15,7 +15,7 @@ def parse(*more: str):
     return parse_args([*base_line(), *more], 8)
 
 
-def test_the_width_multiplier_and_that_of_the_logits_follow_from_the_widths():
+def test_width_and_output_multipliers_are_derived_from_widths():
     width = parse().model.hidden_size
     args = parse(*MUP, str(width // 4))
     assert (args.optimizer.mup_width_mult, args.model.width_mult, args.model.mup_output_mult) == (4.0, 4.0, 0.25)
@@ -27,7 +27,7 @@ def test_the_width_multiplier_and_that_of_the_logits_follow_from_the_widths():
     )  # 1 is no choice, there either
 
 
-def test_the_scale_of_attention_scores():
+def test_mup_sets_the_softmax_scale():
     plain = parse("--kv-channels", "64")
     assert plain.model.softmax_scale is None and plain.model.width_mult == 1.0
     assert parse("--use-mup", "--kv-channels", "64").model.softmax_scale == 1 / 64
@@ -37,7 +37,7 @@ def test_the_scale_of_attention_scores():
     )
 
 
-def test_multipliers_without_the_switch_change_nothing():
+def test_mup_multipliers_have_no_effect_without_use_mup():
     args = parse("--mup-width-mult", "3", "--mup-embedding-mult", "2")
     assert args.optimizer.mup_width_mult == 1.0
     settings, violations = resolve_command_line([*base_line(), "--mup-embedding-mult", "2"], 8)
@@ -54,7 +54,7 @@ def test_multipliers_without_the_switch_change_nothing():
         ("--multi-latent-attention", "latent attention"),
     ],
 )
-def test_what_is_not_scaled_is_noted(more, note_text):
+def test_settings_that_mup_does_not_scale_are_noted(more, note_text):
     width = parse().model.hidden_size
     settings, _ = resolve_command_line([*base_line(), *MUP, str(width // 4), *more.split()], 8)
     assert any(note_text in note for note in settings.notes), settings.notes
@@ -63,12 +63,12 @@ def test_what_is_not_scaled_is_noted(more, note_text):
 @pytest.mark.parametrize(
     "flag", ["--mup-base-hidden-size", "--mup-embedding-mult", "--mup-output-mult", "--mup-base-head-dim"]
 )
-def test_multipliers_are_above_zero(flag):
+def test_mup_multipliers_must_be_positive(flag):
     (violation,) = resolve_command_line([*base_line(), "--use-mup", flag, "0"], 8)[1]
     assert violation.flags == (flag,) and "above 0" in violation.message
 
 
-def test_a_resolved_command_line_is_resolved_to_itself():
+def test_resolving_derived_values_again_changes_nothing():
     width = parse().model.hidden_size
     once = parse(*MUP, str(width // 4))
     again = parse_args(

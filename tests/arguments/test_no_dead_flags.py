@@ -1,4 +1,4 @@
-"""A flag acts, or its status explains why not: whatever acts is read by name somewhere in the program."""
+"""Every flag that acts is read by name somewhere in the program; the status explains all others."""
 
 import ast
 from pathlib import Path
@@ -24,7 +24,7 @@ READ_FOR_THE_RECORD = {
 }
 
 
-def names_read() -> dict[str, set[str]]:
+def read_attribute_names() -> dict[str, set[str]]:
     """Attribute names that the program reads, with the files that read them.
 
     A flag that a property of a section reads counts if the property is read. The verification package reads flags only
@@ -34,7 +34,7 @@ def names_read() -> dict[str, set[str]]:
     paths = [path for path in sorted((ROOT / "moe_trainer").rglob("*.py")) if "verification" not in path.parts]
     paths += [ROOT / "arguments" / f"{name}.py" for name in USED_BY_THE_PROGRAM]
     for path in [ROOT / "pretrain_moe.py", *paths]:
-        for name in attributes(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in loaded_attributes(ast.parse(path.read_text(encoding="utf-8"))):
             names.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     pending = {name: reads for path in (ROOT / "arguments").glob("*.py") for name, reads in section_properties(path)}
     while ready := [name for name in pending if name in names]:
@@ -44,7 +44,7 @@ def names_read() -> dict[str, set[str]]:
     return names
 
 
-def attributes(tree: ast.AST) -> set[str]:
+def loaded_attributes(tree: ast.AST) -> set[str]:
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 
@@ -54,24 +54,29 @@ def section_properties(path: Path) -> list[tuple[str, set[str]]]:
     sections = [
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith(("Args", "Arguments"))
     ]
-    return [(node.name, attributes(node)) for cls in sections for node in cls.body if isinstance(node, ast.FunctionDef)]
+    return [
+        (node.name, loaded_attributes(node))
+        for cls in sections
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
-def test_what_acts_is_read():
-    read = names_read()
+def test_flags_that_act_are_read_by_the_program():
+    read = read_attribute_names()
     acting = {dest for dest in OPTIONS if flag_status.get_flag_status(dest)[0] == "acts"}
     dead = acting - set(read) - READ_BY_ARGUMENTS - READ_BY_PATTERN
     assert sorted(dead) == [], "these flags are said to act, and nothing reads them: see arguments/flag_status.py"
 
 
-def test_what_has_no_effect_is_not_read():
+def test_flags_without_effect_are_not_read():
     """A flag that the program reads would be reported wrongly as having no effect."""
-    read = names_read()
+    read = read_attribute_names()
     unread = {dest for dest in OPTIONS if flag_status.get_flag_status(dest)[0] == "no effect"} - READ_FOR_THE_RECORD
     assert {dest: sorted(read[dest]) for dest in sorted(unread) if dest in read} == {}
 
 
-def test_exceptions_are_still_needed():
-    read = names_read()
+def test_exception_lists_are_still_needed():
+    read = read_attribute_names()
     assert [dest for dest in READ_BY_PATTERN if dest in read] == []
     assert [dest for dest in READ_FOR_THE_RECORD if dest not in read] == []

@@ -77,13 +77,13 @@ def test_variables_come_from_the_environment(recipe, monkeypatch):
     assert args.model.num_layers == 4 and args.model.swiglu is False
 
 
-def test_the_command_line_wins(recipe):
+def test_command_line_overrides_recipe(recipe):
     args = parse_args(["--hidden-size", "128", "--preset", recipe(), "--lr", "2e-3", "--bf16=false"], world_size=1)
     assert args.model.hidden_size == 128 and args.optimizer.lr == 2e-3 and args.precision.bf16 is False
     assert args.source["hidden_size"] == "command line" and args.source["lr"] == "command line"
 
 
-def test_the_command_line_wins_over_what_it_excludes(recipe):
+def test_command_line_overrides_conflicting_recipe_flags(recipe):
     args = parse_args(["--preset", recipe(), "--train-iters", "5"], world_size=1)
     assert args.training.train_iters == 5 and args.training.train_samples is None
     assert args.optimizer.lr_warmup_samples == 0
@@ -100,7 +100,7 @@ def test_an_unset_variable_is_named_with_file_and_line(recipe, monkeypatch):
     assert "SEQ is not set" in found[0].message and f"{path}, line 11" in found[0].message
 
 
-def test_mistakes_inside_a_recipe_name_the_file(recipe):
+def test_errors_in_a_recipe_name_the_file(recipe):
     path = recipe(FILE.replace("--hidden-size: 64", "--hidden-size: wide").replace("--swiglu:", "--swigglu:"))
     with pytest.raises(ArgumentError) as caught:
         parse_args(["--preset", path], world_size=1)
@@ -135,7 +135,7 @@ def test_mistakes_inside_a_recipe_name_the_file(recipe):
         ),
     ],
 )
-def test_what_is_no_recipe_is_refused(recipe, text, reason):
+def test_invalid_recipe_files_are_rejected(recipe, text, reason):
     with pytest.raises(ArgumentError, match=reason) as caught:
         parse_args(["--preset", recipe(text)], world_size=1)
     assert len(caught.value.violations) == 1
@@ -144,7 +144,7 @@ def test_what_is_no_recipe_is_refused(recipe, text, reason):
 @pytest.mark.parametrize(
     "environ, node", [({}, "0"), ({"GROUP_RANK": "2"}, "2"), ({"SLURM_NODEID": "5", "GROUP_RANK": "2"}, "5")]
 )
-def test_the_node_of_a_recipe_is_known_where_it_runs(recipe, monkeypatch, environ, node):
+def test_node_id_variable_is_replaced_on_each_node(recipe, monkeypatch, environ, node):
     for name in ("SLURM_NODEID", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, text in environ.items():
@@ -181,7 +181,7 @@ def test_an_unknown_preset_offers_close_ones():
 
 
 @pytest.mark.parametrize("spelling", ["mixtral_tiny", "Mixtral-Tiny", "MIXTRAL.TINY"])
-def test_preset_names_are_forgiving(spelling):
+def test_alternative_preset_spellings_are_accepted(spelling):
     args = parse_args(["--preset", spelling], world_size=1)
     assert args.moe.num_experts and args.source["num_layers"] == "preset"
 
@@ -193,7 +193,7 @@ def test_every_preset_parses_and_sets_its_vocabulary(name):
     assert settings.vocab_size is not None or settings.padded_vocab_size is not None
 
 
-def test_other_tables_of_a_recipe_file_are_left_alone(recipe):
+def test_other_tables_of_a_recipe_file_are_ignored(recipe):
     path = recipe("TEST_TYPE: regular\nMETRICS: [a]\n" + FILE)
     assert parse_args(["--preset", path], world_size=1).model.num_layers == 4
 
@@ -263,7 +263,7 @@ def test_megatrons_own_recipes_are_read(recipe):
     )
 
 
-def test_both_spellings_name_the_same_flags(recipe):
+def test_names_with_and_without_dashes_are_equivalent(recipe):
     """`override_opt_param_scheduler` is the flag --override-opt_param-scheduler."""
     named = parse_args(["--preset", recipe(NAMES)], world_size=1)
     dashed = re.sub(
@@ -278,7 +278,7 @@ def test_both_spellings_name_the_same_flags(recipe):
         ).as_dict() == named.as_dict() | {"preset": str(recipe(f"{table}:{dashed}", "dashed.yaml"))}
 
 
-def test_names_without_dashes_that_are_no_flags_are_named(recipe):
+def test_unknown_names_without_dashes_are_reported(recipe):
     path = recipe(NAMES.replace("swiglu:", "swigglu:"))
     with pytest.raises(ArgumentError) as caught:
         parse_args(["--preset", path], world_size=1)

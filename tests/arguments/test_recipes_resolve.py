@@ -1,4 +1,4 @@
-"""Published command lines: they must be understood as a whole, and refused at most for what comes later."""
+"""Published command lines are accepted, or refused only for features that are not implemented."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.arguments.rule_lines import ACCEPTED, base_line, findings, recorded
 ARCHES = (None, 9, 10)
 
 
-def judge(recipe: dict, argv: list[str], world_size: int | None) -> None:
+def assert_resolves_as_recorded(recipe: dict, argv: list[str], world_size: int | None) -> None:
     settings, violations = findings(argv, world_size)
     for arch in ARCHES:
         violations += [found for found in check_machine(settings, recipe["env"], arch) if found.kind not in ACCEPTED]
@@ -28,25 +28,25 @@ def judge(recipe: dict, argv: list[str], world_size: int | None) -> None:
 
 
 @pytest.mark.parametrize("recipe", recorded("recipes"), ids=lambda recipe: recipe["name"])
-def test_recorded_recipes(recipe):
-    judge(recipe, recipe["argv"], recipe["world_size"])
+def test_recorded_recipes_are_accepted(recipe):
+    assert_resolves_as_recorded(recipe, recipe["argv"], recipe["world_size"])
 
 
-def test_all_recipes(shared):
-    """Nothing that runs upstream is refused."""
+def test_all_shared_recipes_are_accepted(shared):
+    """No recipe that runs in Megatron-LM is refused."""
     recipes, refused = json.loads((shared / "reference" / "recipes.json").read_text()), {}
     assert len(recipes) > 140
     for recipe in recipes:
         fragment = recipe["world_size"] is None  # a few flags of a guide, to be added to a line
         argv, world_size = (base_line() + recipe["argv"], 8) if fragment else (recipe["argv"], recipe["world_size"])
-        judge(recipe, argv, world_size)
+        assert_resolves_as_recorded(recipe, argv, world_size)
         flags = {flag for violation in resolve_command_line(argv, world_size)[1] for flag in violation.flags}
         if flags:
             refused[recipe["name"]] = flags
     assert refused == {}
 
 
-def test_only_other_products_are_refused_for_good(shared):
+def test_only_fill_in_the_middle_flags_are_out_of_scope(shared):
     """Fill-in-the-middle data belong to dense research models."""
     refused = set()
     for recipe in json.loads((shared / "reference" / "recipes.json").read_text()):
@@ -56,7 +56,7 @@ def test_only_other_products_are_refused_for_good(shared):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe[0])
-def test_megatrons_own_moe_recipes_pass_or_have_one_reason(recipe, tmp_path):
+def test_megatron_moe_recipes_pass_or_give_the_expected_error(recipe, tmp_path):
     name, preset, world_size, settings = recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(as_file(model_zoo.find(preset).read_text(), settings))

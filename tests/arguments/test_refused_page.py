@@ -8,7 +8,7 @@ from tests.arguments.rule_lines import changed
 
 
 @pytest.mark.parametrize("flags", [flags for flags, _ in refused.COMBINATIONS])
-def test_combinations_of_the_page_are_refused(flags):
+def test_combinations_listed_as_refused_are_rejected(flags):
     """Each by a violation that names two of its flags; graphs without further flags stand alone."""
     spelled = {word for word in flags.split() if word.startswith("--")}
     alone = spelled <= {"--cuda-graph-impl", "--no-check-for-nan-in-loss-and-grad"}

@@ -1,4 +1,4 @@
-"""The flags about rejected results: what they are without each other, and what is refused."""
+"""Flags for rejecting results: notes about missing companion flags, and invalid values."""
 
 import pytest
 
@@ -27,12 +27,12 @@ ARGV = (
         ),
     ],
 )
-def test_without_its_parent_a_flag_says_so(argv, needed):
+def test_flag_without_its_required_check_is_noted(argv, needed):
     notes = [note for note in parse_args([*ARGV, *argv], 1).notes if argv[-2] in note]
     assert len(notes) == 1 and needed in notes[0]
 
 
-def test_with_its_parent_it_acts_in_silence():
+def test_flags_with_their_required_checks_give_no_note():
     args = parse_args(
         [
             *ARGV,
@@ -67,6 +67,6 @@ def test_with_its_parent_it_acts_in_silence():
         (["--rerun-mode", "sometimes"], "--rerun-mode"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(argv, flag):
+def test_invalid_rejection_flags_are_refused_by_name(argv, flag):
     with pytest.raises(ArgumentError, match=flag):
         parse_args([*ARGV, *argv], 1)

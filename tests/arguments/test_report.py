@@ -23,7 +23,7 @@ def run(tmp_path, *argv, count=lambda args: COUNTS):
     return code, json.loads(path.read_text())
 
 
-def test_a_valid_line(tmp_path, capsys):
+def test_report_of_a_valid_line(tmp_path, capsys):
     code, report = run(tmp_path, "--world-size", "4", "--use-flash-attn", "--layernorm-epsilon", "1e-6")
     assert code == 0 and report["violations"] == [] and report["params"] == COUNTS and report["world_size"] == 4
     assert set(OPTIONS) < set(report["settings"])
@@ -42,7 +42,7 @@ def test_a_valid_line(tmp_path, capsys):
     assert re.search(r"  adam_beta1 \.+ 0\.9  \(default\)", capsys.readouterr().out)
 
 
-def test_violations_are_written_too(tmp_path, capsys):
+def test_violations_are_written_to_the_report(tmp_path, capsys):
     code, report = run(tmp_path, "--tensor-parallel-num-weight-shards", "2", "--bogus", "--world-size", "2")
     assert code == 2
     assert {violation["kind"] for violation in report["violations"]} == {"unknown", "later"}
@@ -57,7 +57,7 @@ def test_violations_are_written_too(tmp_path, capsys):
     assert "--bogus" in captured.err and "--tensor-parallel-num-weight-shards" in captured.err
 
 
-def test_parameters_are_counted_when_only_a_later_feature_is_missing(tmp_path):
+def test_parameters_are_counted_despite_a_missing_feature(tmp_path):
     _, report = run(tmp_path, "--recompute-activations")
     assert report["params"] == COUNTS
     _, report = run(tmp_path, "--num-attention-heads", "0")
@@ -86,12 +86,12 @@ def test_impossible_world_sizes(tmp_path, size):
     assert code == 2 and "--world-size" in report["violations"][0]["message"]
 
 
-def test_a_report_that_cannot_be_written(tmp_path, capsys):
+def test_unwritable_report_is_an_error(tmp_path, capsys):
     code = run_validate_only([*TOY, "--report", str(tmp_path / "none" / "x.json")], lambda args: COUNTS)
     assert code == 2 and "--report" in capsys.readouterr().err
 
 
-def test_refusals_name_only_what_was_given(tmp_path, capsys):
+def test_errors_name_only_flags_that_were_given(tmp_path, capsys):
     """A rule may concern flags that were not given; the reasons say what is wrong, and no list of flags follows them."""
     code, _ = run(tmp_path, "--num-exprts", "4", "--moe-router-topk", "9", "--num-experts", "8", "--world-size", "2")
     captured = capsys.readouterr()
@@ -102,7 +102,7 @@ def test_refusals_name_only_what_was_given(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "asked"), [([], 1), (["--freeze-all-layers"], 0), (["--skip-train", "--eval-iters", "1"], 0)]
 )
-def test_state_is_described_for_runs_that_have_an_optimizer(flags, asked):
+def test_optimizer_state_is_described_only_for_training_runs(flags, asked):
     calls = []
     code = run_validate_only(
         [*TOY, *flags], lambda args: COUNTS, describe_state=lambda args, world_size: calls.append(args) or []

@@ -1,4 +1,4 @@
-"""Every rule: a line that breaks it, and lines near by that do not. No rule may stay silent in all of them."""
+"""Every rule: a line that breaks it, and similar lines that do not. Every rule must report at least one line."""
 
 import pytest
 from training.tiny import MOCK, TINY
@@ -8,8 +8,8 @@ from arguments.container import OPTIONS
 from arguments.machine import check_machine
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import derive_sizes
-from tests.arguments.graph_lines import LIMITS
-from tests.arguments.invalid_command_lines import BROKEN, DENSE, SELECTIVE, SOUND
+from tests.arguments.graph_lines import UNSUPPORTED
+from tests.arguments.invalid_command_lines import DENSE, INVALID_LINES, SELECTIVE, VALID_LINES
 from tests.arguments.rule_lines import base_line, changed, findings, violated_flags
 
 
@@ -17,8 +17,8 @@ def line_name(line) -> str:
     return f"{line[0]} | -{line[1]}"
 
 
-@pytest.mark.parametrize("line", BROKEN, ids=line_name)
-def test_broken_lines_name_the_flag(line):
+@pytest.mark.parametrize("line", INVALID_LINES, ids=line_name)
+def test_invalid_lines_are_rejected_naming_the_flag(line):
     added, removed, flag = line
     _, violations = findings(changed(added, removed), 8)
     assert flag in violated_flags(violations), "; ".join(map(str, violations))
@@ -26,8 +26,8 @@ def test_broken_lines_name_the_flag(line):
         assert violation.flags[0] in violation.message or violation.kind != "rule" or "ranks" in violation.message
 
 
-@pytest.mark.parametrize("line", SOUND, ids=line_name)
-def test_sound_lines_pass(line):
+@pytest.mark.parametrize("line", VALID_LINES, ids=line_name)
+def test_valid_lines_pass(line):
     _, violations = findings(changed(*line), 8)
     assert not violations
 
@@ -44,17 +44,17 @@ def test_number_out_of_range_is_reported_once():
 
 
 def test_every_rule_has_an_invalid_command_line():
-    """A rule that no broken line breaks is dead, or untested."""
+    """A rule that no invalid line breaks is dead, or untested."""
     silent = set(rules.CHECKS)
-    for added, removed, _ in (*BROKEN, *LIMITS):
+    for added, removed, _ in (*INVALID_LINES, *UNSUPPORTED):
         settings, _ = resolve_command_line(changed(added, removed), 8)
         facts = derive_sizes(settings, 8)
         silent -= {rule for rule in silent if list(rule(settings, facts))}
     assert not silent, sorted(rule.__name__ for rule in silent)
 
 
-def test_every_function_of_an_area_runs():
-    """A rule whose name does not say what it does would never run."""
+def test_every_rule_function_is_registered():
+    """A rule whose name does not match the naming scheme would never run."""
     for area in rules.AREAS:
         run = {rule for rule in (*rules.RESOLVERS, *rules.CHECKS) if rule.__module__ == area.__name__}
         written = [
@@ -82,7 +82,7 @@ def test_all_violations_at_once():
     assert len(violations) == 5
 
 
-def test_unknown_ranks_leave_their_rules_out():
+def test_world_size_rules_are_skipped_when_it_is_unknown():
     line = changed(
         "--tensor-model-parallel-size 3 --num-attention-heads 6 --kv-channels 64 --seq-length 1023",
         "--num-attention-heads --seq-length",
@@ -94,7 +94,7 @@ def test_unknown_ranks_leave_their_rules_out():
 
 
 def test_messages_are_short_and_complete():
-    for added, removed, _ in BROKEN:
+    for added, removed, _ in INVALID_LINES:
         for violation in findings(changed(added, removed), 8)[1]:
             if violation.kind == "rule":
                 assert violation.message.endswith("."), violation
@@ -107,7 +107,7 @@ def _values(option) -> tuple[str, ...]:
     return tuple(map(str, option.choices[:2] if option.choices else ("-1", "0", "7", "nan")))
 
 
-def test_no_value_makes_the_rules_fail():
+def test_rules_do_not_crash_on_any_flag_value():
     base = base_line()
     for option in OPTIONS.values():
         count = option.takes if isinstance(option.takes, int) else 1
@@ -120,7 +120,7 @@ def test_no_value_makes_the_rules_fail():
 
 
 def test_resolving_twice_changes_nothing():
-    for added, removed in SOUND:
+    for added, removed in VALID_LINES:
         settings, _ = resolve_command_line(changed(added, removed), 8)
         before = dict(settings.values)
         rules.resolve(settings, 8)
@@ -151,7 +151,7 @@ OFFLOAD = "--fine-grained-activation-offloading --transformer-impl transformer_e
         (f"{OFFLOAD} expert_fc1 moe_act", "", []),
     ],
 )
-def test_parts_that_no_layer_has(added, removed, expected):
+def test_modules_that_no_layer_has_are_noted(added, removed, expected):
     settings, _ = resolve_command_line(changed(added, removed), 8)
     notes = [note for note in settings.notes if "no layer of this model has" in note]
     assert [note.split(": ")[0] + ": " for note in notes] == expected
@@ -194,14 +194,14 @@ TRITON = "--triton-kernels"
         (f"{TRITON} norm --normalization LayerNorm --qk-l2-norm", "--normalization", set()),
     ],
 )
-def test_kernels_that_nothing_runs_on(added, removed, expected):
+def test_unused_triton_kernels_are_noted(added, removed, expected):
     settings, _ = resolve_command_line(changed(added, removed), 8)
     assert {flag for flag, _ in settings.no_effect if flag.startswith(TRITON)} == {
         f"{TRITON} {name}" for name in expected
     }
 
 
-def test_notes_report_more_permissive_outcomes():
+def test_adjusted_and_ignored_flags_are_noted_once():
     for added, removed, word in (
         ("--tp-comm-overlap", "", "--tp-comm-overlap"),
         ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "", "--cross-entropy-fusion-impl"),
@@ -256,7 +256,7 @@ def test_notes_report_more_permissive_outcomes():
     ("--skip-train --load l --eval-iters 0", "--eval-iters 0 with --skip-train: nothing is evaluated"),
     ("--skip-train --eval-iters 1", "--skip-train without --load: the initial weights are evaluated"),
 ])  # fmt: skip
-def test_flags_of_what_a_run_does_not_do_are_noted(words, expected):
+def test_flags_without_effect_under_skip_train_are_noted(words, expected):
     flag_words = words.split()
     base = [word for word in TINY if word not in ("--eval-iters", "0")] if "--eval-iters" in flag_words else TINY
     data = [] if "--data-path" in flag_words else MOCK
@@ -266,7 +266,7 @@ def test_flags_of_what_a_run_does_not_do_are_noted(words, expected):
     assert not any("no effect" in note or "--skip-train" in note for note in ordinary.notes)
 
 
-def test_a_flag_of_fim_without_fim_data_is_noted_once():
+def test_fim_flags_without_fim_data_are_noted_once():
     settings, _ = resolve_command_line(
         [*TINY, *MOCK, "--train-iters", "10", "--fim-rate", "0.3", "--fim-fragment-rate", "0.3"], 1
     )

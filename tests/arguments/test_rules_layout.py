@@ -1,4 +1,4 @@
-"""The pipeline layout grammar and the batch schedule: reading, unfolding, and what does not fit."""
+"""The pipeline layout grammar and the batch schedule: parsing, expansion, and mismatches."""
 
 import pytest
 from hypothesis import given
@@ -20,18 +20,18 @@ from arguments.training import parse_batch_schedule
         ("E|*3L", ("E", "", "", "L")),
     ],
 )
-def test_reads(text, stages):
+def test_pipeline_layout_is_parsed(text, stages):
     assert read_layout(text).stages == stages
 
 
 @pytest.mark.parametrize("text", ["Ex|L", "E((t|)*2)*2L", "Et*|L", "Et*9999999999L", "E(t)L"])
-def test_refuses_what_it_cannot_read(text):
+def test_invalid_pipeline_layout_is_rejected(text):
     with pytest.raises(ValueError):
         read_layout(text)
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=8))
-def test_repeats_equal_written_out_layouts(counts):
+def test_repeated_groups_equal_the_expanded_layout(counts):
     written = "E" + "|".join("t" * n for n in counts) + "L"
     short = "E" + "|".join(f"t*{n}" if n else "" for n in counts) + "L"
     layout = read_layout(short)
@@ -57,7 +57,7 @@ def test_repeats_equal_written_out_layouts(counts):
         ("Ettt|tm|L|", 2, 4, 1, "chunk"),
     ],
 )
-def test_says_what_does_not_fit(text, pp, layers, mtp, word):
+def test_mismatch_of_layout_and_model_is_explained(text, pp, layers, mtp, word):
     assert any(word in clause for clause in problems(read_layout(text), pp, layers, mtp))
 
 
@@ -67,7 +67,7 @@ def test_standalone_prediction_heads():
     assert not read_layout("Etttt|ttttL").mtp_standalone(2)
 
 
-def test_batch_schedule():
+def test_batch_schedule_is_parsed():
     assert parse_batch_schedule("0:384 200B:768, 1.5T:1152") == ((0, 384), (200 * 10**9, 768), (1500 * 10**9, 1152))
     assert parse_batch_schedule("0:8 4.1B:16")[1] == (4_100_000_000, 16)
     for text in ("", "1:8", "0:8 5:0", "0:8 9:16 9:32", "0:8 x:16", "0:8 0.5:16", "0:8 1e9:16", "0:8 9:16 5:4"):
@@ -75,7 +75,7 @@ def test_batch_schedule():
             parse_batch_schedule(text)
 
 
-def test_split():
+def test_split_weights_are_normalized():
     assert split_weights("969, 30, 1") == (0.969, 0.03, 0.001)
     assert split_weights("99,1") == (0.99, 0.01, 0.0)
     assert split_weights("1") == (1.0, 0.0, 0.0)

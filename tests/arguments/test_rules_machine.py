@@ -1,4 +1,4 @@
-"""Rules about environment, GPU and packages: silent without a GPU, named with one."""
+"""Rules about environment, GPU and packages: without a GPU no errors, with one errors that name the flag."""
 
 import os
 
@@ -125,7 +125,7 @@ def test_expandable_segments_are_set_before_torch_is_imported(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_another_choice_of_the_allocator_is_kept_and_reported(name):
+def test_user_allocator_setting_is_kept_and_noted(name):
     settings, _ = resolve_command_line(changed(""), 8)
     (note,) = check_machine(settings, {name: "max_split_size_mb:64"}, 9)
     assert (

@@ -13,7 +13,7 @@ def make_settings(recipe: dict, typed: dict) -> Settings:
     return s
 
 
-def test_training_length():
+def test_training_length_on_command_line_overrides_preset():
     s = make_settings(
         {"train_samples": 1000, "lr_decay_samples": 900, "lr_warmup_samples": 10, "global_batch_size": 8},
         {"train_iters": 10},
@@ -25,7 +25,7 @@ def test_training_length():
     assert not [v for v in rules.check(s, 1) if "--train-iters" in v.flags]
 
 
-def test_data_format_and_layout():
+def test_data_dtype_and_layout_on_command_line_override_preset():
     s = make_settings(
         {"data_path": ["/corpus"], "bf16": True, "pipeline_model_parallel_layout": "Et|tL"},
         {"mock_data": True, "fp16": True, "num_virtual_stages_per_pipeline_rank": 2},
@@ -34,13 +34,13 @@ def test_data_format_and_layout():
     assert (s.data_path, s.bf16, s.pipeline_model_parallel_layout) == (None, False, None)
 
 
-def test_typed_side_by_side_is_a_contradiction():
+def test_conflicting_flags_on_the_command_line_are_an_error():
     s = make_settings({}, {"train_samples": 1000, "train_iters": 10})
     rules.resolve(s, 1)
     assert any({"--train-iters", "--train-samples"} <= set(v.flags) for v in rules.check(s, 1))
 
 
-def test_a_preset_against_itself_is_a_contradiction():
+def test_conflicting_flags_within_a_preset_are_an_error():
     s = make_settings({"train_samples": 1000, "train_iters": 10}, {})
     rules.resolve(s, 1)
     assert any({"--train-iters", "--train-samples"} <= set(v.flags) for v in rules.check(s, 1))

@@ -1,4 +1,4 @@
-"""Outcomes of Megatron-LM's own validation, recorded, against ours: equal, or a difference that is on record."""
+"""Recorded outcomes of Megatron-LM's own validation against ours: equal, or a known difference."""
 
 import json
 
@@ -12,7 +12,7 @@ KNOWN = frozenset(name for entry in (*MORE_PERMISSIVE, *FAILS_EARLIER) for name 
 SUBSET = recorded("rule_cases")
 
 
-def judge(case: dict, argv: list[str]) -> None:
+def assert_recorded_outcome(case: dict, argv: list[str]) -> None:
     """Fail unless a recorded case has the recorded outcome, values included."""
     env = {name: value for name, value in case["env"].items() if value != "__unset__"}
     settings, violations = findings(argv, case["world_size"], env, case["arch"])
@@ -35,16 +35,16 @@ def judge(case: dict, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("case", SUBSET["cases"], ids=lambda case: case["name"])
-def test_recorded_subset(case):
-    judge(case, without(SUBSET["base"], case["removed"]) + case["added"])
+def test_recorded_subset_has_megatron_outcomes(case):
+    assert_recorded_outcome(case, without(SUBSET["base"], case["removed"]) + case["added"])
 
 
-def test_all_recorded_cases(shared):
+def test_all_recorded_cases_have_megatron_outcomes(shared):
     for case in json.loads((shared / "reference" / "rule_cases.json").read_text()):
-        judge(case, case["argv"])
+        assert_recorded_outcome(case, case["argv"])
 
 
-def test_differences_name_real_cases(shared):
+def test_known_differences_are_recorded_cases(shared):
     names = {case["name"] for case in json.loads((shared / "reference" / "rule_cases.json").read_text())}
     recorded_elsewhere = {"tp1_tp_comm_overlap"}  # in rules.md only
     assert KNOWN - recorded_elsewhere <= names

@@ -95,7 +95,7 @@ def test_layer_pattern(text, value):
 @pytest.mark.parametrize(
     "text", ["", "x", "__import__('os')", "[0]*3+", "[[1]]*2", "[1]*999999999", "1+[1]", "[0]-[1]"]
 )
-def test_layer_pattern_refuses_everything_else(text):
+def test_invalid_layer_patterns_are_rejected(text):
     with pytest.raises(ValueError, match="list expression"):
         layer_pattern(text)
 

@@ -1,4 +1,4 @@
-"""When sparse attention gathers: what prevents it, and where it pays."""
+"""When sparse attention gathers keys: what prevents it, and where it is cheaper."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def parse(flags: str):
         ("--preset deepseek_v3 --seq-length 131072", False),
     ],
 )
-def test_where_it_gathers(flags, expected):
+def test_when_sparse_attention_gathers_keys(flags, expected):
     assert use_gathered_keys(parse(flags)) is expected
 
 
@@ -49,12 +49,12 @@ def test_where_it_gathers(flags, expected):
         ("--dsa-attention-form masked", "--dsa-attention-form masked"),
     ],
 )
-def test_the_reason_is_said(flags, why):
+def test_reason_for_masking_keys_is_given(flags, why):
     args = parse(flags)
     assert why in gather_unsupported_reason(args.model, 128, args.data.seq_length, quantized=False)
 
 
-def test_a_loss_over_all_keys_masks():
+def test_indexer_loss_over_all_keys_requires_masking():
     model = parse("").model
     assert "all keys of every head" in gather_unsupported_reason(
         replace(model, dsa_indexer_use_sparse_loss=False), 128, 131072, quantized=False
@@ -63,7 +63,7 @@ def test_a_loss_over_all_keys_masks():
     assert gather_unsupported_reason(model, 128, 131072, quantized=True) is not None
 
 
-def test_costs_by_hand():
+def test_attention_costs_match_hand_computation():
     model = parse("").model
     assert masked_attention_cost(model, 9999) == 5000 * (4 * 192 + 3 * 128)
     assert gathered_attention_cost(model, 64) == 2048 * (4 * 576 + 4 * 512 + 384 * 9)

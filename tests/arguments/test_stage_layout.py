@@ -1,4 +1,4 @@
-"""Where layers, embedding, loss and multi-token prediction stand, for every way in which the flags can say it."""
+"""Placement of layers, embedding, loss and multi-token prediction, for every way to set it with flags."""
 
 import itertools
 
@@ -18,7 +18,7 @@ BASE = (
 ).split()
 
 
-def laid_out(layers, pp, *flags, mtp=0):
+def make_stage_layouts(layers, pp, *flags, mtp=0):
     argv = [
         *BASE,
         "--num-layers",
@@ -33,8 +33,8 @@ def laid_out(layers, pp, *flags, mtp=0):
     return chunk_layouts(args.model, args.parallel)
 
 
-def in_order(layouts):
-    """Chunks as data runs through them."""
+def in_pipeline_order(layouts):
+    """Return the chunks in the order in which data passes through them."""
     return [chunks[index] for index in range(len(layouts[0])) for chunks in layouts]
 
 
@@ -42,8 +42,8 @@ def sizes(layouts):
     return [[len(chunk.layers) for chunk in chunks] for chunks in layouts]
 
 
-def assert_sound(layouts, layers, mtp):
-    chunks = in_order(layouts)
+def assert_valid_layout(layouts, layers, mtp):
+    chunks = in_pipeline_order(layouts)
     assert len({len(rank) for rank in layouts}) == 1
     assert [layer for chunk in chunks for layer in chunk.layers] == list(range(layers))
     assert [chunk.has_embedding for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
@@ -73,9 +73,9 @@ def test_even_splits(pp, vpp, per, mtp):
         ["--num-virtual-stages-per-pipeline-rank", str(vpp)],
         ["--num-layers-per-virtual-pipeline-stage", str(per)],
     ):
-        layouts = laid_out(layers, pp, *flags, mtp=mtp)
+        layouts = make_stage_layouts(layers, pp, *flags, mtp=mtp)
         assert sizes(layouts) == [[per] * vpp] * pp
-        assert_sound(layouts, layers, mtp)
+        assert_valid_layout(layouts, layers, mtp)
     assert layouts[0][0].layers == tuple(range(per))
     if pp > 1 and vpp > 1:  # the second chunk of the first rank follows the first chunk of the last rank
         assert layouts[0][1].layers[0] == layouts[-1][0].layers[-1] + 1
@@ -123,9 +123,9 @@ def test_even_splits(pp, vpp, per, mtp):
     ],
 )
 def test_uneven_splits(layers, pp, flags, expected):
-    layouts = laid_out(layers, pp, *flags.split())
+    layouts = make_stage_layouts(layers, pp, *flags.split())
     assert sizes(layouts) == expected
-    assert_sound(layouts, layers, 0)
+    assert_valid_layout(layouts, layers, 0)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +142,15 @@ def test_uneven_splits(layers, pp, flags, expected):
         ("E|t|t|t|t|t||mL", 5, 4, 1),
     ],
 )
-def test_drawn_layouts(text, layers, pp, mtp):
-    layouts = laid_out(layers, pp, "--pipeline-model-parallel-layout", text, mtp=mtp)
+def test_stages_follow_the_layout_string(text, layers, pp, mtp):
+    layouts = make_stage_layouts(layers, pp, "--pipeline-model-parallel-layout", text, mtp=mtp)
     stages = read_layout(text).stages
-    for index, (stage, chunk) in enumerate(zip(stages, in_order(layouts), strict=True)):
+    for index, (stage, chunk) in enumerate(zip(stages, in_pipeline_order(layouts), strict=True)):
         drawn = (
             "E" * chunk.has_embedding + "t" * len(chunk.layers) + "m" * (mtp if chunk.mtp else 0) + "L" * chunk.has_loss
         )
         assert drawn == stage, index
-    assert_sound(layouts, layers, mtp)
+    assert_valid_layout(layouts, layers, mtp)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,18 @@ def test_drawn_layouts(text, layers, pp, mtp):
         ("Et|tt|tm|L", 4, 1, True, (0, 2, 3)),
     ],
 )
-def test_who_holds_the_embedding(text, layers, mtp, tied, expected):
-    assert embedding_stages(laid_out(layers, 4, "--pipeline-model-parallel-layout", text, mtp=mtp), tied) == expected
+def test_embedding_stages_under_four_pipeline_ranks(text, layers, mtp, tied, expected):
+    assert (
+        embedding_stages(make_stage_layouts(layers, 4, "--pipeline-model-parallel-layout", text, mtp=mtp), tied)
+        == expected
+    )
 
 
-def test_one_stage_holds_the_embedding_alone():
-    assert embedding_stages(laid_out(2, 1, mtp=1), True) == (0,)
+def test_embedding_stages_without_pipeline_parallelism():
+    assert embedding_stages(make_stage_layouts(2, 1, mtp=1), True) == (0,)
 
 
-def test_recorded_command_lines_have_a_layout_with_the_recorded_number_of_chunks():
+def test_recorded_command_lines_give_the_recorded_chunk_count():
     record, seen = recorded("rule_cases"), 0
     for case in record["cases"]:
         argv = without(record["base"], case["removed"]) + case["added"]
@@ -180,7 +183,7 @@ def test_recorded_command_lines_have_a_layout_with_the_recorded_number_of_chunks
             continue
         args = freeze(settings, case["world_size"])
         layouts = chunk_layouts(args.model, args.parallel)
-        assert_sound(layouts, args.model.num_layers, args.model.mtp_num_layers or 0)
+        assert_valid_layout(layouts, args.model.num_layers, args.model.mtp_num_layers or 0)
         vpp = case["observed"].get("virtual_pipeline_model_parallel_size")
         if "virtual_pipeline_model_parallel_size" in case["observed"]:
             assert len(layouts[0]) == (vpp or 1), case["name"]

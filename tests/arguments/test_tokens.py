@@ -1,4 +1,4 @@
-"""Every mistake of a command line is found at once, and named."""
+"""All mistakes of a command line are reported together, by name."""
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ def messages(argv, kind=None):
     return [violation.message for violation in caught.value.violations if kind in (None, violation.kind)]
 
 
-def test_a_good_line_parses():
+def test_a_valid_line_parses():
     args = parse_args(TOY, world_size=1)
     assert args.model.num_layers == 2 and args.data.mock_data and args.optimizer.lr == 1e-3
     assert args.source["num_layers"] == "command line" and args.source["adam_beta1"] == "default"
@@ -49,7 +49,7 @@ def test_all_mistakes_at_once():
     assert "unexpected argument '2'" in found[4]
 
 
-def test_the_error_shows_every_message_and_keeps_what_was_resolved():
+def test_error_has_every_message_and_the_resolved_settings():
     with pytest.raises(ArgumentError) as caught:
         parse_args([*TOY, "--lr", "fast", "--bogus"], world_size=1)
     assert all(violation.message in str(caught.value) for violation in caught.value.violations)
@@ -65,7 +65,7 @@ def test_integers_take_no_exponent():
     assert "an integer (digits only" in messages([*TOY, "--train-iters", "1e3"])[0]
 
 
-def test_a_fixed_number_of_values():
+def test_wrong_number_of_values_is_an_error():
     assert "needs 3 values, 2 given" in messages([*TOY, "--rampup-batch-size", "1", "2"])[0]
 
 
@@ -95,7 +95,7 @@ def test_help_prints_and_ends(capsys):
     assert caught.value.code == 0 and "--moe-router-topk" in capsys.readouterr().out
 
 
-def test_unknown_ranks_are_said():
+def test_unknown_world_size_is_noted():
     args = parse_args([*TOY, "--global-batch-size", "7"], world_size=None)
     assert any("number of ranks" in line for line in args.notes)
     with pytest.raises(ArgumentError, match="--global-batch-size 7"):
@@ -109,7 +109,7 @@ def test_unknown_ranks_are_said():
         max_size=12,
     )
 )
-def test_any_tokens_are_read_without_a_crash(tokens):
+def test_random_tokens_are_parsed_without_a_crash(tokens):
     reading = parse_tokens(tokens)
     reading.apply(Settings(OPTIONS), "command line")
     for violation in reading.violations:
@@ -136,7 +136,7 @@ def flags_with_values(draw):
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(flags_with_values(), max_size=5), st.sampled_from([1, 4, None]))
-def test_any_line_is_accepted_or_refused_with_reasons(extra, world_size):
+def test_random_lines_are_accepted_or_rejected_with_messages(extra, world_size):
     argv = [*TOY, "--num-experts", "4", "--disable-bias-linear", *(token for flag in extra for token in flag)]
     try:
         parse_args(argv, world_size)

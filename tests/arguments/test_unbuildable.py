@@ -1,4 +1,4 @@
-"""What Megatron-LM's parser accepts and its builders refuse: parse_args lets it pass, no run starts on it."""
+"""Lines that Megatron-LM's parser accepts and its model builders refuse: parse_args accepts them, no run starts."""
 
 import pytest
 
@@ -13,20 +13,20 @@ LINE = (
 ).split()
 
 
-def test_the_parser_passes_it_on():
+def test_parse_args_accepts_an_unbuildable_line():
     args = arguments.parse_args(LINE, 1)
     (violation,) = args.unbuildable
     assert violation.flags == ("--moe-layer-freq", "--num-layers") and "3 layers" in violation.message
 
 
-def test_it_is_reported_with_all_other_errors():
+def test_unbuildable_line_is_reported_with_all_other_errors():
     with pytest.raises(arguments.ArgumentError) as caught:
         arguments.parse_args([*LINE, "--moe-router-topk", "9"], 1)
     text = str(caught.value)
     assert "--moe-router-topk" in text and "--moe-layer-freq" in text
 
 
-def test_validate_only_refuses(capsys):
+def test_validate_only_rejects_an_unbuildable_line(capsys):
     assert run_validate_only(["--validate-only", *LINE], lambda args: {}) == 2
     assert "--moe-layer-freq" in capsys.readouterr().err
 
@@ -40,7 +40,7 @@ def test_validate_only_refuses(capsys):
     ],
 )
 def test_upcycling_is_parsed_with_a_folder_to_save_to(more, flag):
-    """Megatron-LM looks for the dense model, and how it is cut, only after start-up."""
+    """Megatron-LM looks for the dense model and its sharding only after start-up."""
     line = [*LINE[:8], *LINE[10:], *"--moe-use-upcycling --save out --save-interval 5".split(), *more.split()]
     args = arguments.parse_args(line, 1)
     assert args.output.no_load_optim and args.output.no_load_rng

@@ -15,12 +15,12 @@ NAMES = (
 PARALLEL_FLAGS = ("-parallel", "--sequence-parallel", "-pipeline-")
 
 
-def test_all_presets_are_there():
+def test_all_documented_presets_exist():
     assert set(NAMES) <= set(model_zoo.names())
 
 
 @pytest.mark.parametrize("typed", ["mixtral_8x7b", "Mixtral-8x7B", "MIXTRAL.8x7b", " mixtral-8x7b"])
-def test_spelling_makes_no_difference(typed):
+def test_preset_lookup_ignores_spelling_variants(typed):
     assert model_zoo.find(typed).name == "mixtral_8x7b.yaml"
 
 

@@ -10,7 +10,7 @@ from fault_injection.ranks import reserved_port
 import pretrain_moe
 from arguments.container import OPTIONS
 from arguments.parse import resolve_command_line
-from tests.arguments.malformed import ANY_NUMBER, BASE, FOUND_AT_START, KINDS, Malformed, malformed
+from tests.arguments.malformed import ANY_NUMBER, BASE, KINDS, STARTUP_ERRORS, Malformed, malformed
 
 SEED, EACH = 20, 30
 
@@ -45,7 +45,7 @@ def test_malformed_lines_are_refused(kind, tmp_path, monkeypatch, capsys):
 
 
 def test_there_are_at_least_600_malformed_command_lines():
-    assert EACH * len(KINDS) + len(FOUND_AT_START) >= 600
+    assert EACH * len(KINDS) + len(STARTUP_ERRORS) >= 600
 
 
 def test_same_seed_draws_the_same_malformed_lines():
@@ -65,7 +65,7 @@ def test_number_flags_reject_negative_numbers_or_document_them():
         assert refused == (option.dest not in ANY_NUMBER), option.spellings[0]
 
 
-@pytest.mark.parametrize("line", FOUND_AT_START, ids=lambda line: " ".join(line.argv[len(BASE) - 2 :]))
+@pytest.mark.parametrize("line", STARTUP_ERRORS, ids=lambda line: " ".join(line.argv[len(BASE) - 2 :]))
 def test_errors_found_at_startup_are_refused(line, tmp_path):
     write_files(line, tmp_path)
     ended = run(list(line.argv), tmp_path, HF_HUB_OFFLINE="1")
