@@ -1,4 +1,4 @@
-"""A model and an optimizer that are nothing but named tensors: what checkpoint/ sees of the real ones."""
+"""A model and an optimizer that consist of named tensors, with the interface that checkpoint/ uses."""
 
 import zlib
 from collections.abc import Iterator
@@ -139,7 +139,7 @@ class FakeModel(nn.Module):
 
 
 def cut(value: Tensor, info: ParamInfo) -> Tensor:
-    """This rank's piece of a tensor or of a stack of tensors."""
+    """Return this rank's shard of a tensor or of a stack of tensors."""
     if info.shard_count == 1:
         return value.clone()
     return (
@@ -155,8 +155,8 @@ def fake_chunks(ps: ParallelState, vpp: int = 1, **how) -> list[FakeModel]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What optim's ParamState looks like from here."""
+class HeldState:
+    """The fields of optim's ParamState that checkpoint/ reads."""
 
     param: nn.Parameter
     state_name: str
@@ -181,7 +181,7 @@ class FakeOptimizer:
         seed: int = 0,
         sgd: bool = False,
     ):
-        self.held: list[Held] = []
+        self.held: list[HeldState] = []
         self.step = 0
         self.notes: list[tuple[bool, bool]] = []
         params = [param for chunk in (model if isinstance(model, list) else [model]) for param in chunk.parameters()]
@@ -201,7 +201,7 @@ class FakeOptimizer:
                 for number, name in enumerate((*moments, *(["fp32_param"] if main else []))):
                     if first < last:
                         full = moment(param, 1000 * seed + number).flatten()
-                        self.held.append(Held(param, name, full[first:last].clone(), first, last))
+                        self.held.append(HeldState(param, name, full[first:last].clone(), first, last))
 
     def wait_params(self) -> None:
         pass
@@ -209,7 +209,7 @@ class FakeOptimizer:
     def begin_load(self) -> None:
         pass
 
-    def tensors(self) -> Iterator[Held]:
+    def tensors(self) -> Iterator[HeldState]:
         yield from self.held
 
     def scalars(self) -> dict:
@@ -230,7 +230,7 @@ class FakeOptimizer:
 
 
 def moment(param: nn.Parameter, seed: int) -> Tensor:
-    """A value of a parameter's shape that depends on its names alone: drawn whole, then cut."""
+    """Return a random value that depends on the parameter's names only: drawn in full, then sharded."""
     info = param.info
     shape = list(param.shape[1:] if info.stacked else param.shape)
     if info.sharded_dim is not None:

@@ -49,7 +49,7 @@ def saved(tmp_path) -> Path:
     return tmp_path
 
 
-def refusal(folder, **options) -> str:
+def load_error(folder, **options) -> str:
     model = FakeModel(seed=1)
     with pytest.raises(CheckpointError) as caught:
         load(folder, [model], None, SINGLE, replace(OPTIONS, **options))
@@ -63,7 +63,7 @@ def cut(path, length):
 @pytest.mark.parametrize("file", ["metadata.json", ".metadata", "__0_0.distcp"])
 def test_a_missing_file_is_named_with_advice(saved, file):
     (saved / "iter_0000006" / file).unlink()
-    text = refusal(saved)
+    text = load_error(saved)
     assert f"iter_0000006/{file} is missing" in text and "iteration 3" in text and "--ckpt-step 3" in text
     assert "--ckpt-step 6" not in text
 
@@ -73,34 +73,34 @@ def test_a_missing_file_is_named_with_advice(saved, file):
 def test_a_truncated_file_is_named(saved, file, share):
     path = saved / "iter_0000006" / file
     cut(path, int(path.stat().st_size * share))
-    text = refusal(saved)
+    text = load_error(saved)
     assert f"iter_0000006/{file}" in text and "incomplete or damaged" in text and "--ckpt-step 3" in text
     assert load(saved, [FakeModel()], None, SINGLE, replace(OPTIONS, ckpt_step=3)).iteration == 3
 
 
 @pytest.mark.parametrize("place", [0.1, 0.3, 0.6, 0.97])
 @pytest.mark.parametrize("count", [1, 4096])
-def test_changed_bytes_are_found_while_reading(saved, place, count):
+def test_changed_bytes_are_detected_while_reading(saved, place, count):
     path = saved / "iter_0000006/__0_0.distcp"
     content = bytearray(path.read_bytes())
     start = int(len(content) * place)
     content[start : start + count] = bytes(byte ^ 0xFF for byte in content[start : start + count])
     path.write_bytes(content)
-    text = refusal(saved)
+    text = load_error(saved)
     assert "iter_0000006/__0_0.distcp is damaged" in text and "--ckpt-step 3" in text
 
 
-def test_changed_bytes_are_found_by_their_hash(saved):
+def test_changed_bytes_are_detected_by_hash(saved):
     path = saved / "iter_0000006/__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert "its SHA-256 differs" in refusal(saved, verify_integrity=True)
+    assert "its SHA-256 differs" in load_error(saved, verify_integrity=True)
     (saved / "iter_0000003/integrity.json").unlink()
-    assert "save with --verify-integrity" in refusal(saved, verify_integrity=True, ckpt_step=3)
+    assert "save with --verify-integrity" in load_error(saved, verify_integrity=True, ckpt_step=3)
 
 
-def test_random_damage_of_the_index_never_escapes(saved):
+def test_random_index_damage_always_gives_a_checkpoint_error(saved):
     path = saved / "iter_0000006/.metadata"
     content_before = path.read_bytes()
     generator = torch.Generator().manual_seed(0)
@@ -112,36 +112,36 @@ def test_random_damage_of_the_index_never_escapes(saved):
         check(saved / "iter_0000006")  # raises nothing
 
 
-def test_a_damaged_tracker(saved):
+def test_damaged_tracker_is_reported(saved):
     (saved / directory.TRACKER).write_text("six")
-    text = refusal(saved)
+    text = load_error(saved)
     assert "'six'" in text and "--ckpt-step 6" in text
     (saved / directory.TRACKER).write_text("9")
-    assert "which does not exist" in refusal(saved)
+    assert "which does not exist" in load_error(saved)
     (saved / directory.TRACKER).write_bytes(b"\xff\xfe")
-    assert "cannot read" in refusal(saved)
+    assert "cannot read" in load_error(saved)
 
 
-def test_a_missing_tracker_with_complete_checkpoints(saved, caplog):
+def test_missing_tracker_with_complete_checkpoints_is_reported(saved, caplog):
     (saved / directory.TRACKER).unlink()
     assert load(saved, [FakeModel()], None, SINGLE, OPTIONS).iteration == 6
     assert "is missing, but there are complete checkpoints" in caplog.text
 
 
 def test_the_folder_of_one_iteration_is_not_the_directory(saved):
-    assert "give its parent" in refusal(saved / "iter_0000006")
+    assert "give its parent" in load_error(saved / "iter_0000006")
 
 
 def test_other_formats_are_refused_by_name(saved, shared):
     (saved / "iter_0000006/metadata.json").write_text(
         json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
     )
-    assert "the zarr format" in refusal(saved)
+    assert "the zarr format" in load_error(saved)
     (saved / "iter_0000006/metadata.json").write_text(json.dumps({"sharded_backend": "fsdp_dtensor"}))
-    assert "Megatron-FSDP" in refusal(saved)
+    assert "Megatron-FSDP" in load_error(saved)
 
 
-def test_a_release_starts_at_zero(saved):
+def test_release_checkpoint_starts_at_iteration_zero(saved):
     os.rename(saved / "iter_0000006", saved / "release")
     (saved / directory.TRACKER).write_text("release\n")
     assert load(saved, [FakeModel()], None, SINGLE, OPTIONS).iteration == 0
@@ -198,8 +198,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_debris(small_disk, ranks)
     assert sorted(path.name for path in small_disk.iterdir()) == ["iter_0000001", directory.TRACKER]
 
 
-def test_a_full_disk_without_a_small_disk(saved, monkeypatch):
-    """The same by a failing fsync, for those who are not root."""
+def test_simulated_full_disk_leaves_the_last_checkpoint(saved, monkeypatch):
+    """The same with a failing fsync, for users other than root."""
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -211,7 +211,7 @@ def test_a_full_disk_without_a_small_disk(saved, monkeypatch):
     assert sorted(path.name for path in saved.iterdir()) == before
 
 
-def test_an_unforeseen_crash_in_the_background_surfaces(tmp_path, monkeypatch):
+def test_unexpected_error_in_background_save_is_raised(tmp_path, monkeypatch):
     saver = AsyncSaver()
     monkeypatch.setattr("moe_trainer.checkpoint.saving.PendingSave.write", lambda self: {}["gone"])
     saver.start(tmp_path, CheckpointState(3, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
@@ -220,7 +220,7 @@ def test_an_unforeseen_crash_in_the_background_surfaces(tmp_path, monkeypatch):
     assert not saver.in_progress and list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_dead_runs_are_cleaned_and_live_ones_are_left(saved):
+def test_partial_saves_are_removed_only_if_their_run_is_dead(saved):
     host, live = os.uname().nodename, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -244,7 +244,7 @@ def test_leftovers_of_dead_runs_are_cleaned_and_live_ones_are_left(saved):
 
 
 @pytest.mark.parametrize("by", ["load", "save"])
-def test_a_checkpoint_caught_while_being_replaced_is_taken_back(saved, by):
+def test_checkpoint_interrupted_during_replacement_is_restored(saved, by):
     """A kill between the two renames of publish()."""
     os.rename(saved / "iter_0000006", saved / f"iter_0000006.old-{os.uname().nodename}-999999999")
     if by == "load":
@@ -275,7 +275,7 @@ def _save_repeatedly(folder, ready):
             saver.start(folder, content, [model], optimizer, SINGLE, options)
 
 
-def test_kill_at_twenty_random_moments(tmp_path):
+def test_kill_at_random_moments_leaves_a_complete_checkpoint(tmp_path):
     """Whatever the moment, the tracker's checkpoint is complete and holds one iteration's values throughout."""
     context = multiprocessing.get_context("fork")
     model = FakeModel()

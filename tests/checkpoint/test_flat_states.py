@@ -53,7 +53,7 @@ def small(seed=0, tied=False):
 
 
 def order():
-    """Names in the order in which a buffer holds them."""
+    """Return the names in their order in the buffer."""
     yield "output_layer.weight"
     yield "decoder.final_layernorm.weight"
     for layer in (1, 0):
@@ -64,7 +64,7 @@ def order():
 
 
 def save_source(tmp_path, flags, tied=False):
-    """A checkpoint as this program writes it, with its model and its optimizer."""
+    """Save a checkpoint as this program writes it; return its model and optimizer."""
     model = small(tied=tied)
     optimizer = FakeOptimizer(model, SINGLE)
     optimizer.step = 5
@@ -114,7 +114,7 @@ class Writer:
         (self.folder.parent / "latest_checkpointed_iteration.txt").write_text("5")
 
 
-def foreign(source, folder, optimizer, etp=1):
+def write_megatron_checkpoint(source, folder, optimizer, etp=1):
     """A writer that has everything of the source but optimizer state, as Megatron-LM would.
 
     optimizer: its entry of the common state. etp: ranks among which experts are cut.
@@ -167,7 +167,7 @@ def write_buckets(source, folder, buffers=None, etp=1, ranks=2):
     buffers: of each, by the beginning of its keys, the rank among the `etp` that cut an expert and the names in its buckets. The copy of tied
     embeddings has other values than these, which must not be read.
     """
-    writer = foreign(source, folder, {"param_state_sharding_type": "dp_reshardable"}, etp)
+    writer = write_megatron_checkpoint(source, folder, {"param_state_sharding_type": "dp_reshardable"}, etp)
     for state in (*STATES, "param"):
         named = values(source, state)
         named.setdefault("output_layer.weight", torch.full_like(named["embedding.word_embeddings.weight"], 7.0))
@@ -201,7 +201,7 @@ def check_loads(folder, model, optimizer, tied=False):
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 
-def test_buckets_of_dp_reshardable(source, tmp_path):
+def test_dp_reshardable_buckets_are_read(source, tmp_path):
     folder, model, optimizer = source
     write_buckets(folder, tmp_path / "buckets/iter_0000005")
     check_loads(tmp_path / "buckets/iter_0000005", model, optimizer)
@@ -240,7 +240,7 @@ STAGE = BUCKETS.removesuffix("0")
 
 
 def stages(tied):
-    """The buffers of two pipeline stages. What both have, tied embeddings, is in a bucket of its own, at the head's place on the last one."""
+    """The buffers of two pipeline stages. Tied embeddings, which both have, are in their own bucket, at the position of the output layer on the last stage."""
     names = list(order())
     border = names.index(next(name for name in names if ".layers.0." in name))
     last, first = names[:border], names[border:]
@@ -251,7 +251,7 @@ def stages(tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_buckets_of_two_stages(tmp_path, tied):
+def test_buckets_of_two_pipeline_stages_are_read(tmp_path, tied):
     """With tied embeddings the last stage has a copy, which fills a bucket and is not taken from there."""
     flags = {"pipeline_model_parallel_size": 2, "world_size": 4, "untie_embeddings_and_output_weights": not tied}
     folder, model, optimizer = save_source(tmp_path, flags, tied)
@@ -259,7 +259,7 @@ def test_buckets_of_two_stages(tmp_path, tied):
     check_loads(tmp_path / "buckets/iter_0000005", model, optimizer, tied)
 
 
-def test_buckets_of_one_stage_alone_are_refused(tmp_path):
+def test_buckets_of_one_stage_alone_are_rejected(tmp_path):
     """Those that are there fit; the other stage's layers have no state."""
     folder, model, _ = save_source(tmp_path, {"pipeline_model_parallel_size": 2, "world_size": 4})
     write_buckets(
@@ -274,7 +274,7 @@ def test_buckets_of_one_stage_alone_are_refused(tmp_path):
         load(tmp_path / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
 
 
-def test_buckets_of_experts_cut_among_tensor_parallel_ranks(tmp_path):
+def test_buckets_of_tensor_parallel_experts_are_read(tmp_path):
     """Places of experts are counted along expert-tensor ranks first, then along expert-parallel ones."""
     flags = {
         "tensor_model_parallel_size": 2,
@@ -295,11 +295,13 @@ def test_buckets_of_experts_cut_among_tensor_parallel_ranks(tmp_path):
     check_loads(tmp_path / "buckets/iter_0000005", model, optimizer)
 
 
-def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
+def test_fully_sharded_model_space_grids_are_read(source, tmp_path):
     """As core_v0.13 writes them: pieces of two tensor-parallel ranks in a grid, each flat and cut over data-parallel ranks."""
     folder, model, optimizer = source
     writer, index = (
-        foreign(folder, tmp_path / "grid/iter_0000005", {0: {"optimizer": {"param_groups": [{"step": 5}]}}}),
+        write_megatron_checkpoint(
+            folder, tmp_path / "grid/iter_0000005", {0: {"optimizer": {"param_groups": [{"step": 5}]}}}
+        ),
         read_index(folder),
     )
     for key, entry in index.state_dict_metadata.items():
@@ -331,8 +333,8 @@ def test_grids_of_fully_sharded_model_space_with_chained_keys(source, tmp_path):
     check_loads(tmp_path / "grid/iter_0000005", model, optimizer)
 
 
-def test_the_index_of_core_v0_15(source, monkeypatch):
-    """Its class is Megatron-LM's own, with a field more."""
+def test_index_of_megatron_core_0_15_is_read(source, monkeypatch):
+    """Its class is defined by Megatron-LM and has one more field."""
     folder, model, optimizer = source
     module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
     module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": module.__name__})

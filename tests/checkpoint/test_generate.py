@@ -1,4 +1,4 @@
-"""From text to generated text: the quickstart's steps on a small text, its model taken to Hugging Face with its tokenizer, and generate()."""
+"""From text to generated text: the quickstart's steps on a small text, export to Hugging Face with the tokenizer, and generate()."""
 
 import json
 import subprocess

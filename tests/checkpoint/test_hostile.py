@@ -1,4 +1,4 @@
-"""Files of a stranger in the place of checkpoints: nothing in them runs, none makes more than one clear error."""
+"""Malicious files in place of checkpoints: no code in them runs, and each gives one clear error."""
 
 import argparse
 import contextlib
@@ -77,7 +77,7 @@ def rewritten(content: bytes, rename=lambda name: name, drop=(), add=()) -> byte
 
 
 def disguises(content: bytes) -> dict[str, bytes]:
-    """The archive, and what an attacker may make of it so that a look for constants.pkl does not find it."""
+    """The archive, and variants of it that hide constants.pkl from a search by name."""
     return {
         "as it is": content,
         "upper case": rewritten(content, lambda name: name.replace("constants.pkl", "CONSTANTS.PKL")),
@@ -115,8 +115,8 @@ def full(tmp_path_factory) -> Path:
     return folder
 
 
-def put(folder: Path, key: str, content: bytes) -> None:
-    """Put other bytes in the place of an entry of a torch_dist folder."""
+def replace_entry(folder: Path, key: str, content: bytes) -> None:
+    """Replace the bytes of an entry of a torch_dist folder."""
     index = read_index(folder)
     place = next(each for each in index.storage_data if each.fqn.startswith(key))
     (folder / "foreign.distcp").write_bytes(content)
@@ -124,14 +124,14 @@ def put(folder: Path, key: str, content: bytes) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
-def refused(folder: Path, **options) -> str:
+def load_error(folder: Path, **options) -> str:
     model = FakeModel(seed=2)
     with pytest.raises(CheckpointError) as caught:
         load(folder, [model], FakeOptimizer(model, SINGLE, seed=2), SINGLE, LoadOptions(RECORD, **options))
     return str(caught.value)
 
 
-def in_place(full: Path, tmp_path: Path, where: str, content: bytes) -> Path:
+def copy_with_content(full: Path, tmp_path: Path, where: str, content: bytes) -> Path:
     """A copy of a checkpoint with `content` at one place."""
     kind = "torch" if where == "legacy" else "torch_dist"
     shutil.copytree(full / kind, tmp_path / kind)
@@ -144,19 +144,19 @@ def in_place(full: Path, tmp_path: Path, where: str, content: bytes) -> Path:
         (folder / ".metadata").write_bytes(pickle.dumps(index))
         (folder / "common.pt").write_bytes(content)
     else:
-        put(folder, where, content)
+        replace_entry(folder, where, content)
     return tmp_path / kind
 
 
 @pytest.mark.parametrize(
     "where", ["legacy", "common.pt", "common_state", "rng_state", "decoder.final_layernorm.weight", "optimizer.state"]
 )
-def test_no_program_in_the_place_of_a_file_runs(full, program, tmp_path, where, capsys):
+def test_torchscript_in_place_of_a_file_is_never_run(full, program, tmp_path, where, capsys):
     """TorchScript, however it is dressed up: --load, inspect ls and inspect verify refuse it and never run it."""
     content, target = program
     for number, (name, disguised) in enumerate(disguises(content).items()):
-        directory = in_place(full, tmp_path / str(number), where, disguised)
-        text = refused(directory)
+        directory = copy_with_content(full, tmp_path / str(number), where, disguised)
+        text = load_error(directory)
         assert "iter_0000003" in text and "\n  File" not in text, name
         for command in ("ls", "verify"):
             inspect([command, str(directory)])
@@ -166,7 +166,7 @@ def test_no_program_in_the_place_of_a_file_runs(full, program, tmp_path, where, 
             assert "a program" in text and "nothing in a file is run" in text
 
 
-def test_no_package_or_exported_program_is_opened(tmp_path):
+def test_torch_package_and_exported_program_are_rejected(tmp_path):
     with torch.package.PackageExporter(tmp_path / "package.pt") as package:
         package.save_text("evil", "evil.py", "raise SystemExit(7)")
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "exported.pt2")
@@ -176,7 +176,7 @@ def test_no_package_or_exported_program_is_opened(tmp_path):
                 read(path)
 
 
-def test_what_torch_save_writes_is_read_as_torch_reads_it(tmp_path):
+def test_reader_equals_torch_load_on_torch_save_files(tmp_path):
     base = torch.arange(24, dtype=torch.float32)
     value = {
         "a": base.view(4, 6),
@@ -256,7 +256,7 @@ class Call:
         (torch.classes.load_library, ("x",)),
     ],
 )
-def test_no_call_is_made(function, args, tmp_path, monkeypatch):
+def test_pickled_calls_are_never_executed(function, args, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = io.BytesIO()
     try:
@@ -270,7 +270,7 @@ def test_no_call_is_made(function, args, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def assemble(*parts: bytes) -> bytes:
+def make_pickle(*parts: bytes) -> bytes:
     return b"\x80\x02" + b"".join(parts) + b"."
 
 
@@ -301,41 +301,41 @@ def test_a_pickle_cannot_change_a_class(kind):
     module, _, attribute = kind.partition(" ")
     before = {one: dict(vars(one)) for one in (argparse.Namespace, Metadata, MetadataIndex, torch.FloatStorage, Path)}
     with contextlib.suppress(DECODE_ERRORS):
-        load_pickle(assemble(name(module, attribute), SETS))
+        load_pickle(make_pickle(name(module, attribute), SETS))
     assert {one: dict(vars(one)) for one in before} == before
     assert Metadata({}).state_dict_metadata == {} and argparse.Namespace(x=1).x == 1
 
 
-def deep(count: int = 100_000) -> bytes:
-    return assemble(b"]" * count + b"a" * (count - 1))
+def deeply_nested(count: int = 100_000) -> bytes:
+    return make_pickle(b"]" * count + b"a" * (count - 1))
 
 
-def doubled(count: int = 60) -> bytes:
-    """Lists that each hold the one before twice: 2^60 values in 400 bytes."""
-    return assemble(
+def doubling_lists(count: int = 60) -> bytes:
+    """Lists that each contain the previous one twice: 2^60 values in 400 bytes."""
+    return make_pickle(
         b"]q\x00",
         *(b"](h" + bytes([number]) + b"h" + bytes([number]) + b"eq" + bytes([number + 1]) for number in range(count)),
     )
 
 
-def tuples(*after: bytes) -> bytes:
-    """Tuples that each hold the one before twice, and `after`, which uses the last of them (number 60)."""
-    return assemble(
+def doubling_tuples(*after: bytes) -> bytes:
+    """Tuples that each contain the previous one twice, and `after`, which uses the last of them (number 60)."""
+    return make_pickle(
         b"()q\x00", *(b"h%ch%c\x86q%c" % (number, number, number + 1) for number in range(60)), b"1", *after
     )
 
 
-WITHOUT_END = {
-    "a key": tuples(b"}h<Ns"), "keys": tuples(b"}(h<Nu"), "a frozenset": tuples(b"cbuiltins\nfrozenset\n]h<a\x85R"),
-    "a set": tuples(b"cbuiltins\nset\n]h<a\x85R"), "a set of protocol 4": tuples(b"\x8f(h<\x90"), "a slice": tuples(b"cbuiltins\nslice\nh<NN\x87R"),
-    "a deep key": assemble(b"})", b"\x85" * 100_000, b"Ns"), "an index": tuples(
+UNBOUNDED = {
+    "a key": doubling_tuples(b"}h<Ns"), "keys": doubling_tuples(b"}(h<Nu"), "a frozenset": doubling_tuples(b"cbuiltins\nfrozenset\n]h<a\x85R"),
+    "a set": doubling_tuples(b"cbuiltins\nset\n]h<a\x85R"), "a set of protocol 4": doubling_tuples(b"\x8f(h<\x90"), "a slice": doubling_tuples(b"cbuiltins\nslice\nh<NN\x87R"),
+    "a deep key": make_pickle(b"})", b"\x85" * 100_000, b"Ns"), "an index": doubling_tuples(
         b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}X\x03\x00\x00\x00fqnh<sb"),
-    "lists in a slice": assemble(b"(]q\x00", *(b"](h%ch%ceq%c" % (number, number, number + 1) for number in range(60)), b"1cbuiltins\nslice\nh<NN\x87R"),
+    "lists in a slice": make_pickle(b"(]q\x00", *(b"](h%ch%ceq%c" % (number, number, number + 1) for number in range(60)), b"1cbuiltins\nslice\nh<NN\x87R"),
 }  # fmt: skip
 
 
 def test_unbounded_hashes_and_messages_are_rejected():
-    """In a process of its own: the hash of a tuple cannot be interrupted."""
+    """In a separate process, because the hash of a tuple cannot be interrupted."""
     read = (
         "import pickle, sys\nfrom moe_trainer.checkpoint.unpickle import load_pickle, to_builtin\n"
         "for name, content in pickle.load(sys.stdin.buffer).items():\n"
@@ -344,16 +344,16 @@ def test_unbounded_hashes_and_messages_are_rejected():
     )
     ended = subprocess.run(
         [sys.executable, "-c", read],
-        input=pickle.dumps(WITHOUT_END),
+        input=pickle.dumps(UNBOUNDED),
         capture_output=True,
         timeout=300,
         cwd=Path(__file__).parents[2],
     )
     message = "its values are nested more than 100 deep, or are more than 262144"
-    assert ended.stdout.decode().splitlines() == [f"{name}: {message}" for name in WITHOUT_END], ended.stderr.decode()
+    assert ended.stdout.decode().splitlines() == [f"{name}: {message}" for name in UNBOUNDED], ended.stderr.decode()
 
 
-def test_tuples_as_they_are_written_are_read():
+def test_ordinary_tuples_are_read():
     state = {
         "random": random.getstate(),
         "shape": [(1, (2, 3))] * 1000,
@@ -365,21 +365,21 @@ def test_tuples_as_they_are_written_are_read():
 
 
 @pytest.mark.parametrize(
-    "content", [deep(), doubled(), assemble(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"]
+    "content", [deeply_nested(), doubling_lists(), make_pickle(b"]q\x00h\x00a")], ids=["deep", "doubled", "in itself"]
 )
-def test_values_without_end_are_refused(content, full, tmp_path):
+def test_exponentially_large_values_are_rejected(content, full, tmp_path):
     with pytest.raises(DECODE_ERRORS):
         to_builtin(load_pickle(content))
     archive = rewritten(
         dump_object(0),
         drop=["data.pkl"],
-        add=[("archive/data.pkl", assemble(b"}X\x04\x00\x00\x00args", content[2:-1], b"s"))],
+        add=[("archive/data.pkl", make_pickle(b"}X\x04\x00\x00\x00args", content[2:-1], b"s"))],
     )
-    folder = in_place(full, tmp_path, "legacy", archive)
-    assert "model_optim_rng.pt" in refused(folder)
+    folder = copy_with_content(full, tmp_path, "legacy", archive)
+    assert "model_optim_rng.pt" in load_error(folder)
 
 
-def forged(data: bytes, storage: bytes = bytes(64), **more) -> bytes:
+def make_archive(data: bytes, storage: bytes = bytes(64), **more) -> bytes:
     """An archive of torch.save with another pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", **more) as target:
@@ -417,17 +417,17 @@ def tensor(sizes: tuple, strides: tuple, offset: int = 0, key: str = "0") -> byt
         ((1.5,), (1,), 0, "0"),
     ],
 )
-def test_a_tensor_over_other_bytes_is_refused(sizes, strides, offset, key):
-    assert load_bytes(forged(tensor((4, 4), (4, 1)))).shape == (4, 4)
+def test_tensor_outside_its_storage_is_rejected(sizes, strides, offset, key):
+    assert load_bytes(make_archive(tensor((4, 4), (4, 1)))).shape == (4, 4)
     with pytest.raises(DECODE_ERRORS):
-        load_bytes(forged(tensor(sizes, strides, offset, key)))
+        load_bytes(make_archive(tensor(sizes, strides, offset, key)))
 
 
-def test_a_packed_or_overlapping_archive_is_refused(tmp_path):
+def test_compressed_or_overlapping_archive_is_rejected(tmp_path):
     """Compressed records (64 MB of zeros in 64 KB), and a table whose records lie over each other."""
-    bomb = forged(tensor((4,), (1,)), bytes(1 << 26), compression=zipfile.ZIP_DEFLATED)
+    bomb = make_archive(tensor((4,), (1,)), bytes(1 << 26), compression=zipfile.ZIP_DEFLATED)
     assert len(bomb) < 1 << 17
-    content = bytearray(forged(tensor((4,), (1,)), bytes(1 << 16)))
+    content = bytearray(make_archive(tensor((4,), (1,)), bytes(1 << 16)))
     end = content.rindex(b"PK\x05\x06")
     table = content.index(b"PK\x01\x02")
     entries, many = bytes(content[table:end]), 40
@@ -447,7 +447,7 @@ def test_a_packed_or_overlapping_archive_is_refused(tmp_path):
                 read(tmp_path / path)
 
 
-def test_an_array_of_addresses_is_refused():
+def test_numpy_object_array_is_rejected():
     """numpy would take bytes as the addresses of objects."""
     reconstruct = numpy.zeros(1).__reduce__()[0]
 
@@ -486,7 +486,7 @@ RANDOM = "rng_state"
     ],
 )
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
-def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, full, tmp_path):
+def test_malicious_random_state_is_rejected(value, kind, full, tmp_path):
     shutil.copytree(full / kind, tmp_path / kind)
     folder = tmp_path / kind / "iter_0000003"
     state = torch.get_rng_state()
@@ -498,7 +498,7 @@ def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, full, tmp_
         if value is None:
             return  # saved without one
     else:
-        put(folder, RANDOM, dump_object(value))
+        replace_entry(folder, RANDOM, dump_object(value))
     model = FakeModel(seed=2)
     try:
         load(tmp_path / kind, [model], None, SINGLE, LoadOptions(RECORD))
@@ -534,15 +534,15 @@ def test_a_hostile_random_state_is_an_error_of_the_input(value, kind, full, tmp_
         {"optimizer": {"param_groups": "x"}, "moe_trainer": None, "args": argparse.Namespace()},
     ],
 )
-def test_hostile_values_in_the_common_state(edit, full, tmp_path, capsys):
+def test_malicious_values_in_the_common_state_are_rejected(edit, full, tmp_path, capsys):
     shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     index = read_index(folder)
     place = index.storage_data[MetadataIndex(KEY)]
     content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
     common = torch.load(io.BytesIO(content), weights_only=False)[0] | edit
-    put(folder, KEY, dump_object(common))
-    text = refused(tmp_path / "copy")
+    replace_entry(folder, KEY, dump_object(common))
+    text = load_error(tmp_path / "copy")
     assert str(folder) in text or "flags that differ" in text
     inspect(["ls", str(tmp_path / "copy")])
     assert "Traceback" not in capsys.readouterr().err
@@ -552,15 +552,15 @@ def test_hostile_values_in_the_common_state(edit, full, tmp_path, capsys):
     "content",
     [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000],
 )
-def test_hostile_json_next_to_a_checkpoint(content, full, tmp_path):
+def test_malicious_json_beside_a_checkpoint_is_rejected(content, full, tmp_path):
     shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     (folder / "integrity.json").write_bytes(content)
     assert check(folder, hashes=True)
-    assert "integrity.json" in refused(tmp_path / "copy", verify_integrity=True)
+    assert "integrity.json" in load_error(tmp_path / "copy", verify_integrity=True)
     (folder / "metadata.json").write_bytes(content)
     assert detect_format(folder) in (None, "7")
-    assert "metadata.json" in refused(tmp_path / "copy") or "format" in refused(tmp_path / "copy")
+    assert "metadata.json" in load_error(tmp_path / "copy") or "format" in load_error(tmp_path / "copy")
 
 
 def test_files_outside_the_folder_are_not_read(full, tmp_path):
@@ -573,16 +573,16 @@ def test_files_outside_the_folder_are_not_read(full, tmp_path):
     assert len(problems) == 1 and "outside" in problems[0]
 
 
-def test_links_in_a_circle_and_devices_are_named(full, tmp_path):
+def test_symlink_loops_and_device_files_are_rejected_by_name(full, tmp_path):
     for number, name in enumerate(("__0_0.distcp", ".metadata", "metadata.json")):
         copy = tmp_path / f"{number}"
         shutil.copytree(full / "torch_dist", copy)
         (copy / "iter_0000003" / name).unlink()
         (copy / "iter_0000003" / name).symlink_to(name)
-        assert name in refused(copy)
+        assert name in load_error(copy)
     copy = tmp_path / "legacy"
     shutil.copytree(full / "torch", copy)
     path = copy / "iter_0000003/mp_rank_00/model_optim_rng.pt"
     path.unlink()
     path.symlink_to("/dev/zero")
-    assert "model_optim_rng.pt" in refused(copy)
+    assert "model_optim_rng.pt" in load_error(copy)

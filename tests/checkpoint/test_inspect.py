@@ -1,4 +1,4 @@
-"""The command that looks at checkpoints: what it lists, what it finds wrong, how it compares, and its exit codes."""
+"""The command that inspects checkpoints: ls, verify, diff, and the exit codes."""
 
 import pickle
 import re
@@ -84,7 +84,7 @@ def _save_cut(rank, size, folder):
     save(folder, CheckpointState(3, ARGS), [model], FakeOptimizer(model, ps, True, seed=1), ps, SaveOptions())
 
 
-def test_checksums_do_not_tell_the_layout(tmp_path, call):
+def test_checksums_are_independent_of_the_layout(tmp_path, call):
     write(tmp_path / "one")
     run_ranks(_save_cut, 4, tmp_path / "four")
     one, four = (
@@ -133,7 +133,7 @@ def test_a_missing_expert_of_one_layer_is_named(tmp_path, call):
     )
 
 
-def test_a_part_of_a_tensor_that_is_missing_or_stored_twice(tmp_path, call):
+def test_missing_or_duplicate_tensor_chunks_are_reported(tmp_path, call):
     folder = write(tmp_path)
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
@@ -155,7 +155,7 @@ def test_a_part_of_a_tensor_that_is_missing_or_stored_twice(tmp_path, call):
     assert "local_experts.2.linear_fc1.weight: some of its elements are stored twice" in problems(call, folder)
 
 
-def test_missing_and_foreign_layers_experts_tensors_and_states(tmp_path, call, monkeypatch):
+def test_missing_and_unexpected_entries_are_reported(tmp_path, call, monkeypatch):
     listed = ARGS | {"moe_layer_freq": [1, 1]}
     folder = write(tmp_path, args=listed)
 
@@ -188,7 +188,7 @@ def test_missing_and_foreign_layers_experts_tensors_and_states(tmp_path, call, m
     assert "decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight is foreign: the model has 6 experts" in out
 
 
-def test_a_foreign_tensor_and_a_foreign_file(tmp_path, call):
+def test_unexpected_tensor_and_file_are_reported(tmp_path, call):
     model = FakeModel(seed=1)
     model.adapter = torch.nn.Parameter(torch.ones(3))
     model.adapter.info = ParamInfo(("adapter.weight",))
@@ -219,7 +219,7 @@ def test_damaged_files_are_named(tmp_path, call, file, damage):
     assert code == 1 and file in out, (code, out, err)
 
 
-def test_every_byte_of_the_tensors_is_read(tmp_path, call):
+def test_verify_detects_one_changed_byte_in_any_tensor(tmp_path, call):
     """One changed byte in the middle of any entry of the file is found, and its tensor is named."""
     folder = write(tmp_path)
     index = read_index(folder)
@@ -258,14 +258,14 @@ def test_diff_names_the_expert_that_differs(tmp_path, call):
     assert call("diff", tmp_path / "a", tmp_path / "b", "--atol", "1")[0] == 0
 
 
-def test_diff_sees_through_stacked_layers(tmp_path, call):
+def test_diff_treats_stacked_and_listed_layers_as_equal(tmp_path, call):
     write(tmp_path / "stacked")
     write(tmp_path / "listed", args=ARGS | {"moe_layer_freq": [1, 1]})
     code, out, _ = call("diff", tmp_path / "stacked", tmp_path / "listed")
     assert code == 0 and "(flag) moe_layer_freq: 1 and [1, 1]" in out and "all tensors are equal" in out
 
 
-def test_diff_tells_structure(tmp_path, call):
+def test_diff_reports_differences_in_structure(tmp_path, call):
     write(tmp_path / "a")
     model = FakeModel(seed=1, dtype=torch.bfloat16)
     save(tmp_path / "b", CheckpointState(3, ARGS), [model], None, SINGLE, SaveOptions())
@@ -293,7 +293,7 @@ def test_diff_tells_structure(tmp_path, call):
 # ---- what cannot be looked at
 
 
-def test_errors_end_with_two_and_one_line(tmp_path, call):
+def test_errors_exit_with_code_2_and_one_line(tmp_path, call):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "zarr").mkdir()
@@ -321,7 +321,7 @@ def test_errors_end_with_two_and_one_line(tmp_path, call):
     assert code == 2 and "__0_0.distcp is missing" in err
 
 
-def test_the_module_runs(tmp_path, call):
+def test_inspect_runs_as_a_module(tmp_path, call):
     write(tmp_path)
     found = subprocess.run(
         [sys.executable, "-m", "moe_trainer.checkpoint.inspect", "ls", str(tmp_path)],
@@ -361,13 +361,13 @@ def _save_legacy(rank, size, folder):
 
 @pytest.fixture(scope="module")
 def legacy(tmp_path_factory):
-    """A legacy checkpoint of four ranks with distrib_optim.pt files; do not change it."""
+    """A legacy checkpoint of four ranks with distrib_optim.pt files; read-only."""
     folder = tmp_path_factory.mktemp("legacy")
     run_ranks(_save_legacy, 4, folder)
     return folder
 
 
-def test_the_golden_legacy_folder_is_looked_at(call, shared):
+def test_ls_and_diff_read_the_golden_legacy_folder(call, shared):
     """Megatron-LM wrote the same iteration in both formats."""
     golden = shared / "golden/ckpt"
     listings = []
@@ -382,7 +382,7 @@ def test_the_golden_legacy_folder_is_looked_at(call, shared):
     assert code == 0 and out.endswith("all tensors are equal (135)\n")
 
 
-def test_pieces_of_a_legacy_folder_are_put_together(tmp_path, legacy, call):
+def test_shards_of_a_legacy_folder_are_merged(tmp_path, legacy, call):
     write(tmp_path, model=FakeModel(seed=1))
     code, out, _ = call("diff", legacy, tmp_path)
     # the distributed optimizer's own copy of the weights is compared with the fp32 weights of the other
@@ -393,7 +393,7 @@ def test_pieces_of_a_legacy_folder_are_put_together(tmp_path, legacy, call):
     assert code == 0 and "180 logical tensors" in out
 
 
-def test_main_parameters_are_compared_under_either_name(tmp_path, call):
+def test_diff_compares_main_parameters_under_both_names(tmp_path, call):
     """They are `param` with a distributed optimizer, `fp32_param` without; those of fp32 weights are stored with one alone."""
     for dtype, flags in ((torch.float32, {}), (torch.bfloat16, {"bf16": True})):
         model = FakeModel(seed=1, dtype=dtype)
@@ -421,7 +421,7 @@ def test_main_parameters_are_compared_under_either_name(tmp_path, call):
     assert call("diff", tmp_path / str(torch.float32) / "distributed", tmp_path / "changed")[0] == 1
 
 
-def test_what_a_legacy_folder_lacks_is_named(tmp_path, legacy, call):
+def test_verify_names_missing_parts_of_a_legacy_folder(tmp_path, legacy, call):
     def copied(name):
         shutil.copytree(legacy, tmp_path / name)
         return tmp_path / name / "iter_0000003"
@@ -457,7 +457,7 @@ def test_what_a_legacy_folder_lacks_is_named(tmp_path, legacy, call):
     assert "its optimizer state cannot be read" in call("ls", folder)[1]
 
 
-def test_states_that_one_side_lacks_are_counted():
+def test_diff_counts_states_missing_on_one_side():
     from moe_trainer.checkpoint.inspect import MAX_LISTED, _grouped
 
     lines = [f"optimizer.state.exp_avg.decoder.layers.{number}.w: only in a" for number in range(MAX_LISTED + 1)]
@@ -469,7 +469,7 @@ def test_states_that_one_side_lacks_are_counted():
     ]
 
 
-def test_the_file_of_the_lock_goes_with_its_run(tmp_path):
+def test_lock_file_is_removed_only_by_its_own_run(tmp_path):
     from moe_trainer.checkpoint.directory import LOCK, acquire_lock, release_lock
 
     assert acquire_lock(tmp_path) is None and (tmp_path / LOCK).exists()

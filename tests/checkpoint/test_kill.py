@@ -1,4 +1,4 @@
-"""A rank that is killed anywhere in a save of several ranks, and two runs that want to save into one folder."""
+"""A rank killed at any point of a save of several ranks, and two runs that save into one folder."""
 
 import multiprocessing
 import os

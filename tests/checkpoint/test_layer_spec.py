@@ -122,7 +122,7 @@ def stored(folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_norms_are_stored_where_the_layer_spec_has_them(case, tmp_path, capsys):
+def test_norm_names_follow_the_layer_spec(case, tmp_path, capsys):
     found = {}
     for impl, norms in ((ENGINE, CASES[case][1]), (LOCAL, CASES[case][2])):
         model, record = built(case, impl)
@@ -191,8 +191,8 @@ def test_a_run_resumes_under_another_transformer_impl(saved, here, ckpt_format, 
     )
 
 
-def test_a_trained_run_resumes(tmp_path):
-    """The distributed optimizer's ranges are read under the other names, too, and by another number of ranks."""
+def test_run_resumes_under_other_impl_and_rank_count(tmp_path):
+    """The ranges of the distributed optimizer are also read under the other names and by another number of ranks."""
     words = [
         *TINY,
         *MOCK,
@@ -229,7 +229,7 @@ def test_a_trained_run_resumes(tmp_path):
     assert f"optimizer.state.exp_avg.{L}{FC1}" in tensors and f"{L}{PRE_MLP}" not in tensors
 
 
-def test_a_legacy_file_under_engine_names_has_the_states_of_its_modules(tmp_path):
+def test_legacy_optimizer_states_match_transformer_engine_names(tmp_path):
     model = FakeModel()
     for impl in (ENGINE, LOCAL):
         save(
@@ -256,7 +256,7 @@ def test_a_legacy_file_under_engine_names_has_the_states_of_its_modules(tmp_path
     assert all(engine[name] is None for name in states[0])
 
 
-def test_a_list_of_layers_of_another_length_is_no_traceback(tmp_path):
+def test_moe_layer_freq_of_wrong_length_is_a_clear_error(tmp_path):
     model = FakeModel()
     save(tmp_path, CheckpointState(5, RECORD), [model], None, SINGLE, SaveOptions(ckpt_format="torch"))
     path = tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt"

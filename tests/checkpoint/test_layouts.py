@@ -1,4 +1,4 @@
-"""Hand-made models over every dimension of the grid: who writes what, and any mapping reads what any other wrote."""
+"""Synthetic models over every parallel dimension: which rank writes which tensors, and loading under any other mapping."""
 
 from dataclasses import replace
 
@@ -72,8 +72,8 @@ def _load_and_save(rank, n, source, target, sizes, vpp, distributed):
     write(target, 3, chunks, optimizer, ps)
 
 
-def test_any_mapping_reads_what_any_other_wrote(tmp_path):
-    """A chain: each mapping reads what the one before wrote, and writes it again; nothing changes on the way."""
+def test_checkpoint_of_any_mapping_loads_under_any_other(tmp_path):
+    """A chain: each mapping loads the checkpoint of the previous one and saves it again; no value changes."""
     n, sizes, vpp, distributed = MAPPINGS[0]
     source = first = tmp_path / "0"
     run_ranks(_save, n, source, sizes, vpp, distributed, SaveOptions())
@@ -105,7 +105,7 @@ def test_megatron_4200_expert_ranks_change_with_the_distributed_optimizer(tmp_pa
 
 
 def test_flagscale_1188_more_tensor_ranks_than_expert_ranks(tmp_path):
-    """TP > EP * ETP lost files (FlagScale 1188): every expert must be there, and be the right one."""
+    """TP > EP * ETP lost files (FlagScale 1188): every expert must be saved, with its own values."""
     run_ranks(_save, 4, tmp_path / "tp", dict(tp=4, ep=2, etp=1), 1, True, SaveOptions())
     index = read_index(tmp_path / "tp/iter_0000003")
     stored = {
@@ -147,7 +147,7 @@ def _bytes_by_rank(folder, n):
     return [path.stat().st_size if path.exists() else 0 for path in files]
 
 
-def test_replicas_share_the_writing(tmp_path):
+def test_fully_parallel_save_balances_bytes_over_replicas(tmp_path):
     for name, in_parallel in (("shared", True), ("first", False)):
         run_ranks(
             _save, 4, tmp_path / name, dict(ep=2), 1, False, SaveOptions(fully_parallel=in_parallel, save_rng=False)
@@ -158,8 +158,8 @@ def test_replicas_share_the_writing(tmp_path):
     assert differences(tmp_path / "shared/iter_0000003", tmp_path / "first/iter_0000003") == []
 
 
-def _gathers(rank, n, folder, sizes, distributed):
-    """Elements that this rank has communicated as tensors during a save, and the longest list of objects it was sent."""
+def _count_communicated(rank, n, folder, sizes, distributed):
+    """Return the tensor elements that this rank communicated during a save, and the longest list of objects it received."""
     ps = ParallelState.create(n, rank, **sizes)
     chunks, optimizer = make(ps, 1, distributed, seed=1)
     seen = []
@@ -182,11 +182,11 @@ def _gathers(rank, n, folder, sizes, distributed):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_no_rank_gathers_a_model_or_all_plans(tmp_path, distributed):
-    for seen in run_ranks(_gathers, 8, tmp_path, dict(tp=2, pp=2, ep=2, etp=1), distributed):
+    for seen in run_ranks(_count_communicated, 8, tmp_path, dict(tp=2, pp=2, ep=2, etp=1), distributed):
         assert all(group in ("dp_cp", "edp") and size < 500 for group, size in seen), seen
 
 
-def _constant(rank, n, folder, asynchronous):
+def _save_three_times(rank, n, folder, asynchronous):
     """Three saves; returns how many plans were gathered."""
     ps = ParallelState.create(n, rank, ep=2, tp=2, etp=1)
     chunks, optimizer = make(ps, 1, True, seed=1)
@@ -213,8 +213,8 @@ def _constant(rank, n, folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_constant_structure_is_planned_once(tmp_path, asynchronous):
-    assert run_ranks(_constant, 4, tmp_path, asynchronous) == [2] * 4
+def test_constant_structure_is_planned_only_once(tmp_path, asynchronous):
+    assert run_ranks(_save_three_times, 4, tmp_path, asynchronous) == [2] * 4
     assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000003", "iter_0000006", "iter_0000009"]
     assert differences(tmp_path / "iter_0000006", tmp_path / "iter_0000009") == []
     changed = differences(tmp_path / "iter_0000003", tmp_path / "iter_0000006")
@@ -254,7 +254,7 @@ def test_random_streams_continue_in_the_same_layout(tmp_path, sizes):
 
 
 @pytest.mark.parametrize("axis", ["dp", "cp", "pp"])
-def test_random_streams_start_afresh_in_another_layout(tmp_path, axis):
+def test_random_streams_restart_in_another_layout(tmp_path, axis):
     sizes = dict(tp=2, etp=2) | ({} if axis == "dp" else {axis: 2})
     for iteration in (3, 6):
         run_ranks(_streams, 4, tmp_path / str(iteration), dict(pp=2, ep=2), iteration, False)
@@ -277,13 +277,13 @@ def test_random_streams_start_afresh_in_another_layout(tmp_path, axis):
         assert streams[f"decoder.layers.{stage}.mlp.router.bias_stream"] == torch.rand(1, generator=expected).item()
 
 
-def test_chunks_of_a_rank_start_afresh_with_streams_of_their_own():
+def test_virtual_chunks_start_with_distinct_random_streams():
     streams = [{"tensor_parallel": torch.Generator()} for _ in range(2)]
     random_state.reseed(7, 3, ParallelState.single(), streams)
     assert len({chunk["tensor_parallel"].initial_seed() for chunk in streams}) == 2
 
 
-def test_ranks_beyond_those_that_saved_do_not_repeat_their_masks(tmp_path):
+def test_additional_ranks_draw_different_dropout_masks(tmp_path):
     wrote = run_ranks(_streams, 1, tmp_path, dict(), 3, False)
     read = run_ranks(_streams, 2, tmp_path, dict(), 3, True)
     assert read[0][:2] == wrote[0][:2] and read[0][2] and not read[1][2]
@@ -320,7 +320,7 @@ def _read_in_parallel(rank, n, folder, sizes, distributed, damaged):
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
+def test_fully_parallel_load_shares_reading_among_replicas(tmp_path, distributed):
     run_ranks(_save, 1, tmp_path, dict(), 1, False, SaveOptions())
     full = sum(_bytes_by_rank(tmp_path, 1))
     for sizes, cut in ((dict(), 4), (dict(tp=2, ep=2, etp=1), 4)):
@@ -335,8 +335,8 @@ def test_ranks_that_hold_the_same_share_the_reading(tmp_path, distributed):
     run_ranks(_read_in_parallel, 4, tmp_path, dict(), distributed, True)  # refused on all ranks, and no rank hangs
 
 
-def _strictly(rank, n, folder, messages):
-    """What one stage lacks another has: only what no rank uses, or one lacks, is reported, and by all ranks alike."""
+def _load_strictly(rank, n, folder, messages):
+    """Only keys that no stage uses, or that a stage misses, are reported, by all ranks alike."""
     ps = ParallelState.create(n, rank, pp=2)
     chunks = fake_chunks(ps, 1, **HOW)
     for strictness in ("raise_all", "raise_unexpected"):
@@ -350,9 +350,9 @@ def _strictly(rank, n, folder, messages):
     (messages / str(rank)).write_text(str(refused.value))
 
 
-def test_strictness_is_judged_over_all_stages(tmp_path):
+def test_strictness_considers_all_pipeline_stages(tmp_path):
     run_ranks(_save, 2, tmp_path / "saved", dict(pp=2), 1, False, SaveOptions())
-    run_ranks(_strictly, 2, tmp_path / "saved", tmp_path)
+    run_ranks(_load_strictly, 2, tmp_path / "saved", tmp_path)
     errors = [(tmp_path / rank).read_text() for rank in "01"]
     assert errors[0] == errors[1] and errors[0].count("another architecture") == 1
     assert "elsewhere is not in the checkpoint" in errors[0]

@@ -26,7 +26,7 @@ def legacy_file(shared: Path) -> dict:
     return load_bytes(content)
 
 
-def test_every_value_of_a_golden_checkpoint(shared):
+def test_golden_checkpoint_weights_and_counters_are_read(shared):
     model = FakeModel(seed=1)
     optimizer = FakeOptimizer(model, SINGLE, seed=1)
     found = load(shared / "golden/ckpt/a2_torch_dist", [model], optimizer, SINGLE, LoadOptions(RECORD))
@@ -44,8 +44,8 @@ def test_every_value_of_a_golden_checkpoint(shared):
     assert torch.equal(torch.get_rng_state(), legacy["rng_state"][0]["torch_rng_state"])
 
 
-def test_rows_that_no_flag_selects_are_no_difference(shared, caplog):
-    """Megatron-LM records its padded vocabulary; that the command line leaves it open is not worth a warning."""
+def test_recorded_padded_vocab_size_gives_no_warning(shared, caplog):
+    """Megatron-LM records its padded vocabulary; a command line without it gives no warning."""
     assert read_saved_args(shared / "golden/ckpt/a2_torch_dist")["padded_vocab_size"] == 512
     model = FakeModel(seed=1)
     load(
@@ -58,7 +58,7 @@ def test_rows_that_no_flag_selects_are_no_difference(shared, caplog):
     assert "padded_vocab_size" not in caplog.text
 
 
-def test_every_moment_of_a_golden_checkpoint(shared):
+def test_golden_checkpoint_optimizer_moments_are_read(shared):
     model = FakeModel(seed=1)
     optimizer = FakeOptimizer(model, SINGLE, seed=1)
     load(shared / "golden/ckpt/a2_torch_dist", [model], optimizer, SINGLE, LoadOptions(RECORD))
@@ -94,7 +94,7 @@ def test_every_mapping_reads_a_golden_checkpoint(shared, sizes):
     assert run_ranks(_load_golden, 4, shared / "golden/ckpt/a2_torch_dist", weights, sizes) == [False] * 4
 
 
-def test_the_args_of_a_golden_checkpoint(shared):
+def test_args_of_golden_checkpoint_are_read(shared):
     args = read_saved_args(shared / "golden/ckpt/a2_torch_dist")
     assert {name: args[name] for name in RECORD if name != "quick_geglu"} == {
         name: value for name, value in RECORD.items() if name != "quick_geglu"

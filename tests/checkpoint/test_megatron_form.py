@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides values is what Megatron-LM's loaders ask for: keys, types, and the optimizer's entry.
+"""Keys, types and the optimizer's entry of a checkpoint are those that Megatron-LM's loaders expect.
 
 megatron_checkpoints.json describes checkpoints that Megatron-LM d98e8a64 wrote (torch's AdamW, CPU): of the optimizer all but the current rate.
 """
@@ -26,23 +26,23 @@ CASES = json.loads((Path(__file__).parents[1] / "data/megatron_checkpoints.json"
 SINGLE = ParallelState.single()
 
 
-def normal(value):
+def normalize(value):
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype)}
     if isinstance(value, dict):
-        return {str(key): normal(item) for key, item in value.items() if key != "lr"}
-    return [normal(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): normalize(item) for key, item in value.items() if key != "lr"}
+    return [normalize(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def without(entry, *keys):
-    """The entry of the optimizer without what is ours alone."""
+    """The entry of the optimizer without the keys that only this program has."""
     if isinstance(entry, dict):
         return {key: without(item, *keys) for key, item in entry.items() if key not in keys}
     return [without(item, *keys) for item in entry] if isinstance(entry, list) else entry
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_keys_types_and_objects_equal_megatrons(case, tmp_path, monkeypatch):
+def test_keys_types_and_objects_equal_megatron(case, tmp_path, monkeypatch):
     expected = CASES[case]
     args = parse_args(expected["argv"].split(), world_size=1)
     record = args.as_dict()
@@ -79,7 +79,7 @@ def test_keys_types_and_objects_equal_megatrons(case, tmp_path, monkeypatch):
     }
     assert found == expected["keys"]
     common = common_state.read(folder, index)
-    assert without(normal(common["optimizer"]), "bias_correction") == expected["optimizer"]
+    assert without(normalize(common["optimizer"]), "bias_correction") == expected["optimizer"]
     assert common["content_metadata"] == expected["content_metadata"]
     assert sorted(common["opt_param_scheduler"]) == expected["opt_param_scheduler"]
     (state,) = read_object(folder, index, "rng_state/shard_0.0_1.1")
@@ -89,12 +89,12 @@ def test_keys_types_and_objects_equal_megatrons(case, tmp_path, monkeypatch):
     file = load_bytes((folder / "common.pt").read_bytes())
     assert (
         file.keys() == common.keys()
-        and normal(file["optimizer"]) == normal(common["optimizer"])
+        and normalize(file["optimizer"]) == normalize(common["optimizer"])
         and file["args"] == common["args"]
     )
 
 
-def test_megatrons_own_reader_of_objects_takes_the_common_state(tmp_path):
+def test_common_state_loads_with_weights_only(tmp_path):
     """It reads with weights_only and argparse.Namespace among the safe classes."""
     model = FakeModel()
     save(tmp_path, CheckpointState(5, RECORD), [model], FakeOptimizer(model, SINGLE), SINGLE, SaveOptions())
@@ -112,8 +112,8 @@ def read_optimizer_entry(folder, ckpt_format):
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
-def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distributed):
-    """Megatron-LM's scaler moves it to its device, and keeps the counts as they are."""
+def test_loss_scale_is_stored_as_a_tensor(tmp_path, monkeypatch, ckpt_format, distributed):
+    """Megatron-LM's scaler moves it to its device; the counters stay numbers."""
     model = FakeModel(dtype=torch.float16)
     optimizer = FakeOptimizer(model, SINGLE, distributed=distributed, main_params=True)
     scalars = optimizer.scalars() | {"grad_scaler": {"scale": 4096.0, "growth_tracker": 3, "hysteresis_tracker": 1}}
@@ -121,7 +121,7 @@ def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distribute
     record = RECORD | {"fp16": True, "use_distributed_optimizer": distributed}
     save(tmp_path, CheckpointState(5, record), [model], optimizer, SINGLE, SaveOptions(ckpt_format=ckpt_format))
     entry = read_optimizer_entry(tmp_path / "iter_0000005", ckpt_format)
-    assert normal(entry["grad_scaler"]) == {
+    assert normalize(entry["grad_scaler"]) == {
         "scale": {"tensor": [4096.0], "dtype": "torch.float32"},
         "growth_tracker": 3,
         "hysteresis_tracker": 1,
@@ -141,8 +141,8 @@ def test_a_loss_scale_is_a_tensor(tmp_path, monkeypatch, ckpt_format, distribute
         ("", (torch.float32,) * 2),
     ],
 )
-def test_a_distributed_optimizers_buffers_are_found_by_the_type_of_their_gradients(tmp_path, flags, dtypes):
-    """Which is that of the parameters where Megatron-LM does not reduce in fp32."""
+def test_optimizer_buffers_are_keyed_by_param_and_grad_dtype(tmp_path, flags, dtypes):
+    """The gradient dtype is the parameter dtype if Megatron-LM does not reduce in fp32."""
     args = parse_args(
         [*CASES[next(iter(CASES))]["argv"].split(), *flags.split(), "--use-distributed-optimizer"], world_size=1
     ).as_dict()
@@ -179,7 +179,7 @@ def _save_mapped(rank, size, folder, sizes):
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, etp=2), dict(pp=2, ep=2), {}])
-def test_every_mapping_writes_one_random_state_for_each_place_and_the_same_keys(tmp_path, sizes):
+def test_every_mapping_writes_the_same_keys_and_random_states(tmp_path, sizes):
     run_ranks(_save_mapped, 4, tmp_path, sizes)
     index = read_index(tmp_path / "iter_0000005")
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
@@ -201,7 +201,7 @@ def test_every_mapping_writes_one_random_state_for_each_place_and_the_same_keys(
 
 
 @pytest.mark.parametrize("main_params", [False, True])
-def test_main_parameters_of_a_distributed_optimizer_are_read_under_both_names(tmp_path, main_params):
+def test_main_parameters_are_read_under_both_names(tmp_path, main_params):
     """`param` as Megatron-LM calls them, fp32 weights included, and `fp32_param` as older checkpoints of ours do."""
     dtype, flags = (torch.bfloat16, {"bf16": True}) if main_params else (torch.float32, {})
     model = FakeModel(dtype=dtype)
@@ -222,13 +222,13 @@ def test_main_parameters_of_a_distributed_optimizer_are_read_under_both_names(tm
         )
 
 
-def test_prediction_layers_of_older_checkpoints_are_found():
+def test_mtp_layers_of_older_checkpoints_are_found():
     name = "mtp.layers.0.mtp_model_layer.mlp.router.weight"
     found = [scheme.locate(name)[0] for scheme in KeyScheme.from_record(RECORD).alternatives()]
     assert found[0] == "mtp.layers.0.transformer_layer.mlp.router.weight" and name in found
 
 
-def test_the_step_of_an_optimizer_is_the_one_it_counts():
+def test_optimizer_step_is_read_from_its_state_first():
     """A group may still hold the step of the program that wrote an earlier checkpoint."""
     inner = {"param_groups": [{"step": 3}], "state": {"common_step": torch.tensor(8.0)}}
     args = common_state.argparse.Namespace()
@@ -241,8 +241,8 @@ def test_the_step_of_an_optimizer_is_the_one_it_counts():
         assert common_state.parse({"args": args, "optimizer": entry})[1] == {"step": step}
 
 
-def test_an_optimizer_that_counts_no_steps_has_made_one_an_iteration():
-    """Megatron-LM's SGD and Lion say nothing of it."""
+def test_step_of_sgd_and_lion_defaults_to_the_iteration():
+    """Megatron-LM's SGD and Lion do not save a step."""
     sgd = {"state": {}, "param_groups": [{"momentum": 0.9, "weight_decay": 0.1}]}
     args = common_state.argparse.Namespace(optimizer="sgd")
     assert common_state.parse({"args": args, "iteration": 7, "optimizer": sgd})[1] == {"step": 7}

@@ -1,4 +1,4 @@
-"""The optimizer's entry and the random states of a checkpoint have what Megatron-LM's loaders ask for."""
+"""The optimizer's entry and the random states of a checkpoint have the keys that Megatron-LM's loaders expect."""
 
 import random
 from pathlib import Path
@@ -58,13 +58,13 @@ def scalars(*kinds: tuple[float, bool], **more) -> dict:
     } | more
 
 
-def described(group: dict) -> dict:
+def without_lr(group: dict) -> dict:
     return {key: value for key, value in group.items() if key not in ("lr", "bias_correction")}
 
 
-def test_a_group_is_identified_as_in_megatron():
-    assert described(param_group(RECORD, decayed=True, decoupled=False, experts=False)) == ADAMW
-    assert described(param_group(RECORD, decayed=False, decoupled=False, experts=True, step=5)) == ADAMW | {
+def test_param_group_has_megatron_identifiers():
+    assert without_lr(param_group(RECORD, decayed=True, decoupled=False, experts=False)) == ADAMW
+    assert without_lr(param_group(RECORD, decayed=False, decoupled=False, experts=True, step=5)) == ADAMW | {
         "wd_mult": 0.0,
         "weight_decay": 0.0,
         "is_expert_parallel": True,
@@ -73,7 +73,7 @@ def test_a_group_is_identified_as_in_megatron():
     own = param_group(
         RECORD | {"decoupled_lr": 5e-4, "decoupled_min_lr": None}, decayed=True, decoupled=True, experts=False
     )
-    assert described(own) == ADAMW | {
+    assert without_lr(own) == ADAMW | {
         "default_config": False,
         "max_lr": 5e-4,
     }  # its own bound, and the common lower one
@@ -85,7 +85,7 @@ def test_a_group_is_identified_as_in_megatron():
     )
 
 
-def test_groups_with_scaled_rates_are_those_of_megatron():
+def test_mup_param_groups_equal_megatron():
     """As Megatron-LM saves them with --use-mup (recorded from d98e8a64), in its order."""
     record = RECORD | {
         "use_mup": True,
@@ -122,7 +122,7 @@ def test_groups_with_scaled_rates_are_those_of_megatron():
     assert written_groups(record | {"optimizer": "sgd"}, both) == [usual, own, own | {"wd_mult": 0.0}]
 
 
-def test_a_group_has_the_averages_of_its_own_optimizer():
+def test_param_group_has_betas_of_its_own_optimizer():
     """Megatron-LM continues with those of the checkpoint."""
     lion = param_group(
         RECORD | {"optimizer": "lion", "lion_beta1": 0.91, "lion_beta2": 0.98},
@@ -133,7 +133,7 @@ def test_a_group_has_the_averages_of_its_own_optimizer():
     assert lion["betas"] == (0.91, 0.98) and "eps" not in lion
 
 
-def test_the_entry_of_every_kind_of_optimizer():
+def test_optimizer_entry_of_every_optimizer():
     both = scalars((1.0, False), (0.0, False))
     entry = optimizer_entry(RECORD, both)
     assert entry.keys() == {"state", "param_groups"} and entry["state"] == {"common_step": torch.tensor(5.0)}
@@ -163,7 +163,7 @@ def test_the_entry_of_every_kind_of_optimizer():
     )
 
 
-def test_the_random_state_has_all_streams_of_megatron():
+def test_random_state_has_all_megatron_streams():
     streams = [{"tensor_parallel": torch.Generator().manual_seed(3)}]
     state = random_state.capture_for_checkpoint(streams, ParallelState.single())
     assert {
@@ -188,7 +188,7 @@ def test_the_random_state_has_all_streams_of_megatron():
     )  # no stream begins twice at the same place
 
 
-def test_a_state_of_megatron_sets_the_stream_of_tensor_parallel_ranks():
+def test_megatron_random_state_sets_the_tensor_parallel_stream():
     source, target = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
     state = random_state.capture_for_checkpoint([{"tensor_parallel": source}], ParallelState.single())
     del state["moe_trainer_streams"]

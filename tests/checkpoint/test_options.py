@@ -1,4 +1,4 @@
-"""Flags of saving and loading reach their options, and what a save that fails leaves behind."""
+"""Flags of saving and loading set their options; state after a failed save."""
 
 import errno
 import os
@@ -49,20 +49,20 @@ def output_args(flags):
 
 
 @pytest.mark.parametrize("flags, fields", SAVE_FLAGS)
-def test_a_save_flag_changes_its_option_alone(flags, fields):
+def test_save_flag_changes_only_its_option(flags, fields):
     plain = SaveOptions.from_args(output_args(""))
     changed = SaveOptions.from_args(output_args(flags))
     assert changed == replace(plain, **fields) != plain
 
 
 @pytest.mark.parametrize("flags, fields", LOAD_FLAGS)
-def test_a_load_flag_changes_its_option_alone(flags, fields):
+def test_load_flag_changes_only_its_option(flags, fields):
     plain = LoadOptions.from_args(output_args(""), {}, 120)
     changed = LoadOptions.from_args(output_args(flags), {}, 120)
     assert changed == replace(plain, **fields) != plain
 
 
-def test_retention_as_the_flags_say_it(tmp_path):
+def test_retention_follows_the_flags(tmp_path):
     options = SaveOptions.from_args(output_args("--save-retain-interval 10 --no-save-optim"))
     for iteration in (5, 10, 15, 20, 25):
         save(tmp_path, CheckpointState(iteration, RECORD), [FakeModel()], None, SINGLE, options)
@@ -81,8 +81,8 @@ def saved(tmp_path):
     return tmp_path
 
 
-def test_a_rename_that_fails_leaves_the_tracker(saved, monkeypatch):
-    """The tracker moves after the folder has its name, never before."""
+def test_failed_rename_leaves_the_tracker_unchanged(saved, monkeypatch):
+    """The tracker is updated only after the folder is renamed."""
     rename = os.rename
 
     def broken(source, target, **options):
@@ -100,7 +100,7 @@ def test_a_rename_that_fails_leaves_the_tracker(saved, monkeypatch):
 
 
 @pytest.mark.parametrize("file", [directory.COMPLETE, directory.INDEX])
-def test_without_a_tracker_an_incomplete_folder_does_not_count(saved, file):
+def test_incomplete_folder_without_tracker_is_ignored(saved, file):
     (saved / directory.TRACKER).unlink()
     (saved / "iter_0000006" / file).unlink()
     assert latest_iteration(saved) == 3

@@ -75,7 +75,7 @@ def _load_other(rank, size, folder):
         load(folder, [model], built, ps, LoadOptions(RECORD | {"optimizer": "sgd"}))
 
 
-def test_the_state_of_another_optimizer_is_refused(tmp_path):
+def test_state_of_another_optimizer_is_rejected(tmp_path):
     model, _, built = make(ParallelState.single(), False, False, seed=0)
     save(
         tmp_path,

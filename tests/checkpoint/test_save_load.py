@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, whatever the layout; what does not fit is refused with reasons."""
+"""Saved state is restored bit for bit under any layout; checkpoints that do not fit are rejected with reasons."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def test_round_trip_of_everything(tmp_path):
 
 @pytest.mark.parametrize("save_optim", [True, False])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_parameters_on_their_way_are_waited_for(tmp_path, asynchronous, save_optim):
+def test_save_waits_for_pending_param_gather(tmp_path, asynchronous, save_optim):
     """With --overlap-param-gather the model is complete once the optimizer has waited for it."""
     model = FakeModel(expert_bias=True)
     complete, arriving = model.tensors(), [param.detach().clone() for param in model.parameters()]
@@ -120,7 +120,7 @@ def test_saved_args_need_no_model(tmp_path):
         read_saved_args(tmp_path / "elsewhere")
 
 
-def test_parts_may_be_left_out_of_a_save(tmp_path):
+def test_optimizer_and_rng_can_be_omitted_from_save(tmp_path):
     save_one(tmp_path, save_optim=False, save_rng=False)
     keys = describe(tmp_path / "iter_0000003")
     assert not [key for key in keys if key.startswith(("optimizer.", "rng_state"))]
@@ -129,7 +129,7 @@ def test_parts_may_be_left_out_of_a_save(tmp_path):
         load(tmp_path, [model], FakeOptimizer(model, SINGLE), SINGLE, OPTIONS)
 
 
-def test_parts_may_be_left_out_of_a_load(tmp_path):
+def test_optimizer_and_rng_can_be_omitted_from_load(tmp_path):
     saved, _ = save_one(tmp_path)
     model = FakeModel(seed=4, expert_bias=True)
     optimizer = FakeOptimizer(model, SINGLE, seed=4)
@@ -144,7 +144,7 @@ def test_parts_may_be_left_out_of_a_load(tmp_path):
     assert equal(optimizer.values(), before)
 
 
-def test_nothing_to_load(tmp_path, caplog):
+def test_empty_load_folder_starts_from_random_weights(tmp_path, caplog):
     model = FakeModel()
     assert load(tmp_path, [model], None, SINGLE, OPTIONS) is None
     assert "could not find the metadata file" in caplog.text and "will start from random" in caplog.text
@@ -209,7 +209,7 @@ def test_mixed_precision_keeps_both_copies(tmp_path):
     )
 
 
-def test_another_architecture_is_refused_before_anything_changes(tmp_path):
+def test_other_architecture_is_rejected_before_loading(tmp_path):
     save_one(tmp_path)
     layers = [layer_shapes(ffn=48), layer_shapes(ffn=48), layer_shapes(ffn=48)]
     model = FakeModel(layers)
@@ -227,7 +227,7 @@ def test_another_architecture_is_refused_before_anything_changes(tmp_path):
     assert equal(model.tensors().values(), before.values())
 
 
-def test_equal_shapes_do_not_hide_another_number_of_heads(tmp_path, caplog):
+def test_other_head_count_with_equal_shapes_is_rejected(tmp_path, caplog):
     save_one(tmp_path)
     model = FakeModel(expert_bias=True)
     with pytest.raises(
@@ -237,7 +237,7 @@ def test_equal_shapes_do_not_hide_another_number_of_heads(tmp_path, caplog):
     assert load(tmp_path, [model], None, SINGLE, LoadOptions(RECORD | {"num_attention_heads": 8}, finetune=True))
 
 
-def test_strictness(tmp_path, caplog):
+def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
     save_one(tmp_path)
     without, more = FakeModel(), FakeModel([layer_shapes(qk_norm=32)] * 2, expert_bias=True)
     assert load(tmp_path, [without], None, SINGLE, OPTIONS)
@@ -252,7 +252,7 @@ def test_strictness(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("rows", [640, 384])
-def test_another_padding_of_the_vocabulary_is_accepted_if_the_vocabulary_is_the_same(tmp_path, rows, caplog):
+def test_other_vocabulary_padding_is_accepted_for_same_vocabulary(tmp_path, rows, caplog):
     saved, saved_optimizer = save_one(tmp_path)
     model = FakeModel(vocab=rows, seed=3, expert_bias=True)
     optimizer = FakeOptimizer(model, SINGLE, seed=3)
@@ -270,7 +270,7 @@ def test_another_padding_of_the_vocabulary_is_accepted_if_the_vocabulary_is_the_
         load(tmp_path, [model], optimizer, SINGLE, replace(OPTIONS, vocab_size=500 if rows == 384 else 600))
 
 
-def test_stacked_and_numbered_keys_are_both_found(tmp_path):
+def test_stacked_and_per_layer_keys_are_both_read(tmp_path):
     listed = RECORD | {"moe_layer_freq": [1, 1]}
     model = FakeModel(seed=1)
     save(tmp_path, CheckpointState(1, listed), [model], None, SINGLE, SaveOptions())
@@ -302,7 +302,7 @@ def _rank_load(rank, size, folder, distributed):
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_any_number_of_ranks_reads_what_two_have_written(tmp_path, distributed):
+def test_checkpoint_of_two_ranks_loads_on_any_number_of_ranks(tmp_path, distributed):
     run_ranks(_rank_save, 2, tmp_path, distributed)
     assert check(tmp_path / "iter_0000003") == []
     sizes = [(tmp_path / f"iter_0000003/__{rank}_0.distcp").stat().st_size for rank in range(2)]
@@ -313,7 +313,7 @@ def test_any_number_of_ranks_reads_what_two_have_written(tmp_path, distributed):
         assert run_ranks(_rank_load, 4, tmp_path, other)[:2] == [True, True]
 
 
-def test_the_keys_do_not_tell_who_wrote_them(tmp_path):
+def test_keys_are_independent_of_rank_count_and_optimizer(tmp_path):
     run_ranks(_rank_save, 3, tmp_path / "ranks", True)
     run_ranks(_rank_save, 1, tmp_path / "one", False)
     assert describe(tmp_path / "ranks/iter_0000003") == describe(tmp_path / "one/iter_0000003")
@@ -344,7 +344,7 @@ def _rank_mixed(rank, size, folder):
     assert latest_iteration(folder / "async") == 9
 
 
-def test_a_save_in_the_background_equals_a_save_at_once(tmp_path):
+def test_async_save_equals_synchronous_save(tmp_path):
     run_ranks(_rank_mixed, 2, tmp_path)
     kinds = [FakeModel(seed=5, expert_bias=True), FakeModel(seed=6, expert_bias=True)]
     optimizers = [FakeOptimizer(model, SINGLE, seed=7) for model in kinds]
@@ -368,6 +368,6 @@ def _rank_disagree(rank, size, folder):
         save(folder, state(), [model], None, ps, SaveOptions())
 
 
-def test_ranks_that_do_not_fit_together_are_refused(tmp_path):
+def test_inconsistent_ranks_are_rejected(tmp_path):
     run_ranks(_rank_disagree, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []

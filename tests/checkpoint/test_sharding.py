@@ -20,14 +20,14 @@ from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
 
-def content(folder, model, record, optimizer=None):
-    """What a save stores: {key: None or [shape, sorted chunks]}."""
+def saved_structure(folder, model, record, optimizer=None):
+    """Save; return {key: None or [shape, sorted chunks]}."""
     save(folder, CheckpointState(5, record), [model], optimizer, ParallelState.single(), SaveOptions())
-    return stored(folder / "iter_0000005")
+    return stored_structure(folder / "iter_0000005")
 
 
-def stored(folder):
-    """The same of a checkpoint that is there."""
+def stored_structure(folder):
+    """Return the same for an existing checkpoint."""
     return {
         key: [list(entry.size), sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks)]
         if hasattr(entry, "chunks")
@@ -36,8 +36,8 @@ def stored(folder):
     }
 
 
-def recorded(path):
-    """The same of a checkpoint that Megatron-LM wrote; its re-run state is not ours to write."""
+def recorded_structure(path):
+    """Return the same for a checkpoint that Megatron-LM wrote, without its re-run state."""
     return {
         key: [entry["global_shape"], sorted(entry["chunks"])] if entry["kind"] == "tensor" else None
         for key, entry in json.loads(path.read_text()).items()
@@ -47,8 +47,8 @@ def recorded(path):
 
 def test_keys_shapes_and_chunks_equal_megatrons_mixtral(shared, tmp_path):
     model = FakeModel()
-    found = content(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
-    assert found == recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json")
+    found = saved_structure(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
+    assert found == recorded_structure(shared / "golden/ckpt/a2_torch_dist.metadata.json")
     types = {
         key: str(entry.properties.dtype)
         for key, entry in read_index(tmp_path / "iter_0000005").state_dict_metadata.items()
@@ -63,20 +63,20 @@ def test_keys_shapes_and_chunks_equal_megatrons_mixtral(shared, tmp_path):
 
 def test_keys_shapes_and_chunks_equal_megatrons_qwen3moe(shared, tmp_path):
     layers = [layer_shapes(ffn=16, qkv=256, qk_norm=32, experts=16) for _ in range(4)]
-    found = content(tmp_path, FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
-    assert found == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
+    found = saved_structure(tmp_path, FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
+    assert found == recorded_structure(shared / "golden/ckpt/c_qwen3moe.metadata.json")
 
 
 @pytest.mark.parametrize("case", ["a2_mixtral", "c_qwen3moe"])
 def test_keys_equal_the_recorded_list(case, tmp_path):
-    """The same as the two tests above, in short, for a checkout without the reference facts."""
+    """A short form of the two tests above for a checkout without the reference facts."""
     expected = json.loads((Path(__file__).parents[1] / "data/checkpoint_keys.json").read_text())[case]
     if case == "a2_mixtral":
         model = FakeModel()
-        found = content(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
+        found = saved_structure(tmp_path, model, RECORD, FakeOptimizer(model, ParallelState.single()))
     else:
         layers = [layer_shapes(ffn=16, qkv=256, qk_norm=32, experts=16) for _ in range(4)]
-        found = content(tmp_path, FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
+        found = saved_structure(tmp_path, FakeModel(layers), RECORD | {"num_layers": 4, "num_experts": 16})
     assert sum(value is None for value in found.values()) == expected.pop("objects")
     assert {key: [value[0], len(value[1])] for key, value in found.items() if value is not None} == expected
 
@@ -90,14 +90,16 @@ def _save_tp2pp2(rank, size, folder, distributed):
 def test_keys_shapes_and_chunks_of_tp2_pp2_equal_megatrons(shared, tmp_path):
     """The reference wrote its checkpoint from the same layout: every tensor, chunk and object, optimizer included."""
     run_ranks(_save_tp2pp2, 4, tmp_path, False)
-    assert stored(tmp_path / "iter_0000005") == recorded(shared / "golden/ckpt/a2_tp2pp2.metadata.json")
+    assert stored_structure(tmp_path / "iter_0000005") == recorded_structure(
+        shared / "golden/ckpt/a2_tp2pp2.metadata.json"
+    )
 
 
-def test_flat_ranges_of_cut_tensors_become_boxes_of_the_same_tensors(tmp_path):
+def test_flat_optimizer_ranges_become_chunks_of_the_same_tensors(tmp_path):
     """Twice the ranks and the distributed optimizer: keys and shapes stay, chunks are finer, values are the same."""
     run_ranks(_save_tp2pp2, 4, tmp_path / "plain", False)
     run_ranks(_save_tp2pp2, 8, tmp_path / "flat", True)
-    plain, flat = (stored(tmp_path / name / "iter_0000005") for name in ("plain", "flat"))
+    plain, flat = (stored_structure(tmp_path / name / "iter_0000005") for name in ("plain", "flat"))
     assert {key: value and value[0] for key, value in plain.items()} == {
         key: value and value[0] for key, value in flat.items()
     }
@@ -106,7 +108,7 @@ def test_flat_ranges_of_cut_tensors_become_boxes_of_the_same_tensors(tmp_path):
     assert differences(tmp_path / "plain/iter_0000005", tmp_path / "flat/iter_0000005") == []
 
 
-def test_layers_that_differ_keep_their_numbers():
+def test_heterogeneous_layers_keep_their_numbers():
     for freq in ([0, 1], 2):
         scheme = KeyScheme.from_record(RECORD | {"moe_layer_freq": freq})
         assert scheme.locate("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight") == (
@@ -123,7 +125,7 @@ def test_layers_that_differ_keep_their_numbers():
         assert scheme.extra_state_keys(info) == ["decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"]
 
 
-def test_mtp_layers_keep_their_numbers_and_mla_its_norms():
+def test_mtp_layer_numbers_and_mla_norm_names():
     scheme = KeyScheme.from_record(RECORD)
     name = "mtp.layers.0.mtp_model_layer.input_layernorm.weight"
     assert scheme.locate(name) == ("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight", (), ())
@@ -141,7 +143,7 @@ def test_mtp_layers_keep_their_numbers_and_mla_its_norms():
     )
 
 
-def test_gated_delta_nets_are_stored_projection_by_projection():
+def test_gated_delta_net_projections_are_stored_separately():
     """As Megatron-Core splits them: the parts of in_proj and conv1d under names of their own, the norm before in_proj with it."""
     scheme = KeyScheme.from_record(RECORD | {"experimental_attention_variant": "gdn", "linear_attention_freq": 2})
     name = "decoder.layers.0.self_attention.in_proj.weight"
@@ -175,7 +177,7 @@ def test_gated_delta_nets_are_stored_projection_by_projection():
     assert scheme.extra_state_keys(info) == ["decoder.layers.0.self_attention.in_proj._extra_state/shard_0_1"]
 
 
-def test_parts_of_rows_are_stored_each_by_itself():
+def test_fused_row_parts_are_stored_separately():
     scheme = KeyScheme.from_record(RECORD)
     name = ("decoder.layers.0.mlp.shared_experts.linear_fc1.bias",)
 
@@ -195,7 +197,7 @@ def test_parts_of_rows_are_stored_each_by_itself():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4, 1), (2, 3, 4), (2, 1, 3, 2)])
-def test_boxes_cover_every_range_exactly_and_in_order(shape):
+def test_split_flat_range_covers_it_exactly_in_order(shape):
     numel = math.prod(shape)
     positions = torch.arange(numel).view(shape)
     for start in range(numel + 1):
@@ -209,7 +211,7 @@ def test_boxes_cover_every_range_exactly_and_in_order(shape):
             assert count <= max(1, 2 * len(shape) - 1)
 
 
-def test_pieces_of_a_flat_range_are_live_views():
+def test_chunks_of_a_flat_range_are_views():
     scheme = KeyScheme.from_record(RECORD)
     info = ParamInfo(
         tuple(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(8)),
@@ -242,17 +244,19 @@ def test_keys_of_the_real_models_equal_megatrons(shared, tmp_path):
     model, record = built(shared, "a2_mixtral")
     weights = {
         key: value
-        for key, value in recorded(shared / "golden/ckpt/a2_torch_dist.metadata.json").items()
+        for key, value in recorded_structure(shared / "golden/ckpt/a2_torch_dist.metadata.json").items()
         if not key.startswith("optimizer.")
     }
-    assert content(tmp_path / "a2", model, record) == weights
+    assert saved_structure(tmp_path / "a2", model, record) == weights
     model, record = built(shared, "c_qwen3moe")
-    assert content(tmp_path / "c", model, record) == recorded(shared / "golden/ckpt/c_qwen3moe.metadata.json")
+    assert saved_structure(tmp_path / "c", model, record) == recorded_structure(
+        shared / "golden/ckpt/c_qwen3moe.metadata.json"
+    )
 
 
 def test_keys_of_the_real_deepseek_model(shared, tmp_path):
     """No recorded checkpoint of it exists: layers that differ, MLA, shared experts, expert bias, MTP."""
-    found = content(tmp_path, *built(shared, "b_deepseek_mtp"))
+    found = saved_structure(tmp_path, *built(shared, "b_deepseek_mtp"))
     tensors = {key: value[0] for key, value in found.items() if value is not None}
     assert all(re.match(r"(decoder|mtp)\.layers\.\d|embedding\.|output_layer\.|decoder\.final", key) for key in tensors)
     for layer in ("decoder.layers.1.", "mtp.layers.0.transformer_layer."):

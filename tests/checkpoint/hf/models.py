@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one per family that is converted, and how they are compared with ours."""
+"""Tiny random models of transformers, one per convertible family, and functions to compare them with ours."""
 
 import torch
 
@@ -177,7 +177,7 @@ MODELS = {
 
 
 def make(name, seed=1, **changes):
-    """A model of transformers, with norms, biases and buffers that no constant could stand for."""
+    """Return a model of transformers with random norms, biases and buffers."""
     import transformers
 
     prefix, config = MODELS[name]

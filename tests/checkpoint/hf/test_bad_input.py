@@ -1,4 +1,4 @@
-"""Conversion of what is not right, or not left alone: headers, keys, types, places; runs that meet or are ended at the last moment."""
+"""Conversion of invalid input (headers, keys, types, paths) and of concurrent or interrupted runs."""
 
 import errno
 import json
@@ -43,8 +43,8 @@ def source(complete, tmp_path):
     return Path(shutil.copytree(complete, tmp_path / "hf"))
 
 
-def change_head(folder, edit):
-    """Rewrite the table of a file. edit: table -> table."""
+def rewrite_header(folder, edit):
+    """Rewrite the header of a safetensors file. edit: header -> header."""
     path = folder / "model.safetensors"
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -58,41 +58,41 @@ def change_tensors(folder, edit):
     save_file(tensors, folder / "model.safetensors")
 
 
-def with_entry(**values):
+def with_header_entry(**values):
     return lambda table: table | {NAME: table[NAME] | values}
 
 
 HEADS = {
     "no table": (lambda table: [1, 2], "not a JSON object"),
     "offsets that are no whole numbers": (
-        lambda table: with_entry(data_offsets=[float(at) for at in table[NAME]["data_offsets"]])(table),
+        lambda table: with_header_entry(data_offsets=[float(at) for at in table[NAME]["data_offsets"]])(table),
         NAME,
     ),
     "a size that is no whole number": (
-        lambda table: with_entry(shape=[float(size) for size in table[NAME]["shape"]])(table),
+        lambda table: with_header_entry(shape=[float(size) for size in table[NAME]["shape"]])(table),
         NAME,
     ),
-    "a negative size": (with_entry(shape=[-1, -1]), NAME),
+    "a negative size": (with_header_entry(shape=[-1, -1]), NAME),
     "bytes of another tensor": (
-        lambda table: with_entry(data_offsets=table[NAME.replace("up", "gate")]["data_offsets"])(table),
+        lambda table: with_header_entry(data_offsets=table[NAME.replace("up", "gate")]["data_offsets"])(table),
         "begins at byte",
     ),
     "a gap": (lambda table: {name: entry for name, entry in table.items() if name != NAME}, "begins at byte"),
-    "unknown dtype": (with_entry(dtype="Q4"), NAME),
+    "unknown dtype": (with_header_entry(dtype="Q4"), NAME),
 }
 
 
 @pytest.mark.parametrize("what", HEADS)
-def test_a_damaged_head_is_named(what, source):
+def test_damaged_safetensors_header_is_named(what, source):
     edit, message = HEADS[what]
-    change_head(source, edit)
+    rewrite_header(source, edit)
     with pytest.raises(DamagedError, match="model.safetensors is damaged") as caught:
         SafetensorsFolder(source)
     assert message in str(caught.value)
 
 
-def test_an_index_that_leads_elsewhere_is_refused(source):
-    """Though the files there are whole."""
+def test_index_with_paths_outside_the_folder_is_rejected(source):
+    """Even if the files outside are valid."""
     shutil.copy(source / "model.safetensors", source.with_name("model.safetensors"))
     names = [name for name in load_file(source / "model.safetensors")]
     for elsewhere in ("../model.safetensors", str(source.with_name("model.safetensors"))):
@@ -103,7 +103,7 @@ def test_an_index_that_leads_elsewhere_is_refused(source):
             SafetensorsFolder(source)
 
 
-def test_a_tensor_in_two_files_or_in_the_wrong_one_is_named(source):
+def test_duplicate_or_misplaced_tensor_is_named(source):
     save_file({NAME: torch.zeros(2), "other": torch.zeros(2)}, source / "more.safetensors")
     with pytest.raises(DamagedError, match=f"^{NAME} is in"):
         SafetensorsFolder(source)
@@ -115,7 +115,7 @@ def test_a_tensor_in_two_files_or_in_the_wrong_one_is_named(source):
             SafetensorsFolder(source)
 
 
-def test_tensors_that_a_listed_file_has_and_the_index_lacks_are_named(source):
+def test_tensors_missing_from_the_index_are_named(source):
     table = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
     for absent, message in (([NAME], NAME), (sorted(table)[:3], f"{sorted(table)[0]} and 2 more")):
         (source / "model.safetensors.index.json").write_text(
@@ -139,7 +139,7 @@ def test_expert_bias_stays_fp32_with_16_bit_weights(tmp_path):
     assert types == {"weight": (torch.bfloat16, torch.float16, torch.bfloat16), "expert_bias": (torch.float32,) * 3}
 
 
-def test_an_index_without_its_table_is_refused(source):
+def test_index_without_weight_map_is_rejected(source):
     for text in ("{}", '{"weight_map": {}}', '{"weight_map": [1]}'):
         (source / "model.safetensors.index.json").write_text(text)
         with pytest.raises(DamagedError, match="weight_map"):
@@ -171,14 +171,14 @@ def test_an_index_without_its_table_is_refused(source):
         ("max_position_embeddings", None),
     ],
 )
-def test_a_value_of_another_kind_is_named(key, value):
+def test_config_value_of_wrong_type_is_named(key, value):
     config = make("qwen3_moe").config.to_dict()
     assert read_config(config)[1]["num_layers"] == 3
     with pytest.raises(CheckpointError, match="model type" if key == "model_type" else key):
         read_config(config | {key: value} | ({"num_local_experts": value} if key == "num_experts" else {}))
 
 
-def test_rotary_numbers_that_no_flag_can_hold_are_named():
+def test_rope_values_that_no_flag_can_express_are_named():
     config = make("llama").config.to_dict()
     rope = config["rope_parameters"]
     assert read_config(config)[1]["rotary_base"] == 500000
@@ -191,7 +191,7 @@ def test_rotary_numbers_that_no_flag_can_hold_are_named():
             read_config(config | {"rope_parameters": rope | changed})
 
 
-def test_every_fourth_layer_has_full_attention_where_a_config_names_none():
+def test_qwen3_next_defaults_to_full_attention_every_fourth_layer():
     config = make("qwen3_next").config.to_dict() | {"layer_types": None, "num_hidden_layers": 8}
     assert read_config(config)[1]["linear_attention_freq"] == [1, 1, 1, 0] * 2
     assert read_config(config | {"full_attention_interval": 2})[1]["linear_attention_freq"] == [1, 0] * 4
@@ -205,27 +205,27 @@ def test_settings_without_a_flag_must_have_the_supported_value(name):
             read_config(config | {key: f"other than {usual}"})
 
 
-def test_attention_temperatures_of_both_kinds_are_read():
+def test_mscale_and_mscale_all_dim_are_read():
     config = make("kimi_k2").config.to_dict()
     rope = config["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.9}
     flags = read_config(config | {"rope_parameters": rope})[1]
     assert (flags["mscale"], flags["mscale_all_dim"]) == (0.7, 0.9)
 
 
-def test_a_null_is_no_value():
+def test_null_config_value_means_the_default():
     config = make("qwen3_moe").config.to_dict()
     assert read_config(config | {"rms_norm_eps": None})[1]["layernorm_epsilon"] == 1e-6
 
 
-def test_missing_layers_are_reported_at_once(source, capfd):
-    """Without going through all of them."""
+def test_missing_layers_are_reported_quickly(source, capfd):
+    """Without searching for each of them."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12, "layer_types": None}))
     assert run_convert(source, source.with_name("ours")) == 2
     assert "num_hidden_layers" in capfd.readouterr().err
 
 
-def refused(source, capfd, *words):
+def conversion_error(source, capfd, *words):
     target = source.with_name("ours")
     assert run_convert(source, target, *words) == 2
     stderr = capfd.readouterr().err
@@ -261,12 +261,12 @@ def refused(source, capfd, *words):
         ),
     ],
 )
-def test_numbers_of_another_kind_are_named(what, edit, source, capfd):
+def test_unsupported_number_formats_are_named(what, edit, source, capfd):
     change_tensors(source, edit)
-    assert ("model.embed_tokens.weight" if "embedding" in what else NAME) in refused(source, capfd)
+    assert ("model.embed_tokens.weight" if "embedding" in what else NAME) in conversion_error(source, capfd)
 
 
-def test_every_block_has_its_own_scale():
+def test_fp8_blocks_use_their_own_scales():
     """Blocks of 128 x 128, the last ones smaller."""
     value = torch.randn(300, 200).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2) + 0.5
@@ -279,30 +279,30 @@ def test_every_block_has_its_own_scale():
             dequantize(value, torch.ones(shape))
 
 
-def test_a_scale_in_four_bits_that_is_no_number_is_named(tmp_path):
+def test_nan_mxfp4_scale_is_named(tmp_path):
     blocks, scales = torch.zeros(1, 2, 1, 16, dtype=torch.uint8), torch.tensor([[[127], [255]]], dtype=torch.uint8)
     save_file({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}, tmp_path / "model.safetensors")
     with pytest.raises(DamagedError, match="experts.down_proj_scales"):
         SafetensorsFolder(tmp_path).read("experts.down_proj")
 
 
-def test_scales_of_another_number_of_blocks_are_named(source, capfd):
+def test_scales_with_wrong_block_count_are_named(source, capfd):
     change_tensors(
         source,
         lambda tensors: tensors.update(
             {NAME: tensors[NAME].to(torch.float8_e4m3fn), NAME + "_scale_inv": torch.ones(2, 1)}
         ),
     )
-    assert NAME + "_scale_inv" in refused(source, capfd)
+    assert NAME + "_scale_inv" in conversion_error(source, capfd)
 
 
-def test_numbers_beyond_fp16_are_named(source, capfd):
+def test_tensor_beyond_the_fp16_range_is_named(source, capfd):
     change_tensors(source, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
-    assert "model.norm.weight" in refused(source, capfd, "--dtype", "fp16")
+    assert "model.norm.weight" in conversion_error(source, capfd, "--dtype", "fp16")
     assert run_convert(source, source.with_name("other"), "--dtype", "bf16") == 0
 
 
-def test_weights_that_lose_digits_are_reported(source, caplog):
+def test_weights_that_lose_precision_are_logged(source, caplog):
     caplog.set_level("INFO")
     change_tensors(
         source,
@@ -316,12 +316,12 @@ def test_weights_that_lose_digits_are_reported(source, caplog):
     ("rank", "world", "message"),
     [("3", "2", "RANK=3"), ("-1", "2", "RANK=-1"), ("x", "2", "RANK=x"), ("0", "0", "WORLD_SIZE=0")],
 )
-def test_a_rank_that_does_not_exist_is_refused(rank, world, message, source, capfd, monkeypatch):
+def test_invalid_rank_is_rejected(rank, world, message, source, capfd, monkeypatch):
     monkeypatch.setenv("RANK", rank), monkeypatch.setenv("WORLD_SIZE", world)
-    assert message in refused(source, capfd)
+    assert message in conversion_error(source, capfd)
 
 
-def test_targets_that_are_not_free_are_refused(source, capfd):
+def test_occupied_target_folders_are_rejected(source, capfd):
     assert run_convert(source, source) == 2
     assert "is the source" in capfd.readouterr().err and not (source / "release").exists()
     run_folder = source.with_name("run")
@@ -335,7 +335,7 @@ def test_targets_that_are_not_free_are_refused(source, capfd):
     assert ended.value.code == 2 and "--max-shard-size" in capfd.readouterr().err
 
 
-def test_a_tokenizer_folder_that_is_not_there_is_refused(source, capfd):
+def test_missing_tokenizer_folder_is_rejected(source, capfd):
     assert run_convert(source, source.with_name("ours")) == 0
     assert run_convert(source.with_name("ours"), source.with_name("back"), "--tokenizer", source / "nowhere") == 2
     assert "nowhere" in capfd.readouterr().err and not source.with_name("back").exists()
@@ -343,7 +343,7 @@ def test_a_tokenizer_folder_that_is_not_there_is_refused(source, capfd):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
 @pytest.mark.parametrize("size", [1, 3000, 100_000])
-def test_a_full_disk_is_reported_as_such(size):
+def test_full_disk_is_reported(size):
     items = [
         PlannedTensor(f"t{number}", torch.float32, (size,), lambda: iter([torch.zeros(size)])) for number in range(8)
     ]
@@ -353,7 +353,7 @@ def test_a_full_disk_is_reported_as_such(size):
 
 
 def test_an_interrupted_conversion_is_reported(source, monkeypatch, caplog):
-    """The folder has its name, and the tracker is not written: the same command writes it."""
+    """The folder is renamed but the tracker is not written yet: the same command writes it."""
     target, tracker = source.with_name("ours"), source.with_name("ours") / "latest_checkpointed_iteration.txt"
 
     def ended(*args):
@@ -398,7 +398,7 @@ def make_job(target, write):
     )
 
 
-def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
+def test_truncated_output_file_is_written_again(tmp_path):
     job = make_job(tmp_path / "out", lambda path, items: path.write_bytes(b"whole"))
     open_job(job)
     write_share(job)
@@ -408,8 +408,8 @@ def test_a_file_that_was_cut_after_it_was_done_is_written_again(tmp_path):
     assert finish_job(job) and (tmp_path / "out" / "1.bin").read_bytes() == b"whole"
 
 
-def test_runs_that_share_a_target_by_accident_leave_one_intact(tmp_path):
-    """The slower one finds its file, then its folder, gone, and is content."""
+def test_concurrent_conversions_to_one_target_leave_it_intact(tmp_path):
+    """The slower run finds its file, then its folder, already moved, and ends without an error."""
     fast = make_job(tmp_path / "out", lambda path, items: path.write_bytes(b"x"))
 
     def overtaken(path, items):

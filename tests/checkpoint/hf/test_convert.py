@@ -44,7 +44,7 @@ def write_folder(folder, tensors, config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_goes_to_ours_and_back(name, tmp_path, caplog):
+def test_conversion_round_trip_of_every_family(name, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     theirs = make(name)
     theirs.save_pretrained(tmp_path / "hf")
@@ -105,7 +105,7 @@ def hub_like_deepseek(folder, eight_bits=False, name="deepseek_v3"):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
-def test_multi_token_prediction_goes_along(name, tmp_path):
+def test_deepseek_mtp_layer_is_converted(name, tmp_path):
     tensors = hub_like_deepseek(tmp_path / "hf", name=name)
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     model = load_ours(tmp_path / "ours")
@@ -122,8 +122,8 @@ def test_multi_token_prediction_goes_along(name, tmp_path):
 
 
 @pytest.mark.parametrize("last", ["full_attention", "linear_attention"])
-def test_multi_token_prediction_of_qwen3_next_goes_along(last, tmp_path):
-    """Its layer is one like the last."""
+def test_qwen3_next_mtp_layer_is_converted(last, tmp_path):
+    """Its layer has the kind of the last decoder layer."""
     make("qwen3_next", layer_types=["linear_attention", "full_attention", last]).save_pretrained(tmp_path / "plain")
     tensors = read_tensors(tmp_path / "plain")
     tensors |= {
@@ -149,7 +149,7 @@ def test_multi_token_prediction_of_qwen3_next_goes_along(last, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_depth_of_prediction_repeats_the_embedding_and_the_head(tied):
+def test_every_mtp_depth_exports_copies_of_embedding_and_head(tied):
     flags = {"num_layers": 3, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": not tied}
     embedding, head = "model.embed_tokens.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"
     repeated = {
@@ -164,7 +164,7 @@ def test_every_depth_of_prediction_repeats_the_embedding_and_the_head(tied):
     )
 
 
-def test_depths_of_prediction_count_on_from_the_layers_and_follow_the_last():
+def test_mtp_layers_are_numbered_after_decoder_layers():
     _, flags, _ = read_config(make("deepseek_v3", num_mtp_layers=2).config.to_dict())
     flags |= {"rows": VOCAB}
     of = {mapping.native: [ref.name for ref in mapping.sources] for mapping in tensor_mappings("deepseek_v3", flags)}
@@ -181,7 +181,7 @@ def test_depths_of_prediction_count_on_from_the_layers_and_follow_the_last():
     assert f"{layer}mlp.linear_fc2.weight" in dense and f"{layer}mlp.router.weight" not in dense
 
 
-def test_prediction_layers_only_in_the_config_are_left_out(tmp_path):
+def test_mtp_layers_without_weights_are_skipped(tmp_path):
     make("deepseek_v3").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -191,7 +191,7 @@ def test_prediction_layers_only_in_the_config_are_left_out(tmp_path):
     )
 
 
-def test_a_copy_that_differs_is_refused(tmp_path, capfd):
+def test_embedding_copy_with_other_values_is_rejected(tmp_path, capfd):
     tensors = hub_like_deepseek(tmp_path / "hf")
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "hf" / "model.safetensors")
@@ -210,8 +210,8 @@ def test_fp8_weights_are_dequantized(name, tmp_path):
         assert torch.equal(after[name], value.to(after[name].dtype)), name
 
 
-def test_blocks_of_eight_bits_at_odd_sizes(tmp_path):
-    """Whole blocks and the ends of both directions, each with its own scale."""
+def test_fp8_dequantization_with_partial_blocks(tmp_path):
+    """Full blocks and partial ones at the end of both dimensions, each with its own scale."""
     value, scales = torch.randn(200, 300).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
     expected = torch.empty(200, 300, dtype=torch.bfloat16)
     for row, column in itertools.product(range(2), range(3)):
@@ -231,7 +231,7 @@ def test_blocks_of_eight_bits_at_odd_sizes(tmp_path):
             dequantize(value, wrong)
 
 
-def test_eight_bits_without_scales_are_refused(tmp_path, capfd):
+def test_fp8_weights_without_scales_are_rejected(tmp_path, capfd):
     hub_like_deepseek(tmp_path / "hf", eight_bits=True)
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     del stored["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
@@ -240,8 +240,8 @@ def test_eight_bits_without_scales_are_refused(tmp_path, capfd):
     assert "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv" in capfd.readouterr().err
 
 
-def in_four_bits(folder):
-    """gpt-oss as it is published: experts in MXFP4. Returns: the config, the tensors, and those that they stand for."""
+def save_mxfp4_gpt_oss(folder):
+    """gpt-oss as it is published: experts in MXFP4. Returns: the config, the stored and the dequantized tensors."""
     theirs = make("gpt_oss", hidden_size=64, intermediate_size=96)
     theirs.save_pretrained(folder)
     stored, meant = {}, {}
@@ -253,11 +253,11 @@ def in_four_bits(folder):
         blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, blocks.shape[:3], dtype=torch.uint8)
         stored[name + "_blocks"], stored[name + "_scales"] = blocks, scales
-        meant[name] = four_bits_one_by_one(blocks, scales)
+        meant[name] = dequantize_mxfp4_reference(blocks, scales)
     return json.loads((folder / "config.json").read_text()), stored, meant
 
 
-def four_bits_one_by_one(blocks, scales):
+def dequantize_mxfp4_reference(blocks, scales):
     """Sign, two bits of exponent, one of mantissa; the lower half of a byte comes first. Returns: [expert, input, output]."""
     codes = torch.stack([blocks % 16, blocks // 16], -1).flatten(3)
     sign, exponent, mantissa = (codes // 8).int(), (codes // 2 % 4).int(), (codes % 2).int()
@@ -267,7 +267,7 @@ def four_bits_one_by_one(blocks, scales):
 
 
 def test_fp4_experts_are_dequantized(tmp_path):
-    config, stored, meant = in_four_bits(tmp_path / "plain")
+    config, stored, meant = save_mxfp4_gpt_oss(tmp_path / "plain")
     write_folder(tmp_path / "hf", stored, config | {"quantization_config": {"quant_method": "mxfp4"}})
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
@@ -277,7 +277,7 @@ def test_fp4_experts_are_dequantized(tmp_path):
         assert torch.equal(after[name], value.to(after[name].dtype)), name
 
 
-def test_transformers_reads_four_bits_alike():
+def test_mxfp4_dequantization_equals_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     from moe_trainer.checkpoint.hf.files import dequantize_mxfp4
@@ -287,12 +287,12 @@ def test_transformers_reads_four_bits_alike():
     expected = convert_moe_packed_tensors(blocks, scales)
     found = torch.stack([dequantize_mxfp4(*pair).t() for pair in zip(blocks, scales)])
     assert torch.equal(found, expected)
-    assert torch.equal(four_bits_one_by_one(blocks, scales), expected)
+    assert torch.equal(dequantize_mxfp4_reference(blocks, scales), expected)
 
 
 @pytest.mark.parametrize("what", ["missing", "wrong shape"])
-def test_four_bits_without_their_scales_are_refused(what, tmp_path, capfd):
-    config, stored, _ = in_four_bits(tmp_path / "plain")
+def test_mxfp4_weights_without_scales_are_rejected(what, tmp_path, capfd):
+    config, stored, _ = save_mxfp4_gpt_oss(tmp_path / "plain")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     scales = stored.pop(name)
     if what == "wrong shape":
@@ -303,7 +303,7 @@ def test_four_bits_without_their_scales_are_refused(what, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_stacked_experts_are_read_too(name, tmp_path):
+def test_stacked_experts_are_read(name, tmp_path):
     theirs = make(name)
     write_folder(tmp_path / "hf", theirs.state_dict(), theirs.config.to_dict())
     assert any("gate_up_proj" in key for key in read_tensors(tmp_path / "hf"))
@@ -314,8 +314,8 @@ def test_stacked_experts_are_read_too(name, tmp_path):
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def break_folder(folder, what):
-    """Damage a folder of one file. Returns: what the refusal must name."""
+def damage_folder(folder, what):
+    """Damage a folder of one file. Returns: the words that the error must contain."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -343,7 +343,7 @@ def break_folder(folder, what):
 @pytest.mark.parametrize("what", ["missing expert", "extra tensor", "wrong shape", "not finite", "cut off", "no table"])
 def test_an_incomplete_source_is_rejected_by_name(what, tmp_path, capfd):
     make("qwen3_moe", mlp_only_layers=[]).save_pretrained(tmp_path / "hf")
-    name = break_folder(tmp_path / "hf", what)
+    name = damage_folder(tmp_path / "hf", what)
     for workers in ("1", "2"):
         assert run_convert(tmp_path / "hf", tmp_path / "ours", "--workers", workers, "--max-shard-size", SMALL) == 2
         stderr = capfd.readouterr().err
@@ -364,7 +364,7 @@ def test_unused_tensors_can_be_dropped_by_name(tmp_path, caplog):
     assert "extra.weight is left out" in caplog.text
 
 
-def test_an_expert_that_a_checkpoint_lacks_is_named(tmp_path, capfd):
+def test_expert_missing_in_checkpoint_is_named(tmp_path, capfd):
     make("mixtral").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     import pickle
@@ -377,7 +377,7 @@ def test_an_expert_that_a_checkpoint_lacks_is_named(tmp_path, capfd):
     assert "decoder.layers.0.mlp.router.weight" in capfd.readouterr().err and not (tmp_path / "back").exists()
 
 
-def test_weights_as_one_file(tmp_path):
+def test_export_of_weights_as_one_file(tmp_path):
     theirs = make("qwen2")
     theirs.save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "w.safetensors", "--to", "weights", "--dtype", "bf16") == 0
@@ -390,7 +390,7 @@ def test_weights_as_one_file(tmp_path):
     )
 
 
-def test_an_iteration_by_its_number_and_token_ids_and_a_tokenizer_of_another_folder(tmp_path):
+def test_convert_given_iteration_with_tokenizer_of_another_folder(tmp_path):
     make("qwen2").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     (tmp_path / "other").mkdir()
@@ -440,7 +440,7 @@ def test_wrong_options_are_refused(words, named, tmp_path, capfd):
     assert code == 2 and named in capfd.readouterr().err
 
 
-def test_a_target_that_is_there_and_a_source_that_has_changed_are_refused(tmp_path, capfd):
+def test_existing_target_and_changed_source_are_rejected(tmp_path, capfd):
     make("llama").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
@@ -526,7 +526,7 @@ def test_ranks_share_a_conversion(tmp_path, monkeypatch):
     load_ours(tmp_path / "ours")
 
 
-def test_a_model_trained_here_under_another_mapping_generates(tmp_path):
+def test_model_trained_with_parallelism_generates_in_transformers(tmp_path):
     words = [
         *TINY,
         *MOCK,
@@ -555,7 +555,7 @@ def test_a_model_trained_here_under_another_mapping_generates(tmp_path):
     assert out.shape == (1, 13) and out.max() < 120
 
 
-def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path, caplog):
+def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog):
     sentencepiece = pytest.importorskip("sentencepiece")
     lines = [f"def name_{number}(value): return value + {number}" for number in range(200)]
     sentencepiece.SentencePieceTrainer.train(
@@ -596,7 +596,7 @@ def test_a_sentencepiece_tokenizer_reads_there_as_here(tmp_path, caplog):
     )
 
 
-def test_the_length_that_yarn_reaches_is_written():
+def test_yarn_max_position_embeddings_is_written():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert _yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {
         "max_position_embeddings": 16384
@@ -621,7 +621,7 @@ def test_verify_refuses_another_model(tmp_path, capsys):
 
 
 def test_verify_takes_experts_of_odd_width(tmp_path):
-    """Their rows are no multiple of 16 bytes, which grouped GEMMs need."""
+    """Grouped GEMMs need rows of a multiple of 16 bytes; these are not."""
     make("mixtral", intermediate_size=41).save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
 
@@ -645,7 +645,7 @@ def test_latent_attention_with_a_hidden_size_that_the_heads_do_not_divide(tmp_pa
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
 
 
-def test_temperatures_without_effect_do_not_keep_a_model_from_leaving():
+def test_mscale_without_effect_does_not_prevent_export():
     flags = read_config(make("deepseek_v3").config.to_dict())[1] | {"rope_type": "rope", "mscale_all_dim": 1.0}
     assert write_config(flags | {"rotary_scaling_factor": 1.0}, 96)[0].name == "deepseek_v3"
     with pytest.raises(CheckpointError, match="mscale-all-dim") as error:
@@ -653,13 +653,13 @@ def test_temperatures_without_effect_do_not_keep_a_model_from_leaving():
     assert "unsupported operand" not in str(error.value)
 
 
-def test_multipliers_have_no_place_in_a_folder():
+def test_mup_models_cannot_be_exported():
     flags = read_config(make("deepseek_v3").config.to_dict())[1]
     with pytest.raises(CheckpointError, match="--use-mup"):
         write_config(flags | {"use_mup": True}, 96)
 
 
-def test_dropout_follows_the_folder_where_the_command_line_is_silent(tmp_path):
+def test_dropout_defaults_to_the_value_of_the_hf_folder(tmp_path):
     make("mixtral").save_pretrained(tmp_path / "hf")
     record = read_saved_args(tmp_path / "hf")
     argv = [
@@ -686,7 +686,7 @@ def test_dropout_follows_the_folder_where_the_command_line_is_silent(tmp_path):
     assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.2)
 
 
-def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
+def test_training_starts_from_hf_folder_with_any_parallel_sizes(tmp_path):
     theirs = make("qwen3_moe")
     theirs.save_pretrained(tmp_path / "hf")
     words = [
@@ -727,7 +727,7 @@ def test_a_run_begins_with_a_folder_under_any_mapping(tmp_path):
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
 
 
-def test_a_family_that_cannot_express_a_model_reports_why(tmp_path, capfd):
+def test_unsuitable_model_type_is_rejected_with_the_reason(tmp_path, capfd):
     make("mixtral").save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--model-type", "llama") == 2
@@ -750,7 +750,7 @@ def test_a_family_that_cannot_express_a_model_reports_why(tmp_path, capfd):
         ({"experimental_attention_variant": None}, "--experimental-attention-variant"),
     ],
 )
-def test_which_sparse_attention_a_config_can_express(changes, refusal):
+def test_sparse_attention_export_or_its_rejection(changes, refusal):
     flags = arguments.parse_args(["--preset", "deepseek_v3_2_tiny", "--mock-data"]).as_dict() | changes
     if refusal is not None:
         with pytest.raises(CheckpointError, match=refusal):
@@ -770,7 +770,7 @@ def test_which_sparse_attention_a_config_can_express(changes, refusal):
         ({"mlp_bias": True}, "mlp_bias"),
     ],
 )
-def test_another_sparse_attention_is_refused_by_its_key(changes, named):
+def test_unsupported_sparse_attention_key_is_named(changes, named):
     config = make("deepseek_v32").config.to_dict() | changes
     config = {key: value for key, value in config.items() if key != "index_topk" or value is not None}
     with pytest.raises(CheckpointError, match=named):
@@ -779,7 +779,7 @@ def test_another_sparse_attention_is_refused_by_its_key(changes, named):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_memory_does_not_grow_with_the_model(workers, tmp_path):
+def test_peak_memory_is_independent_of_model_size(workers, tmp_path):
     from scripts.bench_convert import make_folder, measure_peak
 
     make_folder(tmp_path / "hf", 1.5, vocab_size=4096)

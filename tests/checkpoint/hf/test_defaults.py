@@ -1,4 +1,4 @@
-"""A config.json that lacks a key means what transformers makes of it."""
+"""A key missing in config.json has the default of transformers."""
 
 import pytest
 
@@ -63,14 +63,14 @@ _BY_TENSORS = "num_nextn_predict_layers"
 
 
 def _completed(kind, config):
-    """The config.json that transformers saves of this one."""
+    """Return the config.json that transformers saves after reading this one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[kind](**{key: value for key, value in config.items() if key != "model_type"}).to_dict()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_key_that_is_missing_has_the_default_of_transformers(kind):
+def test_missing_config_keys_have_transformers_defaults(kind):
     family = FAMILIES[kind]
     variants = _VARIANTS.get(kind, []) + (_WINDOWS if kind.startswith("qwen") and kind != "qwen3_next" else []) or [{}]
     compared = 0
@@ -97,7 +97,7 @@ def test_a_key_that_is_missing_has_the_default_of_transformers(kind):
     assert compared >= 3
 
 
-def test_plain_positions_of_gpt_oss_are_written_so_that_transformers_does_not_scale_them():
+def test_gpt_oss_export_without_rope_scaling_stays_unscaled():
     config = {"model_type": "gpt_oss", "num_local_experts": 8} | {
         name: _SIZES[name]
         for name in (
@@ -123,7 +123,7 @@ def test_plain_positions_of_gpt_oss_are_written_so_that_transformers_does_not_sc
         )
 
 
-def test_windows_of_some_layers_are_refused_where_transformers_gives_them_to_all():
+def test_partial_sliding_windows_are_rejected_if_unsupported():
     config = {"model_type": "qwen3_moe", "num_experts": 16} | {
         name: _SIZES[name]
         for name in (

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 # Qwen3-Next's gradients are compared in tests/model/test_qwen3_next.py, its weights here in test_convert.py
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_next"])
-def test_a_folder_of_transformers_gives_its_logits_loss_and_gradients(name, tmp_path):
+def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path):
     theirs = make(name)
     theirs.save_pretrained(tmp_path, safe_serialization=True)
     ours = load_ours(tmp_path)

@@ -51,14 +51,14 @@ def loaded(folder, ps=SINGLE, distributed=False, **options):
 
 
 def assert_same(mine, theirs):
-    """Two (found, model, optimizer) hold the same weights and moments."""
+    """Assert that two (found, model, optimizer) have the same weights and moments."""
     for (name, one), other in zip(mine[1].tensors().items(), theirs[1].tensors().values(), strict=True):
         assert torch.equal(one, other), name
     for one, other in zip(mine[2].held, theirs[2].held, strict=True):
         assert torch.equal(one.tensor, other.tensor), (one.param.info.names[0], one.state_name)
 
 
-def test_the_golden_checkpoint_holds_what_its_twin_holds(shared):
+def test_golden_legacy_checkpoint_equals_its_torch_dist_twin(shared):
     """Megatron-LM wrote the same iteration of the same run in both formats."""
     legacy, twin = loaded(shared / "golden/ckpt/a2_torch"), loaded(shared / "golden/ckpt/a2_torch_dist")
     assert_same(legacy, twin)
@@ -68,7 +68,7 @@ def test_the_golden_checkpoint_holds_what_its_twin_holds(shared):
     assert dict(found.state.scheduler) == dict(twin[0].state.scheduler)
 
 
-def _same_as_its_twin(rank, size, shared, sizes):
+def _compare_with_torch_dist(rank, size, shared, sizes):
     ps = ParallelState.create(size, rank, **sizes)
     assert_same(
         loaded(shared / "golden/ckpt/a2_torch", ps, True), loaded(shared / "golden/ckpt/a2_torch_dist", ps, True)
@@ -78,10 +78,10 @@ def _same_as_its_twin(rank, size, shared, sizes):
 
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, etp=2), dict(tp=2, cp=2, ep=4), dict(pp=2, ep=2)])
 def test_every_mapping_reads_the_golden_checkpoint(shared, sizes):
-    assert run_ranks(_same_as_its_twin, 4, shared, sizes) == [True] * 4
+    assert run_ranks(_compare_with_torch_dist, 4, shared, sizes) == [True] * 4
 
 
-def test_checks_of_a_folder_before_it_is_loaded(shared):
+def test_inspection_of_a_legacy_folder_before_loading(shared):
     folder = shared / "golden/ckpt/a2_torch"
     assert read_saved_args(folder)["num_experts"] == 8
     assert latest_iteration(folder) == 5 and saved_padded_vocab_size(folder) == 512
@@ -120,7 +120,7 @@ def saved(folder, ps=SINGLE, distributed=False, main_params=False, dtype=torch.f
     save(folder, CheckpointState(5, record, 20), chunks, optimizer, ps, SaveOptions(ckpt_format="torch"))
 
 
-def test_a_file_of_ours_has_the_form_of_the_golden_one(shared, tmp_path):
+def test_saved_legacy_file_has_the_structure_of_the_golden_one(shared, tmp_path):
     """Names, order, shapes, types, groups and numbers: Megatron-LM finds an optimizer state by its number alone."""
     saved(tmp_path, lr=1e-3, min_lr=1e-4, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
     ours = open_file(tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt")
@@ -174,7 +174,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_layout_writes_another_reads(tmp_path, layout):
+def test_legacy_checkpoints_load_under_another_layout(tmp_path, layout):
     size, sizes, how = LAYOUTS[layout]
     if size == 1:
         saved(tmp_path, **how)
@@ -197,7 +197,7 @@ def test_what_a_layout_writes_another_reads(tmp_path, layout):
     assert_same((None, model, optimizer), (None, expected, theirs))
 
 
-def test_groups_with_their_own_rate_come_before_those_without_decay(tmp_path):
+def test_decoupled_lr_groups_precede_groups_without_decay(tmp_path):
     """As Megatron-LM main sorts them; its loader takes the parameters of a group for those of its own group in the same place."""
     saved(tmp_path, lr=1e-3, min_lr=0.0, decoupled_lr=1e-4)
     groups = open_file(tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"]
@@ -209,7 +209,7 @@ def test_groups_with_their_own_rate_come_before_those_without_decay(tmp_path):
 
 
 def test_main_parameters_with_attributes_are_read(tmp_path):
-    """Megatron-LM marks its main parameters (tensor_model_parallel, ...), which makes them objects of another kind in the pickle."""
+    """Megatron-LM marks its main parameters (tensor_model_parallel, ...), which changes how they are pickled."""
     saved(tmp_path, main_params=True, dtype=torch.bfloat16)
     path = tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
@@ -227,7 +227,7 @@ def test_main_parameters_with_attributes_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["b_deepseek_mtp", "c_qwen3moe", "d_dense_gpt2"])
-def test_parameters_stand_as_those_of_megatron_do(shared, case):
+def test_parameter_order_and_groups_equal_megatron(shared, case):
     """Recorded: the order in which its modules register them, and the groups of its optimizer."""
     meta = json.loads((shared / "golden" / case / "meta.json").read_text())
     names = sorted(sorted(meta["params"]), key=lambda name: module_order_key(name, name))
@@ -248,14 +248,14 @@ def _own_random_states(rank, size, folder):
     return found.rng_loaded and torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_rank_gets_its_own_random_state_back(tmp_path):
+def test_every_rank_restores_its_own_random_state(tmp_path):
     assert run_ranks(_own_random_states, 4, tmp_path) == [True] * 4
 
 
 # ---- what cannot be compared with a recorded file: hand-made numbers
 
 
-def test_parameters_of_transformer_engines_modules_keep_their_order():
+def test_transformer_engine_parameter_order():
     """Norms before the weight they are fused with; of grouped experts all first weights, by number; of single ones expert by expert."""
     engine = {
         "transformer_impl": "transformer_engine",
@@ -324,13 +324,13 @@ def test_experts_are_sharded_like_other_layers_by_default():
         ("mlp.linear_fc2.bias", (64,), (None, 1)),
     ],
 )
-def test_how_tensors_are_cut_among_two_ranks(name, shape, expected):
+def test_tensor_parallel_split_over_two_ranks(name, shape, expected):
     """Down-projections of latent attention by Megatron-LM's local modules only, as their shape shows."""
     record = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_pos_emb_head_dim": 4, "swiglu": True}
     assert tp_split(f"decoder.layers.0.{name}", shape, record, 2) == expected
 
 
-def test_whose_rate_and_decay_are_their_own():
+def test_decoupled_lr_and_weight_decay_by_parameter_name():
     assert [
         name
         for name in (
@@ -390,12 +390,12 @@ LARGE = {
         ),
     ],
 )
-def test_buckets_follow_the_flags(flags, pp, chunk, expert, expected):
+def test_bucket_sizes_follow_the_flags(flags, pp, chunk, expert, expected):
     record = LARGE | flags
     assert bucketing(record, LayoutSizes.from_record(record), pp, chunk, expert) == expected
 
 
-def test_places_in_the_buffer_of_a_distributed_optimizer():
+def test_offsets_in_the_distributed_optimizer_buffer():
     """The last parameter first; each begins at a multiple of 64; the ends of buckets, multiples of 128, are not saved."""
     params = [("a", 100), ("b", 10), ("c", 70)]
     assert list(buffer_offsets(params, None, 1, frozenset(), False)) == [("c", 0, 70), ("b", 128, 10), ("a", 192, 100)]
@@ -409,7 +409,7 @@ def test_places_in_the_buffer_of_a_distributed_optimizer():
     ]
 
 
-def test_grouped_experts_and_fused_norms_have_the_names_of_ours():
+def test_grouped_expert_and_fused_norm_names_are_translated():
     assert (
         global_name("decoder.layers.1.mlp.experts.linear_fc1.weight3", 4, 8)
         == "decoder.layers.5.mlp.experts.local_experts.11.linear_fc1.weight"
@@ -441,7 +441,7 @@ def test_grouped_experts_and_fused_norms_have_the_names_of_ours():
         assert to_spec_name(name, te | {"transformer_impl": "local"}, routed) == name
 
 
-def test_what_megatron_reads_of_an_optimizer_and_we_do_not(tmp_path, monkeypatch):
+def test_optimizer_entries_needed_only_by_megatron_are_written(tmp_path, monkeypatch):
     """Main parameters of fp32 weights, in a flat buffer, and the state of the loss scale."""
     scalars = {"step": 7, "grad_scaler": {"scale": 1024.0}}
     monkeypatch.setattr(FakeOptimizer, "scalars", lambda self: scalars)
@@ -459,7 +459,7 @@ def test_what_megatron_reads_of_an_optimizer_and_we_do_not(tmp_path, monkeypatch
     )
 
 
-def test_a_group_says_what_is_its_own(tmp_path):
+def test_param_groups_record_their_own_hyperparameters(tmp_path):
     saved(tmp_path / "adam", lr=1e-3, min_lr=1e-4, decoupled_lr=5e-4, decoupled_min_lr=5e-5)
     saved(tmp_path / "sgd", optimizer="sgd", sgd_momentum=0.7)
     adam, sgd = (
@@ -481,7 +481,7 @@ def test_a_group_says_what_is_its_own(tmp_path):
     assert all(group["momentum"] == 0.7 and "betas" not in group for group in sgd)
 
 
-def test_what_has_no_known_place_is_not_written(tmp_path):
+def test_parameters_without_a_legacy_location_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="several types .*buffers of their own"):
         saved(tmp_path, distributed=True, main_params=True, dtype=torch.bfloat16, wide="router")
     name = "decoder.layers.0.self_attention.in_proj.weight"
@@ -494,7 +494,7 @@ def test_what_has_no_known_place_is_not_written(tmp_path):
 # ---- copies of the embeddings on later stages, states that a rank does not have
 
 
-class Predicting(FakeModel):
+class ModelWithMTP(FakeModel):
     """With one prediction layer, whose stage has the word embeddings too, as Megatron-LM's has."""
 
     def __init__(self, ps=SINGLE, seed=0, tied=False, **more):
@@ -512,16 +512,16 @@ class Predicting(FakeModel):
                 self._add("embedding.word_embeddings.weight", word, tied=True, is_replica=True)
 
 
-def _save_predicting(rank, size, folder, sizes, distributed, tied):
+def _save_with_mtp(rank, size, folder, sizes, distributed, tied):
     ps = ParallelState.create(size, rank, **sizes)
-    model = Predicting(ps, tied=tied)
+    model = ModelWithMTP(ps, tied=tied)
     optimizer = FakeOptimizer(model, ps, distributed=distributed)
     optimizer.step = 7
     record = make_record(
         ps, use_distributed_optimizer=distributed, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied
     )
     save(folder, CheckpointState(5, record, 20), [model], optimizer, ps, SaveOptions(ckpt_format="torch"))
-    again = Predicting(ps, seed=1, tied=tied)
+    again = ModelWithMTP(ps, seed=1, tied=tied)
     theirs = FakeOptimizer(again, ps, distributed=distributed, seed=1)
     assert load(folder, [again], theirs, ps, LoadOptions(record)).optim_loaded
     assert_same((None, again, theirs), (None, model, optimizer))
@@ -530,11 +530,11 @@ def _save_predicting(rank, size, folder, sizes, distributed, tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_stage_of_prediction_layers_has_the_embeddings_too(tmp_path, distributed, tied):
+def test_stage_with_mtp_layers_stores_the_embeddings(tmp_path, distributed, tied):
     """It is read by its own layout and by one process, and its files have what Megatron-LM has in them."""
-    run_ranks(_save_predicting, 2, tmp_path, dict(pp=2), distributed, tied)
+    run_ranks(_save_with_mtp, 2, tmp_path, dict(pp=2), distributed, tied)
     record = make_record(SINGLE, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied)
-    model, expected = Predicting(seed=1, tied=tied), Predicting(tied=tied)
+    model, expected = ModelWithMTP(seed=1, tied=tied), ModelWithMTP(tied=tied)
     optimizer, theirs = (FakeOptimizer(each, SINGLE, seed=seed) for each, seed in ((model, 1), (expected, 0)))
     load(tmp_path, [model], optimizer, SINGLE, LoadOptions(record))
     assert_same((None, model, optimizer), (None, expected, theirs))
@@ -556,7 +556,7 @@ def test_a_stage_of_prediction_layers_has_the_embeddings_too(tmp_path, distribut
     assert torch.equal(buffer["param"][-512 * 64 :], expected.table["embedding.word_embeddings.weight"].flatten())
 
 
-def test_what_two_stages_share_has_a_bucket_of_its_own():
+def test_embeddings_shared_by_stages_have_their_own_bucket():
     untied = {"untie_embeddings_and_output_weights": True}
     word, head = "embedding.word_embeddings.weight", "output_layer.weight"
     assert (
@@ -573,7 +573,7 @@ def test_what_two_stages_share_has_a_bucket_of_its_own():
 
 
 def test_a_distributed_optimizer_of_experts_alone_is_read(tmp_path):
-    """Megatron-LM's second expert-parallel rank has None in the place of the optimizer of all that is no expert."""
+    """Megatron-LM's second expert-parallel rank stores None instead of the optimizer of the dense parameters."""
     run_ranks(_round_trip, 4, tmp_path, dict(ep=2), dict(distributed=True))
     path = tmp_path / "iter_0000005/mp_rank_00_001/distrib_optim.pt"
     dense, experts = torch.load(path, weights_only=False)
@@ -601,7 +601,7 @@ def refusal_with_optimizer(folder) -> str:
 # ---- damage
 
 
-def refusal(folder, **options):
+def load_error(folder, **options):
     with pytest.raises(CheckpointError) as caught:
         loaded(folder, **options)
     return str(caught.value)
@@ -616,24 +616,24 @@ def golden_copy(shared, tmp_path):
 FILE = "iter_0000005/mp_rank_00/model_optim_rng.pt"
 
 
-def test_a_changed_byte_is_found(golden_copy):
+def test_changed_byte_is_detected(golden_copy):
     content = bytearray((golden_copy / FILE).read_bytes())
     content[len(content) // 2] ^= 1
     (golden_copy / FILE).write_bytes(content)
-    assert "mp_rank_00/model_optim_rng.pt is damaged" in refusal(golden_copy)
+    assert "mp_rank_00/model_optim_rng.pt is damaged" in load_error(golden_copy)
 
 
-def test_a_file_that_was_cut_off_is_found(golden_copy):
+def test_truncated_file_is_detected(golden_copy):
     content = (golden_copy / FILE).read_bytes()
     (golden_copy / FILE).write_bytes(content[: len(content) // 2])
-    assert "mp_rank_00/model_optim_rng.pt is damaged" in refusal(golden_copy)
+    assert "mp_rank_00/model_optim_rng.pt is damaged" in load_error(golden_copy)
     assert check(golden_copy / "iter_0000005")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     run_ranks(_round_trip, 4, tmp_path, dict(tp=2, pp=2, etp=2), {})
     shutil.rmtree(tmp_path / "iter_0000005/mp_rank_01_001")
-    assert "mp_rank_01_001/model_optim_rng.pt is missing" in refusal(tmp_path)
+    assert "mp_rank_01_001/model_optim_rng.pt is missing" in load_error(tmp_path)
 
 
 def change(golden_copy, edit):
@@ -644,30 +644,32 @@ def change(golden_copy, edit):
     torch.save(content, golden_copy / FILE)
 
 
-def test_a_file_of_experts_that_is_not_there_is_named(golden_copy):
+def test_missing_expert_file_is_named(golden_copy):
     change(golden_copy, lambda content: setattr(content["args"], "expert_model_parallel_size", 2))
     (golden_copy / "iter_0000005/mp_rank_00").rename(golden_copy / "iter_0000005/mp_rank_00_000")
-    assert "mp_rank_00_001/model_optim_rng.pt is missing" in refusal(golden_copy)
+    assert "mp_rank_00_001/model_optim_rng.pt is missing" in load_error(golden_copy)
 
 
-def test_a_tensor_too_few_or_of_another_shape_is_named(golden_copy):
+def test_missing_or_misshapen_tensor_is_named(golden_copy):
     change(golden_copy, lambda content: content["model"].pop("decoder.layers.1.mlp.router.weight"))
-    assert "decoder.layers.mlp.router.weight: 512 of 1024 elements are stored" in refusal(golden_copy, load_optim=False)
-
-
-def test_an_expert_too_few_is_named(golden_copy):
-    change(
-        golden_copy,
-        lambda content: content["model"].pop("decoder.layers.1.mlp.experts.local_experts.7.linear_fc2.weight"),
-    )
-    assert "decoder.layers.mlp.experts.experts.linear_fc2.weight: 30720 of 32768 elements" in refusal(
+    assert "decoder.layers.mlp.router.weight: 512 of 1024 elements are stored" in load_error(
         golden_copy, load_optim=False
     )
 
 
-def test_an_optimizer_state_of_other_parameters_is_refused(golden_copy):
+def test_missing_expert_is_named(golden_copy):
+    change(
+        golden_copy,
+        lambda content: content["model"].pop("decoder.layers.1.mlp.experts.local_experts.7.linear_fc2.weight"),
+    )
+    assert "decoder.layers.mlp.experts.experts.linear_fc2.weight: 30720 of 32768 elements" in load_error(
+        golden_copy, load_optim=False
+    )
+
+
+def test_optimizer_state_of_other_parameters_is_rejected(golden_copy):
     change(golden_copy, lambda content: content["optimizer"]["param_groups"][1]["params"].pop())
-    assert "has 4 parameters, and 5 of the model belong to it" in refusal(golden_copy)
+    assert "has 4 parameters, and 5 of the model belong to it" in load_error(golden_copy)
     found, model, _ = loaded(golden_copy, load_optim=False)
     assert found.iteration == 5
     weights = open_file(golden_copy / FILE)["model"]
@@ -678,17 +680,17 @@ def test_an_optimizer_state_of_other_parameters_is_refused(golden_copy):
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory):
-    """Of a distributed optimizer; do not change it."""
+    """A legacy checkpoint of a distributed optimizer; read-only."""
     folder = tmp_path_factory.mktemp("distributed")
     saved(folder, distributed=True)
     return folder
 
 
-def _old_experts(content):
+def _add_old_expert_weights(content):
     content["model"]["decoder.layers.0.mlp.experts.weight1"] = torch.zeros(2, 2)
 
 
-def _turned(content):
+def _transpose_moment(content):
     state = content["optimizer"]["state"]
     state[3]["exp_avg"] = state[3]["exp_avg"].t().contiguous()
 
@@ -698,14 +700,17 @@ def _turned(content):
     [
         (lambda content: content.pop("args"), "holds no args"),
         (lambda content: setattr(content["args"], "num_layers", 3), "2 decoder layers together, and its args say 3"),
-        (_old_experts, "decoder.layers.0.mlp.experts.weight1 is of the retired --moe-use-legacy-grouped-gemm"),
-        (_turned, "the exp_avg of number 3 has shape"),
+        (
+            _add_old_expert_weights,
+            "decoder.layers.0.mlp.experts.weight1 is of the retired --moe-use-legacy-grouped-gemm",
+        ),
+        (_transpose_moment, "the exp_avg of number 3 has shape"),
         (lambda content: content.update(optimizer=[content["optimizer"]] * 3), "a chain of 3 optimizers"),
     ],
 )
-def test_another_content_is_refused_by_name(golden_copy, edit, message):
+def test_inconsistent_file_content_is_rejected_by_name(golden_copy, edit, message):
     change(golden_copy, edit)
-    assert message in refusal(golden_copy)
+    assert message in load_error(golden_copy)
 
 
 @pytest.mark.parametrize(
@@ -719,18 +724,18 @@ def test_another_content_is_refused_by_name(golden_copy, edit, message):
         ),
     ],
 )
-def test_another_buffer_is_refused_by_name(distributed, tmp_path, edit, message):
+def test_inconsistent_optimizer_buffer_is_rejected_by_name(distributed, tmp_path, edit, message):
     shutil.copytree(distributed, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "iter_0000005/mp_rank_00/distrib_optim.pt"
     buffers = torch.load(path, weights_only=False)
     edit(buffers)
     torch.save(buffers, path)
-    assert message in refusal(tmp_path)
+    assert message in load_error(tmp_path)
 
 
 def test_models_from_before_megatron_core_are_refused(golden_copy):
     change(golden_copy, lambda content: content.update(model={"language_model": {}}))
-    assert "no model of Megatron-Core" in refusal(golden_copy)
+    assert "no model of Megatron-Core" in load_error(golden_copy)
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):

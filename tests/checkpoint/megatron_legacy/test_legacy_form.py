@@ -16,7 +16,7 @@ OURS = frozenset({"bias_correction", "step", "moe_trainer_streams", "decoupled_w
 
 
 def compare(theirs, mine, where: str) -> None:
-    """All that Megatron-LM writes is there, in the same form."""
+    """Assert that everything that Megatron-LM writes is present with the same structure."""
     if isinstance(theirs, dict):
         assert isinstance(mine, dict) and theirs.keys() <= mine.keys() <= theirs.keys() | OURS, (
             where,
@@ -38,7 +38,7 @@ def compare(theirs, mine, where: str) -> None:
 
 
 @pytest.mark.parametrize("case", FORMS)
-def test_files_have_the_form_of_megatrons(case, tmp_path):
+def test_legacy_files_have_the_structure_of_megatron(case, tmp_path):
     """Names, order, shapes, types, identity of parameter groups, buffers, random states and schedules are Megatron-LM's.
 
     Prediction layers under two pipeline stages; experts under a distributed optimizer; a shared expert with a gate
