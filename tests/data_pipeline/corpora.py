@@ -15,7 +15,7 @@ RECORDED_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizer
 
 @dataclass
 class FixedTokenizer:
-    """A tokenizer of which only the numbers matter."""
+    """A tokenizer with fixed vocabulary size and special tokens."""
 
     vocab_size: int = 500
     eod: int | None = 0
@@ -42,8 +42,8 @@ def write_corpus(prefix: Path, lengths, dtype=np.uint16, vocab_size=500, seed=0)
     return str(prefix)
 
 
-def blocked(document_ids_BS) -> np.ndarray:
-    """The attention mask of Megatron-LM [B, 1, S, S] that document ids stand for, True = must not be seen."""
+def attention_mask(document_ids_BS) -> np.ndarray:
+    """Return the attention mask of Megatron-LM [B, 1, S, S] for document ids, True = masked."""
     ids = np.asarray(document_ids_BS)
     other = ids[:, :, None] != ids[:, None, :]
     return (other | ~np.tri(ids.shape[1], dtype=bool))[:, None]

@@ -19,7 +19,7 @@ from moe_trainer.data.blend import (
 
 
 def greedy(weights, size, limits=None):
-    """The rule as it is defined, in plain Python floats."""
+    """The greedy rule as it is defined, in plain Python floats."""
     counts = [0] * len(weights)
     picks, inside = [], []
     for k in range(size):
@@ -33,7 +33,7 @@ def greedy(weights, size, limits=None):
 
 
 @pytest.fixture
-def everything_in_lockstep(monkeypatch):
+def always_use_lockstep(monkeypatch):
     monkeypatch.setattr(blend, "_PLAIN_LOOP_BELOW", 0)
 
 
@@ -49,7 +49,7 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda w: f"{len(w)}_of_{w[0]:.3g}")
-def test_lockstep_equals_the_rule(everything_in_lockstep, weights):
+def test_lockstep_blend_equals_greedy_rule(always_use_lockstep, weights):
     weights = normalize(weights)
     picks, inside = greedy(weights, 12_000)
     got = build_blend_index(weights, 12_000)
@@ -59,21 +59,21 @@ def test_lockstep_equals_the_rule(everything_in_lockstep, weights):
 
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.floats(0.001, 100), min_size=1, max_size=6), size=st.integers(0, 300))
-def test_small_blends(weights, size):
+def test_plain_loop_blend_equals_greedy_rule(weights, size):
     weights = normalize(weights)
     got = build_blend_index(weights, size)
     assert (got[0].tolist(), got[1].tolist()) == greedy(weights, size)
 
 
 @pytest.mark.parametrize("sizes", [[276, 298], [4000, 1, 3000], [5, 0, 7], [2500, 2500, 2500, 2500], [9]])
-def test_exhaustive(everything_in_lockstep, sizes):
+def test_exhaustive_blend_equals_greedy_rule(always_use_lockstep, sizes):
     picks, inside = build_exhaustive_index(sizes)
     expected = greedy([size / sum(sizes) for size in sizes], sum(sizes), sizes)
     assert (picks.tolist(), inside.tolist()) == expected
     assert np.bincount(picks, minlength=len(sizes)).tolist() == sizes
 
 
-def test_forms_of_a_blend(tmp_path):
+def test_blend_spellings_are_parsed(tmp_path):
     assert parse_blend(["a"]) == (("a",), None)
     assert parse_blend(["0.3", "a", "7", "b"]) == (("a", "b"), (0.3, 7.0))
     assert parse_blend(["a", "b"]) == (("a", "b"), None)
@@ -87,7 +87,7 @@ def test_forms_of_a_blend(tmp_path):
     ("words", "message"),
     [([], "no data prefix"), (["0.5", "a", "x", "b"], '"x" stands where a weight'), (["-1", "a"], "non-negative")],
 )
-def test_bad_blends(words, message):
+def test_invalid_blends_are_rejected(words, message):
     with pytest.raises(ValueError, match=f"--data-path.*{message}"):
         parse_blend(words)
 

@@ -24,7 +24,7 @@ def build(sizes=(10, 0, 0), training=None, **flags):
     return build_datasets(data_args(**flags), training_args(**training or {}), FixedTokenizer(), sizes)
 
 
-def test_requested_sizes():
+def test_requested_dataset_sizes():
     base = {"global_batch_size": 8, "train_iters": 100, "eval_iters": 5, "eval_interval": 30}
     assert requested_sizes(training_args(**base)) == (800, 160, 40)
     assert requested_sizes(training_args(**base, eval_global_batch_size=2)) == (800, 40, 10)
@@ -33,35 +33,35 @@ def test_requested_sizes():
     assert requested_sizes(training_args(**samples)) == (1000, 200, 40)
 
 
-def test_one_prefix(prefixes):
+def test_datasets_of_one_prefix(prefixes):
     datasets = build((10, 3, 0), data_path=prefixes[:1], split="90,10,0")
     assert len(datasets.train) == (36 * 20 - 1) // 16 and len(datasets.valid[0]) == (4 * 20 - 1) // 16
     assert datasets.test is None and datasets.valid_names == ("",)
 
 
-def test_the_default_split(prefixes):
+def test_default_split(prefixes):
     assert build((10, 1, 0), data_path=prefixes[:1]).train._config.split == "969, 30, 1"
 
 
 @pytest.mark.parametrize("split", ["100,0,0", "1"])
-def test_a_split_without_a_share_is_left_out(prefixes, split, caplog):
+def test_split_with_zero_weight_gives_no_dataset(prefixes, split, caplog):
     with caplog.at_level("INFO"):
         datasets = build((10, 3, 3), data_path=prefixes[:1], split=split)
     assert datasets.valid == () and datasets.test is None
     assert f'there is no data for the valid split (--split "{split}")' in caplog.text
 
 
-def test_training_samples_of_an_empty_split_are_refused(prefixes):
+def test_empty_training_split_is_rejected(prefixes):
     with pytest.raises(ValueError, match='10 samples are asked of the train split.*--split "0,50,50"'):
         build((10, 1, 1), data_path=prefixes[:1], split="0,50,50")
 
 
-def test_a_split_that_rounds_to_nothing_is_refused(prefixes):
+def test_split_rounded_to_zero_documents_is_rejected(prefixes):
     with pytest.raises(ValueError, match=r"a: the test split \(sequences 40 to 40 of 40\) holds no tokens"):
         build((10, 1, 1), data_path=prefixes[:1], split="969,30,1")
 
 
-def test_blends_from_every_source_agree(prefixes, tmp_path):
+def test_blends_from_flags_and_files_are_equal(prefixes, tmp_path):
     a, b = prefixes
     words = tmp_path / "words"
     words.write_text(f"0.25 {a} 0.75 {b}")
@@ -72,7 +72,7 @@ def test_blends_from_every_source_agree(prefixes, tmp_path):
     assert np.bincount(first.train.index[0]).tolist() == [3, 8]  # 11: every share rounded up
 
 
-def test_data_per_split(prefixes, tmp_path):
+def test_separate_data_paths_per_split(prefixes, tmp_path):
     a, b = prefixes
     paths = tmp_path / "splits.json"
     paths.write_text(json.dumps({"train": [a], "valid": f"0.5 {a} 0.5 {b}", "test": None}))
@@ -102,7 +102,7 @@ def test_a_repeated_prefix_is_used_twice_and_noted(prefixes, tmp_path, caplog):
     assert f"--valid-data-path names {b} 2 times" in caplog.text
 
 
-def test_contradictory_sources(prefixes):
+def test_contradictory_data_sources_are_rejected(prefixes):
     a, b = prefixes
     with pytest.raises(ValueError, match="one data source is needed, given were --mock-data and --data-path"):
         build(mock_data=True, data_path=[a])
@@ -119,7 +119,7 @@ def test_missing_data_names_the_file(tmp_path):
         build(data_path=[str(tmp_path / "nothing")])
 
 
-def test_files_without_token_ids(tmp_path):
+def test_files_of_floats_are_rejected(tmp_path):
     prefix = write_corpus(tmp_path / "x", [5], dtype=np.float32)
     with pytest.raises(ValueError, match="holds float32 values, token ids are integers"):
         build(data_path=[prefix])
@@ -139,7 +139,7 @@ def test_validation_sets(prefixes):
     assert len(one.valid) == 1 and len(one.valid[0]) == 49 + 74
 
 
-def test_full_validation_of_a_weighted_blend_reads_everything_once(prefixes):
+def test_full_validation_of_a_blend_reads_every_sample_once(prefixes):
     a, b = prefixes
     valid = build((10, None, 0), train_data_path=[a], valid_data_path=["0.9", a, "0.1", b]).valid[0]
     assert np.bincount(valid.index[0]).tolist() == [len(dataset) for dataset in valid.datasets]
@@ -160,7 +160,7 @@ def test_mock_data(caplog):
     assert "training on mock data" in caplog.text
 
 
-def test_pad_that_is_also_eod_masks_nothing():
+def test_padding_token_equal_to_eod_is_not_masked():
     same = FixedTokenizer(eod=3, pad=3)
     assert batch_format(data_args(), same).pad == NO_PAD
     assert batch_format(data_args(allow_ambiguous_pad_tokens=True), same).pad == 3
@@ -196,7 +196,7 @@ def test_damaged_cache_is_named(prefixes, tmp_path):
 
 @pytest.mark.parametrize("blend", [False, True])
 def test_a_cache_older_than_the_data_is_built_again(prefixes, tmp_path, blend):
-    """The name of a cache follows from the path of the data: other data of that path would be read with the old index."""
+    """The cache name depends only on the data path, so replaced data must not be read with the old index."""
     paths = prefixes if blend else prefixes[:1]
     flags = {"data_path": paths, "split": "1", "data_cache_path": str(tmp_path / "cache")}
     build(**flags)

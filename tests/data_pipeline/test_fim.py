@@ -1,4 +1,4 @@
-"""Fill-in-the-middle samples: those of Megatron-LM's GPTFIMDataset, the same for every reader, and what they are made of."""
+"""Fill-in-the-middle samples: those of Megatron-LM's GPTFIMDataset, the same for every reader, and their composition."""
 
 import json
 from pathlib import Path
@@ -40,8 +40,8 @@ def token_ids(*parts):
     )
 
 
-def put_together(ids):
-    """The text of a rearranged document, and which order it has."""
+def restore_document(ids):
+    """Return the original text of a rearranged document, and its order (PSM or SPM)."""
     ids = ids.tolist()
     if ids[1] == SUFFIX:  # prefix suffix SUFFIX-TEXT middle PREFIX-TEXT MIDDLE-TEXT: where the last two meet is lost
         at = ids.index(MIDDLE)
@@ -50,19 +50,19 @@ def put_together(ids):
     return ids[1:at] + ids[end + 1 :] + ids[at + 1 : end], "PSM"
 
 
-def test_text_is_kept_and_both_orders_occur():
+def test_fim_keeps_text_and_uses_both_orders():
     rng, orders = np.random.RandomState(3), []
     document = token_ids("the quick brown fox")
     for _ in range(60):
         full = fim().rearrange(np.append(document, [ord("x")] * 3), rng)
         assert len(full) == len(document) + 3
-        cut, order = put_together(fim()._document(document, rng))
+        cut, order = restore_document(fim()._document(document, rng))
         assert cut == (sorted(document.tolist()) if order == "SPM" else document.tolist())
         orders.append(order)
     assert 15 < orders.count("SPM") < 45
 
 
-def test_samples_keep_their_length_and_documents_their_ends():
+def test_fim_keeps_sample_length_and_document_ends():
     sample = token_ids("first document", EOD, "second", EOD, EOD, "third one")
     for seed in range(20):
         found = fim().rearrange(sample, np.random.RandomState(seed))
@@ -71,7 +71,7 @@ def test_samples_keep_their_length_and_documents_their_ends():
     assert untouched.tolist() == [*token_ids("first document", EOD, "second", EOD, "third one"), PAD]
 
 
-def test_fragments_are_rearranged_one_by_one():
+def test_fim_rearranges_each_fragment_separately():
     sample = token_ids("aaaa", SPLIT, "bbbb", SPLIT, "cccc" * 9)
     found = fim(split=SPLIT, fragment_rate=1.0)._document(sample, np.random.RandomState(1)).tolist()
     pieces = "".join(map(str, (min(n, 9) for n in found))).split(str(SPLIT))
@@ -80,7 +80,7 @@ def test_fragments_are_rearranged_one_by_one():
     assert none.tolist() == sample.tolist()
 
 
-def test_text_that_begins_with_the_words_stays():
+def test_text_with_no_fim_prefix_is_unchanged():
     sample = token_ids("import os", EOD, "print")
     found = fim(no_prefix="import").rearrange(sample, np.random.RandomState(0)).tolist()
     assert found[:10] == sample[:10].tolist() and found[10] == PREFIX
@@ -115,7 +115,7 @@ def build_train_set(data, tmp_path, seed=1234):
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: " ".join(case["flags"]) or "defaults")
-def test_samples_are_those_of_megatron(shared, tmp_path, case):
+def test_fim_samples_equal_megatron(shared, tmp_path, case):
     """Recorded with main d98e8a64, its stream set to this program's before every sample."""
     dataset, tokenizer, data = build_train_set(make_data_args(shared / "golden/dataset", **case["flags"]), tmp_path)
     for index in (3, 0, 5, 1, 4, 2):  # in any order
@@ -125,14 +125,14 @@ def test_samples_are_those_of_megatron(shared, tmp_path, case):
     assert batch.labels_BS[0].tolist() == case["samples"][0][1:]
 
 
-def test_another_seed_rearranges_otherwise(shared, tmp_path):
+def test_fim_samples_depend_on_the_seed(shared, tmp_path):
     one, other = (
         build_train_set(make_data_args(shared / "golden/dataset", fim_rate=1.0), tmp_path, seed)[0] for seed in (1, 2)
     )
     assert not all(np.array_equal(one.tokens(index), other.tokens(index)) for index in range(4))
 
 
-def test_a_token_that_the_vocabulary_lacks_is_named(shared, tmp_path):
+def test_fim_token_missing_in_vocabulary_is_named(shared, tmp_path):
     with pytest.raises(ValueError, match="--fim-prefix-token <fim_prefix>.*--tokenizer-special-tokens"):
         build_train_set(make_data_args(shared / "golden/dataset", special_tokens=None), tmp_path)
 
@@ -148,7 +148,7 @@ HF = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model somewhere"
     (f"{HF} --data-path x --fim-split-sample e", "--fim-fragment-rate"),
     (f"{HF} --data-path x --fim-split-sample e --fim-fragment-rate -1", "--fim-fragment-rate"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(flags, named):
+def test_incompatible_fim_flags_are_rejected(flags, named):
     with pytest.raises(ArgumentError) as caught:
         parse_args([*TINY, "--train-iters", "1", "--fim-data", *flags.split()], 1)
     assert any(named in violation.message for violation in caught.value.violations)

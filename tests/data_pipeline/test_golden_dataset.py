@@ -1,4 +1,4 @@
-"""Every recorded dataset build: the same cache files, samples and masks; caches that serve both ways."""
+"""Every recorded dataset build: the same cache files, samples and masks; caches are exchangeable with Megatron-LM."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_pipeline.corpora import FixedTokenizer, blocked, data_args, training_args
+from data_pipeline.corpora import FixedTokenizer, attention_mask, data_args, training_args
 
 from arguments.data import DataArgs
 from moe_trainer.data import dataset as dataset_module
@@ -53,7 +53,7 @@ def build_case(case, cache):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_recorded_case(golden, shared, tmp_path, monkeypatch, name):
+def test_dataset_equals_recorded_case(golden, shared, tmp_path, monkeypatch, name):
     folder, summary, samples = golden
     monkeypatch.chdir(shared)  # the recorded paths are relative, and part of the hash
     case = summary[name]
@@ -75,7 +75,7 @@ def test_recorded_case(golden, shared, tmp_path, monkeypatch, name):
             )
         mask = f"{name}/{split}/attention_mask_first5"
         if mask in samples.files:
-            np.testing.assert_array_equal(np.packbits(blocked(batch.document_ids_BS[:5].numpy())), samples[mask])
+            np.testing.assert_array_equal(np.packbits(attention_mask(batch.document_ids_BS[:5].numpy())), samples[mask])
         else:
             assert batch.document_ids_BS is None
 
@@ -119,8 +119,8 @@ def test_training_run_hits_the_cache_and_reads_the_same_batches(golden, shared, 
         np.testing.assert_array_equal(got, recorded[f"batch/{field}"], err_msg=field)
 
 
-def test_small_recorded_case(tmp_path, monkeypatch):
-    """The part of the above that travels with the repository."""
+def test_dataset_equals_small_recorded_case(tmp_path, monkeypatch):
+    """The part of the test above whose data is in the repository."""
     case = json.loads((RECORDED / "recorded.json").read_text())
     (tmp_path / "golden" / "dataset").mkdir(parents=True)
     for ending in ("bin", "idx"):

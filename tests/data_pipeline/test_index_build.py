@@ -10,7 +10,7 @@ from moe_trainer.data.index_build import build_indices, build_sample_index, pars
 
 
 def slow_plan(tokens, length, samples):
-    """Epochs by counting up; the rule of the separate last epoch as it is worded."""
+    """Count epochs one by one; apply the rule of the separate last epoch literally."""
     epochs, total = 1, tokens
     while samples is not None and total < samples * length + 1:
         epochs, total = epochs + 1, total + tokens
@@ -64,7 +64,7 @@ def slow_indices(lengths, begin, end, length, samples, seed):
     seed=st.integers(0, 5),
     data=st.data(),
 )
-def test_indices_equal_the_slow_walk(lengths, length, samples, seed, data):
+def test_indices_equal_the_plain_loop(lengths, length, samples, seed, data):
     begin = data.draw(st.integers(0, len(lengths) - 1))
     end = data.draw(st.integers(begin + 1, len(lengths)))
     tokens = sum(lengths[begin:end])
@@ -80,7 +80,7 @@ def test_indices_equal_the_slow_walk(lengths, length, samples, seed, data):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7])
-def test_chunks_join(monkeypatch, chunk):
+def test_chunked_sample_index_equals_unchunked(monkeypatch, chunk):
     lengths = np.random.default_rng(0).integers(0, 30, 100).astype(np.int32)
     documents = np.random.default_rng(1).permutation(100).astype(np.int32)
     samples = (int(lengths.sum()) - 1) // 13
@@ -92,13 +92,13 @@ def test_chunks_join(monkeypatch, chunk):
 
 @given(tokens=st.integers(1, 500), length=st.integers(1, 60), samples=st.integers(0, 300))
 @settings(deadline=None)
-def test_epochs(tokens, length, samples):
+def test_epoch_plan_equals_the_plain_loop(tokens, length, samples):
     plan = plan_epochs(tokens, length, samples)
     assert (plan.epochs, plan.separate_last_epoch) == slow_plan(tokens, length, samples)
     assert plan.samples >= samples
 
 
-def test_splits():
+def test_split_is_parsed():
     assert parse_split("900,50,50") == ((0, 0.9), (0.9, 0.9500000000000001), (0.9500000000000001, 1.0))
     assert parse_split("969, 30, 1")[0] == (0, 0.969)
     assert parse_split("1") == ((0, 1.0), None, None)

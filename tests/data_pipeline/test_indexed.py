@@ -1,4 +1,4 @@
-"""Token files: byte-equal to the recorded ones, every dtype, both readers, and what damaged files say."""
+"""Token files: byte-equal to the recorded ones, every dtype, both readers, and errors for damaged files."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def test_layout_of_the_index(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["A", "B", "M", "N", "N32"])
-def test_recorded_files(shared, tmp_path, name):
+def test_recorded_token_files_are_read(shared, tmp_path, name):
     folder = shared / "golden" / "dataset"
     facts = json.loads((folder / "indexed.json").read_text())[name]
     for mmap in (True, False):
@@ -65,7 +65,7 @@ def read_documents(data):
     return [[data[i] for i in range(begin, end)] for begin, end in itertools.pairwise(ends)]
 
 
-def test_an_interrupted_writer_keeps_what_was_there(tmp_path, documents):
+def test_interrupted_writer_keeps_the_existing_files(tmp_path, documents):
     write(tmp_path / "x", documents, np.int32)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RuntimeError), write_indexed_dataset(str(tmp_path / "x"), np.int32) as builder:
@@ -75,7 +75,7 @@ def test_an_interrupted_writer_keeps_what_was_there(tmp_path, documents):
 
 
 @pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint8, -1), (np.int32, 1 << 31)])
-def test_ids_that_do_not_fit(tmp_path, dtype, token):
+def test_token_ids_beyond_the_dtype_are_rejected(tmp_path, dtype, token):
     writer = write_indexed_dataset(str(tmp_path / "x"), dtype)
     with pytest.raises(ValueError, match=f"{token} does not fit.*{np.dtype(dtype).name}"), writer as builder:
         builder.add_document([1, token], [2])
@@ -99,7 +99,7 @@ def test_missing_files_are_named(tmp_path):
         IndexedDataset(prefix)
 
 
-def damaged(tmp_path, change, ending=".idx"):
+def write_damaged(tmp_path, change, ending=".idx"):
     prefix = write_corpus(tmp_path / "x", [5, 7])
     path = tmp_path / f"x{ending}"
     path.write_bytes(change(path.read_bytes()))
@@ -119,16 +119,16 @@ def damaged(tmp_path, change, ending=".idx"):
         (lambda raw: raw[:-8] + struct.pack("<q", 1), "document array ends at sequence 1"),
     ],
 )
-def test_damaged_index(tmp_path, change, message):
-    prefix = damaged(tmp_path, change)
+def test_damaged_index_is_reported(tmp_path, change, message):
+    prefix = write_damaged(tmp_path, change)
     with pytest.raises(DataFileError, match=message) as error:
         IndexedDataset(prefix)
     assert "x.idx" in str(error.value)
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_short_bin(tmp_path, mmap):
-    prefix = damaged(tmp_path, lambda raw: raw[:-1], ".bin")
+def test_truncated_bin_file_is_reported(tmp_path, mmap):
+    prefix = write_damaged(tmp_path, lambda raw: raw[:-1], ".bin")
     with pytest.raises(DataFileError, match=r"x\.bin: found 23 bytes, its index needs 24"):
         IndexedDataset(prefix, memory_map=mmap)
 

@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from data_pipeline.corpora import FixedTokenizer, blocked, data_args, training_args, write_corpus
+from data_pipeline.corpora import FixedTokenizer, attention_mask, data_args, training_args, write_corpus
 
 from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.loader import BatchFormat, build_loader, cyclic_order, make_batch, single_order
@@ -31,14 +31,14 @@ class Rows:
         return f"row {index}, token {position}"
 
 
-def counting(total):
+def counting_dataset(total):
     return Rows([[i, i] for i in range(total)])
 
 
 FORMAT = BatchFormat(eod=None)
 
 
-def test_recorded_orders(shared):
+def test_sample_orders_equal_recorded(shared):
     samplers = json.loads((shared / "golden" / "dataset" / "summary.json").read_text())["samplers"]
     for key, expected in samplers.items():
         kind, total, consumed, mbs, *rest = key.split("_")
@@ -55,7 +55,7 @@ def test_recorded_orders(shared):
 @pytest.mark.parametrize(("mbs", "dp", "sharded"), [(1, 1, True), (2, 3, True), (3, 2, False)])
 def test_resuming_continues_the_order(kind, mbs, dp, sharded):
     """Stopping after any batch and starting with the consumed samples gives the uninterrupted order, across epochs."""
-    data, step = counting(40), mbs * dp
+    data, step = counting_dataset(40), mbs * dp
 
     def order(rank, consumed, count):
         loader = build_loader(data, mbs, rank, dp, consumed, kind, fmt=FORMAT, sharded=sharded)
@@ -68,7 +68,7 @@ def test_resuming_continues_the_order(kind, mbs, dp, sharded):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_cyclic_epoch_reads_everything_once(sharded):
+def test_cyclic_epoch_reads_every_sample_once(sharded):
     ranks = [list(islice(cyclic_order(40, 0, 2, rank, 4, sharded), 10)) for rank in range(4)]
     for epoch in range(2):
         seen = sorted(i for rank in ranks for batch in rank[epoch * 5 : epoch * 5 + 5] for i in batch)
@@ -76,15 +76,15 @@ def test_a_cyclic_epoch_reads_everything_once(sharded):
     assert ranks[0][:5] != ranks[0][5:]
 
 
-def test_single_order_deals_a_global_batch_out():
+def test_single_order_splits_global_batches_over_ranks():
     ranks = [list(single_order(25, 4, 2, rank, 2)) for rank in range(2)]
     assert ranks[0] == [[4, 5], [8, 9], [12, 13], [16, 17], [20, 21]]
     assert ranks[1] == [[6, 7], [10, 11], [14, 15], [18, 19], [22, 23]]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_workers_change_nothing(workers):
-    loader = build_loader(counting(50), 3, 1, 2, 6, num_workers=workers, fmt=FORMAT)
+def test_worker_count_does_not_change_batches(workers):
+    loader = build_loader(counting_dataset(50), 3, 1, 2, 6, num_workers=workers, fmt=FORMAT)
     assert len(loader) == 7
     batches = list(loader)
     assert [batch.tokens_BS[:, 0].tolist() for batch in batches] == list(loader.indices())
@@ -92,7 +92,7 @@ def test_workers_change_nothing(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_errors_of_workers_arrive_as_they_are(workers):
+def test_worker_errors_are_raised_unchanged(workers):
     data = Rows([[1, 2], [3, 700]])
     loader = build_loader(data, 1, 0, 1, num_workers=workers, fmt=BatchFormat(eod=None, vocab_size=500))
     batches = iter(loader)
@@ -101,21 +101,21 @@ def test_errors_of_workers_arrive_as_they_are(workers):
         next(batches)
 
 
-def test_abandoned_iterators_end(recwarn):
-    batches = iter(build_loader(counting(1000), 1, 0, 1, num_workers=2, fmt=FORMAT))
+def test_closed_iterator_is_exhausted(recwarn):
+    batches = iter(build_loader(counting_dataset(1000), 1, 0, 1, num_workers=2, fmt=FORMAT))
     next(batches)
     batches.close()
     assert next(batches, None) is None
 
 
-def test_bad_loaders():
+def test_invalid_loader_settings_are_rejected():
     with pytest.raises(ValueError, match="holds 5 samples.*needs 6"):
-        build_loader(counting(5), 2, 0, 3, fmt=FORMAT)
+        build_loader(counting_dataset(5), 2, 0, 3, fmt=FORMAT)
     with pytest.raises(ValueError, match="11 samples are consumed already, the dataset holds 10"):
-        build_loader(counting(10), 1, 0, 1, 11, fmt=FORMAT)
+        build_loader(counting_dataset(10), 1, 0, 1, 11, fmt=FORMAT)
     with pytest.raises(ValueError, match="--dataloader-type external"):
-        build_loader(counting(10), 1, 0, 1, 0, "external", fmt=FORMAT)
-    assert list(build_loader(counting(10), 1, 0, 1, 10, fmt=FORMAT)) == []
+        build_loader(counting_dataset(10), 1, 0, 1, 0, "external", fmt=FORMAT)
+    assert list(build_loader(counting_dataset(10), 1, 0, 1, 10, fmt=FORMAT)) == []
 
 
 def reference_sample(ids, eod, pad, reset_positions, reset_attention, mask_eod):
@@ -132,12 +132,14 @@ def reference_sample(ids, eod, pad, reset_positions, reset_attention, mask_eod):
             document += 1
             if reset_positions:
                 start = i + 1
-    blocked = [[c > r or (reset_attention and documents[c] != documents[r]) for c in range(size)] for r in range(size)]
+    attention_mask = [
+        [c > r or (reset_attention and documents[c] != documents[r]) for c in range(size)] for r in range(size)
+    ]
 
     def clean(row):
         return [0 if token == pad else token for token in row]
 
-    return clean(tokens), clean(labels), loss, positions, blocked
+    return clean(tokens), clean(labels), loss, positions, attention_mask
 
 
 @pytest.mark.parametrize(
@@ -156,21 +158,26 @@ def test_batches_equal_the_token_by_token_definition(flags, pad):
         assert batch.loss_mask_BS[i].tolist() == loss
         assert batch.position_ids_BS[i].tolist() == positions
         if flags[1]:
-            assert blocked(batch.document_ids_BS[i : i + 1])[0, 0].tolist() == expected
+            assert attention_mask(batch.document_ids_BS[i : i + 1])[0, 0].tolist() == expected
     assert (batch.document_ids_BS is None) == (not flags[1])
     assert [t.dtype for t in (batch.tokens_BS, batch.labels_BS, batch.position_ids_BS)] == [torch.int64] * 3
     assert batch.loss_mask_BS.dtype == torch.float32
 
 
-def test_documents_kept_apart():
+def test_inter_document_masking_follows_file_documents():
     """--dataloader-inter-document-masking follows the file's documents, whatever their last token is."""
     batch = make_batch(Rows([[5, 6, 7, 8, 9]], parts=[[2, 3]]), [0], BatchFormat(eod=5, separate_documents=True))
     assert batch.position_ids_BS.tolist() == [[0, 1, 0, 1]]
     T, F = True, False
-    assert blocked(batch.document_ids_BS)[0, 0].tolist() == [[F, T, T, T], [F, F, T, T], [T, T, F, T], [T, T, F, F]]
+    assert attention_mask(batch.document_ids_BS)[0, 0].tolist() == [
+        [F, T, T, T],
+        [F, F, T, T],
+        [T, T, F, T],
+        [T, T, F, F],
+    ]
 
 
-def test_foreign_token_is_located(tmp_path):
+def test_token_beyond_the_vocabulary_is_located(tmp_path):
     prefix = write_corpus(tmp_path / "x", [9, 30, 12, 40], vocab_size=400)
     raw = np.fromfile(tmp_path / "x.bin", dtype=np.uint16)
     raw[9 + 17] = 499
@@ -185,6 +192,6 @@ def test_foreign_token_is_located(tmp_path):
     list(build_loader(dataset, 1, 0, 1, fmt=batch_format(data, tokenizer, vocab_size=512)))
 
 
-def test_batch_moves():
-    batch = make_batch(counting(2), [0, 1], FORMAT).to("meta")
+def test_batch_moves_to_another_device():
+    batch = make_batch(counting_dataset(2), [0, 1], FORMAT).to("meta")
     assert batch.tokens_BS.is_meta and batch.document_ids_BS is None

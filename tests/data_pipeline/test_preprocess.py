@@ -64,14 +64,14 @@ def command(*arguments, cwd=None):
     ],
 )
 @pytest.mark.parametrize("workers", [1, 3])
-def test_recorded_files(shared, tmp_path, name, tokenizer, workers):
+def test_output_equals_recorded_files(shared, tmp_path, name, tokenizer, workers):
     folder = shared / "golden" / "dataset"
     model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer")}
     run(tmp_path, folder / f"corpus{name}.jsonl", tokenizer=tokenizer or model, append_eod=True, workers=workers)
     assert files(tmp_path) == [(folder / f"{name}_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
 
 
-def test_small_recorded_case(tmp_path):
+def test_output_equals_small_recorded_case(tmp_path):
     recorded = json.loads((RECORDED / "recorded.json").read_text())["preprocessed_md5"]
     totals, _ = run(tmp_path, RECORDED / "corpusN.jsonl", append_eod=True)
     assert [hashlib.md5(raw).hexdigest() for raw in files(tmp_path)] == [recorded["bin"], recorded["idx"]]
@@ -91,7 +91,7 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
     assert [data[i].tolist() for i in range(400)] == [[*map(int, row["a"].split()), 510] for row in rows]
 
 
-def test_lists_and_empty_documents(tmp_path):
+def test_json_lists_and_empty_documents(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", [{"text": ["1 2", "3"]}, {"text": []}, {"text": "4"}])
     run(tmp_path, tmp_path / "in.jsonl", append_eod=True)
     data = IndexedDataset(str(tmp_path / "out_text_document"))
@@ -114,7 +114,7 @@ def test_compressed_and_several_inputs(tmp_path):
     assert files(tmp_path, "parts") == files(tmp_path, "whole") == files(tmp_path, "pattern")
 
 
-def test_plain_text_units(tmp_path):
+def test_plain_text_is_split_into_units(tmp_path):
     (tmp_path / "in.txt").write_text("\n1 2\n\n\n3\r\n\n4 5")
     expected = {"paragraph": [[1, 2], [3], [4, 5]], "line": [[1, 2], [3], [4, 5]]}
     for unit, documents in expected.items():
@@ -169,7 +169,7 @@ def test_bad_lines_are_named_and_nothing_is_written(tmp_path, workers, line, mes
     assert (tmp_path / "out_text_document.bin").read_bytes() == b"before"
 
 
-def test_bad_inputs(tmp_path):
+def test_invalid_inputs_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="--input .*absent: no such file"):
         run(tmp_path, tmp_path / "absent")
     with pytest.raises(ValueError, match=r"is a folder; give its files, for example .*\*\.jsonl"):
@@ -205,7 +205,7 @@ def test_a_dead_worker_is_reported(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_command(tmp_path):
+def test_command_line_of_preprocess_data(tmp_path):
     """From any folder, without an installed package; the last line of stdout is the prefix to train on."""
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 511, "--append-eod", "--workers", 2]
     done = command("--input", RECORDED / "corpusN.jsonl", "--output-prefix", "deep/er/N", *flags, cwd=tmp_path)
@@ -228,14 +228,14 @@ def test_command(tmp_path):
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--workers", "0"], "--workers 0"),
     ],
 )
-def test_errors_of_the_command(tmp_path, flags, message):
+def test_command_line_errors_exit_with_code_2(tmp_path, flags, message):
     done = command("--input", RECORDED / "corpusN.jsonl", "--output-prefix", tmp_path / "x", *flags)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_stopped_while_it_forks_leaves_nothing(tmp_path):
-    """Python drops what a signal's handler raises in a fork's callbacks: the command went on to its end."""
+def test_command_killed_during_fork_leaves_no_files(tmp_path):
+    """Python drops exceptions that a signal handler raises in fork callbacks; the command used to continue."""
     (tmp_path / "in.jsonl").write_text('{"text": "1"}\n')
     script = ROOT / "scripts" / "preprocess_data.py"
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
@@ -248,7 +248,7 @@ def test_a_command_stopped_while_it_forks_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_stopped_command_leaves_nothing(tmp_path):
+def test_killed_command_leaves_no_files(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "1"}\n' * 4_000_000)  # many seconds of work
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--workers", "2"]
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "x"), *flags]

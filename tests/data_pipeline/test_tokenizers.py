@@ -99,7 +99,7 @@ def test_recorded_tokenizer_equals_transformers(shared):
 @pytest.mark.parametrize(
     ("template", "switch", "warned"), [(None, True, "not add"), ("<s> $A", True, None), ("<s> $A", False, "does add")]
 )
-def test_the_file_decides_about_begin_tokens(tmp_path, caplog, template, switch, warned):
+def test_tokenizer_json_template_decides_about_bos(tmp_path, caplog, template, switch, warned):
     config = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": switch}
     folder = write_json_tokenizer(tmp_path / "a", config, template)
     assert (build("HuggingFaceTokenizer", folder).tokenize("the")[0] == 0) == (template is not None)
@@ -122,7 +122,7 @@ def test_added_special_tokens(tmp_path):
     assert more.tokenize("the<x>dog") == [*plain.tokenize("the"), plain.vocab_size, *plain.tokenize("dog")]
 
 
-def test_unreadable_hugging_face_tokenizers(tmp_path, monkeypatch):
+def test_invalid_hugging_face_tokenizers_are_rejected(tmp_path, monkeypatch):
     folder = tmp_path / "tok"
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{")
@@ -138,7 +138,7 @@ def test_unreadable_hugging_face_tokenizers(tmp_path, monkeypatch):
         build("HuggingFaceTokenizer")
 
 
-def test_hub_name_offline_says_what_to_fetch(tmp_path, monkeypatch):
+def test_hub_name_offline_gives_download_instructions(tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -205,7 +205,7 @@ def test_sentencepiece_special_tokens_need_legacy(sentencepiece_model):
     assert joined[len(the) + 1 : -1] in (dog, dog[1:])
 
 
-def test_sentencepiece_keeps_blanks_on_demand(sentencepiece_model):
+def test_sentencepiece_keeps_extra_whitespace_on_request(sentencepiece_model):
     keep = build("Llama2Tokenizer", sentencepiece_model, tokenizer_sentencepiece_ignore_extra_whitespaces=False)
     drop = build("Llama2Tokenizer", sentencepiece_model)
     assert drop.tokenize("the   dog") == drop.tokenize("the dog") == keep.tokenize("the dog")
@@ -298,7 +298,7 @@ def test_null_tokenizer():
     ("kind", "product"),
     [("BertWordPieceCase", "BERT"), ("MultimodalTokenizer", "multimodal"), ("SFTTokenizer", "supervised fine-tuning")],
 )
-def test_other_products_are_named(kind, product):
+def test_tokenizers_of_other_products_are_rejected_by_name(kind, product):
     with pytest.raises(ValueError, match=f"--tokenizer-type {kind} belongs to {product}"):
         build(kind)
 
@@ -310,7 +310,7 @@ def test_description_of_the_tokenizer(shared, monkeypatch):
     assert json.dumps(ours) == json.dumps(recorded["tokenizer"])
 
 
-def test_metadata_names_another_library(tmp_path, sentencepiece_model):
+def test_tokenizer_library_is_read_from_metadata(tmp_path, sentencepiece_model):
     (tmp_path / "meta.json").write_text('{"library": "sentencepiece"}')
     ours = build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "meta.json"))
     assert ours.vocab_size == 120
@@ -326,7 +326,7 @@ def num_bytes(tokenizer, text):
     return sum(lengths[number] for number in tokenizer.tokenize(text))
 
 
-def test_bytes_of_tokens_are_those_of_the_text(tmp_path, sentencepiece_model):
+def test_byte_lengths_of_tokens_add_up_to_the_text(tmp_path, sentencepiece_model):
     pytest.importorskip("tiktoken")
     folder = write_json_tokenizer(tmp_path / "tok", CONFIGS["template"][0], CONFIGS["template"][1])
     vocabulary = write_tiktoken(tmp_path / "v.json", [b"th", b"the", b" t", b"12"])
@@ -346,7 +346,7 @@ def test_bytes_of_tokens_are_those_of_the_text(tmp_path, sentencepiece_model):
     assert lengths[pieces.eod] == lengths[pieces.pad] == 0 and len(lengths) == 120
 
 
-def test_pieces_with_byte_fallback_and_word_pieces(tmp_path):
+def test_byte_lengths_with_byte_fallback_and_wordpiece(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581theogd", "\u2581the"]
     model = tokenizers.models.BPE(

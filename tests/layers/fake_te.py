@@ -1,8 +1,8 @@
 """A stand-in for transformer_engine on the CPU: the same calls, the same meaning, computed by plain torch.
 
-Every call is held against the recorded signatures of the real package (`Signatures.bind`). Collectives go straight to
-torch.distributed. What a linear computes does not depend on the recipe here; which one it was in is noted
-(`Double.matmuls`).
+Every call is checked against the recorded signatures of the real package (`Signatures.bind`). Collectives go straight to
+torch.distributed. Linears compute the same under every recipe; the active recipe is recorded
+(`FakeTransformerEngine.gemms`).
 """
 
 import importlib.machinery
@@ -37,9 +37,9 @@ def install(monkeypatch, modules: dict) -> None:
         monkeypatch.setitem(sys.modules, name, made)
 
 
-def stand_in(shared, monkeypatch) -> "Double":
-    """The stand-in is installed, and models on the CPU are built as they are on CUDA devices."""
-    made = Double(Signatures(json.loads((shared / "reference" / "te_api.json").read_text())))
+def install_fake_te(shared, monkeypatch) -> "FakeTransformerEngine":
+    """Install the stand-in, and build models on the CPU as on CUDA devices."""
+    made = FakeTransformerEngine(Signatures(json.loads((shared / "reference" / "te_api.json").read_text())))
     install(monkeypatch, made.modules())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
     select = layer_factory.select_layer_factory
@@ -51,8 +51,8 @@ def stand_in(shared, monkeypatch) -> "Double":
     return made
 
 
-def short(called: set[str]) -> set[str]:
-    """Without the packages that a name is in."""
+def without_packages(called: set[str]) -> set[str]:
+    """Remove the package names from qualified names."""
     parts = ("forward", "backward_dw", "set_")
     return {
         ".".join(part for part in name.split(".") if part[0].isupper() or part.startswith(parts)) for name in called
@@ -81,7 +81,7 @@ class _Exchange(torch.autograd.Function):
         return back(grad.contiguous(), group), None, None, None
 
 
-def _same(x, group):
+def _identity(x, group):
     return x.clone()
 
 
@@ -102,8 +102,8 @@ def _sum_of_own_rows(x, group):
 
 
 @dataclass
-class Double:
-    """The modules, and what was seen. available: what the device is said to be able to do."""
+class FakeTransformerEngine:
+    """The modules, with a record of the calls. available: formats that the fake device supports."""
 
     recorded: Signatures
     available: set[str] = field(default_factory=lambda: {"fp8", "fp8_block_scaling", "mxfp8", "nvfp4"})
@@ -135,7 +135,7 @@ class Double:
         return {made.__name__: made for made in (package, pytorch, common, recipe, quantization)}
 
 
-def _available(double: Double, kind: str):
+def _available(double: FakeTransformerEngine, kind: str):
     def is_available(*args, **kwargs):
         bound = double.recorded.bind(f"{PYTORCH}.quantization.is_{kind}_available", args, kwargs)
         assert bound["return_reason"] is True
@@ -144,7 +144,7 @@ def _available(double: Double, kind: str):
     return is_available
 
 
-def _recipe(double: Double, name: str):
+def _recipe(double: FakeTransformerEngine, name: str):
     def make(*args, **kwargs):
         bound = double.recorded.bind(f"{RECIPE}.{name}", args, kwargs)
         return name, dict(bound)
@@ -152,7 +152,7 @@ def _recipe(double: Double, name: str):
     return make
 
 
-def _autocast(double: Double):
+def _autocast(double: FakeTransformerEngine):
     @contextmanager
     def autocast(*args, **kwargs):
         bound = double.recorded.bind(f"{PYTORCH}.quantization.autocast", args, kwargs)
@@ -166,7 +166,7 @@ def _autocast(double: Double):
     return autocast
 
 
-def _linear(double: Double):
+def _linear(double: FakeTransformerEngine):
     class Linear(nn.Module):
         def __init__(self, *args, **kwargs):
             super().__init__()
@@ -196,19 +196,19 @@ def _linear(double: Double):
             cut = self.tp_size > 1
             if cut and self.mode == "column":
                 x = _Exchange.apply(
-                    x, self.group, *((_gather, _sum_of_own_rows) if self.sequence_parallel else (_same, _sum))
+                    x, self.group, *((_gather, _sum_of_own_rows) if self.sequence_parallel else (_identity, _sum))
                 )
             y = F.linear(x, self.weight)
             if cut and self.mode == "row":
                 y = _Exchange.apply(
-                    y, self.group, *((_sum_of_own_rows, _gather) if self.sequence_parallel else (_sum, _same))
+                    y, self.group, *((_sum_of_own_rows, _gather) if self.sequence_parallel else (_sum, _identity))
                 )
             return y + self.bias if self.use_bias else y
 
     return Linear
 
 
-def _align(double: Double):
+def _align(double: FakeTransformerEngine):
     def get_align_size_for_quantization(*args, **kwargs):
         assert double.recorded.bind(f"{PYTORCH}.quantization.get_align_size_for_quantization", args, kwargs)["recipe"][
             0
@@ -245,7 +245,7 @@ class _Grouped(torch.autograd.Function):
         return grad_x, None, None, None, *[None] * len(weights)
 
 
-def _grouped(double: Double):
+def _grouped(double: FakeTransformerEngine):
     prefix = f"{PYTORCH}.module.grouped_linear.GroupedLinear"
 
     class GroupedLinear(nn.Module):
@@ -290,7 +290,7 @@ def _grouped(double: Double):
     return GroupedLinear
 
 
-def _norm(double: Double, name: str):
+def _norm(double: FakeTransformerEngine, name: str):
     class Norm(nn.Module):
         def __init__(self, *args, **kwargs):
             super().__init__()
@@ -311,7 +311,7 @@ def _norm(double: Double, name: str):
     return Norm
 
 
-def _attention(double: Double):
+def _attention(double: FakeTransformerEngine):
     prefix = f"{PYTORCH}.attention.dot_product_attention.dot_product_attention.DotProductAttention"
 
     class DotProductAttention(nn.Module):

@@ -21,20 +21,20 @@ S, B, H, V = 20, 2, 8, 24
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Some tokens at a time even of the smallest vocabulary; ranks inherit it."""
+    """Use several chunks even with the smallest vocabulary; forked ranks inherit the setting."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
 
 
-def _drawn(name, *shape):
+def _random(name, *shape):
     return torch.randn(*shape, generator=named_generator(5, name), dtype=torch.float64)
 
 
 def _data():
     mask = (torch.rand(B, S, generator=named_generator(5, "mask")) < 0.7).double()
     return (
-        _drawn("x", S, B, H),
-        _drawn("weight", V, H),
+        _random("x", S, B, H),
+        _random("weight", V, H),
         torch.randint(V, (B, S), generator=named_generator(5, "labels")),
         mask,
     )
@@ -62,7 +62,7 @@ def _head(rank, n, sequence_parallel):
 
 
 @pytest.mark.parametrize("n, sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
-def test_equals_the_full_logits(short_chunks, n, sequence_parallel):
+def test_chunked_loss_equals_full_logits(short_chunks, n, sequence_parallel):
     x, weight, labels, mask = _data()
     x, weight = x.requires_grad_(), weight.requires_grad_()
     expected = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.t().flatten(), reduction="none").view(S, B).t()
@@ -78,8 +78,8 @@ def test_equals_the_full_logits(short_chunks, n, sequence_parallel):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_weights_gradient_that_may_wait(short_chunks, tied):
-    """It needs the gradient of full logits, and so no chunks; a tied weight's does not wait."""
+def test_deferred_weight_gradient_uses_full_logits(short_chunks, tied):
+    """It needs the gradient of full logits, so there are no chunks; the gradient of a tied weight is not deferred."""
     x, weight, labels, mask = _data()
     queue, group = WeightGradQueue(), ParallelState.single().tp
     head = OutputHead(H, V, name="head", group=group, init=Init("normal", 0.1), tied=tied, queue=queue)
@@ -106,7 +106,7 @@ CASES = (
 )
 
 
-def test_whole_models(monkeypatch):
+def test_model_with_chunked_loss_equals_full_logits(monkeypatch):
     """One process with full logits; ranks with chunks."""
     expected = [train_one_process(*make_argv(kind)) for kind, _ in CASES]
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
@@ -158,8 +158,8 @@ def test_fp32_logits_of_bf16_weights(short_chunks, sequence_parallel):
         assert grad.dtype == torch.bfloat16 and (grad.float() - exact).norm() < 1e-2 * exact.norm()
 
 
-def test_the_flag_reaches_every_loss():
-    """The decoder's head is that of multi-token prediction, too."""
+def test_output_logit_dtype_applies_to_the_mtp_loss():
+    """Decoder and multi-token prediction share the output layer."""
     argv = [*make_argv("deepseek"), "--bf16", "--output-logit-dtype", "fp32"]
     head = make_run(argv, 0, ParallelState.single(), 1).chunks[0].output_layer
     assert head.gemms.dtype == torch.float32 and head.weight.dtype == torch.bfloat16

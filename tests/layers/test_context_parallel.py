@@ -48,8 +48,8 @@ def documents(length=S):
     return ids
 
 
-def explicit(ids, window):
-    """What the rules say, as a mask."""
+def explicit_mask(ids, window):
+    """Return causal, window and document rules as an explicit mask."""
     i = torch.arange(ids.shape[1])
     mask = i[:, None] >= i
     if window is not None:
@@ -64,15 +64,15 @@ def run(core, q, k, v, grad, visible):
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def one_process(widths, window, packed, length=S):
+def run_one_process(widths, window, packed, length=S):
     """Plain softmax over an explicit mask: shares no code with the blocks."""
     *qkv, grad = inputs(widths, length)
     ids = documents(length) if packed else torch.zeros(B, length, dtype=torch.int64)
     core = CoreAttention(model(), 1, head_dim=WIDTHS[widths][2])
-    return run(core, *qkv, grad, AttentionMask(mask=explicit(ids, window)))
+    return run(core, *qkv, grad, AttentionMask(mask=explicit_mask(ids, window)))
 
 
-def on_ranks(rank, n, kind, cases, length=S):
+def run_on_ranks(rank, n, kind, cases, length=S):
     levels = (2, n // 2) if kind == "a2a+p2p" else None
     ps = ParallelState.create(n, rank, cp=n, cp_levels=levels)
     shard, outcomes = SequenceShard(ps.cp), []
@@ -90,20 +90,20 @@ def assert_equal(results, expected, case=""):
 
 
 @pytest.mark.parametrize("kind, n", LAYOUTS)
-def test_every_kind_equals_one_process(kind, n):
+def test_every_cp_comm_type_equals_one_process(kind, n):
     cases = list(itertools.product(WIDTHS, (None, 3, 5), (False, True)))
-    outcomes = run_ranks(on_ranks, n, kind, cases)
+    outcomes = run_ranks(run_on_ranks, n, kind, cases)
     for number, case in enumerate(cases):
-        expected = one_process(*case)
+        expected = run_one_process(*case)
         for outcome in outcomes:
             assert_equal(outcome[number], expected, case)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "allgather"])
-def test_ring_of_three_and_chunks_longer_than_a_tile(kind):
+def test_ring_of_three_ranks_with_multi_tile_chunks(kind):
     case, length = ("grouped queries", 70, True), 3 * 2 * 80
-    for (outcome,) in run_ranks(on_ranks, 3, kind, [case], length):
-        assert_equal(outcome, one_process(*case, length), case)
+    for (outcome,) in run_ranks(run_on_ranks, 3, kind, [case], length):
+        assert_equal(outcome, run_one_process(*case, length), case)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -111,7 +111,7 @@ def test_ring_of_three_and_chunks_longer_than_a_tile(kind):
 def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
     *qkv, grad = inputs(widths)
     core = CoreAttention(model(window), 1, head_dim=WIDTHS[widths][2])
-    assert_equal(run(core, *qkv, grad, AttentionMask.of(None, documents())), one_process(widths, window, True))
+    assert_equal(run(core, *qkv, grad, AttentionMask.of(None, documents())), run_one_process(widths, window, True))
 
 
 def with_sinks(core, q, k, v, grad, sinks, visible=None):
@@ -123,21 +123,21 @@ def with_sinks(core, q, k, v, grad, sinks, visible=None):
 
 
 def sinks_by_definition(widths, window, packed, softmax):
-    """A column more in front of the softmax, and left out after it."""
+    """Add a column before the softmax and drop it afterwards."""
     *qkv, grad = inputs(widths)
     heads, groups, key, _value = WIDTHS[widths]
-    sinks = some_sinks(heads) if softmax == "learnable" else torch.zeros(heads, dtype=torch.float64)
+    sinks = make_sinks(heads) if softmax == "learnable" else torch.zeros(heads, dtype=torch.float64)
     q, k, v, sinks = (x.clone().requires_grad_() for x in (*qkv, sinks))
     ids = documents() if packed else torch.zeros(B, S, dtype=torch.int64)
     scores = torch.einsum("sbnd,tbnd->bnst", q, k.repeat_interleave(heads // groups, 2)) / key**0.5
-    scores = scores.masked_fill(~explicit(ids, window), float("-inf"))
+    scores = scores.masked_fill(~explicit_mask(ids, window), float("-inf"))
     probs = torch.cat([scores, sinks[None, :, None, None].expand(B, heads, S, 1)], -1).softmax(-1)[..., :-1]
     out = torch.einsum("bnst,tbne->sbne", probs, v.repeat_interleave(heads // groups, 2)).flatten(2)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad, sinks.grad if softmax == "learnable" else torch.zeros_like(sinks)]
 
 
-def some_sinks(heads):
+def make_sinks(heads):
     return torch.linspace(-2.0, 3.0, heads, dtype=torch.float64)
 
 
@@ -151,7 +151,7 @@ def sinks_on_ranks(rank, n, kind, cases):
         )
         visible = AttentionMask.of(None, documents()) if packed else None
         *results, grad = with_sinks(
-            core, *(shard.local(x, 0) for x in inputs(widths)), some_sinks(WIDTHS[widths][0]), visible
+            core, *(shard.local(x, 0) for x in inputs(widths)), make_sinks(WIDTHS[widths][0]), visible
         )
         torch.distributed.all_reduce(grad)  # as every gradient of context-parallel ranks
         outcomes.append([*(shard.full(x, 0) for x in results), grad])
@@ -162,7 +162,7 @@ SINKS = list(itertools.product(WIDTHS, (None, 3), (False, True), ("learnable", "
 
 
 @pytest.mark.parametrize("kind, n", [("p2p", 1), *LAYOUTS])
-def test_sinks_are_one_column_more(kind, n):
+def test_attention_sinks_equal_an_extra_softmax_column(kind, n):
     outcomes = run_ranks(sinks_on_ranks, n, kind, SINKS)
     for number, case in enumerate(SINKS):
         expected = sinks_by_definition(*case)
@@ -186,7 +186,7 @@ def test_sinks_do_not_take_an_explicit_mask():
         )
 
 
-def test_long_documents_with_equal_borders_are_done_by_a_flash_kernel(monkeypatch):
+def test_aligned_long_documents_use_the_flash_kernel(monkeypatch):
     length, calls = 4 * flash_attention.CPU_LENGTH, []
     original = flash_attention.flash_block
     monkeypatch.setattr(flash_attention, "flash_block", lambda *args: calls.append(args[4]) or original(*args))
@@ -196,7 +196,7 @@ def test_long_documents_with_equal_borders_are_done_by_a_flash_kernel(monkeypatc
     core = CoreAttention(model(), 1, head_dim=6)
     results = run(core, *qkv, grad, AttentionMask.of(None, ids))
     assert calls == [True, True, True], "one square block per document"
-    assert_equal(results, run(core, *qkv, grad, AttentionMask(mask=explicit(ids, None))))
+    assert_equal(results, run(core, *qkv, grad, AttentionMask(mask=explicit_mask(ids, None))))
 
 
 def test_half_precision_keeps_fp32_sums():
@@ -217,9 +217,9 @@ def in_bf16(rank, n, kind):
 
 
 @pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
-def test_kinds_agree_in_half_precision(kind):
+def test_cp_comm_types_agree_in_half_precision(kind):
     for results in run_ranks(in_bf16, 2, kind):
-        for x, y in zip(results, one_process("grouped queries", None, False)):
+        for x, y in zip(results, run_one_process("grouped queries", None, False)):
             assert x.dtype == torch.bfloat16
             torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=3e-2)
 
@@ -250,7 +250,7 @@ def with_dropout(rank, n, kind):
 
 
 @pytest.mark.parametrize("kind, n", [("p2p", 2), ("allgather", 2), ("a2a", 2), ("a2a+p2p", 4)])
-def test_every_rank_draws_its_dropout_and_repeats_it_in_backward(kind, n):
+def test_dropout_differs_per_rank_and_is_equal_in_backward(kind, n):
     results = run_ranks(with_dropout, n, kind)
     for result in results:
         assert result["same"] and not result["other"] and result["plain"]
@@ -272,8 +272,8 @@ def test_dropout_gradients_of_packed_documents():
     assert torch.autograd.gradcheck(forward, (q, k, v))
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operator makes."""
+class LargestTensor(TorchDispatchMode):
+    """Count the elements of the largest tensor that any operator creates."""
 
     numel = 0
 
@@ -285,12 +285,12 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def largest(rank, n, kind, packed):
+def find_largest_tensor(rank, n, kind, packed):
     ps = ParallelState.create(n, rank, cp=n)
     length = 1024
     core = make_core_attention(model(), 1, head_dim=2, ps=ps, comm_types=[kind])
     q, k, v, grad = (SequenceShard(ps.cp).local(torch.randn(length, 1, 1, 2), 0) for _ in range(4))
-    with Largest() as seen:
+    with LargestTensor() as seen:
         run(
             core,
             q,
@@ -304,16 +304,16 @@ def largest(rank, n, kind, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["p2p", "allgather"])
-def test_no_tensor_of_all_queries_against_all_keys(kind, packed):
+def test_full_attention_matrix_is_never_materialized(kind, packed):
     longest_keys = 1024 if kind == "allgather" else 1024 // 4
-    for numel in run_ranks(largest, 2, kind, packed):
+    for numel in run_ranks(find_largest_tensor, 2, kind, packed):
         assert numel <= max(64 * longest_keys, 2 * 1024), (
             "a tile of queries against the keys at hand, or the keys themselves"
         )
 
 
-def all_masked(rank, n, kind):
-    """Window 0 and a document per token: most blocks hide everything from some query, many from all."""
+def run_with_masked_blocks(rank, n, kind):
+    """Window 0 and one document per token: most blocks are fully masked for some query, many for all."""
     ps = ParallelState.create(n, rank, cp=n)
     core = make_core_attention(model(window=0), 1, head_dim=4, ps=ps, comm_types=[kind])
     shard = SequenceShard(ps.cp)
@@ -324,12 +324,12 @@ def all_masked(rank, n, kind):
 
 
 @pytest.mark.parametrize("kind", ["p2p", "allgather", "a2a"])
-def test_megatron_1764_no_nan_where_a_block_hides_everything(kind):
-    for exact, finite, grad_q in run_ranks(all_masked, 2, kind):
+def test_megatron_1764_fully_masked_block_gives_no_nan(kind):
+    for exact, finite, grad_q in run_ranks(run_with_masked_blocks, 2, kind):
         assert exact and all(finite) and grad_q < 1e-12, "a query that sees itself only returns its own value"
 
 
-def refusals(rank, n):
+def collect_errors(rank, n):
     ps = ParallelState.create(n, rank, cp=n)
     q, k, v = (torch.randn(4, 1, heads, 4) for heads in (4, 1, 1))
     messages = []
@@ -341,13 +341,13 @@ def refusals(rank, n):
     return messages
 
 
-def test_what_cannot_be_cut_is_refused():
-    for heads, mask in run_ranks(refusals, 2):
+def test_unsplittable_attention_is_rejected():
+    for heads, mask in run_ranks(collect_errors, 2):
         assert "1 heads" in heads and "--cp-comm-type a2a" in heads
         assert "document ids" in mask
 
 
-def kinds(rank, n):
+def kind_per_layer(rank, n):
     ps = ParallelState.create(n, rank, cp=n, cp_levels=(2, 1))
     cores = [
         make_core_attention(model(), layer, head_dim=4, ps=ps, comm_types=["p2p", "a2a", "allgather", "a2a+p2p"])
@@ -359,8 +359,8 @@ def kinds(rank, n):
     ]
 
 
-def test_one_kind_per_layer():
-    assert run_ranks(kinds, 2)[0] == [
+def test_cp_comm_type_is_chosen_per_layer():
+    assert run_ranks(kind_per_layer, 2)[0] == [
         (True, 1, 2, "ring_attention"),
         (True, 2, 1, "ring_attention"),
         (True, 1, 2, "gathered_attention"),
@@ -370,7 +370,7 @@ def test_one_kind_per_layer():
     assert [get_cp_comm_type(layer, ["a2a"]) for layer in (1, 7)] == ["a2a", "a2a"]
 
 
-def test_one_rank_runs_the_plain_attention():
+def test_one_rank_uses_plain_attention():
     core = make_core_attention(model(), 1, head_dim=4, ps=ParallelState.single(), comm_types=["p2p"])
     assert type(core) is CoreAttention
 
@@ -381,7 +381,7 @@ def with_kernels_counted(rank, n, kind, widths, length):
     flash_attention.flash_block = lambda q, k, v, scale, causal: (
         calls.append(causal) or original(q, k, v, scale, causal)
     )
-    (results,) = on_ranks(rank, n, kind, [(widths, None, False)], length)
+    (results,) = run_on_ranks(rank, n, kind, [(widths, None, False)], length)
     return results, sorted(calls)
 
 
@@ -390,9 +390,9 @@ def with_kernels_counted(rank, n, kind, widths, length):
     [("p2p", [[False] * 3 + [True] * 2] * 2), ("allgather", [[False] + [True] * 2, [False] * 2 + [True] * 2])],
 )
 @pytest.mark.parametrize("widths", ["grouped queries", "latent"])
-def test_blocks_of_long_chunks_are_done_by_a_flash_kernel(kind, blocks, widths):
+def test_long_chunks_use_the_flash_kernel(kind, blocks, widths):
     length = 2 * 2 * flash_attention.CPU_LENGTH
-    expected = one_process(widths, None, False, length)
+    expected = run_one_process(widths, None, False, length)
     for (results, calls), called in zip(run_ranks(with_kernels_counted, 2, kind, widths, length), blocks):
         assert_equal(results, expected)
         assert calls == called
@@ -404,6 +404,6 @@ def test_packed_documents_of_one_rank_need_no_mask(softmax):
     length = 1024
     core = CoreAttention(model(softmax=softmax), 1, head_dim=2)
     q, k, v, grad = (torch.randn(length, 1, 1, 2) for _ in range(4))
-    with Largest() as seen:
+    with LargestTensor() as seen:
         run(core, q, k, v, grad.flatten(2), AttentionMask.of(None, torch.arange(length)[None] // 100))
     assert seen.numel <= 64 * length, "a tile of queries against all keys"

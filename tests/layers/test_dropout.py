@@ -18,7 +18,7 @@ from moe_trainer.parallel.state import ParallelState
 CPU = torch.device("cpu")
 
 
-def test_without_a_stream_it_is_torchs_dropout():
+def test_dropout_without_a_stream_equals_torch():
     x = torch.ones(100)
     torch.manual_seed(3)
     expected = F.dropout(x, 0.3), torch.rand(1)
@@ -27,13 +27,13 @@ def test_without_a_stream_it_is_torchs_dropout():
 
 
 @pytest.mark.parametrize("stream", [None, ShardRNG(1, "x")])
-def test_nothing_is_drawn_in_evaluation_or_at_zero(stream):
+def test_dropout_draws_nothing_in_evaluation_or_at_rate_zero(stream):
     x, before = torch.ones(10), torch.get_rng_state()
     assert Dropout(0.0, stream)(x) is x and Dropout(0.5, stream).eval()(x) is x
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_stream_moves_by_itself():
+def test_stream_is_independent_of_the_global_generator():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     stream = ShardRNG(1, "tp 0")
@@ -48,7 +48,7 @@ def test_a_stream_moves_by_itself():
         assert not torch.equal(torch.rand(4), first)
 
 
-def test_a_stream_continues_from_a_saved_state():
+def test_stream_resumes_from_a_saved_state():
     stream = ShardRNG(1, "tp 0")
     with rng_context(stream, CPU):
         torch.rand(3)
@@ -61,7 +61,7 @@ def test_a_stream_continues_from_a_saved_state():
         assert torch.equal(torch.rand(3), expected)
 
 
-def test_an_error_inside_leaves_the_global_generator_as_it_was():
+def test_error_in_stream_restores_the_global_generator():
     before = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError), rng_context(ShardRNG(1, "x"), CPU):
         torch.rand(3)
@@ -69,8 +69,8 @@ def test_an_error_inside_leaves_the_global_generator_as_it_was():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def _heads(rank, n, model):
-    """What every rank's heads give when all heads have the same weights: they differ by their masks alone."""
+def _run_heads(rank, n, model):
+    """Return the outputs of every rank's heads with equal weights: they differ by their dropout masks only."""
     ps = ParallelState.create(n, rank, tp=n)
     kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
     layer = kind(model, ps, name="a", layer_number=1, factory=LOCAL.for_chunk(stream=ShardRNG(7, f"tp {rank}")))
@@ -89,8 +89,8 @@ def _heads(rank, n, model):
 
 
 @pytest.mark.parametrize("model", [MODEL, LATENT], ids=["grouped queries", "latent"])
-def test_heads_of_different_ranks_lose_different_weights(model):
-    reports = run_ranks(_heads, 2, replace(model, attention_dropout=0.5))
+def test_ranks_drop_different_attention_weights(model):
+    reports = run_ranks(_run_heads, 2, replace(model, attention_dropout=0.5))
     (training, evaluation), moved = reports[0]
     (other_training, other_evaluation), other_moved = reports[1]
     assert torch.equal(evaluation, other_evaluation)

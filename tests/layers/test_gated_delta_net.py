@@ -1,4 +1,4 @@
-"""What the layer adds to the rule of ops/gated_delta_rule.py.
+"""The layer around the rule of ops/gated_delta_rule.py.
 
 Exchange under context parallelism, documents, refusals, initialization.
 """
@@ -26,11 +26,11 @@ def make(ps=None, model=DELTA):
     return GatedDeltaNet(model, ps or ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
 
 
-def rows(seed):
+def random_rows(seed):
     return torch.randn(LENGTH, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def outcome(layer, x, weight, packed):
+def run_layer(layer, x, weight, packed):
     x = x.clone().requires_grad_()
     y = layer(x, None, AttentionMask.of(None, IDS) if packed else None)
     (y * weight).sum().backward()
@@ -41,7 +41,9 @@ def _on_ranks(rank, n):
     ps = ParallelState.create(n, rank, cp=n)
     shard, found = SequenceShard(ps.cp), []
     for packed in (False, True):
-        y, grad, grads = outcome(_fill(make(ps)), shard.local(rows(1), 0), shard.local(rows(2), 0), packed)
+        y, grad, grads = run_layer(
+            _fill(make(ps)), shard.local(random_rows(1), 0), shard.local(random_rows(2), 0), packed
+        )
         found.append((shard.full(y, 0), shard.full(grad, 0), grads))
     return found
 
@@ -54,7 +56,7 @@ def test_context_parallel_ranks_equal_one_process(n):
     """
     ranks = run_ranks(_on_ranks, n)
     for number, packed in enumerate((False, True)):
-        y, grad, grads = outcome(_fill(make()), rows(1), rows(2), packed)
+        y, grad, grads = run_layer(_fill(make()), random_rows(1), random_rows(2), packed)
         for found in ranks:
             torch.testing.assert_close(found[number][0], y, rtol=0, atol=1e-11)
             torch.testing.assert_close(found[number][1], grad, rtol=0, atol=1e-11)
@@ -68,8 +70,8 @@ def test_context_parallel_ranks_equal_one_process(n):
             )
 
 
-def test_a_document_does_not_depend_on_what_precedes_it():
-    layer, x = _fill(make()), rows(1)
+def test_documents_do_not_depend_on_previous_ones():
+    layer, x = _fill(make()), random_rows(1)
     packed, alone = layer(x, None, AttentionMask.of(None, IDS)), layer(x[5:, :1], None, None)
     torch.testing.assert_close(packed[5:, :1], alone, rtol=0, atol=1e-12)
     assert (packed - layer(x, None, None)).abs().max() > 1e-3
@@ -77,10 +79,10 @@ def test_a_document_does_not_depend_on_what_precedes_it():
 
 def test_an_explicit_mask_is_refused():
     with pytest.raises(ValueError, match="explicit attention mask"):
-        make()(rows(1), None, AttentionMask(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
+        make()(random_rows(1), None, AttentionMask(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
 
 
-def test_initial_rates_and_channels():
+def test_initial_values_equal_megatron_core():
     """As in Megatron-Core: exp(A_log) from 1 to 16, dt_bias one, the convolution uniform up to 1 / sqrt(width)."""
     layer = make(model=replace(DELTA, linear_num_key_heads=64, linear_num_value_heads=512))
     for param in layer.parameters():

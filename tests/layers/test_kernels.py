@@ -20,7 +20,7 @@ from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.ops.pointwise import Activation
 
 
-def test_the_default_on_a_device_that_has_triton(monkeypatch, caplog):
+def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "import_problem", lambda name: None)
     monkeypatch.setattr(kernels, "_load", lambda name: {})
     with caplog.at_level(logging.INFO):
@@ -30,7 +30,7 @@ def test_the_default_on_a_device_that_has_triton(monkeypatch, caplog):
     ]
 
 
-def test_the_default_tells_why_a_device_has_none(monkeypatch, caplog):
+def test_default_without_triton_logs_the_reason(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO):
         assert select_kernels([], BackendPolicy(cuda=True)) == Kernels()
@@ -39,13 +39,13 @@ def test_the_default_tells_why_a_device_has_none(monkeypatch, caplog):
     ]
 
 
-def test_none_and_a_cpu_have_none_and_say_nothing(caplog):
+def test_no_kernels_and_no_log_for_none_or_cpu(caplog):
     with caplog.at_level(logging.INFO):
         assert select_kernels(["none"], BackendPolicy(cuda=True)) == Kernels() == select_kernels([])
     assert not caplog.messages
 
 
-def test_a_cpu_falls_back_and_says_so_once(caplog):
+def test_cpu_fallback_is_logged_once(caplog):
     with caplog.at_level(logging.INFO):
         assert select_kernels(["norm", "rope"], BackendPolicy(typed=frozenset({"triton_kernels"}))) == Kernels()
     assert [record.message for record in caplog.records] == [
@@ -54,13 +54,13 @@ def test_a_cpu_falls_back_and_says_so_once(caplog):
     ]
 
 
-def test_without_triton_a_device_that_was_to_use_it_stops(monkeypatch):
+def test_requested_kernels_without_triton_are_an_error(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingBackendError, match="triton is not installed.*pip install triton"):
         select_kernels(["all"], BackendPolicy(typed=frozenset({"triton_kernels"}), cuda=True))
 
 
-def test_only_what_has_a_kernel_gets_one():
+def test_only_supported_operations_get_a_kernel():
     """A clamped or shifted SwiGLU is another function."""
     made = Kernels(
         activations=((Activation("silu", gated=True), "dense", "block"), (Activation("gelu"), None, "gelu block"))
@@ -82,7 +82,7 @@ def test_only_what_has_a_kernel_gets_one():
     assert made.dense_activation(gelu) is gelu and made.expert_activation(gelu) == "gelu block"
 
 
-def test_the_flag_names_the_kernels_there_are():
+def test_flag_choices_are_the_existing_kernels():
     assert set(OPTIONS["triton_kernels"].choices) == {"all", "none", kernels.DELTA_RULE, *kernels.NAMES}
 
 
@@ -104,7 +104,7 @@ OURS = "gated DeltaNet: the delta rule of our own Triton kernels"
         (["norm"], True, {"triton", "fla"}, None, None),
     ],
 )
-def test_whose_delta_rule(names, cuda, installed, made, logged, monkeypatch, caplog):
+def test_choice_of_delta_rule_implementation(names, cuda, installed, made, logged, monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
@@ -122,7 +122,7 @@ def test_whose_delta_rule(names, cuda, installed, made, logged, monkeypatch, cap
 
 
 @pytest.mark.parametrize("version", ["0.5.2", None])
-def test_an_old_delta_rule_is_not_taken(version, monkeypatch, caplog):
+def test_old_flash_linear_attention_is_not_used(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
     if version:
@@ -132,7 +132,7 @@ def test_an_old_delta_rule_is_not_taken(version, monkeypatch, caplog):
     assert OURS in caplog.text and "is not 0.6 or later" in caplog.text
 
 
-def test_a_delta_rule_that_was_named_and_is_not_there_stops(monkeypatch):
+def test_requested_delta_rule_not_installed_is_an_error(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingBackendError, match="pip install triton"):
         with_delta_rule(

@@ -47,7 +47,7 @@ def test_linears_name_their_parameters():
     assert (row.weight.info.sharded_dim, row.bias.info.sharded_dim) == (1, None)
 
 
-def test_a_zero_centred_norm_starts_as_the_identity_gain():
+def test_zero_centered_norm_starts_with_unit_gain():
     for kind in ("RMSNorm", "LayerNorm"):
         plain = built(Norm(8, replace(MODEL, normalization=kind), name="n"))
         centred = built(Norm(8, replace(MODEL, normalization=kind, layernorm_zero_centered_gamma=True), name="n"))
@@ -56,7 +56,7 @@ def test_a_zero_centred_norm_starts_as_the_identity_gain():
         assert torch.equal(plain(x), centred(x))
 
 
-def test_init_distributions():
+def test_initialization_of_each_weight_kind():
     assert hidden_init(MODEL) == ("normal", 0.02)
     assert residual_init(MODEL) == ("normal", 0.02 / 4)
     assert embedding_init(MODEL) == ("normal", 0.02)
@@ -68,7 +68,7 @@ def test_init_distributions():
 @pytest.mark.parametrize(
     "freq, windowed", [(None, [True] * 4), (2, [True, False, True, False]), ([1, 0, 0, 1], [True, False, False, True])]
 )
-def test_window_attn_skip_freq(freq, windowed):
+def test_window_attn_skip_freq_selects_layers_with_full_attention(freq, windowed):
     model = replace(MODEL, window_size=(2, 0), window_attn_skip_freq=freq)
     assert [uses_window(model, number) for number in range(1, 5)] == windowed
     assert not uses_window(replace(model, window_size=None), 1)
@@ -77,7 +77,7 @@ def test_window_attn_skip_freq(freq, windowed):
 @pytest.mark.parametrize(
     "freq, skipped", [(None, [False] * 4), (2, [False, True, False, True]), ([0, 1, 1, 0], [False, True, True, False])]
 )
-def test_no_rope_freq(freq, skipped):
+def test_no_rope_freq_selects_layers_without_rope(freq, skipped):
     model = replace(MODEL, no_rope_freq=freq)
     assert [skips_rope(model, number) for number in range(1, 5)] == skipped
 
@@ -137,7 +137,7 @@ def test_rotary_interleaved_is_a_permutation_of_halves():
     assert not torch.allclose(pairs(x, tables, None), pairs(x, None, None))
 
 
-def test_qk_l2_norm_has_no_parameters_and_bounds_the_scores():
+def test_qk_l2_norm_is_parameterless_and_bounds_scores():
     layer = built(SelfAttention(replace(MODEL, qk_l2_norm=True), SINGLE, name="a", layer_number=1, factory=LOCAL))
     assert {name for name, _ in layer.named_parameters()} == {
         "linear_qkv.weight",
@@ -161,19 +161,19 @@ def test_attention_dropout_acts_in_training_only():
     assert torch.equal(core(q, q, q, None), core(q, q, q, None))
 
 
-def test_a_window_joins_an_explicit_mask():
+def test_sliding_window_is_combined_with_explicit_mask():
     core = CoreAttention(replace(MODEL, window_size=(2, 0)), 1, head_dim=8)
     q = torch.randn(6, 1, 4, 8)
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     assert torch.equal(core(q, q, q, AttentionMask(mask=causal)), core(q, q, q))
 
 
-def test_unbuilt_positions_are_refused_by_name():
+def test_unsupported_position_embedding_is_named():
     with pytest.raises(ValueError, match="--position-embedding-type mrope"):
         make_rotary(replace(MODEL, position_embedding_type="mrope"))
 
 
-def test_scalings_that_latent_attention_does_not_read_are_noted(caplog):
+def test_scaling_flags_without_effect_on_mla_are_noted(caplog):
     latent = replace(MODEL, position_embedding_type="rope", multi_latent_attention=True, rope_type="rope")
     plain = make_rotary(latent)
     assert not caplog.records
@@ -193,12 +193,12 @@ def test_scalings_that_latent_attention_does_not_read_are_noted(caplog):
         ({"quick_geglu": True}, ("quick_gelu", True)),
     ],
 )
-def test_activation_of_the_flags(change, expected):
+def test_activation_follows_the_flags(change, expected):
     act = make_activation(replace(MODEL, **change))
     assert (act.kind, act.gated) == expected
 
 
-def test_choose_tells_why_transformer_engine_is_not_used(caplog):
+def test_reason_for_not_using_transformer_engine_is_logged(caplog):
     with caplog.at_level(logging.INFO):
         local = select_layer_factory("local", ParallelState.single(), ["p2p"])
         assert local.column_linear is LOCAL.column_linear and not caplog.records

@@ -1,4 +1,4 @@
-"""QK-clip: the largest logits of heads, and the weights after them; by hand, and under every dimension."""
+"""QK-clip: the largest logit of each head and the scaled weights; by hand, and under every parallel dimension."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def random(*shape, seed=0):
     "left, documents, masked",
     [(-1, False, False), (20, False, False), (-1, True, False), (9, True, False), (-1, False, True)],
 )
-def test_largest_logits_are_those_of_visible_keys(left, documents, masked):
+def test_max_logits_consider_visible_keys_only(left, documents, masked):
     length, batch, heads, groups = 150, 2, 4, 2
     q, k = random(length, batch, heads, 8), random(length, batch, groups, 8, seed=1)
     place = torch.arange(length)
@@ -68,7 +68,7 @@ def _argv(kind, *more):
 
 
 @pytest.mark.parametrize("kind", ["plain", "latent", "latent without q", "grouped, gated", "biases"])
-def test_logits_shrink_to_the_threshold(kind, monkeypatch):
+def test_qk_clip_reduces_logits_to_the_threshold(kind, monkeypatch):
     """With a learning rate of zero the same batch has, after the step, no logit above it.
 
     Exactly the threshold where one key serves one head.
@@ -102,7 +102,7 @@ def test_logits_shrink_to_the_threshold(kind, monkeypatch):
     assert result.max_attention_logit == pytest.approx(float(after.max()), rel=1e-5)
 
 
-def test_a_head_below_the_threshold_stays():
+def test_head_below_the_threshold_is_unchanged():
     run = make_run(_argv("plain", "--qk-clip"), 0, ParallelState.single(), 1)
     assert run.args.model.qk_clip_threshold == 100.0
     train_step(run, TrainState(), 4)
@@ -123,7 +123,7 @@ def test_a_head_below_the_threshold_stays():
     )
 
 
-def test_attention_of_multi_token_prediction_is_watched_and_clipped():
+def test_qk_clip_includes_mtp_attention():
     run = make_run(_argv("plain", "--qk-clip --mtp-num-layers 1"), 0, ParallelState.single(), 1)
     train_step(run, TrainState(), 4)
     peaks = reduce_max_logits(run.chunks, run.ps, torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_attention_of_multi_token_prediction_is_watched_and_clipped():
     assert all(torch.isfinite(peak).all() for peak in peaks.values())
 
 
-def test_biases_shrink_with_their_rows_and_gates_do_not():
+def test_qk_clip_scales_biases_but_not_gates():
     factors = {}
     for kind in ("biases", "grouped, gated"):
         run = make_run(_argv(kind, "--qk-clip"), 0, ParallelState.single(), 1)
@@ -156,8 +156,8 @@ def _largest(rank, n):
     return global_max_logit(here, ps, cpu), global_max_logit(here if rank == 0 else {}, ps, cpu)
 
 
-def test_every_rank_has_the_largest_logit_of_all():
-    """Other ranks have other heads, and some have none."""
+def test_max_logits_are_reduced_over_all_ranks():
+    """Heads are distributed over ranks, and some ranks have none."""
     assert run_ranks(_largest, 2) == [(-2.0, -3.0)] * 2
 
 
@@ -182,13 +182,13 @@ LAYOUTS = (
 )
 
 
-def test_every_dimension_equals_one_process():
+def test_qk_clip_on_four_ranks_equals_one_process():
     found = run_ranks(train_ranks, 4, [_argv(kind, CLIP, flags) for _, kind, flags in LAYOUTS])
     for (_, kind, flags), outcome in zip(LAYOUTS, found[0], strict=True):
         more = "--optimizer muon --muon-fp32-matmul-prec high" if "muon" in flags else ""
         assert_equal(outcome, train_one_process(*_argv(kind, CLIP, more)), f"{kind}, {flags}")
 
 
-def test_the_clip_is_no_idle_flag():
+def test_qk_clip_changes_training():
     plain = train(_argv("plain"), 0, ParallelState.single())
     assert compare(plain, train_one_process(*_argv("plain", CLIP, "")))

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: what its scores are made of, and that its loss reaches nothing but it."""
+"""The indexer of sparse attention: the computation of its scores, and the gradients of its loss."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def argv(*more):
     return [*shallow(make_argv("deepseek")), *DSA.split(), *more]
 
 
-def test_weights_of_heads_have_the_factors_of_heads_and_width():
+def test_indexer_head_weights_are_scaled_by_heads_and_width():
     model = parse_args(argv(), 1).model
     indexer = Indexer(
         model, Group.single("tp"), name="decoder.layers.0.self_attention.core_attention.indexer", layer_number=0
@@ -56,7 +56,7 @@ def test_weights_of_heads_have_the_factors_of_heads_and_width():
         (["--no-dsa-indexer-rotate-activation"], 1e-5, True, False, False),
     ],
 )
-def test_what_queries_and_keys_go_through(more, epsilon, rotated, interleaved, turned):
+def test_indexer_normalizes_and_rotates_queries_and_keys(more, epsilon, rotated, interleaved, turned):
     model = parse_args(argv(*more), 1).model
     indexer = Indexer(
         model, Group.single("tp"), name="decoder.layers.1.self_attention.core_attention.indexer", layer_number=2
@@ -93,7 +93,7 @@ def attention(*more):
 
 
 @pytest.mark.parametrize("relu", [True, False])
-def test_keys_are_chosen_by_the_weighted_scores_of_the_heads(relu):
+def test_indexer_selects_keys_by_weighted_head_scores(relu):
     layer = attention(*([] if relu else ["--no-dsa-indexer-scoring-relu"]))
     layer.recorder = []
     generator = torch.Generator().manual_seed(3)
@@ -127,8 +127,8 @@ def test_an_explicit_mask_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_small_gradients_of_the_index_are_not_lost_before_they_are_scaled(dtype):
-    """1e-9 is nothing in fp16; times the loss scale of 2^20 it is something."""
+def test_indexer_loss_gradients_do_not_underflow_in_fp16(dtype):
+    """1e-9 underflows in fp16; multiplied by the loss scale of 2^20 it does not."""
     index = IndexerOutput(
         *(torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((6, 2, 4, 8), (6, 2, 8), (6, 2, 4)))
     )
@@ -142,7 +142,7 @@ def test_small_gradients_of_the_index_are_not_lost_before_they_are_scaled(dtype)
         )
 
 
-def test_the_reported_loss_is_a_mean_over_passes_and_layers_and_is_reset():
+def test_reported_indexer_loss_is_a_mean_and_is_reset():
     args, ps = parse_args(argv("--dsa-indexer-loss-coeff", "1"), 1), ParallelState.single()
     chunks = build_chunks(args, ps, 64)
     layers = list(iter_sparse_attentions(chunks))
@@ -167,7 +167,7 @@ def test_the_reported_loss_is_a_mean_over_passes_and_layers_and_is_reset():
     assert reported(forget=True) == [0.0, 0.0], "an iteration that is run again"
 
 
-def test_the_indexers_loss_reaches_the_indexers_alone():
+def test_indexer_loss_trains_only_the_indexers():
     outcomes = [
         train(argv("--clip-grad", "0", *more), 0, ParallelState.single(), steps=1)
         for more in (

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.fake_te import PYTORCH, RECIPE, install, short, stand_in
+from layers.fake_te import PYTORCH, RECIPE, install, install_fake_te, without_packages
 from training.layouts import compare, create_groups, make_argv, train, train_ranks
 
 from arguments import parse_args
@@ -35,15 +35,15 @@ TP2, CP2, PP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "conte
 
 
 @pytest.fixture
-def double(shared, monkeypatch):
-    return stand_in(shared, monkeypatch)
+def fake_package(shared, monkeypatch):
+    return install_fake_te(shared, monkeypatch)
 
 
-def with_te(kind: str, flags: str = "") -> list[str]:
+def te_argv(kind: str, flags: str = "") -> list[str]:
     return [*make_argv(kind), *f"{TE} {flags}".split()]
 
 
-def texts(differences) -> list[str]:
+def as_strings(differences) -> list[str]:
     return [str(difference) for difference in differences]
 
 
@@ -71,21 +71,24 @@ SENT = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --off
         ),
     ],
 )
-def test_steps_are_those_of_the_local_kit(double, kind, model, flags):
+def test_te_training_equals_local_layers(fake_package, kind, model, flags):
     local = train([*make_argv(kind), *model.split()], 0, ParallelState.single(), 2)
-    assert not double.recorded.calls
-    fused = train(with_te(kind, f"{model} {flags}"), 0, ParallelState.single(), 2)
-    assert texts(compare(local, fused)) == []
+    assert not fake_package.recorded.calls
+    fused = train(te_argv(kind, f"{model} {flags}"), 0, ParallelState.single(), 2)
+    assert as_strings(compare(local, fused)) == []
     norm = {"LayerNorm" if "LayerNorm" in model else "RMSNorm"}
     attends = {"DotProductAttention.forward"} if "reset" not in model else set()
     grouped = {"GroupedLinear", "GroupedLinear.forward"} if "biases" not in kind else set()
-    assert short(double.called()) == {"Linear", "Linear.forward", "DotProductAttention"} | norm | attends | grouped
+    assert (
+        without_packages(fake_package.called())
+        == {"Linear", "Linear.forward", "DotProductAttention"} | norm | attends | grouped
+    )
 
 
-def forked(rank, n, argvs, steps):
-    """Trainings on the ranks, and what was called on this one."""
+def train_and_list_calls(rank, n, argvs, steps):
+    """Train on the ranks; return the outcomes and the calls on this rank."""
     outcomes = train_ranks(rank, n, argvs, steps)
-    return outcomes, short(sys.modules[PYTORCH].double.called())
+    return outcomes, without_packages(sys.modules[PYTORCH].double.called())
 
 
 @pytest.mark.parametrize(
@@ -108,29 +111,31 @@ def forked(rank, n, argvs, steps):
         ("plain", "", "--use-torch-fsdp2"),
     ],
 )
-def test_two_ranks_are_one_process_with_the_local_kit(double, kind, model, mapping):
-    sys.modules[PYTORCH].double = double
+def test_te_on_two_ranks_equals_one_process_with_local_layers(fake_package, kind, model, mapping):
+    sys.modules[PYTORCH].double = fake_package
     one = train([*make_argv(kind), *model.split()], 0, ParallelState.single(), 1)
-    assert not double.recorded.calls
-    (outcomes, called), _ = run_ranks(forked, 2, [with_te(kind, f"{model} {mapping}")], 1)
-    assert texts(compare(one, outcomes[0])) == []
+    assert not fake_package.recorded.calls
+    (outcomes, called), _ = run_ranks(train_and_list_calls, 2, [te_argv(kind, f"{model} {mapping}")], 1)
+    assert as_strings(compare(one, outcomes[0])) == []
     assert "DotProductAttention.forward" in called and ("Linear.forward" in called) is ("zero-bubble" not in mapping)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "allgather"])
-def test_context_parallel_attention_is_one_process(double, monkeypatch, kind):
-    """In fp32, which the real one has no kernels for."""
-    sys.modules[PYTORCH].double = double
+def test_te_context_parallel_attention_equals_one_process(fake_package, monkeypatch, kind):
+    """In fp32, for which the real package has no kernels."""
+    sys.modules[PYTORCH].double = fake_package
     monkeypatch.setattr(te_layers, "attention_problem", lambda *_: None)
     model = f"{GROUPS} 2"
     one = train([*make_argv("plain"), *model.split()], 0, ParallelState.single(), 1)
-    (outcomes, called), _ = run_ranks(forked, 2, [with_te("plain", f"{model} {CP2} --cp-comm-type {kind}")], 1)
-    assert texts(compare(one, outcomes[0])) == []
+    (outcomes, called), _ = run_ranks(
+        train_and_list_calls, 2, [te_argv("plain", f"{model} {CP2} --cp-comm-type {kind}")], 1
+    )
+    assert as_strings(compare(one, outcomes[0])) == []
     assert {"DotProductAttention.set_context_parallel_group", "DotProductAttention.forward"} <= called
 
 
-def exchanges(rank, n, flags):
-    """How the library takes to exchange, and which ranks of the world its groups have."""
+def get_exchange_groups(rank, n, flags):
+    """Return the kind of exchange given to TransformerEngine and the global ranks of its groups."""
     ps = create_groups([*make_argv("plain"), "--bf16", *flags.split()], rank, n)
     group, ranks, stream, kind = te_layers.FusedLayers(
         None, ps, parse_args([*make_argv("plain"), *flags.split()], n).parallel.cp_comm_type
@@ -148,26 +153,26 @@ def exchanges(rank, n, flags):
         ("--cp-comm-type allgather", "all_gather", [[0, 1, 2, 3]]),
     ],
 )
-def test_groups_that_exchange(flags, kind, groups):
-    *_, last = run_ranks(exchanges, 4, f"--context-parallel-size 4 {flags}")
+def test_context_parallel_exchange_groups(flags, kind, groups):
+    *_, last = run_ranks(get_exchange_groups, 4, f"--context-parallel-size 4 {flags}")
     assert last == (kind, groups, [0, 1, 2, 3], None)
 
 
 class FirstLayers:
-    """What linears of a model with these flags were computed in, by layer and shape of the weight."""
+    """The recipes of the linears of a model with these flags, by layer and weight shape."""
 
-    def __init__(self, double, *flags: str):
+    def __init__(self, fake_package, *flags: str):
         (self.chunk,) = build.build_chunks(
             parse_args([*make_argv("deepseek"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 1),
             ParallelState.single(),
             64,
         )
         tokens_BS = torch.randint(0, 60, (2, 16))
-        double.gemms.clear()
+        fake_package.gemms.clear()
         self.chunk(
             tokens_BS, torch.arange(16).expand(2, 16), tokens_BS, torch.ones_like(tokens_BS), grad_scale=1.0
         ).sum().backward()
-        self.recipes = [recipe for _, recipe in double.gemms]
+        self.recipes = [recipe for _, recipe in fake_package.gemms]
         self.linears = [type(layer.self_attention.linear_proj).__name__ for layer in self.chunk.decoder.layers]
         self.experts = [
             sum(isinstance(part, QuantizedGemms) for part in layer.modules()) for layer in self.chunk.decoder.layers
@@ -184,8 +189,8 @@ MADE = {
 
 
 @pytest.mark.parametrize("flags", MADE)
-def test_linears_compute_by_the_recipe(double, flags):
-    every = FirstLayers(double, "--bf16", flags)
+def test_linears_use_the_fp8_recipe(fake_package, flags):
+    every = FirstLayers(fake_package, "--bf16", flags)
     assert every.recipes and all(
         recipe == MADE[flags] for recipe in every.recipes
     )  # the factory does not build the head and the router
@@ -193,9 +198,9 @@ def test_linears_compute_by_the_recipe(double, flags):
     assert every.experts[0] == 0 and all(every.experts[1:])  # experts quantize by themselves; the first layer has none
 
 
-def test_layers_at_the_ends_stay_in_bf16(double):
+def test_first_and_last_layers_stay_in_bf16(fake_package):
     ends = FirstLayers(
-        double,
+        fake_package,
         "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 "
         "--num-layers-at-end-in-bf16 2",
     )
@@ -210,11 +215,11 @@ def test_layers_at_the_ends_stay_in_bf16(double):
     }
 
 
-def test_recomputed_linears_compute_by_the_recipe_again(double):
+def test_recomputed_linears_use_the_same_recipe(fake_package):
     flags = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
-    once = FirstLayers(double, flags).recipes
+    once = FirstLayers(fake_package, flags).recipes
     again = FirstLayers(
-        double, flags, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        fake_package, flags, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ).recipes
     assert len(again) > 1.5 * len(once) and all(again)
 
@@ -226,9 +231,9 @@ STORED = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
     "flags",
     ["--use-torch-fsdp2", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard"],
 )
-def test_sharded_weights_are_not_in_fp8_without_a_note(double, caplog, flags):
+def test_fp8_param_gather_falls_back_without_a_note(fake_package, caplog, flags):
     with caplog.at_level(logging.INFO):
-        fused = FirstLayers(double, "--bf16", f"{STORED} {flags}")
+        fused = FirstLayers(fake_package, "--bf16", f"{STORED} {flags}")
     assert "--fp8-param-gather" not in caplog.text and fused.linears == ["FusedRowLinear"] * 4
 
 
@@ -241,21 +246,25 @@ def test_sharded_weights_are_not_in_fp8_without_a_note(double, caplog, flags):
         ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
     ],
 )
-def test_recipes_that_the_local_linears_compute(double, caplog, flags, reason):
-    double.available.discard("nvfp4")
+def test_unsupported_recipes_use_local_linears_with_a_note(fake_package, caplog, flags, reason):
+    fake_package.available.discard("nvfp4")
     with caplog.at_level(logging.INFO):
-        local = FirstLayers(double, "--bf16", flags)
+        local = FirstLayers(fake_package, "--bf16", flags)
     logged = [message for message in caplog.messages if reason in message]
     assert len(logged) == 1 and "using the local layers for linears and experts with" in logged[0]
-    assert local.linears == ["RowParallelLinear"] * 4 and all(local.experts) and "RMSNorm" in short(double.called())
+    assert (
+        local.linears == ["RowParallelLinear"] * 4
+        and all(local.experts)
+        and "RMSNorm" in without_packages(fake_package.called())
+    )
 
 
-def options(*flags: str) -> dict:
+def make_options(*flags: str) -> dict:
     args = parse_args([*make_argv("plain"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 2)
     return {"model": args.model, "precision": args.precision}
 
 
-def chosen(
+def select_factory(
     backends: BackendPolicy = CUDA,
     ps: ParallelState | None = None,
     kernels: Kernels | None = None,
@@ -273,15 +282,15 @@ def chosen(
     )
 
 
-def test_weight_gradients_that_wait_are_those_of_local_linears(double, caplog):
+def test_deferred_weight_gradients_use_local_linears(fake_package, caplog):
     with caplog.at_level(logging.INFO):
-        factory = chosen(defers=True).for_chunk(WeightGradQueue())
+        factory = select_factory(defers=True).for_chunk(WeightGradQueue())
     linear = factory.column_linear(8, 8, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
     assert type(linear) is ColumnParallelLinear and factory.name == "transformer_engine"
     (message,) = caplog.messages
     assert "the schedule decides pass by pass; using the local layers for linears" in message
     with pytest.raises(MissingBackendError, match="the schedule decides pass by pass. Use --transformer-impl local"):
-        chosen(BackendPolicy("error", cuda=True), defers=True)
+        select_factory(BackendPolicy("error", cuda=True), defers=True)
 
 
 TWO = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
@@ -300,28 +309,29 @@ TWO = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
         ("--bf16", None),
     ],
 )
-def test_context_parallel_attention_that_stays_local(double, caplog, flags, reason):
+def test_unsupported_context_parallelism_uses_local_attention(fake_package, caplog, flags, reason):
     with caplog.at_level(logging.INFO):
-        factory = chosen(ps=TWO, **options(flags, CP2))
+        factory = select_factory(ps=TWO, **make_options(flags, CP2))
     assert [reason in message and "local layers for core attention" in message for message in caplog.messages] == [
         True
     ] * bool(reason)
-    made = factory.core_attention(options(flags, CP2)["model"], 1, head_dim=4)
+    made = factory.core_attention(make_options(flags, CP2)["model"], 1, head_dim=4)
     assert type(made).__name__ == ("FusedAttention" if reason is None else "ContextParallelAttention")
 
 
-def test_norms_that_stay_local(double, caplog):
+def test_fp32_residual_uses_local_norms(fake_package, caplog):
     with caplog.at_level(logging.INFO):
-        factory = chosen(**options("--bf16 --fp32-residual-connection"))
+        factory = select_factory(**make_options("--bf16 --fp32-residual-connection"))
     assert (
-        "--fp32-residual-connection" in caplog.text and type(factory.norm(8, options()["model"], name="norm")) is Norm
+        "--fp32-residual-connection" in caplog.text
+        and type(factory.norm(8, make_options()["model"], name="norm")) is Norm
     )
     caplog.clear()
-    model = replace(options()["model"], normalization="RMSNorm")
+    model = replace(make_options()["model"], normalization="RMSNorm")
     with caplog.at_level(logging.INFO):
         assert (
             type(
-                chosen(
+                select_factory(
                     replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model
                 ).norm(8, model, name="norm")
             )
@@ -329,11 +339,11 @@ def test_norms_that_stay_local(double, caplog):
         )
     assert caplog.messages == ["norms are those of --triton-kernels norm, not TransformerEngine's"]
     # the default gives way, and there is no kernel for LayerNorm
-    assert type(chosen(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
+    assert type(select_factory(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
     model = replace(model, normalization="LayerNorm")
     assert (
         type(
-            chosen(
+            select_factory(
                 replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model
             ).norm(8, model, name="norm")
         )
@@ -341,9 +351,9 @@ def test_norms_that_stay_local(double, caplog):
     )
 
 
-def test_documents_and_masks_go_to_the_local_attention(double):
-    model = options()["model"]
-    fused = chosen().core_attention(model, 1, head_dim=4)
+def test_documents_and_masks_use_local_attention(fake_package):
+    model = make_options()["model"]
+    fused = select_factory().core_attention(model, 1, head_dim=4)
     fused.should_save_inputs = True
     q, k, v = (torch.randn(6, 2, 4, 4) for _ in range(3))
     mask = torch.rand(2, 1, 6, 6) < 0.5
@@ -351,9 +361,11 @@ def test_documents_and_masks_go_to_the_local_attention(double):
     documents = AttentionMask.of(None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]]))
     for visible in (seen, documents):
         assert torch.equal(fused(q, k, v, visible), CoreAttention(model, 1, head_dim=4)(q, k, v, visible))
-    assert "DotProductAttention.forward" not in short(double.called()) and fused.local.should_save_inputs
+    assert (
+        "DotProductAttention.forward" not in without_packages(fake_package.called()) and fused.local.should_save_inputs
+    )
     assert torch.allclose(fused(q, k, v), CoreAttention(model, 1, head_dim=4)(q, k, v), atol=1e-6)
-    assert "DotProductAttention.forward" in short(double.called())
+    assert "DotProductAttention.forward" in without_packages(fake_package.called())
 
 
 @pytest.mark.parametrize(
@@ -373,29 +385,29 @@ def test_documents_and_masks_go_to_the_local_attention(double):
         ("", "has no transformer_engine.pytorch"),
     ],
 )
-def test_half_installed(monkeypatch, tmp_path, caplog, text, reason):
+def test_broken_te_installation_falls_back_to_local_layers(monkeypatch, tmp_path, caplog, text, reason):
     install(monkeypatch, {})
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with caplog.at_level(logging.INFO):
-        assert chosen().name == "local"
+        assert select_factory().name == "local"
     (message,) = caplog.messages
     assert reason in message and "\n" not in message and message.endswith("using the local layers (plain torch)")
     assert reason in te.problem("permutation", "moe_unpermute")
     with pytest.raises(MissingBackendError, match="(?s)pip install .*--on-missing-backend fallback"):
-        chosen(BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True))
+        select_factory(BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True))
 
 
-def test_an_older_package(double, caplog):
+def test_te_without_a_needed_class_falls_back_to_local_layers(fake_package, caplog):
     del sys.modules[PYTORCH].DotProductAttention
     with caplog.at_level(logging.INFO):
-        assert chosen().name == "local"
+        assert select_factory().name == "local"
     assert "has no transformer_engine.pytorch.DotProductAttention" in caplog.text
 
 
-def test_a_recipe_that_an_older_package_lacks(double):
-    blockwise = get_recipe(options("--bf16 --fp8-format e4m3 --fp8-recipe blockwise")["precision"])
+def test_recipe_missing_in_older_te_is_handled(fake_package):
+    blockwise = get_recipe(make_options("--bf16 --fp8-format e4m3 --fp8-recipe blockwise")["precision"])
     assert te.recipe_problem(blockwise) is None
     del sys.modules[RECIPE].Float8BlockScaling
     assert te.recipe_problem(blockwise).endswith("has no transformer_engine.common.recipe.Float8BlockScaling")

@@ -1,6 +1,6 @@
 """Experts by TransformerEngine's GroupedLinear.
 
-Against the local experts, with a stand-in that holds calls to the recorded signatures.
+Against the local experts, with a stand-in that checks calls against the recorded signatures.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.fake_te import PYTORCH, short, stand_in
+from layers.fake_te import PYTORCH, install_fake_te, without_packages
 from torch.nn import Parameter
 from training.layouts import compare, create_groups, make_argv, train
 
@@ -44,11 +44,11 @@ EXPERTS = ((64, 32), (32, 32))
 
 
 @pytest.fixture
-def double(shared, monkeypatch):
-    return stand_in(shared, monkeypatch)
+def fake_package(shared, monkeypatch):
+    return install_fake_te(shared, monkeypatch)
 
 
-def values(seed=0):
+def make_values(seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (28, 8), "p": (28,), "w1": (4, 12, 8), "w2": (4, 8, 6), "b1": (4, 12), "b2": (4, 8)}
     made = {
@@ -92,7 +92,7 @@ def grouped(v, activation, pair, activations=None, **options):
     )
 
 
-def near(one, other):
+def assert_near(one, other):
     for name in one:
         assert (one[name] is None) == (other[name] is None), name
         if one[name] is not None:
@@ -102,11 +102,11 @@ def near(one, other):
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("pad_multiple", [1, 16])
 @pytest.mark.parametrize("how", ["plain", "biases", "no probabilities", "recomputed activation"])
-def test_experts_are_the_local_ones(double, monkeypatch, packs, pad_multiple, how):
+def test_te_experts_equal_local_experts(fake_package, monkeypatch, packs, pad_multiple, how):
     monkeypatch.setattr(sys.modules[PYTORCH].GroupedLinear, "packs", packs)
     activation, found = Activation("silu", gated=True), []
     for ours in (False, True):
-        v = values()
+        v = make_values()
         if how == "no probabilities":
             v["p"] = None
         biases = {"b1_eG": v["b1"], "b2_eH": v["b2"]} if how == "biases" else {}
@@ -116,26 +116,26 @@ def test_experts_are_the_local_ones(double, monkeypatch, packs, pad_multiple, ho
             pair = linears(pad_multiple=pad_multiple, save_original_input=recomputes)
             y = grouped(v, activation, pair, activations, pad_multiple=pad_multiple, **biases)
             padded = [16, 0, 16, 16] if pad_multiple == 16 else list(COUNTS)
-            assert double.rows == [padded, padded] and not any(list(linear.parameters()) for linear in pair)
+            assert fake_package.rows == [padded, padded] and not any(list(linear.parameters()) for linear in pair)
         else:
             y = local(v, activation, **biases)
         (y.sin() * torch.arange(28 * 8).view(28, 8)).sum().backward()
         found.append({"y": y.detach(), **{name: None if x is None else x.grad for name, x in v.items()}})
-    near(*found)
-    assert short(double.called()) == {"GroupedLinear", "GroupedLinear.forward"}
+    assert_near(*found)
+    assert without_packages(fake_package.called()) == {"GroupedLinear", "GroupedLinear.forward"}
 
 
 @pytest.mark.parametrize("waits", [(True, True), (False, False), (True, False), (False, True)])
-def test_weight_gradients_that_wait(double, waits):
-    """Two microbatches, each of which takes its gradients at once or later."""
+def test_deferred_te_weight_gradients_equal_immediate_ones(fake_package, waits):
+    """Two microbatches, whose weight gradients are computed immediately or deferred."""
     activation, found = Activation("gelu"), []
     for ours in (False, True):
-        queue, v = WeightGradQueue(), values()
+        queue, v = WeightGradQueue(), make_values()
         v["w1"] = Parameter(v["w1"].detach()[:, :6].clone())
         pair = linears(queue)
         taken = []
         for seed, active in enumerate(waits):
-            x = values(seed)["x"]
+            x = make_values(seed)["x"]
             queue.active = active
             each = {**v, "x": x}
             if ours:
@@ -153,20 +153,20 @@ def test_weight_gradients_that_wait(double, waits):
             pending.run()
         assert not any(linear.fused.store for linear in pair)
         found.append({name: v[name].grad for name in ("w1", "w2", "p")})
-    near(*found)
-    assert {"GroupedLinear.backward_dw"} <= short(double.called())
+    assert_near(*found)
+    assert {"GroupedLinear.backward_dw"} <= without_packages(fake_package.called())
 
 
-def test_gradients_one_behind_the_other_are_not_copied():
+def test_contiguous_gradients_are_stacked_without_copy():
     full = torch.arange(24.0).view(4, 2, 3)
     assert stacked(full.unbind(0)).data_ptr() == full.data_ptr() and torch.equal(stacked(full.unbind(0)), full)
     assert torch.equal(stacked([*full[:2], *full[2:].clone()]), full)
     assert torch.equal(stacked([full[1], full[0]]), full[[1, 0]])
 
 
-def test_weights_are_no_activations(double):
-    """What the library saves of them stays where it is when activations go to the host."""
-    v, seen = values(), []
+def test_te_weights_are_not_offloaded_as_activations(fake_package):
+    """Weights that the library saves for backward are not moved to the host with activations."""
+    v, seen = make_values(), []
     activations = ActivationPolicy()
     activations._pack = (lambda pack: lambda x: seen.append(pack(x) is x and x.shape) or pack(x))(activations._pack)
     with activations._storing(lambda x: lambda: x):
@@ -174,7 +174,7 @@ def test_weights_are_no_activations(double):
     assert (12, 8) in seen and (8, 6) in seen
 
 
-def test_rows_of_zeros_fill_up():
+def test_token_padding_adds_rows_of_zeros():
     x = torch.arange(1.0, 29.0, requires_grad=True)
     padding = TokenPadding(COUNTS, 8, x.device)
     padded = padding.pad(x)
@@ -192,8 +192,8 @@ def test_rows_of_zeros_fill_up():
     assert even.pad(x) is x and even.unpad(x) is x
 
 
-def test_rows_that_no_expert_has_and_counts_that_do_not_add_up(double):
-    v = values()
+def test_unused_rows_and_wrong_counts(fake_package):
+    v = make_values()
     more = {
         **v,
         "x": torch.cat([v["x"], torch.zeros(4, 8, dtype=torch.float64)]),
@@ -207,7 +207,7 @@ def test_rows_that_no_expert_has_and_counts_that_do_not_add_up(double):
         grouped(more, activation, linears(), unused=2)
 
 
-def fused(flags):
+def te_argv(flags):
     return [*make_argv("plain"), *f"{WIDE} --transformer-impl transformer_engine {flags}".split()]
 
 
@@ -220,20 +220,20 @@ def fused(flags):
         "--moe-router-padding-for-quantization --moe-token-dispatcher-type alltoall",
     ],
 )
-def test_quantised_experts_compute_by_the_recipe(double, flags):
+def test_quantized_experts_use_the_fp8_recipe(fake_package, flags):
     """In full trainings; the stand-in does not round, so they are those in fp32."""
-    double.align = 32  # more than our own alignment
+    fake_package.align = 32  # more than our own alignment
     one = train([*make_argv("plain"), *f"{WIDE}".split()], 0, ParallelState.single(), 2)
-    other = train(fused(f"{FP8} {flags}"), 0, ParallelState.single(), 2)
+    other = train(te_argv(f"{FP8} {flags}"), 0, ParallelState.single(), 2)
     assert [str(difference) for difference in compare(one, other)] == []
-    found = [(shape, recipe) for shape, recipe in double.gemms if shape in EXPERTS]
-    assert all(recipe[0] == "Float8BlockScaling" for _, recipe in found) and double.rows
-    assert all(count % 32 == 0 for splits in double.rows for count in splits)
+    found = [(shape, recipe) for shape, recipe in fake_package.gemms if shape in EXPERTS]
+    assert all(recipe[0] == "Float8BlockScaling" for _, recipe in found) and fake_package.rows
+    assert all(count % 32 == 0 for splits in fake_package.rows for count in splits)
 
 
 def ranks(rank, n, argv):
     outcome = train(argv, rank, create_groups(argv, rank, n), 1)
-    return outcome, short(sys.modules[PYTORCH].double.called())
+    return outcome, without_packages(sys.modules[PYTORCH].double.called())
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def ranks(rank, n, argv):
         "--use-torch-fsdp2",
     ],
 )
-def test_two_ranks_are_one_process(double, mapping):
-    sys.modules[PYTORCH].double = double
+def test_te_experts_on_two_ranks_equal_one_process(fake_package, mapping):
+    sys.modules[PYTORCH].double = fake_package
     one = train([*make_argv("plain"), *WIDE.split()], 0, ParallelState.single(), 1)
-    (outcome, called), _ = run_ranks(ranks, 2, fused(mapping))
+    (outcome, called), _ = run_ranks(ranks, 2, te_argv(mapping))
     assert [str(difference) for difference in compare(one, outcome)] == []
     assert "GroupedLinear.forward" in called and ("GroupedLinear.backward_dw" in called) is ("zero-bubble" in mapping)
 
@@ -256,8 +256,8 @@ def test_two_ranks_are_one_process(double, mapping):
 CUDA = BackendPolicy(cuda=True)
 
 
-def chosen(flags, caplog, backends=CUDA):
-    args = parse_args(fused(flags), 2)
+def select_experts(flags, caplog, backends=CUDA):
+    args = parse_args(te_argv(flags), 2)
     with caplog.at_level(logging.INFO):
         factory = layer_factory.select_layer_factory(
             "transformer_engine",
@@ -271,10 +271,10 @@ def chosen(flags, caplog, backends=CUDA):
     return factory.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
 
 
-def test_kernels_that_the_library_replaces_are_logged(double, caplog):
+def test_kernels_replaced_by_te_are_logged(fake_package, caplog):
     kernels = Kernels(grouped_gemms=GROUPED_MM, quantize=lambda *_: None)
     for flags, logged in ((f"--bf16 {FP8}", ["quantize", "grouped-gemm"]), ("", ["grouped-gemm"]), ("--bf16", [])):
-        args = parse_args(fused(flags), 1)
+        args = parse_args(te_argv(flags), 1)
         caplog.clear()
         with caplog.at_level(logging.INFO):
             layer_factory.select_layer_factory(
@@ -306,9 +306,9 @@ def test_kernels_that_the_library_replaces_are_logged(double, caplog):
         "--fp8-recipe blockwise --te-precision-config-file formats.yaml",
     ],
 )
-def test_flags_alone_tell_what_the_kit_chooses(double, flags):
-    """Where the package, the device and the widths allow all of it: what plans of memory go by."""
-    args = parse_args(fused(f"--bf16 --fp8-format e4m3 {flags}"), 2)
+def test_memory_plan_predicts_the_choice_of_layers(fake_package, flags):
+    """If package, device and widths support everything; memory plans rely on this."""
+    args = parse_args(te_argv(f"--bf16 --fp8-format e4m3 {flags}"), 2)
     defers = args.parallel.has_deferred_wgrad
     factory = layer_factory.select_layer_factory(
         "transformer_engine",
@@ -338,26 +338,26 @@ def groups(args):
         (f"{BUDGET} --moe-paged-stash", "--moe-paged-stash"),
     ],
 )
-def test_experts_that_stay_local(double, caplog, flags, reason):
-    made, logged = chosen(flags, caplog)
+def test_unsupported_experts_stay_local(fake_package, caplog, flags, reason):
+    made, logged = select_experts(flags, caplog)
     assert made is None and len(logged) == 1 and reason in logged[0]
     with pytest.raises(MissingBackendError, match="for experts"):
-        chosen(flags, caplog, BackendPolicy("error", cuda=True))
+        select_experts(flags, caplog, BackendPolicy("error", cuda=True))
 
 
-def test_experts_in_bf16_are_torchs_grouped_products(double, caplog):
-    assert chosen("--bf16", caplog) == (None, [])
+def test_bf16_experts_use_torch_grouped_gemms(fake_package, caplog):
+    assert select_experts("--bf16", caplog) == (None, [])
     assert (
         "experts in bf16 are computed by this program's own grouped GEMMs, not by TransformerEngine's"
         in caplog.messages
     )
-    made, logged = chosen("", caplog)
+    made, logged = select_experts("", caplog)
     assert type(made) is FusedGroupedLinear and not logged
 
 
-def test_experts_in_bf16_are_the_librarys_from_compute_capability_10_on(double, caplog):
+def test_bf16_experts_use_te_from_compute_capability_10(fake_package, caplog):
     for capability, made in (((9, 0), type(None)), ((10, 0), FusedGroupedLinear), ((10, 3), FusedGroupedLinear)):
-        assert type(chosen("--bf16", caplog, BackendPolicy(cuda=True, capability=capability))[0]) is made
+        assert type(select_experts("--bf16", caplog, BackendPolicy(cuda=True, capability=capability))[0]) is made
 
 
 @pytest.mark.parametrize(
@@ -370,8 +370,8 @@ def test_experts_in_bf16_are_the_librarys_from_compute_capability_10_on(double, 
         (f"{FP8} {BUDGET} --moe-paged-stash", "--moe-paged-stash"),
     ],
 )
-def test_quantised_experts_that_stay_local_are_a_warning(double, caplog, flags, reason):
-    args = parse_args(fused(f"--bf16 {flags}"), 2)
+def test_quantized_experts_staying_local_give_a_warning(fake_package, caplog, flags, reason):
+    args = parse_args(te_argv(f"--bf16 {flags}"), 2)
     with caplog.at_level(logging.WARNING):
         layer_factory.select_layer_factory(
             "transformer_engine",
@@ -386,23 +386,25 @@ def test_quantised_experts_that_stay_local_are_a_warning(double, caplog, flags, 
     assert [reason in message and "experts with" in message for message in caplog.messages] == [True]
 
 
-def test_widths_that_the_units_do_not_take(double, caplog):
+def test_unsupported_expert_widths_are_reported(fake_package, caplog):
     assert te_layers.experts_problem(
-        te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 16
+        te.load(), *parse_sections("--ffn-hidden-size 40"), ParallelState.single(), 16
     ).startswith("its kernels need widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
-    assert te_layers.experts_problem(te.load(), *_sections("--ffn-hidden-size 40"), ParallelState.single(), 1) is None
+    assert (
+        te_layers.experts_problem(te.load(), *parse_sections("--ffn-hidden-size 40"), ParallelState.single(), 1) is None
+    )
     del sys.modules[PYTORCH].GroupedLinear
-    assert "GroupedLinear" in te_layers.experts_problem(te.load(), *_sections(""), ParallelState.single(), 1)
+    assert "GroupedLinear" in te_layers.experts_problem(te.load(), *parse_sections(""), ParallelState.single(), 1)
 
 
-def _sections(flags):
-    args = parse_args(fused(flags), 1)
+def parse_sections(flags):
+    args = parse_args(te_argv(flags), 1)
     return args.model, args.moe
 
 
-def test_the_multiple_of_rows_is_the_librarys(double):
-    recipe = get_recipe(parse_args(fused(f"--bf16 {FP8}"), 1).precision)
-    double.align = 48
+def test_row_multiple_is_taken_from_te(fake_package):
+    recipe = get_recipe(parse_args(te_argv(f"--bf16 {FP8}"), 1).precision)
+    fake_package.align = 48
     assert te.pad_multiple(recipe) == 48
     del sys.modules[f"{PYTORCH}.quantization"].get_align_size_for_quantization
     assert te.pad_multiple(recipe) == recipe.alignment == 16

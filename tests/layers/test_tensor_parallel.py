@@ -207,7 +207,7 @@ def _cut(full_tensor: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Te
 
 
 def _cut_as(full_tensor: Tensor, info: ParamInfo) -> Tensor:
-    """A rank's piece of every part, which may be unequal."""
+    """Return a rank's shard of every part; parts may have different sizes."""
     parts = (
         full_tensor.split(list(info.part_sizes), 0)
         if info.part_sizes
@@ -322,7 +322,7 @@ def _assert_equal(case: Case, results: list, expected: tuple, sp: bool) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_equals_one_process(n, sp, name):
+def test_layer_on_ranks_equals_one_process(n, sp, name):
     results = [report[name] for report in _ranks(n, sp)]
     _assert_equal(CASES[name], results, _run(CASES[name], ParallelState.single(), False), sp)
 
@@ -338,14 +338,14 @@ def _deferred(rank, n, sp):
 
 
 @pytest.mark.parametrize(("n", "sp"), [(1, False), (2, False), (2, True)])
-def test_weight_gradients_that_wait_are_the_same(n, sp):
+def test_deferred_weight_gradients_equal_one_process(n, sp):
     reports = run_ranks(_deferred, n, sp)
     for name, case in CASES.items():
         _assert_equal(case, [report[name] for report in reports], _run(case, ParallelState.single(), False), sp)
 
 
 @pytest.mark.parametrize("name", ["column, bias", "row", "replicated", "head, loss"])
-def test_a_queue_takes_the_products_of_weights(name):
+def test_queue_receives_the_weight_gradient_gemms(name):
     queue, calls = WeightGradQueue(), []
     queue.active = True
     defer = queue.defer
@@ -354,7 +354,7 @@ def test_a_queue_takes_the_products_of_weights(name):
     assert calls == ["layer.weight"]
 
 
-def test_with_one_rank_a_queue_changes_no_bit():
+def test_queue_on_one_rank_gives_identical_results():
     for name, case in CASES.items():
         plain, waiting = (_run(case, ParallelState.single(), False, queue) for queue in (None, WeightGradQueue()))
         assert torch.equal(plain[0], waiting[0]), name
@@ -362,7 +362,7 @@ def test_with_one_rank_a_queue_changes_no_bit():
             assert torch.equal(grad, waiting[2][param][1]), f"{name}: {param}"
 
 
-class _Products(TorchDispatchMode):
+class _GemmLog(TorchDispatchMode):
     """Logs every matrix GEMM."""
 
     def __init__(self, log):
@@ -385,7 +385,7 @@ class _Products(TorchDispatchMode):
     ],
 )
 def test_backward_communication_overlaps_its_gemms(name, sp, expected, monkeypatch):
-    """In one process: the group has two ranks by name, and what would is sent is made up."""
+    """In one process: the group nominally has two ranks, and communication is simulated."""
     log = []
 
     def started(what, result, async_op):
@@ -416,7 +416,7 @@ def test_backward_communication_overlaps_its_gemms(name, sp, expected, monkeypat
     )
     y = case.run(layer, x, two, sp)
     log.clear()
-    with _Products(log):
+    with _GemmLog(log):
         y.backward(torch.ones_like(y))
     assert " / ".join(log) == expected
 
@@ -437,7 +437,7 @@ def test_backward_communication_overlaps_its_gemms(name, sp, expected, monkeypat
         (lambda group: OutputHead(4, 6, name="a.b", group=group, init=INIT, tied=True), "a.b: 6 rows"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(make, message):
+def test_indivisible_sizes_are_rejected_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make(Group("tp", (0, 1, 2, 3), 0, 4))
 

@@ -31,8 +31,8 @@ def full() -> list[str]:
     ]
 
 
-def adding_alike(graph: list[str]) -> list[str]:
-    """What a training without graphs needs for the sums of one with them: gradients of captured parts come by hooks."""
+def same_accumulation_flags(graph: list[str]) -> list[str]:
+    """Return the flags for eager training to sum gradients in the order of graphed training, which uses hooks."""
     return [] if graph == full() else ["--no-gradient-accumulation-fusion"]
 
 
@@ -56,8 +56,8 @@ def train(argv: list[str], prepare=None):
     return training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, prepare=prepare, device="cuda")
 
 
-def unlike(eager, graphed) -> list[str]:
-    """What two trainings do not share bit for bit."""
+def list_differences(eager, graphed) -> list[str]:
+    """Return the names of results that differ between two trainings."""
     found = [
         name
         for name in ("losses", "grad_norms", "dropped", "per_layer", "evaluation")

@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind: the storages that were made in it and are still alive, whatever keeps them."""
+"""Memory retained after a forward pass: storages created in it that are still alive."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from moe_trainer.memory.offload import HostCopies
 
 
-class _Births(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: dict[int, tuple[StorageWeakRef, int, tuple[int, ...], torch.dtype]] = {}
@@ -44,7 +44,7 @@ class CountedCopies(HostCopies):
 
 
 @dataclass(frozen=True)
-class Left:
+class Retained:
     """Bytes on the device and on the host; shapes of what is on the device, largest first."""
 
     device: int
@@ -53,7 +53,7 @@ class Left:
 
 
 def others_idle() -> bool:
-    """Whether no other thread of this process has anything to do, after a moment in which it could have begun."""
+    """Return whether all other threads of this process are idle, after a moment in which they could have started."""
     time.sleep(0.01)
     others = [
         task / "stat" for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()
@@ -61,9 +61,9 @@ def others_idle() -> bool:
     return not any(path.read_text().rpartition(")")[2].split()[0] == "R" for path in others)
 
 
-def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = None) -> tuple[Left, Tensor]:
-    """Run forward; returns what it left, but for its result, and the result."""
-    births = _Births()
+def measure_retained(forward: Callable[[], Tensor], copies: CountedCopies | None = None) -> tuple[Retained, Tensor]:
+    """Run forward; return what it retained, without its result, and the result."""
+    births = _StorageTracker()
     with births:
         result = forward()
     if dist.is_initialized():
@@ -78,4 +78,4 @@ def left_behind(forward: Callable[[], Tensor], copies: CountedCopies | None = No
         key=lambda entry: entry[:2],
         reverse=True,
     )
-    return Left(sum(entry[0] for entry in tensors), sum(alive[address][1] for address in hosts), tensors), result
+    return Retained(sum(entry[0] for entry in tensors), sum(alive[address][1] for address in hosts), tensors), result

@@ -1,4 +1,4 @@
-"""Forward and backward of a small model on two microbatches, and everything that came out, for comparing ways to keep activations."""
+"""Forward and backward of a small model on two microbatches, with all results, to compare ways to keep activations."""
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def compute_loss(chunk: Transformer, number: int, **more) -> Tensor:
     return chunk(tokens_BS, positions_BS, labels_BS, torch.ones_like(labels_BS), grad_scale=0.5, **more).sum() * 0.5
 
 
-def everything(chunk: Transformer, losses: list[Tensor]) -> dict[str, Tensor]:
+def collect_results(chunk: Transformer, losses: list[Tensor]) -> dict[str, Tensor]:
     """Losses, gradients, and every count and statistic that the chunk keeps."""
     found = {f"loss {index}": loss.detach() for index, loss in enumerate(losses)}
     found |= {f"gradient of {get_param_info(param).names[0]}": param.grad for param in chunk.parameters()}
@@ -66,7 +66,7 @@ def everything(chunk: Transformer, losses: list[Tensor]) -> dict[str, Tensor]:
     )
 
 
-def two_microbatches(*flags: str, interleaved: bool = False, **more) -> dict[str, Tensor]:
+def run_two_microbatches(*flags: str, interleaved: bool = False, **more) -> dict[str, Tensor]:
     """Both forward, both backward (with `interleaved` the second forward before the first backward)."""
     torch.manual_seed(3)
     (chunk,) = build(parsed(*flags))
@@ -80,10 +80,10 @@ def two_microbatches(*flags: str, interleaved: bool = False, **more) -> dict[str
         for number in range(2):
             losses.append(compute_loss(chunk, number, **more))
             losses[-1].backward()
-    return everything(chunk, losses)
+    return collect_results(chunk, losses)
 
 
 def differences(plain: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """What is not the same bit for bit."""
+    """Return the names of results that are not bitwise equal."""
     assert plain.keys() == other.keys()
     return [name for name in plain if not torch.equal(plain[name], other[name])]

@@ -1,7 +1,7 @@
-"""Recompute and offload change no number: losses, gradients, counts and random states are bit for bit those of the plain run."""
+"""Recompute and offload change no result: losses, gradients, counts and random states equal the plain run bit for bit."""
 
 import pytest
-from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, differences, two_microbatches
+from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, differences, run_two_microbatches
 
 NOISE = (
     "--hidden-dropout 0.1 --attention-dropout 0.1 --moe-input-jitter-eps 0.1 --moe-router-force-biased 0.5 "
@@ -51,10 +51,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_number_changes(case):
+def test_recompute_and_offload_change_no_result(case):
     flags, hows = CASES[case]
-    plain = {interleaved: two_microbatches(flags, interleaved=interleaved) for interleaved in (False, True)}
+    plain = {interleaved: run_two_microbatches(flags, interleaved=interleaved) for interleaved in (False, True)}
     for name, how in hows.items():
         for interleaved in (False, True):
-            different = differences(plain[interleaved], two_microbatches(flags, how, interleaved=interleaved))
+            different = differences(plain[interleaved], run_two_microbatches(flags, how, interleaved=interleaved))
             assert not different, f"{name}{', interleaved' * interleaved}: {different}"

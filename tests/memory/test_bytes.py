@@ -1,4 +1,4 @@
-"""The list of kept tensors (estimate/activations.py) against what is really alive behind a forward pass."""
+"""The list of kept tensors (estimate/activations.py) against the memory that is alive after a forward pass."""
 
 import math
 from datetime import timedelta
@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 from harness import run_ranks
-from memory.measure import CountedCopies, left_behind
+from memory.measure import CountedCopies, measure_retained
 from memory.one_pass import BATCH, EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, SEQ, batch, build, parsed
 
 from moe_trainer.estimate.activations import chunk_activations
@@ -104,8 +104,8 @@ KINDS = {
 }  # fmt: skip
 
 
-def measured(flags: str, kind: str) -> tuple[object, object, list]:
-    """What is listed and what is left of the decoder's layers."""
+def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
+    """Return the listed and the retained tensors of the decoder's layers."""
     args = parsed(SIZES, flags)
     (chunk,) = build(args)
     copies = CountedCopies()
@@ -127,18 +127,18 @@ def measured(flags: str, kind: str) -> tuple[object, object, list]:
     forward().sum().backward()
     if chunk.activations.stash is not None:
         chunk.activations.stash._pools.clear()  # pools stay from pass to pass; the pass that is measured shall make them
-    return chunk_activations(args, chunk.layout, device="cpu", packed=packed), *left_behind(forward, copies)
+    return chunk_activations(args, chunk.layout, device="cpu", packed=packed), *measure_retained(forward, copies)
 
 
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
-def test_the_list_is_what_is_kept(kind, how):
+def test_activation_list_equals_retained_tensors(kind, how):
     flags = KINDS[kind][0]
     how_flags = (
         LATENT_HOWS[how]
         if kind.startswith("latent") and not kind.startswith("latent experts") and how in LATENT_HOWS
         else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
     )
-    listed, left, _result = measured(f"{flags} {how_flags}", kind)
+    listed, left, _result = measure_decoder(f"{flags} {how_flags}", kind)
     device = sum(entry.num_bytes for entry in listed if not entry.on_host)
     host = sum(entry.num_bytes for entry in listed if entry.on_host)
     tensors = "\n".join(f"left {size:6} {shape} {dtype}" for size, shape, dtype in left.tensors)
@@ -148,7 +148,7 @@ def test_the_list_is_what_is_kept(kind, how):
     assert math.isclose(host, left.host, rel_tol=0.02), f"on the host {host} listed, {left.host} left\n{tensors}"
 
 
-def measured_mtp(flags: str) -> tuple[object, object]:
+def measure_mtp(flags: str) -> tuple[object, object]:
     args = parsed(SIZES, GROUPED, LATENT.replace("([0]*1+[1]*2)", "1"), "--num-layers 1", flags)
     (chunk,) = build(args)
     tokens_BS, positions_BS, _ = batch(1)
@@ -161,13 +161,13 @@ def measured_mtp(flags: str) -> tuple[object, object]:
 
     forward().sum().backward()
     listed = [entry for entry in chunk_activations(args, chunk.layout, device="cpu") if entry.name.startswith("mtp")]
-    return listed, left_behind(forward)[0]
+    return listed, measure_retained(forward)[0]
 
 
 @pytest.mark.parametrize("how", ["", f"{FULL} uniform --recompute-num-layers 1", f"{FULL} block --recompute-num-layers 1",
                                  f"{SELECTIVE} layernorm mla_up_proj moe"])  # fmt: skip
-def test_multi_token_prediction(how):
-    listed, left = measured_mtp(how)
+def test_activation_list_of_mtp_equals_retained_tensors(how):
+    listed, left = measure_mtp(how)
     assert math.isclose(sum(entry.num_bytes for entry in listed), left.device, rel_tol=0.02), (
         left.device,
         left.tensors,
@@ -206,7 +206,7 @@ def _on_ranks(rank, n, cases):
             return chunk._layers(x_SBH.clone(), rope, None, 1.0)
 
         forward().sum().backward()
-        left, result = left_behind(forward)
+        left, result = measure_retained(forward)
         mean = sum(received.values()) // len(received)
         listed = chunk_activations(args, chunk.layout, device="cpu", received=mean)
         found.append((sum(entry.num_bytes for entry in listed), left.device, left.tensors, listed))
@@ -215,7 +215,7 @@ def _on_ranks(rank, n, cases):
 
 
 @pytest.mark.parametrize("part", range(6))  # new ranks for few cases: every case leaves the threads of its groups
-def test_the_list_on_two_ranks(part):
+def test_activation_list_on_two_ranks(part):
     hows = (
         "",
         f"{SELECTIVE} layernorm mla_up_proj moe",

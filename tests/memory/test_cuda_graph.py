@@ -1,9 +1,9 @@
-"""Graphed trainings give the numbers of eager ones, bit for bit, in one process with an emulated device."""
+"""Graphed training equals eager training bit for bit, in one process with an emulated device."""
 
 import pytest
 import torch
 from emulated_cuda.run import device_test
-from memory.graphed import adding_alike, full, line, local, train, unlike
+from memory.graphed import full, line, list_differences, local, same_accumulation_flags, train
 from torch import nn
 
 from arguments import parse_args
@@ -77,14 +77,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @device_test
-def test_graphs_change_no_number(name):
+def test_graphed_training_equals_eager(name):
     kind, flags, graphs = CASES[name]
     used, eager = [], {}
     for graph in graphs:
-        argv = (*line(kind, flags), *adding_alike(graph))
+        argv = (*line(kind, flags), *same_accumulation_flags(graph))
         eager[argv] = eager.get(argv) or train([*argv])
         graphed = train([*argv, *graph], prepare=lambda run: used.append(run))
-        assert unlike(eager[argv], graphed) == [], graph
+        assert list_differences(eager[argv], graphed) == [], graph
         run = used.pop()
         assert (
             run.iteration_graph._graph is not None
@@ -109,14 +109,14 @@ class Toy(nn.Module):
         return (self.last(y) * x).square().sum()
 
 
-def toy(parts=("first", "second"), iterations=1):
+def make_toy(parts=("first", "second"), iterations=1):
     graphs = CudaGraphs(frozenset(parts), torch.device("cuda"))
     for _ in range(1 + iterations):
         graphs.begin_iteration()
     return Toy(graphs)
 
 
-def passes(model, order, seed=0):
+def run_passes(model, order, seed=0):
     """Run microbatches in an order (a number twice: forward, then backward); returns losses, input and parameter gradients."""
     model.zero_grad()
     inputs, losses = {}, {}
@@ -134,7 +134,7 @@ def passes(model, order, seed=0):
     ]
 
 
-def same(one, other):
+def all_close(one, other):
     return all(
         torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(one, other, strict=True)
     )  # fp64; sums of three in another order
@@ -144,96 +144,96 @@ def same(one, other):
     ("order", "in_flight"), [("0011", 1), ("0101", 2), ("012012", 3), ("01021233", 2), ("0110", 2)]
 )
 @device_test
-def test_every_pass_in_flight_has_tensors_of_its_own(order, in_flight):
-    eager, graphed, order = toy(iterations=0), toy(), [int(number) for number in order]
+def test_every_pass_in_flight_has_its_own_tensors(order, in_flight):
+    eager, graphed, order = make_toy(iterations=0), make_toy(), [int(number) for number in order]
     for seed in (0, 100, 200):
-        assert same(passes(eager, order, seed), passes(graphed, order, seed))
+        assert all_close(run_passes(eager, order, seed), run_passes(graphed, order, seed))
     assert graphed.graphs.num_passes == in_flight
 
 
 @device_test
-def test_one_set_for_two_passes_is_found_out():
+def test_comparison_detects_shared_buffers():
     cuda_graph._Slot.is_free = lambda slot: True
-    eager, graphed = toy(iterations=0), toy()
-    passes(graphed, [0, 0])
+    eager, graphed = make_toy(iterations=0), make_toy()
+    run_passes(graphed, [0, 0])
     try:
-        assert not same(passes(eager, [0, 1, 0, 1]), passes(graphed, [0, 1, 0, 1]))
+        assert not all_close(run_passes(eager, [0, 1, 0, 1]), run_passes(graphed, [0, 1, 0, 1]))
     except RuntimeError as error:  # autograd finds that what it saved was written to
         assert "inplace operation" in str(error)
 
 
 @device_test
-def test_what_is_held_after_backward_keeps_its_pass_busy():
-    graphed, held = toy(), []
+def test_tensor_held_after_backward_keeps_its_buffers_in_use():
+    graphed, held = make_toy(), []
     graphed.last.register_forward_pre_hook(lambda module, inputs: held.append(inputs[0].detach()))
-    passes(graphed, [0, 0])
-    passes(graphed, [0, 0])
+    run_passes(graphed, [0, 0])
+    run_passes(graphed, [0, 0])
     assert graphed.graphs.num_passes == 2
     held.clear()
-    passes(graphed, [0, 0])
+    run_passes(graphed, [0, 0])
     assert graphed.graphs.num_passes == 2
 
 
 @device_test
-def test_a_pass_that_is_dropped_is_free_again():
-    graphed = toy()
+def test_buffers_of_a_dropped_pass_are_reused():
+    graphed = make_toy()
     for _ in range(3):
         graphed(torch.randn(3, 4, dtype=torch.float64, device="cuda", requires_grad=True))
     assert graphed.graphs.num_passes == 1
 
 
 @device_test
-def test_numbers_of_python_are_those_of_the_capture():
-    eager, graphed = toy(iterations=0), toy()
-    assert same(passes(eager, [0, 0]), passes(graphed, [0, 0]))
+def test_python_numbers_are_frozen_at_capture():
+    eager, graphed = make_toy(iterations=0), make_toy()
+    assert all_close(run_passes(eager, [0, 0]), run_passes(graphed, [0, 0]))
     eager.factor = graphed.factor = 2.0
-    assert not same(passes(eager, [0, 0]), passes(graphed, [0, 0]))
+    assert not all_close(run_passes(eager, [0, 0]), run_passes(graphed, [0, 0]))
     eager.factor = 1.0
-    assert same(passes(eager, [0, 0]), passes(graphed, [0, 0]))
+    assert all_close(run_passes(eager, [0, 0]), run_passes(graphed, [0, 0]))
 
 
 @device_test
 def test_no_graphs_in_evaluation_and_warm_up():
-    graphed = toy(iterations=0)
-    passes(graphed, [0, 0])
+    graphed = make_toy(iterations=0)
+    run_passes(graphed, [0, 0])
     graphed.graphs.begin_iteration()
     graphed.eval()
-    passes(graphed, [0, 0])
+    run_passes(graphed, [0, 0])
     with torch.no_grad():
         graphed.train()(torch.randn(3, 4, dtype=torch.float64, device="cuda"))
     graphed.graphs.begin_iteration(eager=True)
-    passes(graphed, [0, 0])
+    run_passes(graphed, [0, 0])
     assert graphed.graphs.num_passes == 0
 
 
 @device_test
-def test_another_shape_is_refused():
-    graphed = toy()
-    passes(graphed, [0, 0])
+def test_other_input_shape_is_rejected():
+    graphed = make_toy()
+    run_passes(graphed, [0, 0])
     with pytest.raises(RuntimeError, match=r"first was called with .*5, 4.* was captured with .*3, 4"):
         graphed(torch.randn(5, 4, dtype=torch.float64, device="cuda", requires_grad=True))
 
 
 @device_test
-def test_tensors_that_stay_are_counted():
-    graphed = toy()
-    passes(graphed, [0, 1, 0, 1])
+def test_bytes_of_static_tensors_are_counted():
+    graphed = make_toy()
+    run_passes(graphed, [0, 1, 0, 1])
     # of each pass: the input of the first part, outputs, their gradients and those of the inputs of both; gradients of both Linears share one buffer
     x = 3 * 4 * 8
     assert graphed.graphs.num_bytes == 2 * (1 + 2 + 2 + 2) * x + (16 + 4) * 8
 
 
 @device_test
-def test_a_frozen_factor_of_auxiliary_losses_is_found_out():
+def test_comparison_detects_a_frozen_aux_loss_scale():
     argv = line("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1")
     eager = train(argv)
     CudaGraphs.scale_tensor = lambda graphs, grad_scale: grad_scale
-    assert unlike(eager, train([*argv, *local("attn moe_router")]))
+    assert list_differences(eager, train([*argv, *local("attn moe_router")]))
 
 
 @pytest.mark.parametrize("graphs", [local("attn moe_router"), full()])
 @device_test
-def test_another_number_of_microbatches(graphs):
+def test_microbatch_count_may_change_with_graphs(graphs):
     def norms(argv):
         run, state = (
             training_trace.make_run(parse_args(argv, 1), 0, ParallelState.single(), 6, device="cuda"),

@@ -1,8 +1,8 @@
-"""Graphed trainings on two ranks, with an emulated device each, give the numbers of eager ones, bit for bit."""
+"""Graphed training on two ranks, with an emulated device each, equals eager training bit for bit."""
 
 import pytest
 from emulated_cuda.run import on_device
-from memory.graphed import adding_alike, full, line, local, unlike
+from memory.graphed import full, line, list_differences, local, same_accumulation_flags
 from training.layouts import train_ranks
 
 ROUTED = local("attn moe_router moe_preprocess")
@@ -53,12 +53,12 @@ HALVES = [list(CASES)[:8], list(CASES)[8:]]
 
 
 @pytest.mark.parametrize("names", HALVES, ids=["model", "data"])
-def test_graphs_change_no_number_on_two_ranks(names):
+def test_graphed_training_on_two_ranks_equals_eager(names):
     argvs = [
         argv
         for name in names
-        for plain in [[*line(*CASES[name][:2]), *adding_alike(CASES[name][2])]]
+        for plain in [[*line(*CASES[name][:2]), *same_accumulation_flags(CASES[name][2])]]
         for argv in (plain, [*plain, *CASES[name][2]])
     ]
     outcomes = iter(on_device(train_ranks, argvs, 3, "cuda", ranks=2, devices=2)[0])
-    assert {name: found for name in names if (found := unlike(next(outcomes), next(outcomes)))} == {}
+    assert {name: found for name in names if (found := list_differences(next(outcomes), next(outcomes)))} == {}

@@ -1,4 +1,4 @@
-"""The setting acts: a large block freed and taken again costs no new pages."""
+"""The allocator setting works: a large block that is freed and allocated again causes no page faults."""
 
 import os
 import platform
@@ -43,5 +43,5 @@ def test_large_blocks_are_reused():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_the_environment_wins():
+def test_environment_overrides_the_allocator_setting():
     assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="131072") > page_faults("keep")

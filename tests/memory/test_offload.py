@@ -1,11 +1,11 @@
-"""Offload: what goes, in which order it comes back, how long it lives; with copies that are as late as they may be."""
+"""Offload: which tensors, the order of their return and their lifetime; with copies that happen as late as allowed."""
 
 import gc
 
 import pytest
 import torch
 from memory.measure import CountedCopies
-from memory.one_pass import EVERYTHING, GROUPED, OFFLOAD, build, compute_loss, differences, everything, parsed
+from memory.one_pass import EVERYTHING, GROUPED, OFFLOAD, build, collect_results, compute_loss, differences, parsed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_trainer.memory.activations import ActivationPolicy
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class LateCopies(HostCopies):
-    """A copy out happens when it is waited for, a copy back when the computation needs it; and everything is written down."""
+    """A copy out happens when it is waited for, a copy back when the computation needs it; every event is logged."""
 
     def __init__(self):
         self.log: list[tuple[str, int]] = []
@@ -47,8 +47,8 @@ class LateCopies(HostCopies):
         return [number for what, number in self.log if what == kind]
 
 
-def chain(activations, x, parts):
-    """A GEMM a part; each keeps its input."""
+def run_chain(activations, x, parts):
+    """Run one operation per part; each saves its input."""
     for part in parts:
         with activations.offload_scope(part):
             x = (x * x.detach().cos()).exp() - 1.0
@@ -58,7 +58,7 @@ def chain(activations, x, parts):
 def run(activations, parts, size=8):
     x = torch.linspace(-0.5, 0.5, size).requires_grad_()
     activations.begin_pass()
-    y = chain(activations, x, parts)
+    y = run_chain(activations, x, parts)
     return x, y
 
 
@@ -67,21 +67,21 @@ def offloading(parts, **settings):
     return ActivationPolicy(offload=ActivationOffload(frozenset(parts), CPU, copies=copies, **settings)), copies
 
 
-def expected(parts, size=8):
+def expected_gradient(parts, size=8):
     x, y = run(ActivationPolicy(), parts, size)
     y.sum().backward()
     return x.grad
 
 
-def test_results_do_not_depend_on_when_copies_happen():
+def test_results_are_independent_of_copy_timing():
     activations, copies = offloading("abc")
     x, y = run(activations, "abc")
     assert copies.of("out") and not copies.of("back")
     y.sum().backward()
-    assert torch.equal(x.grad, expected("abc"))
+    assert torch.equal(x.grad, expected_gradient("abc"))
 
 
-def test_the_group_before_comes_back_while_a_group_is_used():
+def test_previous_group_is_prefetched_in_backward():
     activations, copies = offloading("abc")
     x, y = run(activations, "abc")
     sent = len(copies.of("out"))
@@ -96,7 +96,7 @@ def test_the_group_before_comes_back_while_a_group_is_used():
     assert sorted(copies.of("back")) == list(range(sent)) == sorted(copies.of("use")), "each once"
 
 
-def test_a_pass_brings_nothing_of_another_pass_back():
+def test_backward_prefetches_only_its_own_pass():
     activations, copies = offloading("ab")
     _, first = run(activations, "ab")
     sent = len(copies.of("out"))
@@ -118,7 +118,7 @@ def test_the_number_of_copies_in_flight_is_bounded(most):
     assert most_seen == most + 1  # the new one starts, then the oldest is waited for
 
 
-def test_small_tensors_stay():
+def test_small_tensors_are_not_offloaded():
     activations, copies = offloading("a", min_numel=9)
     run(activations, "a", 8)
     assert not copies.of("out")
@@ -126,29 +126,29 @@ def test_small_tensors_stay():
     assert copies.of("out")
 
 
-def test_a_share_of_the_groups_goes_evenly_spread():
+def test_offload_fraction_is_spread_evenly():
     (half, copies), (unsplit, all_copies) = offloading("a", fraction=0.5), offloading("a")
     x, y = run(half, "aaaa")
     run(unsplit, "aaaa")
     assert len(copies.of("out")) * 2 == len(all_copies.of("out"))
     y.sum().backward()
-    assert torch.equal(x.grad, expected("aaaa"))
+    assert torch.equal(x.grad, expected_gradient("aaaa"))
 
 
-def test_later_ranks_keep_the_end_of_a_pass():
+def test_skip_bytes_keeps_the_last_groups_on_device():
     activations, copies = offloading("a", skip_bytes=40)
     so_far = [0]
     for _ in range(2):
         x, y = run(activations, "aaaa")
         y.sum().backward()
-        assert torch.equal(x.grad, expected("aaaa"))
+        assert torch.equal(x.grad, expected_gradient("aaaa"))
         so_far.append(len(copies.of("out")))
     first, second = so_far[1], so_far[2] - so_far[1]
     assert 0 < second < first, "the first pass is the measure, and sends everything"
     assert 40 <= (first - second) * 8 * 4 < 40 + 8 * 4
 
 
-def test_what_is_saved_twice_goes_once_in_any_shape():
+def test_tensor_saved_twice_is_copied_once():
     activations, copies = offloading("a")
     activations.begin_pass()
     x = torch.randn(4, 6).requires_grad_() * 1.0
@@ -159,8 +159,8 @@ def test_what_is_saved_twice_goes_once_in_any_shape():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_one_storage_go_apart(dim):
-    """Of the same size and strides, at other places; and another order of the same elements."""
+def test_views_of_one_storage_are_offloaded_separately(dim):
+    """Views with equal size and strides at other offsets; and a transposed view."""
     activations, _ = offloading("a")
     activations.begin_pass()
     x = torch.randn(4, 6).requires_grad_()
@@ -172,7 +172,7 @@ def test_parts_of_one_storage_go_apart(dim):
     torch.testing.assert_close(x.grad, 6 * x.detach())
 
 
-def test_what_was_written_to_goes_again():
+def test_tensor_modified_in_place_is_copied_again():
     activations, copies = offloading("a", copies=CountedCopies())
     activations.begin_pass()
     x, factor = torch.randn(5).requires_grad_(), torch.ones(5)
@@ -185,7 +185,7 @@ def test_what_was_written_to_goes_again():
     assert torch.equal(x.grad, torch.full((5,), 4.0))
 
 
-def test_weights_and_resident_tables_stay():
+def test_weights_and_resident_buffers_are_not_offloaded():
     activations, copies = offloading("a")
     weight, table = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
     activations.begin_pass(table)
@@ -196,7 +196,7 @@ def test_weights_and_resident_tables_stay():
     assert weight.grad is not None
 
 
-def test_memory_is_given_back_on_both_sides():
+def test_device_and_host_memory_is_freed():
     copies = CountedCopies()
     activations, _ = offloading("a", copies=copies)
     activations.begin_pass()
@@ -215,7 +215,7 @@ def test_memory_is_given_back_on_both_sides():
     assert copies.hosts[0].expired()
 
 
-def test_what_stays_keeps_no_graph_alive():
+def test_tensor_not_offloaded_does_not_keep_the_graph_alive():
     """A node that saves its own output would own itself, and wait for the garbage collector."""
     activations, copies = offloading("a", min_numel=100)
     activations.begin_pass()
@@ -232,7 +232,7 @@ def test_what_stays_keeps_no_graph_alive():
         gc.enable()
 
 
-def test_passes_in_any_order():
+def test_passes_with_interleaved_backward_order():
     """As pipeline schedules mix them: three forward, backward of the second, the first, the third."""
 
     def through(*hows):
@@ -243,12 +243,12 @@ def test_passes_in_any_order():
         losses = [compute_loss(chunk, number) for number in range(3)]
         for number in (1, 0, 2):
             losses[number].backward()
-        return everything(chunk, losses)
+        return collect_results(chunk, losses)
 
     assert not differences(through(), through(f"{OFFLOAD} {EVERYTHING}"))
 
 
-def test_parts_tell_what_goes():
+def test_number_of_tensors_offloaded_per_module():
     sent = {}
     for part in EVERYTHING.split():
         (chunk,) = build(parsed(GROUPED, f"{OFFLOAD} core_attn {part}" if part == "attn_proj" else f"{OFFLOAD} {part}"))

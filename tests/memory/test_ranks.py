@@ -1,4 +1,4 @@
-"""Recompute and offload on several ranks: under every kind of mapping bit for bit what the same mapping gives without."""
+"""Recompute and offload on several ranks: under every mapping bitwise equal to the same mapping without them."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks(case):
+def test_recompute_and_offload_on_two_ranks_change_no_result(case):
     kind, mapping, hows = CASES[case]
     model = make_argv(kind) if PP2 in mapping else shallow(make_argv(kind))
     argvs = [[*model, *f"{mapping} {SMALL} {how}".split()] for how in ("", *hows)]

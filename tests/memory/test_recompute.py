@@ -1,11 +1,11 @@
-"""Recompute: what happens once, what is replayed, what is given back, and when."""
+"""Recompute: side effects happen once, random numbers are replayed, memory is freed in time."""
 
 import gc
 
 import pytest
 import torch
 from harness import run_ranks
-from memory.measure import left_behind
+from memory.measure import measure_retained
 from memory.one_pass import EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, SELECTIVE, batch, build, compute_loss, parsed
 
 from moe_trainer.memory.activations import ActivationPolicy
@@ -35,8 +35,8 @@ def gradients(chunk):
         QUANTILES,
     ],
 )
-def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypatch):
-    """Whatever would be chosen now: another choice, even a changed expert bias, must not reach the gradients."""
+def test_recompute_repeats_the_routing_of_the_first_pass(how, routing, monkeypatch):
+    """A different choice at recompute time, even from a changed expert bias, must not affect the gradients."""
 
     def run(disturb):
         (chunk,) = build(parsed(GROUPED, routing, how))
@@ -60,7 +60,7 @@ def test_the_second_pass_takes_the_decisions_of_the_first(how, routing, monkeypa
 
 
 @pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
-def test_routers_record_and_count_once(how):
+def test_routers_count_once_under_recompute(how):
     (chunk,) = build(parsed(GROUPED, BIAS, how))
     for layer in chunk.moe_layers():
         layer.router.recorder = []
@@ -71,7 +71,7 @@ def test_routers_record_and_count_once(how):
 
 
 @pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
-def test_quantile_balancing_estimates_once(how):
+def test_quantile_balancing_updates_once_under_recompute(how):
     (chunk,) = build(parsed(GROUPED, QUANTILES, how))
     compute_loss(chunk, 0).backward()
     assert [layer.router.quantile.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
@@ -79,7 +79,7 @@ def test_quantile_balancing_estimates_once(how):
 
 @pytest.mark.parametrize(("how", "times"), [("", 1), (UNIFORM, 2), (f"{SELECTIVE} moe", 2), (f"{SELECTIVE} core_attn", 1),
                                             (f"{FULL} block --recompute-num-layers 1", 1)])  # fmt: skip
-def test_what_is_recomputed_runs_twice_and_the_rest_once(how, times):
+def test_recomputed_modules_run_twice_others_once(how, times):
     (chunk,) = build(parsed(GROUPED, how))
     calls, last = [], chunk.decoder.layers[-1].mlp.router
     last.register_forward_hook(lambda *_: calls.append(chunk.activations.is_recomputing))
@@ -98,7 +98,7 @@ def test_nothing_is_recomputed_without_a_graph():
     assert len(calls) == 1 and torch.equal(first, compute_loss(chunk, 0).detach())
 
 
-def test_a_norm_runs_again_once_for_all_that_saved_its_output():
+def test_norm_is_recomputed_once_for_all_its_users():
     """Latent attention has two projections behind the norm, the experts a router, experts and shared experts."""
     (chunk,) = build(parsed(GROUPED, LATENT.replace("--mtp-num-layers 1", ""), f"{SELECTIVE} layernorm"))
     layer, calls = chunk.decoder.layers[1], []
@@ -110,7 +110,7 @@ def test_a_norm_runs_again_once_for_all_that_saved_its_output():
     assert calls == ["attention", "experts", "experts", "attention"]
 
 
-def test_a_part_of_what_is_discarded_comes_back_from_its_place():
+def test_views_of_a_discarded_output_are_restored():
     activations = ActivationPolicy(frozenset({"part"}))
     x = torch.randn(4, 6, requires_grad=True)
     y, inside = activations.recompute_output("part", lambda x: x * 2.0, x)
@@ -123,7 +123,7 @@ def test_a_part_of_what_is_discarded_comes_back_from_its_place():
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_full_recompute_takes_uniform_spans_and_full_mtp_layers():
+def test_full_recompute_spans_include_mtp_layers():
     (chunk,) = build(parsed(GROUPED, LATENT, f"{FULL} uniform --recompute-num-layers 2"))
     assert chunk.spans == ((0, 2, True), (2, 3, True)) and chunk.activations.recomputed == {"full", "mtp"}
     (chunk,) = build(parsed(GROUPED, LATENT, f"{FULL} block --recompute-num-layers 2"))
@@ -146,7 +146,7 @@ def test_a_failed_recompute_leaves_nothing_behind():
     assert calls == [False, True] and activations.cached_for_recompute(lambda: 7) == 7
 
 
-def test_the_chunks_own_random_numbers_are_drawn_again():
+def test_recompute_restores_the_dropout_stream():
     stream, cpu = ShardRNG(1, "here"), torch.device("cpu")
     activations = ActivationPolicy(frozenset({"part"}), stream=stream)
 
@@ -164,7 +164,7 @@ def test_the_chunks_own_random_numbers_are_drawn_again():
     assert torch.equal(stream.generator(cpu).get_state(), before) and torch.equal(torch.get_rng_state(), shared)
 
 
-def _kept_of_two(rank, n):
+def _recompute_on_two_ranks(rank, n):
     activations = ActivationPolicy(frozenset({"part"}), shared_by=ParallelState.create(n, rank, tp=n).tp)
     x = torch.arange(12.0).view(3, 4).requires_grad_()
     y = activations.recompute_region("part", lambda x: (x * x).exp().sin(), x * 0.1)
@@ -173,14 +173,14 @@ def _kept_of_two(rank, n):
     return x.grad, part is not None
 
 
-def test_saved_inputs_are_spread_over_the_ranks_that_share_them():
+def test_saved_inputs_are_distributed_over_tensor_ranks():
     x = torch.arange(12.0).view(3, 4).requires_grad_()
     ((x * 0.1) * (x * 0.1)).exp().sin().sum().backward()
-    for grad, _ in run_ranks(_kept_of_two, 2):
+    for grad, _ in run_ranks(_recompute_on_two_ranks, 2):
         assert torch.allclose(grad, x.grad)
 
 
-def test_packed_documents_are_recomputed_with_their_borders():
+def test_recompute_keeps_the_boundaries_of_packed_documents():
     def run(how):
         (chunk,) = build(parsed(GROUPED, "--attention-dropout 0.2", how))
         torch.manual_seed(9)
@@ -201,8 +201,8 @@ def test_packed_documents_are_recomputed_with_their_borders():
         f"{SELECTIVE} layernorm mla_up_proj {OFFLOAD} {EVERYTHING}",
     ],
 )
-def test_nothing_lives_longer_than_its_backward(how):
-    """Nor waits for the garbage collector, which --manual-gc runs rarely."""
+def test_activations_are_freed_after_backward(how):
+    """Without help of the garbage collector, which --manual-gc runs rarely."""
     (chunk,) = build(parsed(GROUPED, LATENT, how))
     compute_loss(chunk, 0).backward()
     tokens_BS, positions_BS, labels_BS = batch(1)
@@ -216,7 +216,7 @@ def test_nothing_lives_longer_than_its_backward(how):
     gc.collect()
     gc.disable()
     try:
-        left, _ = left_behind(step)
+        left, _ = measure_retained(step)
     finally:
         gc.enable()
     assert left.device == 0, left.tensors

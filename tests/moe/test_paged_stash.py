@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from harness import run_ranks
-from memory.measure import left_behind
+from memory.measure import measure_retained
 from moe.layers import FFN, HIDDEN, by_name, cut, sections
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -226,10 +226,10 @@ def test_bytes_that_stay_are_pages_of_what_was_used(count):
     plain, ours = (build_layers(count, stash=which) for which in (None, stash))
     rows = received(ours, tokens())
     assert rows == [SHARE] * count  # one process gets all rows; the worst case is three times as much
-    left, y = left_behind(lambda: run(plain, tokens()))
+    left, y = measure_retained(lambda: run(plain, tokens()))
     kept = sum(size for size, shape, _ in left.tensors if shape[0] == WORST)
     assert kept == count * WORST * WIDTH * 8, "without a stash: layers x worst case"
-    ours_left, z = left_behind(lambda: run(ours, tokens()))
+    ours_left, z = measure_retained(lambda: run(ours, tokens()))
     assert not [shape for _, shape, _ in ours_left.tensors if shape[0] == WORST], "with it no buffer stays"
     pages = sum(-(-number // PAGE) for number in rows)
     assert [which.num_used for which in stash.pools] == [pages] * 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from harness import run_ranks
-from layers.fake_te import stand_in
+from layers.fake_te import install_fake_te
 from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
@@ -243,7 +243,7 @@ def test_two_stages_have_the_formats_of_one_process(tmp_path):
 
 
 def test_transformer_engine_leaves_such_layers_to_us(shared, monkeypatch, tmp_path, caplog):
-    double = stand_in(shared, monkeypatch)
+    double = install_fake_te(shared, monkeypatch)
     args = parse_args(
         [*make_argv("plain"), *f"--bf16 {FP8} --te-precision-config-file {write(tmp_path, [])}".split()], 1
     )

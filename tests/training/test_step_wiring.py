@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from data_pipeline.corpora import blocked
+from data_pipeline.corpora import attention_mask
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
 
@@ -36,7 +36,7 @@ class DirectModel:
         batch = make_batch(self.dataset, indices, self.format)
         ids_BS, mask = batch.document_ids_BS, None
         if ids_BS is not None and masked_attention:
-            mask = torch.from_numpy(blocked(ids_BS))
+            mask = torch.from_numpy(attention_mask(ids_BS))
         loss_BS = self.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, mask, 1.0)
         return (loss_BS * batch.loss_mask_BS).sum() / batch.loss_mask_BS.sum()
 
