@@ -1,4 +1,4 @@
-"""Triton's interpreter keeps bf16 as 16-bit integers, and would multiply these: `correct` has it multiply their values."""
+"""Triton's interpreter stores bf16 as 16-bit integers and multiplies those: `correct` makes it multiply the values."""
 
 from triton import language as tl
 from triton.runtime.interpreter import InterpreterBuilder

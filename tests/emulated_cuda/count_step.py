@@ -1,4 +1,4 @@
-"""Count what one training iteration makes the host wait for, and what it launches, on the emulated device, by source line.
+"""Count the host waits and kernel launches of one training iteration on the emulated device, by source line.
 
     python tests/emulated_cuda/count_step.py FLAGS
 

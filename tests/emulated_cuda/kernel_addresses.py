@@ -1,4 +1,4 @@
-"""Triton's interpreter reads and writes wherever a kernel points: `check` has it refuse addresses outside the tensors given to the launch."""
+"""`check` makes Triton's interpreter refuse addresses outside the tensors given to the launch."""
 
 import numpy as np
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle

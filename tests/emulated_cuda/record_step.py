@@ -5,7 +5,7 @@
 The rank is one of a world of any size, and its shapes are the real ones: the device makes tensors and computes nothing (device.cpp),
 and collectives go to torch's fake process group. Numbers that the host reads to make shapes of them, the tokens of each expert, are those of
 an even routing. No stage waits for another, so every microbatch goes through all chunks of the rank forward and then backward.
-`record` with compute=True computes as ever; the tests hold one against the other.
+`record` with compute=True computes normally; the tests compare both.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Recording:
 
     @contextlib.contextmanager
     def inside(self, part: str) -> Iterator[None]:
-        """A captured part of a layer runs; inside another one it belongs to that."""
+        """Mark a captured part of a layer; a nested part belongs to the outer one."""
         before = getattr(self._here, "part", "")
         self._here.part = before or part
         try:
@@ -92,7 +92,7 @@ class Recording:
         return node.metadata.get("traceback_", ["?", ""])[1]
 
     def made_at(self) -> list[str]:
-        """What every node of autograd keeps of where it was made."""
+        """Return the place where a node of autograd was created."""
         return [emulation.source_line(), self._part()]
 
     def _line(self) -> str:
@@ -137,8 +137,8 @@ class Recording:
         return pending
 
 
-def during(recording: Recording, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an execution of a schedule, which reports its action."""
+def recording_action(recording: Recording, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of a schedule's execution so that it reports its action."""
 
     @functools.wraps(method)
     def run(execution, action, *args):
@@ -157,8 +157,8 @@ def during(recording: Recording, name: str, method: Callable[..., Any]) -> Calla
     return run
 
 
-def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
-    """Have CudaGraphs.run report these parts to the recording, and the layers run as where they are captured, each operator on its own."""
+def report_captured_parts(recording: Recording, captured: frozenset[str]) -> None:
+    """Have CudaGraphs.run report these parts to the recording; layers run as under capture, each operator on its own."""
     run, apart = CudaGraphs.run, captured & {"moe_router", "moe_preprocess"}
 
     def counts_to_use(graphs, part, *rest):
@@ -168,14 +168,14 @@ def tell_parts(recording: Recording, captured: frozenset[str]) -> None:
     CudaGraphs.run, CudaGraphs.is_captured = counts_to_use, lambda graphs, *parts: not apart.isdisjoint(parts)
 
 
-def even(rows: int, count: int) -> list[int]:
-    """So many rows over so many experts."""
+def split_evenly(rows: int, count: int) -> list[int]:
+    """Split `rows` evenly over `count` experts."""
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
 def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
-    """What the host would read of an even routing: rows of each expert, or rows for each rank and from each rank for each local expert."""
-    rows = even(ChunkBytes(args, 1).sent, num_experts)
+    """Return what the host would read for even routing: rows of each expert, or rows sent to each rank and received from each rank for each local expert."""
+    rows = split_evenly(ChunkBytes(args, 1).sent, num_experts)
     if num_numbers == num_experts:
         return rows
     local = num_experts // ps.ep.size
@@ -222,7 +222,7 @@ def executed_args(argv: Sequence[str], world_size: int, microbatches: int) -> Ar
 
 
 def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
-    """The groups of a rank whose peers are imagined."""
+    """Return the groups of a rank whose peers do not exist."""
     if world_size == 1:
         return ParallelState.single()
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -235,8 +235,8 @@ def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
     return ParallelState.create(world_size, rank, **parallel_sizes(args))
 
 
-def one_by_one(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Order]]:
-    """An order of work in which a microbatch ends before the next begins, for a pipeline of any kind."""
+def make_sequential_orders(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Order]]:
+    """Return orders in which a microbatch ends before the next begins, for any pipeline schedule."""
     kinds = (BACKWARD, WEIGHT) if apart else (BACKWARD,)
 
     def orders(num_microbatches: int) -> list[Order]:
@@ -249,8 +249,8 @@ def one_by_one(pp: int, num_chunks: int, apart: bool) -> Callable[[int], list[Or
     return orders
 
 
-def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
-    """In place of scaled_mm.matches_reference, which looks at numbers: whether the operator takes such operands."""
+def accepts_operands(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+    """Replacement of scaled_mm.matches_reference, which compares values: return whether the operator accepts the operands."""
     try:
         compute()
     except (RuntimeError, ValueError, NotImplementedError):
@@ -258,15 +258,15 @@ def computes_so(compute: Callable[[], Tensor], expected: Tensor, complaint: str)
     return True
 
 
-def without_numbers() -> None:
-    """Have this process compute nothing from now on, and not look at numbers."""
+def disable_computation() -> None:
+    """Disable computation in this process, and all checks of values."""
     emulation.DEVICE().shapes_only(True)
     build.init_parameter, build._check_initialized = (lambda param, seed: None), (lambda chunk: None)
-    scaled_mm.matches_reference = scaled_grouped.matches_reference = computes_so
+    scaled_mm.matches_reference = scaled_grouped.matches_reference = accepts_operands
 
 
-def answer_reads(answer: Callable[[Callable[[], list[int]], int], list[int]]) -> None:
-    """Have `answer(ask, experts)` say what the host reads of the routing over so many experts; ask() is what it would read."""
+def replace_host_reads(answer: Callable[[Callable[[], list[int]], int], list[int]]) -> None:
+    """Have the host read `answer(ask, experts)` instead of the routing counts; ask() returns the real counts."""
     start = host_read.AsyncHostReader.start
 
     def started(reads, numbers, *inputs, work=None):
@@ -295,7 +295,7 @@ def record(
     ps = ps or groups(args, rank, world_size)
     recording.trace = ps.trace
     if not compute:
-        without_numbers()
+        disable_computation()
     moe_trainer.training.setup.sizes_that_wait = (
         lambda args, replicas: []
     )  # virtual stages take any number of microbatches one by one
@@ -308,17 +308,17 @@ def record(
         )
         return found[-1]
 
-    answer_reads(answer)
+    replace_host_reads(answer)
     for module in (collectives, p2p):
         module.communicate = functools.partial(recording.communicate, module.communicate)
     for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):
-        setattr(schedule._Execution, name, during(recording, kind, getattr(schedule._Execution, name)))
-    tell_parts(recording, parse_args(list(argv), world_size).training.captured_modules)
+        setattr(schedule._Execution, name, recording_action(recording, kind, getattr(schedule._Execution, name)))
+    report_captured_parts(recording, parse_args(list(argv), world_size).training.captured_modules)
     torch.fx.traceback.format_stack = recording.made_at  # what anomaly mode keeps with every node of autograd
     run, state = training_trace.make_run(args, rank, ps, 2, device="cuda"), TrainState()
     for _, layer in named_transformer_layers(run.chunks):  # what follows the last one is no layer's
         layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
-    run.schedule.orders = one_by_one(ps.pp.size, len(run.chunks), run.schedule.has_wgrad_actions)
+    run.schedule.orders = make_sequential_orders(ps.pp.size, len(run.chunks), run.schedule.has_wgrad_actions)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         for iteration, count in enumerate((1, microbatches)):  # the first makes what stays
             recording.on = iteration == 1

@@ -35,8 +35,8 @@ def __getattr__(name):
 '''
 
 
-def wheel() -> Path:
-    """Skips the test where there is none, or where what it imports is missing."""
+def find_wheel() -> Path:
+    """Return the wheel. Skip the test if it or its dependencies are missing."""
     named, name = os.environ.get("MOE_TRAINER_TRANSFORMER_ENGINE"), f"transformer_engine-{VERSION}-py3-none-any.whl"
     found = Path(named) if named else Path(sys.prefix, "wheels", name)
     if not found.exists():
@@ -51,9 +51,9 @@ def wheel() -> Path:
     return found
 
 
-def unpacked() -> Path:
-    """The folder with the package, in the user's cache. Its extension is imported by name, and it does without onnxscript."""
-    source = wheel()
+def unpack_wheel() -> Path:
+    """Return the folder of the unpacked package in the user's cache, patched to import its extension by name and to need no onnxscript."""
+    source = find_wheel()
     key = hashlib.sha256(source.read_bytes() + (LOAD + EXPORTER).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_trainer_tests"
     made = folder / f"transformer_engine-{VERSION}-{key}"
@@ -79,6 +79,6 @@ def on_device(function: Callable, *args: Any, **how: Any) -> Any:
     return run.on_device(
         function,
         *args,
-        library=run.Library("transformer_engine.pytorch", (str(LIBRARIES), str(unpacked())), SETTINGS),
+        library=run.Library("transformer_engine.pytorch", (str(LIBRARIES), str(unpack_wheel())), SETTINGS),
         **how,
     )

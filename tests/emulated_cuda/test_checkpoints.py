@@ -35,8 +35,8 @@ def numbers(records: list[dict]) -> dict[tuple, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_jobs_resume_where_another_device_stopped(tmp_path, name):
-    """Two iterations and two, in other processes, are four: those of a CPU, and bit for bit those of the same devices."""
+def test_jobs_resume_on_another_device(tmp_path, name):
+    """Two iterations and two more in other processes equal four: close to a CPU, bit for bit on the same devices."""
     flags, mapping, devices, tolerances = CASES[name]
 
     def job(folder: str, on_device: bool, source: str = "") -> tuple[dict[tuple, float], dict[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from emulated_cuda.run import check_races, on_device
-from emulated_cuda.test_emulation import refused
+from emulated_cuda.test_emulation import device_error
 
 from moe_trainer.memory.graph_capture import CapturedGraph
 from moe_trainer.memory.host_read import AsyncHostReader
@@ -17,7 +17,7 @@ from moe_trainer.ops.grouped_gemm import grouped_forward, token_offsets
 from moe_trainer.optim.host_offload import HostUpdatePipeline
 
 
-def read_of_what_is_freed() -> list[int]:
+def read_freed_counts() -> list[int]:
     check_races()
     counts = torch.arange(4, device="cuda")
     values = AsyncHostReader().start(torch.flatten, counts)
@@ -26,12 +26,12 @@ def read_of_what_is_freed() -> list[int]:
     return values()
 
 
-def test_counts_may_be_freed_while_they_are_read():
-    assert on_device(read_of_what_is_freed) == [0, 1, 2, 3]
+def test_counts_may_be_freed_during_an_async_read():
+    assert on_device(read_freed_counts) == [0, 1, 2, 3]
 
 
-def waits_of_offload(max_in_flight: int | None) -> tuple[int, list[bool]]:
-    """Waits of the host while three tensors leave, and which have left when the computation has gone through."""
+def count_offload_waits(max_in_flight: int | None) -> tuple[int, list[bool]]:
+    """Return the host waits while three tensors are offloaded, and which are on the host when the computation ends."""
     import emulation
 
     offload = ActivationOffload(frozenset({"part"}), torch.device("cuda"), max_in_flight=max_in_flight)
@@ -45,9 +45,9 @@ def waits_of_offload(max_in_flight: int | None) -> tuple[int, list[bool]]:
 
 
 @pytest.mark.parametrize(("max_in_flight", "gone"), [(None, 0), (2, 1), (1, 2), (0, 3)])
-def test_the_computation_waits_for_copies_beyond_the_limit(max_in_flight, gone):
-    """And the host for none."""
-    waits, left = on_device(waits_of_offload, max_in_flight)
+def test_offload_waits_for_copies_beyond_the_limit(max_in_flight, gone):
+    """The host waits for none."""
+    waits, left = on_device(count_offload_waits, max_in_flight)
     assert (waits, left) == (0, [True] * gone + [False] * (3 - gone))
 
 
@@ -59,8 +59,8 @@ class Range(NamedTuple):
     grad: torch.Tensor
 
 
-def updated_on_the_host(overlap: bool) -> list[float]:
-    """Twice the gradients, which the device has just computed and the host has not waited for, as parameters that the device reads at once."""
+def update_on_host(overlap: bool) -> list[float]:
+    """Return parameters set to twice the gradients, without an explicit wait between device and host."""
     check_races()
     pipeline = HostUpdatePipeline(torch.device("cuda"), pinned_grads=True, pinned_params=True, overlap=overlap)
     grads, model = torch.arange(8.0, device="cuda") + 1, torch.zeros(8, device="cuda")
@@ -73,12 +73,12 @@ def updated_on_the_host(overlap: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_update_on_the_host_waits_for_the_gradients_and_the_device_for_the_update(overlap):
-    assert on_device(updated_on_the_host, overlap) == [2.0 * number for number in range(1, 9)]
+def test_host_update_is_synchronized_with_the_device(overlap):
+    assert on_device(update_on_host, overlap) == [2.0 * number for number in range(1, 9)]
 
 
-def products_in_a_graph(*counts: int) -> list[bool]:
-    """Are replays for other rows those without a graph?"""
+def run_gemms_in_graph(*counts: int) -> list[bool]:
+    """Return whether replays for other rows equal the results without a graph."""
     weight = torch.randn(len(counts), 16, 8, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     x = torch.zeros(sum(counts), 8, dtype=torch.bfloat16, device="cuda")
     graph = CapturedGraph(torch.cuda.graph_pool_handle())
@@ -91,7 +91,7 @@ def products_in_a_graph(*counts: int) -> list[bool]:
     return found
 
 
-def test_a_graph_makes_the_offsets_of_experts_with_equal_rows():
-    """On the device: where they come from a list of the host there is no graph."""
-    assert on_device(products_in_a_graph, 16, 16, 16) == [True, True]
-    assert "not permitted when stream is capturing" in refused(products_in_a_graph, 16, 32, 0)
+def test_graph_computes_expert_offsets_for_equal_counts():
+    """On the device: offsets from a host list cannot be captured."""
+    assert on_device(run_gemms_in_graph, 16, 16, 16) == [True, True]
+    assert "not permitted when stream is capturing" in device_error(run_gemms_in_graph, 16, 32, 0)

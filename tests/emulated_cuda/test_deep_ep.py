@@ -41,8 +41,8 @@ def sources(tmp_path_factory) -> Path:
     return unpack("origin/hybrid-ep", tmp_path_factory.mktemp("deep_ep"))
 
 
-def use(sources: Path) -> None:
-    """Make this process, which has devices, find the package."""
+def use_library(sources: Path) -> None:
+    """Make the package importable in this process with devices."""
     os.environ.update(SETTINGS, DEEP_EP_SOURCES=str(sources))
     sys.path[:0] = [str(HERE / "libraries"), str(sources)]
 
@@ -53,7 +53,7 @@ def flex(sources: Path, backend: str, ps, max_tokens: int, deterministic: bool =
     from moe_trainer.backends import BackendPolicy
     from moe_trainer.moe.dispatch.select import DispatchBufferSpec, build_dispatcher
 
-    use(sources)
+    use_library(sources)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
     rows = DispatchBufferSpec(
         HIDDEN, max_tokens, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), deterministic
@@ -61,8 +61,10 @@ def flex(sources: Path, backend: str, ps, max_tokens: int, deterministic: bool =
     return build_dispatcher(moe, ps, rows, BackendPolicy("error", cuda=True))
 
 
-def both(rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple[int, ...], kind: str, changes: dict):
-    """What the experts get, what comes back, and gradients, with the all-to-all and with the library; accesses are checked for their order."""
+def compare_with_alltoall(
+    rank: int, n: int, sources: Path, backend: str, topk: int, sizes: tuple[int, ...], kind: str, changes: dict
+):
+    """Compare dispatched rows, combined rows and gradients of the all-to-all and the library, with race checks."""
     from moe.test_flex import random_routing
 
     from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
@@ -104,14 +106,22 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", [*BACKENDS, "hybridep, fused"])
-def test_the_library_gives_what_the_all_to_all_gives(sources, backend, case):
+def test_library_equals_all_to_all(sources, backend, case):
     topk, sizes, kind = CASES[case]
     changes = {
         "moe_hybridep_pad_uneven_dispatch_inputs": len(set(sizes)) > 1,
         "moe_permute_fusion_into_hybridep": "fused" in backend,
     }
     for plain, library in on_device(
-        both, sources, backend.partition(",")[0], topk, sizes, kind, changes, devices=RANKS, ranks=RANKS
+        compare_with_alltoall,
+        sources,
+        backend.partition(",")[0],
+        topk,
+        sizes,
+        kind,
+        changes,
+        devices=RANKS,
+        ranks=RANKS,
     ):
         assert plain[:3] == library[:3]
         same_results(plain, library)
@@ -124,7 +134,7 @@ def same_results(plain: list, library: list) -> None:
 
 
 def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
-    use(sources)
+    use_library(sources)
     found = count(rank, n, f"--bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex {flags}")
     return {key: times for key, times in found.items() if "collectives" not in key}
 
@@ -133,7 +143,7 @@ def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
     "flags", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_host_waits_once_for_each_layer(sources, backend, flags):
+def test_host_waits_once_per_layer(sources, backend, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
         (f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
     )
@@ -159,8 +169,8 @@ RECOMPUTE = (
         "--moe-hybridep-pad-uneven-dispatch-inputs",
     ],
 )
-def test_with_a_budget_no_layer_waits_in_training(sources, flags):
-    """An evaluation reads the counts: lost rows would go unnoticed."""
+def test_no_host_waits_in_training_with_a_budget(sources, flags):
+    """An evaluation reads the counts, because lost rows would go unnoticed."""
     expects = expected("", 0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
@@ -169,7 +179,7 @@ def test_with_a_budget_no_layer_waits_in_training(sources, flags):
 @pytest.mark.parametrize(
     "flags", ["--moe-paged-stash", "--moe-permute-fusion-into-hybridep", "--fp8-format e4m3 --fp8-recipe tensorwise"]
 )
-def test_what_needs_the_counts_on_the_host_waits_as_ever(sources, flags):
+def test_settings_that_need_host_counts_still_wait(sources, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
         (f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
     )
@@ -185,7 +195,7 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
     from moe_trainer.training import step
     from moe_trainer.verification import training_trace
 
-    use(sources)
+    use_library(sources)
     argv = [
         *make_argv("plain"),
         *f"--bf16 --hidden-dropout 0.1 --expert-model-parallel-size 2 --moe-router-enable-expert-bias "
@@ -208,8 +218,8 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
     return found.losses, found.grad_norms, weights, attempts
 
 
-def test_an_iteration_that_lost_rows_has_not_happened(sources):
-    """The same bits as with space from the start, and what the all-to-all gives."""
+def test_iteration_with_lost_rows_is_repeated_exactly(sources):
+    """Bitwise equal to a run with enough space from the start, and equal to the all-to-all."""
     flex = f"--moe-token-dispatcher-type flex {BUDGET} 3"
     enough = on_device(trained, sources, flex, ranks=RANKS, devices=RANKS)
     overflown = on_device(trained, sources, flex, True, ranks=RANKS, devices=RANKS)

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 from emulated_cuda.run import on_device
-from emulated_cuda.test_deep_ep import CASES, RANKS, both, check_parity, count_with, same_results, unpack
+from emulated_cuda.test_deep_ep import (
+    CASES,
+    RANKS,
+    check_parity,
+    compare_with_alltoall,
+    count_with,
+    same_results,
+    unpack,
+)
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, expected
 
 
@@ -22,10 +30,18 @@ def by_expert(counts: list[int], rows: list, probs: list) -> list[list]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_library_gives_what_the_all_to_all_gives(sources, deterministic, case):
+def test_library_equals_all_to_all(sources, deterministic, case):
     topk, sizes, kind = CASES[case]
     for plain, library in on_device(
-        both, sources, "deepep", topk, sizes, kind, {"deterministic": deterministic}, devices=RANKS, ranks=RANKS
+        compare_with_alltoall,
+        sources,
+        "deepep",
+        topk,
+        sizes,
+        kind,
+        {"deterministic": deterministic},
+        devices=RANKS,
+        ranks=RANKS,
     ):
         assert plain[0] == library[0] and by_expert(*plain[:3]) == by_expert(*library[:3])
         assert not deterministic or plain[:3] == library[:3]
@@ -36,7 +52,7 @@ def test_the_library_gives_what_the_all_to_all_gives(sources, deterministic, cas
     "flags",
     ["", "--deterministic-mode", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
 )
-def test_the_host_waits_once_for_each_layer(sources, flags):
+def test_host_waits_once_per_layer(sources, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
         (f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
     )

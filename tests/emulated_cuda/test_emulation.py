@@ -1,4 +1,4 @@
-"""The emulated device notices what a device would refuse, wait for, or compute wrongly without a word."""
+"""The emulated device detects what a real device would refuse, wait for, or silently compute wrongly."""
 
 import threading
 
@@ -7,8 +7,8 @@ import torch
 from emulated_cuda.run import check_races, on_device
 
 
-def refused(function, *args) -> str:
-    """The error that a function on the device raises."""
+def device_error(function, *args) -> str:
+    """Return the error that a function on the device raises."""
     with pytest.raises(AssertionError) as error:
         on_device(function, *args)
     return str(error.value)
@@ -18,14 +18,14 @@ def two_devices(other: str):
     return (torch.ones(4, device="cuda:0") + torch.ones(4, device=other)).sum().item()
 
 
-def test_operands_of_several_devices():
-    assert "same device" in refused(two_devices, "cpu")
+def test_operands_on_different_devices_are_an_error():
+    assert "same device" in device_error(two_devices, "cpu")
     with pytest.raises(AssertionError, match="cuda:1"):
         on_device(two_devices, "cuda:1", devices=2)
     assert on_device(two_devices, "cuda:0") == 8
 
 
-def a_gradient():
+def compute_gradient():
     x = torch.arange(4.0, device="cuda", requires_grad=True)
     (x * x).sum().backward()
     assert x.grad.device == x.device
@@ -33,7 +33,7 @@ def a_gradient():
 
 
 def test_numbers_are_real_and_gradients_on_the_device():
-    assert on_device(a_gradient).tolist() == [0, 2, 4, 6]
+    assert on_device(compute_gradient).tolist() == [0, 2, 4, 6]
 
 
 def side_stream(waits: bool, back: bool):
@@ -52,12 +52,12 @@ def side_stream(waits: bool, back: bool):
     return z.sum().item()
 
 
-def test_a_stream_that_waits_for_no_other():
-    message = refused(side_stream, False, True)
+def test_missing_stream_wait_is_reported_as_a_race():
+    message = device_error(side_stream, False, True)
     assert "CUDA stream race" in message and "aten::zero_" in message and "side_stream" in message, (
         "both places are named"
     )
-    assert "CUDA stream race" in refused(side_stream, True, False)
+    assert "CUDA stream race" in device_error(side_stream, True, False)
     assert on_device(side_stream, True, True) == 2000
 
 
@@ -81,12 +81,12 @@ def fused_adam(device: str):
     return tables[0][0].tolist()
 
 
-def test_a_fused_optimizer_takes_no_numbers_from_the_host():
-    assert "_fused_adamw_ gets a CPU tensor" in refused(fused_adam, "cpu")
+def test_fused_optimizer_reads_no_host_scalars():
+    assert "_fused_adamw_ gets a CPU tensor" in device_error(fused_adam, "cpu")
     assert on_device(fused_adam, "cuda")
 
 
-def freed(recorded: bool):
+def free_memory(recorded: bool):
     check_races()
     x, side = torch.ones(1000, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -101,9 +101,9 @@ def freed(recorded: bool):
     return y.sum().item()
 
 
-def test_memory_freed_while_another_stream_reads_it():
-    assert "without record_stream" in refused(freed, False)
-    assert on_device(freed, True) == 2000
+def test_free_without_record_stream_is_reported():
+    assert "without record_stream" in device_error(free_memory, False)
+    assert on_device(free_memory, True) == 2000
 
 
 def pinned(waits: bool):
@@ -116,7 +116,7 @@ def pinned(waits: bool):
     return host.tolist()
 
 
-def test_a_copy_to_pinned_memory_arrives_when_it_is_waited_for():
+def test_copy_to_pinned_memory_completes_at_the_wait():
     assert on_device(pinned, True) == [1, 1, 1] and on_device(pinned, False) != [1, 1, 1]
 
 
@@ -151,7 +151,7 @@ def waits():
     return [(what, line) for (what, line), count in ledger.waits.items() for _ in range(count)]
 
 
-def test_what_the_host_waits_for():
+def test_host_waits_are_counted_by_line():
     found = on_device(waits)
     assert all("test_emulation.py" in line for _, line in found)
     by_line = [line for _, line in found]
@@ -168,7 +168,7 @@ def wait_when_refused():
         return str(error)
 
 
-def test_the_debug_mode_of_synchronization():
+def test_sync_debug_mode():
     assert "synchronizing" in on_device(wait_when_refused)
 
 
@@ -188,7 +188,7 @@ def memory():
     )
 
 
-def test_memory_at_its_peak_by_line():
+def test_peak_memory_by_line():
     peak, lines, now, highest = on_device(memory)
     assert (peak, lines) == (8192, [4096, 4096]) and now == 4096 and highest >= peak
 
@@ -205,7 +205,7 @@ def random_states():
     return same, torch.equal(a.cpu(), b.cpu()), torch.equal(before, torch.random.get_rng_state())
 
 
-def test_every_device_draws_from_its_own_state():
+def test_every_device_has_its_own_random_state():
     assert on_device(random_states, devices=2) == (True, True, True)
 
 
@@ -270,8 +270,8 @@ def capture(how: str):
         "freed",
     ],
 )
-def test_what_a_capture_refuses(how):
-    message = refused(capture, how)
+def test_operations_not_permitted_during_capture(how):
+    message = device_error(capture, how)
     expected = {"generator": "not registered", "read": "no replay has filled", "freed": "have been freed"}.get(
         how, "not permitted when stream is capturing"
     )
@@ -296,12 +296,12 @@ def capture_next_to_a_thread(mode: str):
     return found[0]
 
 
-def test_what_a_capture_refuses_of_other_threads():
+def test_capture_rejects_operations_of_other_threads():
     assert on_device(capture_next_to_a_thread, "thread_local") == 3
     assert "not permitted when stream is capturing" in on_device(capture_next_to_a_thread, "global")
 
 
-def test_a_capture_takes_a_generator_that_it_knows():
+def test_capture_accepts_a_registered_generator():
     on_device(capture, "a registered generator")
 
 
@@ -315,7 +315,7 @@ def exchange(rank: int, world_size: int):
     return x.tolist(), y.tolist(), x.device.index
 
 
-def test_ranks_with_a_device_each():
+def test_all_reduce_between_ranks_on_two_devices():
     assert on_device(exchange, ranks=2, devices=2) == [([1, 1], [0, 10], 0), ([1, 1], [1, 11], 1)]
 
 

@@ -1,4 +1,4 @@
-"""Training on emulated devices, with every access checked for its order, gives the numbers of one CPU process."""
+"""Training on emulated devices, with race checks, equals one CPU process."""
 
 import re
 from functools import cache
@@ -157,7 +157,7 @@ def on_ranks(rank: int, world_size: int, words: list[str]) -> TrainingTrace:
     return training_trace.train(parse_args(words, world_size), rank, ps, STEPS, device="cuda")
 
 
-def alone(words: list[str]) -> TrainingTrace:
+def train_alone(words: list[str]) -> TrainingTrace:
     return on_ranks(0, 1, words)
 
 
@@ -165,12 +165,12 @@ def alone(words: list[str]) -> TrainingTrace:
 def test_equal_to_one_cpu_process(name):
     _, _, flags, ranks = CASES[name]
     words = [*argv(name), *flags.split()]
-    outcome = on_device(alone, words) if ranks == 1 else on_device(on_ranks, words, ranks=ranks, devices=ranks)[0]
+    outcome = on_device(train_alone, words) if ranks == 1 else on_device(on_ranks, words, ranks=ranks, devices=ranks)[0]
     assert [str(difference) for difference in compare(one_process(tuple(argv(name))), outcome, FP32)] == []
 
 
 def small_presets() -> dict[str, list[str]]:
-    """Every preset, in a small form that keeps its features; of those that differ in nothing but numbers and the optimizer's sharding one."""
+    """Every preset in a small form with the same features; one of those that differ only in sizes and optimizer sharding."""
     found = {}
     for path in sorted(Path(model_zoo.__file__).parent.glob("*.yaml")):
         words = [*shrink(["--preset", path.stem], 1, 1).cases[0].argv]
@@ -179,14 +179,14 @@ def small_presets() -> dict[str, list[str]]:
     return dict(found.values())
 
 
-def one_after_the_other(argvs: list[list[str]]) -> list[TrainingTrace]:
-    return [alone(words) for words in argvs]
+def train_in_sequence(argvs: list[list[str]]) -> list[TrainingTrace]:
+    return [train_alone(words) for words in argvs]
 
 
-def test_presets():
+def test_small_presets_equal_one_cpu_process():
     presets = small_presets()
     assert len(presets) >= 16
-    outcomes = dict(zip(presets, on_device(one_after_the_other, [*presets.values()]), strict=True))
+    outcomes = dict(zip(presets, on_device(train_in_sequence, [*presets.values()]), strict=True))
     assert {
         name: differences
         for name, words in presets.items()

@@ -1,4 +1,4 @@
-"""Kernels that a layer launches for one microbatch, forward and backward: numbers that may only fall.
+"""Kernels that a layer launches for one microbatch, forward and backward: counts that may only decrease.
 
 Counted is what another layer adds, in bf16, in plain torch and with Triton: there by shapes alone, for Triton's interpreter takes milliseconds
 for each program (test_record_step.py holds that one against the other). A view launches nothing, a GEMM or a fused operator of torch one kernel.
@@ -81,8 +81,10 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     step.run_microbatches = watched
     args, ps = parse_args(argv, 1), ParallelState.single()
     if TRITON in flags:
-        record_step.without_numbers()
-        record_step.answer_reads(lambda ask, experts: uneven(record_step.even_counts(args, ps, len(ask()), experts)))
+        record_step.disable_computation()
+        record_step.replace_host_reads(
+            lambda ask, experts: uneven_routing(record_step.even_counts(args, ps, len(ask()), experts))
+        )
     run, state = training_trace.make_run(args, 0, ps, 2, device="cuda"), TrainState()
     for _ in range(2):
         step.train_step(run, state, MICROBATCHES)
@@ -90,8 +92,8 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     return ledgers[1].launches
 
 
-def uneven(rows: list[int]) -> list[int]:
-    """One row of the last expert is the first one's: offsets of an even routing would be computed on the device."""
+def uneven_routing(rows: list[int]) -> list[int]:
+    """Move one row from the last expert to the first: offsets of even routing would be computed on the device."""
     return [rows[0] + 1, *rows[1:-1], rows[-1] - 1]
 
 
@@ -111,7 +113,7 @@ def listing(added: dict[tuple[str, str], float]) -> str:
 
 
 @pytest.mark.parametrize("name", BUDGET)
-def test_kernels_of_a_layer(name):
+def test_kernel_count_of_a_layer(name):
     added = added_by_a_layer(name)
     assert sum(added.values()) <= BUDGET[name][-1], listing(added)
 

@@ -58,7 +58,7 @@ GROUPED = {
 }
 
 
-def wide(argv: list[str], device: str = "cpu") -> TrainingTrace:
+def train_fp64(argv: list[str], device: str = "cpu") -> TrainingTrace:
     """Train in fp64 where nothing is quantized."""
     args = parse_args(argv, 1)
     return training_trace.train(
@@ -70,18 +70,18 @@ def wide(argv: list[str], device: str = "cpu") -> TrainingTrace:
     )
 
 
-def wide_on_device(argvs: list[list[str]]) -> list[TrainingTrace]:
+def train_fp64_on_device(argvs: list[list[str]]) -> list[TrainingTrace]:
     check_races()
-    return [wide(argv, "cuda") for argv in argvs]
+    return [train_fp64(argv, "cuda") for argv in argvs]
 
 
-def test_recipes_in_fp64():
+def test_recipes_in_fp64_equal_cpu():
     argvs = [[*MODEL, *f"{flags} {FROZEN_WEIGHTS}".split()] for flags in ONE_RANK.values()]
-    found = on_device(wide_on_device, argvs)
+    found = on_device(train_fp64_on_device, argvs)
     assert {
         name: differences
         for name, argv, outcome in zip(ONE_RANK, argvs, found, strict=True)
-        if (differences := [str(difference) for difference in compare(wide(argv), outcome, FP32)])
+        if (differences := [str(difference) for difference in compare(train_fp64(argv), outcome, FP32)])
     } == {}
 
 
@@ -94,8 +94,8 @@ def cases_on_devices(rank: int, world_size: int, cases: list) -> list[TrainingTr
     return [train_case(rank, world_size, case, 0, "cuda") for case in cases]
 
 
-def test_recipes_on_ranks():
-    """As tests/verification/test_fp8.py proves them."""
+def test_recipes_on_ranks_equal_cpu():
+    """With the comparison of tests/verification/test_fp8.py."""
     cases = [make_fp8_case(f"{flags} --num-layers 1 --triton-kernels none") for flags in RANKS.values()]
     (found,) = run_ranks(references, 1, cases)
     assert {
@@ -107,7 +107,7 @@ def test_recipes_on_ranks():
     } == {}
 
 
-def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[TrainingTrace, dict[str, int]]:
+def train_with_native_gemms(argv: list[str], capability: tuple[int, int]) -> tuple[TrainingTrace, dict[str, int]]:
     """Train on a device of this compute capability; also how often it was asked for its own GEMMs."""
     import emulation
 
@@ -120,21 +120,21 @@ def with_units(argv: list[str], capability: tuple[int, int]) -> tuple[TrainingTr
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_products_of_the_units(name):
+def test_native_scaled_gemms_equal_emulation(name):
     flags, capability = UNITS[name]
     argv = [*MODEL, *flags.split()]
     one = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
-    outcome, gemms = on_device(with_units, argv, capability)
+    outcome, gemms = on_device(train_with_native_gemms, argv, capability)
     assert gemms.keys() == {"aten::_scaled_mm_v2"} and min(gemms.values()) > PROBES, gemms
     assert [str(difference) for difference in compare(one, outcome, TURNED)] == []
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_experts_in_one_call_in_bf16(name):
+def test_native_grouped_gemms_equal_emulation(name):
     flags, capability = GROUPED[name]
     argv = [*MODEL, *f"{flags} {WIDE} --bf16".split()]
     one = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
-    outcome, gemms = on_device(with_units, argv, capability)
+    outcome, gemms = on_device(train_with_native_gemms, argv, capability)
     assert gemms.keys() == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"} and min(gemms.values()) > PROBES, (
         gemms
     )

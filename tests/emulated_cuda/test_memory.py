@@ -39,7 +39,7 @@ def recorded(words: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_counts_what_the_device_holds(name):
+def test_memory_plan_equals_allocator_count(name):
     words = [*RUN.split(), *CASES[name].split()]
     plan, found = (
         plan_of_flags([*words, "--world-size", str(WORLD), "--hardware", "h100"]).peak,
@@ -53,7 +53,7 @@ def test_the_plan_counts_what_the_device_holds(name):
     assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.12 * found["peak"]
 
 
-def test_the_plan_counts_what_the_delta_rule_keeps():
+def test_memory_plan_of_the_delta_rule():
     """Our Triton kernels keep no state, plain torch one for each segment but the first."""
     pytest.importorskip("triton")
     words = (
@@ -84,7 +84,7 @@ def states_with(argv: list[str], once: bool) -> int:
     return found[1]
 
 
-def test_the_plan_counts_weights_stored_in_fp8():
+def test_memory_plan_of_fp8_weights():
     argv = [
         *make_argv("plain"),
         *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(),

@@ -1,4 +1,4 @@
-"""Operations that CUDA computes by other operators than a CPU: same results, same gradients, what they keep for backward."""
+"""Operations that CUDA computes with other operators than a CPU: equal results, gradients, and tensors saved for backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -75,13 +75,13 @@ def router(x_TH, weight_EH):
     return _Gate.apply(x_TH, weight_EH, torch.float32)
 
 
-def choice(options: dict, logits_TE):
+def select_topk(options: dict, logits_TE):
     from moe_trainer.moe.topk import score_topk
 
     return score_topk(logits_TE * 2, 3, **options)
 
 
-def balance(score: str, sequences: bool, logits_TE):
+def balancing_gradient(score: str, sequences: bool, logits_TE):
     """The gradient of all losses, as it is attached."""
     from moe_trainer.moe.balancing import attach_gradient, balancing_losses
     from moe_trainer.parallel.state import ParallelState
@@ -157,11 +157,11 @@ CASES = {
     "norm, bf16 gain from one": (partial(norm, "bfloat16", True), NORMED),
     "weight gradient in fp32": (partial(weight_gradient, "float32"), ((ROWS, 3), (ROWS, WIDTH))),
     "logits in fp32": (router, ((ROWS, WIDTH), (4, WIDTH))),
-    "softmax of the chosen": (partial(choice, {}), ((ROWS, 8),)),
-    "softmax before the choice": (partial(choice, {"pre_softmax": True, "scaling_factor": 2.5}), ((ROWS, 8),)),
-    "shares of sigmoids": (partial(choice, {"score_function": "sigmoid", "scaling_factor": 2.5}), ((ROWS, 8),)),
-    "balancing by softmax": (partial(balance, "softmax", False), ((ROWS, 8),)),
-    "balancing by sigmoid, per sequence": (partial(balance, "sigmoid", True), ((ROWS, 8),)),
+    "softmax of the chosen": (partial(select_topk, {}), ((ROWS, 8),)),
+    "softmax before the choice": (partial(select_topk, {"pre_softmax": True, "scaling_factor": 2.5}), ((ROWS, 8),)),
+    "shares of sigmoids": (partial(select_topk, {"score_function": "sigmoid", "scaling_factor": 2.5}), ((ROWS, 8),)),
+    "balancing by softmax": (partial(balancing_gradient, "softmax", False), ((ROWS, 8),)),
+    "balancing by sigmoid, per sequence": (partial(balancing_gradient, "sigmoid", True), ((ROWS, 8),)),
     "permutation": (permuted, ((ROWS, WIDTH), (ROWS, 8))),
     "delta rule, one chunk": (partial(delta, 8), ((8, 2, 32), (8, 2, 2), (8, 2, 2), (32, 4))),
     "delta rule, segments": (partial(delta, 2), ((8, 2, 32), (8, 2, 2), (8, 2, 2), (32, 4))),
@@ -187,7 +187,7 @@ def compare(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_on_a_cpu(name, dtype):
+def test_cuda_operators_equal_cpu_operators(name, dtype):
     if "Triton" in name:
         pytest.importorskip("triton")
     on_device(compare, name, dtype)

@@ -1,4 +1,4 @@
-"""What a step launches by shapes alone is what it launches when it computes: every operator, with its tensors, line, layer and pass."""
+"""A step with shapes only launches the same operators as a computed one, with the same tensors, line, layer and pass."""
 
 from collections import Counter
 
@@ -42,21 +42,23 @@ RANKS = {
 }
 
 
-def recorded(argv: list[str], routed: list[list[int]] | None, world_size: int = 1) -> tuple[Counter, list[list[int]]]:
-    """How often each event happens, and what the host read of the routing."""
+def count_recorded(
+    argv: list[str], routed: list[list[int]] | None, world_size: int = 1
+) -> tuple[Counter, list[list[int]]]:
+    """Return the count of each event, and the routing counts that the host read."""
     from emulated_cuda.record_step import record
 
-    return counted(record(argv, 0, world_size, compute=routed is None, routed=routed))
+    return count_events(record(argv, 0, world_size, compute=routed is None, routed=routed))
 
 
-def computed_by_ranks(rank: int, world_size: int, argv: list[str]) -> tuple[Counter, list[list[int]]]:
-    """The same of a rank that has peers."""
+def count_on_ranks(rank: int, world_size: int, argv: list[str]) -> tuple[Counter, list[list[int]]]:
+    """Return the same for a rank with peers."""
     from emulated_cuda.record_step import record
 
-    return counted(record(argv, rank, world_size, compute=True, ps=create_groups(argv, rank, world_size)))
+    return count_events(record(argv, rank, world_size, compute=True, ps=create_groups(argv, rank, world_size)))
 
 
-def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
+def count_events(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
     # what is made in addition to the sums means nothing on any device, and has other sizes on each
     texts = [
         text.partition("|o,Long")[0] if text.startswith("aten::_embedding_bag") else text for text in found["texts"]
@@ -68,20 +70,20 @@ def counted(found: dict[str, list]) -> tuple[Counter, list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shapes_alone_launch_the_same(name):
+def test_shapes_only_step_launches_the_same_kernels(name):
     kind, flags = CASES[name]
     argv = [*make_argv(kind), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *flags.split()]
-    computed, routed = on_device(recorded, argv, None)
-    shaped, _ = on_device(recorded, argv, routed)
+    computed, routed = on_device(count_recorded, argv, None)
+    shaped, _ = on_device(count_recorded, argv, routed)
     assert sum(computed.values()) > (200 if name == "Triton" else 500)
     assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_rank_without_peers_launches_the_same(name):
+def test_rank_without_peers_launches_the_same_kernels(name):
     argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *RANKS[name].split()]
-    computed, routed = on_device(computed_by_ranks, argv, ranks=2, devices=2)[0]
-    shaped, _ = on_device(recorded, argv, routed, 2)
+    computed, routed = on_device(count_on_ranks, argv, ranks=2, devices=2)[0]
+    shaped, _ = on_device(count_recorded, argv, routed, 2)
     assert {line.split("|")[0] for _, line, *_ in shaped} & {"all_to_all", "all_gather", "send to rank 1"}
     assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
 
@@ -110,7 +112,7 @@ def test_operators_of_captured_parts(flags):
     """Forward and backward; nothing outside the passes belongs to a part."""
     launched, only = PARTS[flags]
     events, _ = on_device(
-        recorded, [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()], None
+        count_recorded, [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()], None
     )
     found = {}
     for _, _, line, _, _, action, part in events:

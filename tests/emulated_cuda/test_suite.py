@@ -23,8 +23,8 @@ def test_ranks_forked_behind_a_backward_pass():
 """
 
 
-def test_they_see_none_and_fork_as_ever(tmp_path):
-    """Autograd would have started a thread for each device, behind which no forked rank computes a gradient."""
+def test_cpu_tests_hide_devices_and_can_fork(tmp_path):
+    """With visible devices autograd starts a thread per device, after which forked ranks cannot compute gradients."""
     (tmp_path / "test_forks.py").write_text(TESTS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", tmp_path / "test_forks.py"],
@@ -36,7 +36,7 @@ def test_they_see_none_and_fork_as_ever(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_counting_a_step_of_any_flags():
+def test_count_step_runs_with_any_flags():
     flags = (
         "--preset mixtral_tiny --num-layers 2 --mock-data --micro-batch-size 1 --global-batch-size 2 --triton-kernels none "
         "--moe-token-dispatcher-type alltoall"
@@ -52,7 +52,7 @@ def test_counting_a_step_of_any_flags():
     )
 
 
-def test_a_script_of_ones_own_is_checked_for_races(tmp_path):
+def test_user_script_is_checked_for_races(tmp_path):
     script = tmp_path / "race.py"
     script.write_text(
         "import torch\nx = torch.ones(4, device='cuda')\ny = x @ torch.ones(4, 4, device='cuda')\n"
@@ -74,14 +74,14 @@ def test_a_script_of_ones_own_is_checked_for_races(tmp_path):
         ("EMULATED_CUDA_LIBRARY", "/proc/nowhere"),
     ],
 )
-def test_variables_with_odd_values(name, value):
+def test_invalid_environment_variables_are_rejected(name, value):
     done = subprocess.run(
         [sys.executable, "-c", "print('continues')"], env=environment(1) | {name: value}, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"{name}={value}: ")
 
 
-def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
+def test_truncated_library_is_recompiled(tmp_path):
     environment(1)
     content = build.library().read_bytes()
     for damaged in (b"junk", content[:-100], b"\x7fELF" + bytes(1000)):
@@ -98,7 +98,7 @@ def test_a_library_that_was_cut_off_is_compiled_again(tmp_path):
         ({"XDG_CACHE_HOME": "/proc/1/nowhere"}, "set XDG_CACHE_HOME to a folder that can be"),
     ],
 )
-def test_what_keeps_it_from_being_compiled(tmp_path, variables, message):
+def test_compilation_problems_are_explained(tmp_path, variables, message):
     environment(1)  # skips where it cannot be compiled at all
     done = subprocess.run(
         [sys.executable, HERE / "build.py"],

@@ -112,8 +112,8 @@ def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
         ("--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
     ],
 )
-def test_weight_gradients_of_experts_in_8_bits_wait(mapping, waiting):
-    """They stay the library's; linears, which do not, compute the same."""
+def test_fp8_expert_weight_gradients_are_deferred(mapping, waiting):
+    """Experts still use TransformerEngine; linears, which do not, give equal results."""
     one, other = (
         te_package.on_device(train_with, f"{mapping} {flags}", ranks=2, devices=2)[0]
         for flags in ("", f"{waiting} --on-missing-backend fallback")
@@ -159,8 +159,8 @@ def delayed_scaling(algorithm: str) -> list[tuple[list[float], list[float], list
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_delayed_scaling_of_the_library_is_ours(algorithm):
-    """With a microbatch in an iteration: its linears take over a scale for every microbatch."""
+def test_delayed_scaling_equals_transformer_engine(algorithm):
+    """With one microbatch per iteration, because the linears of the library update scales every microbatch."""
     steps = te_package.on_device(delayed_scaling, algorithm)
     assert len({tuple(theirs) for theirs, *_ in steps}) >= 3  # they move
     for theirs, ours, apart in steps:
@@ -187,7 +187,7 @@ def count_waits() -> dict[str, int]:
     return count(0, 1, f"{FP8} --num-layers {LAYERS_OF_WAITS}")
 
 
-def test_waits_are_those_of_the_local_layers():
+def test_host_waits_equal_the_local_layers():
     assert te_package.on_device(count_waits) == expected("", 1, MICROBATCHES)
 
 
@@ -207,12 +207,12 @@ def test_weights_are_cast_once_per_iteration():
         "--ckpt-format fsdp_dtensor"
     ],
 )
-def test_nothing_is_kept_of_weights_that_come_and_go(flags):
+def test_casts_of_temporary_weights_are_not_cached(flags):
     casts, weights, _ = te_package.on_device(count_casts, flags)
     assert casts == [4 * weights] * 3
 
 
-def test_the_record_is_what_the_sources_declare():
+def test_recorded_signatures_equal_the_sources():
     checkout = os.environ.get("TRANSFORMER_ENGINE_CHECKOUT")
     if not checkout:
         pytest.skip("TRANSFORMER_ENGINE_CHECKOUT names no git checkout of TransformerEngine")

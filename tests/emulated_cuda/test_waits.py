@@ -1,4 +1,4 @@
-"""What the host waits for in a training step, by source line: counts that may only fall."""
+"""Host waits in a training step, by source line: counts that may only decrease."""
 
 import pytest
 import torch
@@ -131,15 +131,15 @@ def test_experts_read_counts_on_the_device(biases):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0.02, atol=0.02)
 
 
-def test_sinkhorn_asks_seldom():
-    """In training, where it balances: once in eight rounds of each layer, where once every round of a layer waited (90 in all)."""
+def test_sinkhorn_reads_convergence_once_per_layer_pass():
+    """Sinkhorn balances in training and reads the convergence once in eight rounds of each layer."""
     found = on_device(alone, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0")
     asked = found.pop("train moe/sinkhorn.py")
     assert LAYERS * MICROBATCHES <= asked <= 2 * LAYERS * MICROBATCHES and found == expected("", 1, MICROBATCHES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process(name):
+def test_host_waits_on_one_process(name):
     flags, per_layer = CASES[name]
     assert on_device(alone, flags) == expected(flags, per_layer, MICROBATCHES)
 
@@ -160,8 +160,8 @@ ALL_GATHER = "--moe-token-dispatcher-type allgather"
         ("--moe-clone-hot-experts 1", 1),
     ],
 )
-def test_expert_parallel_ranks(flags, per_layer):
-    """Each of two ranks runs half of the microbatches. What gloo's collectives wait for is not the program's."""
+def test_host_waits_on_expert_parallel_ranks(flags, per_layer):
+    """Each of two ranks runs half of the microbatches. Waits inside gloo's collectives are not counted."""
     flags += " --expert-model-parallel-size 2"
     for found in on_device(count, flags, ranks=2, devices=2):
         found = {key: times for key, times in found.items() if "collectives" not in key}

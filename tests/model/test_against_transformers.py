@@ -127,7 +127,7 @@ def convert(state, groups=None):
     return out
 
 
-def check(hf_model, argv, groups=None, tied=False, biases=False):
+def compare_logits(hf_model, argv, groups=None, tied=False, biases=False):
     # norms and biases start at constants in transformers; random ones would show a swap
     generator = torch.Generator().manual_seed(7)
     for name, param in hf_model.named_parameters():
@@ -184,35 +184,35 @@ def check(hf_model, argv, groups=None, tied=False, biases=False):
         ),
     ],
 )
-def test_llama_rope_scalings(rope, argv):
+def test_llama_with_rope_scaling(rope, argv):
     hf = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**COMMON, num_key_value_heads=2, rope_parameters=rope, rms_norm_eps=1e-6)
     )
-    check(hf, LLAMA + UNTIED + GQA + argv, groups=2)
+    compare_logits(hf, LLAMA + UNTIED + GQA + argv, groups=2)
 
 
-def test_qwen2_has_qkv_bias_and_a_tied_head():
+def test_qwen2_qkv_bias_and_tied_embeddings():
     hf = transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**COMMON, num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-6)
     )
-    check(hf, LLAMA + GQA + ["--add-qkv-bias"], groups=2, tied=True)
+    compare_logits(hf, LLAMA + GQA + ["--add-qkv-bias"], groups=2, tied=True)
 
 
-def test_qwen3_has_qk_norms_and_its_own_head_width():
+def test_qwen3_qk_norm_and_head_dim():
     hf = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=12, rms_norm_eps=1e-6)
     )
-    check(hf, LLAMA + UNTIED + GQA + ["--kv-channels", "12", "--qk-layernorm"], groups=2)
+    compare_logits(hf, LLAMA + UNTIED + GQA + ["--kv-channels", "12", "--qk-layernorm"], groups=2)
 
 
-def test_mistral_slides_its_window():
+def test_mistral_sliding_window():
     hf = transformers.MistralForCausalLM(
         transformers.MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=5, rms_norm_eps=1e-6)
     )
-    check(hf, LLAMA + UNTIED + GQA + ["--window-size", "4,0"], groups=2)
+    compare_logits(hf, LLAMA + UNTIED + GQA + ["--window-size", "4,0"], groups=2)
 
 
-def test_nemotron_centres_its_norm_at_one_rotates_half_and_squares_relu():
+def test_nemotron_zero_centered_norm_partial_rope_squared_relu():
     hf = transformers.NemotronForCausalLM(
         transformers.NemotronConfig(
             **COMMON,
@@ -223,7 +223,7 @@ def test_nemotron_centres_its_norm_at_one_rotates_half_and_squares_relu():
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         )
     )
-    check(
+    compare_logits(
         hf,
         "--normalization LayerNorm --norm-epsilon 1e-5 --apply-layernorm-1p --squared-relu --kv-channels 8 "
         "--position-embedding-type rope --rotary-percent 0.5".split()
@@ -264,7 +264,7 @@ def test_deepseek_v3_latent_attention(q_lora_rank, yarn):
             rms_norm_eps=1e-6,
         )
     )
-    check(hf, LLAMA + UNTIED + LATENT + argv)
+    compare_logits(hf, LLAMA + UNTIED + LATENT + argv)
 
 
 MOE = ["--num-experts", "8", "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]
@@ -277,7 +277,9 @@ def test_mixtral():
         )
     )
     base = hf.config.rope_parameters["rope_theta"]
-    check(hf, LLAMA + UNTIED + GQA + MOE + ["--moe-router-topk", "2", "--rotary-base", f"{base:.0f}"], groups=2)
+    compare_logits(
+        hf, LLAMA + UNTIED + GQA + MOE + ["--moe-router-topk", "2", "--rotary-base", f"{base:.0f}"], groups=2
+    )
 
 
 @pytest.mark.parametrize("renormalised", [False, True])
@@ -294,7 +296,7 @@ def test_qwen2_moe_gates_its_shared_expert(renormalised):
             rms_norm_eps=1e-6,
         )
     )
-    check(
+    compare_logits(
         hf,
         LLAMA
         + UNTIED
@@ -315,7 +317,7 @@ def test_qwen2_moe_gates_its_shared_expert(renormalised):
     )
 
 
-def test_gpt_oss_has_sinks_windows_biases_and_clamped_gates():
+def test_gpt_oss_sinks_windows_biases_and_clamped_swiglu():
     hf = transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
             **COMMON,
@@ -339,7 +341,7 @@ def test_gpt_oss_has_sinks_windows_biases_and_clamped_gates():
     )
     argv = LLAMA + UNTIED + GQA + MOE
     argv.remove("--swiglu")
-    check(
+    compare_logits(
         hf,
         argv
         + (
@@ -373,7 +375,7 @@ def test_deepseek_v3_experts():
             rms_norm_eps=1e-6,
         )
     )
-    check(
+    compare_logits(
         hf,
         LLAMA
         + UNTIED
@@ -388,7 +390,7 @@ def test_deepseek_v3_experts():
 
 
 @pytest.mark.parametrize("rotation", [[], ["--no-dsa-indexer-rotate-activation"]])
-def test_deepseek_v32_attends_to_the_keys_that_its_indexers_choose(rotation):
+def test_deepseek_v32_sparse_attention_and_indexer(rotation):
     """Each query to 7 of up to 48 keys; theirs leaves the rotation out, which changes no product.
 
     With few heads many scores were exactly zero, all relus closed, and of equal scores theirs takes any.
@@ -410,7 +412,7 @@ def test_deepseek_v32_attends_to_the_keys_that_its_indexers_choose(rotation):
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
     )
-    check(
+    compare_logits(
         hf,
         LLAMA
         + UNTIED

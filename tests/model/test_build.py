@@ -46,7 +46,7 @@ def test_module_paths_are_the_global_names():
     assert "decoder.layers.1.mlp.router.expert_bias" in names and "decoder.layers.0.mlp.linear_fc1.weight" in names
 
 
-def test_values_depend_on_seed_and_name_only():
+def test_initial_values_depend_on_seed_and_name_only():
     deep, shallow = build("--seed", "5"), build("--seed", "5", "--num-layers", "4")
     ours, theirs = dict(deep.named_parameters()), dict(shallow.named_parameters())
     qkv = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -89,7 +89,7 @@ def test_bf16_parameters_are_the_rounded_fp32_ones_and_buffers_stay_fp32():
     torch.testing.assert_close(loss, run(wide), rtol=0.02, atol=0.02)
 
 
-def test_a_tied_head_has_one_parameter_that_both_ends_feed():
+def test_tied_output_layer_shares_the_embedding_gradient():
     model = build()
     assert "output_layer.weight" not in dict(model.named_parameters())
     weight = model.embedding.word_embeddings.weight
@@ -98,7 +98,7 @@ def test_a_tied_head_has_one_parameter_that_both_ends_feed():
     assert (weight.grad.abs().sum(1) > 0).all()  # the head reaches rows whose tokens never occur
 
 
-def test_learned_and_absent_positions():
+def test_learned_and_no_position_embeddings():
     learned, absent = build("--position-embedding-type", "learned_absolute"), build("--position-embedding-type", "none")
     assert learned.embedding.position_embeddings.weight.shape == (16, 32)
     assert absent.embedding.position_embeddings is None and absent.rotary is None
@@ -118,7 +118,7 @@ def test_fp32_residual_carries_fp32_between_bf16_layers():
     assert all(param.grad.dtype == torch.bfloat16 for param in model.parameters())
 
 
-def test_residual_after_the_norm():
+def test_residual_connection_post_layernorm():
     plain, after = build(), build("--apply-residual-connection-post-layernorm")
     layer = after.decoder.layers[0]
     x = torch.randn(16, 2, 32)
@@ -141,7 +141,7 @@ def test_dropout_is_reproducible_and_off_in_evaluation():
     assert torch.equal(run(model), run(model))
 
 
-def test_an_attention_mask_hides_what_it_marks():
+def test_attention_mask_hides_marked_positions():
     model = build().eval()
     tokens, positions = torch.arange(16).view(1, 16), torch.arange(16).view(1, 16)
     causal = ~torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
@@ -154,7 +154,7 @@ def test_an_attention_mask_hides_what_it_marks():
     assert torch.equal(masked[:, 8:], changed[:, 8:]) and not torch.equal(masked[:, :8], changed[:, :8])
 
 
-def test_weights_travel_by_name_between_dtypes():
+def test_weights_are_loaded_by_name_across_dtypes():
     source, target = build(*MOE), build(*MOE, "--seed", "9", "--bf16")
     load_named_weights([target], dict(export_named_weights([source], ParallelState.single())), ParallelState.single())
     pairs = zip(
@@ -174,7 +174,7 @@ def test_expert_bias_is_optional_on_load():
     load_named_weights([model], weights, ParallelState.single())
 
 
-def test_a_misfit_lists_everything_and_copies_nothing():
+def test_mismatched_weights_are_all_listed_and_none_copied():
     model = build(*MOE)
     weights = {name: value.clone() for name, value in export_named_weights([model], ParallelState.single())}
     weights["decoder.final_layernorm.weight"] += 1

@@ -1,4 +1,4 @@
-"""Built for a schedule that computes weight gradients apart, a chunk puts all those GEMMs off, and nothing else."""
+"""With a schedule that computes weight gradients separately, a chunk defers those GEMMs and nothing else."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def backward(chunk):
 
 
 @pytest.mark.parametrize("kind", ["plain", "deepseek", "biases, tied head"])
-def test_products_wait_and_then_equal_autograds(kind):
+def test_deferred_weight_gradients_equal_autograd(kind):
     plain, chunk = build(kind), build(kind, "--pipeline-schedule", "zero-bubble")
     assert plain.weight_grads is None
     backward(plain)

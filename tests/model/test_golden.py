@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from model.test_mtp import collected
+from model.test_mtp import collect_losses
 from safetensors.torch import load_file
 
 import arguments
@@ -62,21 +62,21 @@ def test_gradients_of_the_first_step(case):
     assert not expected
 
 
-def test_mtp_loss_is_counted_and_reset(case):
+def test_mtp_loss_is_accumulated_and_reset(case):
     model, batch, folder = case
-    collected(model)
+    collect_losses(model)
     with torch.no_grad():
         model.train()(*batch(0), grad_scale=0.5)
         model(*batch(1), grad_scale=0.5)
-    metrics = collected(model)
+    metrics = collect_losses(model)
     step = json.loads((folder / "meta.json").read_text())["steps"][0]
     assert len(metrics) == len(step.get("mtp_losses", []))
     if metrics:
         assert metrics == {"mtp_1 loss": pytest.approx(step["mtp_losses"][0], rel=2e-6)}
-        assert collected(model) == {"mtp_1 loss": 0.0}
+        assert collect_losses(model) == {"mtp_1 loss": 0.0}
 
 
-def test_export_gives_back_what_was_loaded(case):
+def test_exported_weights_equal_the_loaded_ones(case):
     model, _, folder = case
     weights = load_file(folder / "init.safetensors")
     exported = dict(export_named_weights([model], ParallelState.single()))

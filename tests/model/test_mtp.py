@@ -22,8 +22,8 @@ def build(*argv):
     return model
 
 
-def collected(model):
-    """Mean losses of the depths since the last call."""
+def collect_losses(model):
+    """Return the mean losses of the depths since the last call."""
     metrics = mtp_metrics(get_mtp_sums([model]).tolist())
     reset_mtp_metrics([model])
     return metrics
@@ -35,7 +35,7 @@ def batch():
     return tokens[:, :-1], torch.arange(16).expand(2, 16), tokens[:, 1:], mask
 
 
-def explicit(model, tokens, positions, labels, mask, depths, layers, per_token):
+def explicit_losses(model, tokens, positions, labels, mask, depths, layers, per_token):
     """Main loss per token, list of masked MTP losses over valid tokens, their weights' normalisation."""
     rope = model.rotary.tables(16, tokens.device)
     x = model.embedding(tokens, positions)
@@ -67,12 +67,12 @@ def explicit(model, tokens, positions, labels, mask, depths, layers, per_token):
         (["--mtp-num-layers", "2", "--calculate-per-token-loss"], 2, False, True),
     ],
 )
-def test_depths(argv, depths, repeated, per_token):
+def test_mtp_depths_equal_the_plain_loop(argv, depths, repeated, per_token):
     model = build(*argv)
     data = batch()
     layers = [model.mtp.layers[0]] * depths if repeated else list(model.mtp.layers)
     assert len(model.mtp.layers) == (1 if repeated else depths)
-    main, total, means = explicit(model, *data, depths, layers, per_token)
+    main, total, means = explicit_losses(model, *data, depths, layers, per_token)
     (main.sum() + 0.25 * total).backward()
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
@@ -81,7 +81,7 @@ def test_depths(argv, depths, repeated, per_token):
     loss.sum().backward()
     for name, param in model.named_parameters():
         assert (param.grad - expected[name]).norm() < 1e-5 * expected[name].norm(), name
-    metrics = collected(model)
+    metrics = collect_losses(model)
     assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
 
 
@@ -104,7 +104,7 @@ def test_depths(argv, depths, repeated, per_token):
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
-def test_detached_heads_teach_the_main_model_nothing(argv, masked):
+def test_detached_mtp_heads_give_the_main_model_no_gradient(argv, masked):
     full, detached = build(*argv), build(*argv, "--mtp-detach-heads")
     detached.load_state_dict(full.state_dict())
     tokens, positions, labels, mask = batch()
@@ -133,16 +133,16 @@ def test_metrics_average_microbatches_and_skip_evaluation():
     model = build("--mtp-num-layers", "1")
     with torch.no_grad():
         model.eval()(*batch())
-        assert collected(model) == {"mtp_1 loss": 0.0}
+        assert collect_losses(model) == {"mtp_1 loss": 0.0}
         model.train()
         single = []
         for data in (batch(), batch()):
             model(*data)
-            single.append(collected(model)["mtp_1 loss"])
+            single.append(collect_losses(model)["mtp_1 loss"])
             last = data
         model(*last)
         model(*last)
-    assert collected(model)["mtp_1 loss"] == pytest.approx(single[1], rel=1e-6)
+    assert collect_losses(model)["mtp_1 loss"] == pytest.approx(single[1], rel=1e-6)
 
 
 def test_a_fully_masked_microbatch_adds_no_gradient():

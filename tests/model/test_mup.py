@@ -1,4 +1,4 @@
-"""muP in the model: initial deviations by Megatron-LM's formulas; multipliers equal those taken into the weights of a model without them."""
+"""muP in the model: initial deviations by Megatron-LM's formulas; multipliers equal scaled weights of a model without them."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_standard_deviations(mup, width):
         assert params[f"{name}.weight"].std().item() == pytest.approx(std, rel=0.1), name
 
 
-def test_the_output_layer_is_drawn_like_an_embedding():
+def test_output_layer_is_initialized_like_an_embedding():
     more = [*UNTIED, "--embedding-init-method-std", "0.5"]
     assert build(*MUP, *more).output_layer.weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert build(*more).output_layer.weight.std().item() == pytest.approx(0.1, rel=0.05)
@@ -74,7 +74,7 @@ def test_the_output_layer_is_drawn_like_an_embedding():
     [[], UNTIED, [*UNTIED, "--mtp-num-layers", "1", "--position-embedding-type", "rope"]],
     ids=["tied, learned positions", "own head", "MTP"],
 )
-def test_multipliers_equal_weights_that_hold_them(more):
+def test_multipliers_equal_scaled_weights(more):
     scaled = build(*MUP, *more, "--mup-embedding-mult", "3", "--mup-output-mult", "0.7", "--mup-base-head-dim", "8")
     # scores are multiplied by root(8)/16 in the one, by 1/4 in the other
     embedding, head, query = 3.0, 0.7, math.sqrt(8) / 16 * 4

@@ -122,7 +122,7 @@ def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def test_stored_parts_of_fused_weights_have_the_names_of_their_rows():
+def test_part_names_and_sizes_of_fused_weights():
     (ours,) = build_chunks(arguments.parse_args(ARGV, world_size=1), ParallelState.single(), VOCAB, device="meta")
     layer = ours.decoder.layers[0].self_attention
     keys, values = KEYS * KEY_DIM, VALUES * VALUE_DIM
@@ -138,7 +138,7 @@ def test_stored_parts_of_fused_weights_have_the_names_of_their_rows():
     assert info.part_sizes == (keys, keys, values)
 
 
-def test_logits_loss_and_gradients_are_those_of_transformers():
+def test_logits_loss_and_gradients_equal_transformers():
     theirs = hf_model()
     args = arguments.parse_args(ARGV, world_size=1)
     (ours,) = build_chunks(args, ParallelState.single(), VOCAB)

@@ -102,7 +102,7 @@ def _states(rank, n, mappings):
 
 
 def _gather(rank, n, mappings):
-    """Of every mapping what this rank gets: parameters, three times their values, parameters and buffers."""
+    """Return the weights this rank exports under every mapping: parameters, tripled parameters, parameters and buffers."""
     found = []
     for mapping, ps in _states(rank, n, mappings):
         chunks = make(ps, mapping.get("vpp", 1))
@@ -115,7 +115,7 @@ def _gather(rank, n, mappings):
 
 
 def _load(rank, n, mappings, weights):
-    """Load into zeroed models; returns whether each then is the filled one."""
+    """Load into zeroed models; return whether each equals the filled one."""
     same = []
     for mapping, ps in _states(rank, n, mappings):
         target, expected = (make(ps, mapping.get("vpp", 1), fill) for fill in (False, True))
@@ -159,7 +159,7 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize("n", MAPPINGS)
-def test_every_mapping_gives_rank_0_the_model_of_one_process(n):
+def test_export_under_every_mapping_equals_one_process(n):
     chunk = make(ParallelState.single())[0]
     expected = {name: value for name, value in export_named_weights([chunk], ParallelState.single())}
     assert all(torch.equal(value, full_tensor(name, value.shape)) for name, value in expected.items())
@@ -176,14 +176,14 @@ def test_every_mapping_gives_rank_0_the_model_of_one_process(n):
 
 
 @pytest.mark.parametrize("n", MAPPINGS)
-def test_every_mapping_loads_the_model_of_one_process(n):
+def test_every_mapping_loads_weights_of_one_process(n):
     chunk = make(ParallelState.single())[0]
     weights = {name: value.clone() for name, value in export_named_weights([chunk], ParallelState.single())}
     for same in run_ranks(_load, n, MAPPINGS[n], weights):
         assert same == [True] * len(MAPPINGS[n])
 
 
-def _misfits(rank, n, weights):
+def _load_mismatched(rank, n, weights):
     ps = ParallelState.create(n, rank, tp=2, pp=2)
     messages = []
     for strict in (True, False):
@@ -195,13 +195,13 @@ def _misfits(rank, n, weights):
     return messages
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_alike():
+def test_mismatched_weights_are_rejected_on_every_rank():
     chunk = make(ParallelState.single())[0]
     weights = dict(export_named_weights([chunk], ParallelState.single()))
     del weights["decoder.layers.3.local_experts.2.linear_fc2.weight"]
     weights["decoder.layers.0.linear_fc1.weight"] = torch.zeros(FFN, HIDDEN)  # one rank's piece, not the whole
     weights["decoder.layers.9.norm.weight"] = torch.zeros(1)
-    results = run_ranks(_misfits, 4, weights)
+    results = run_ranks(_load_mismatched, 4, weights)
     assert all(result == results[0] for result in results)
     strict, lenient = results[0]
     for words in (
@@ -215,20 +215,20 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
     assert "missing" not in lenient and "unexpected" not in lenient and "given [12, 8]" in lenient
 
 
-def test_parts_of_a_gated_layer_are_cut_each_by_itself():
+def test_gate_and_up_projection_are_sharded_separately():
     full = torch.arange(12.0).reshape(12, 1)
     infos = [ParamInfo(("x",), sharded_dim=0, shard_rank=rank, shard_count=3, parts=2) for rank in range(3)]
     assert take_local_shard(full, infos[1]).flatten().tolist() == [2, 3, 8, 9]
     assert torch.equal(join_shards([take_local_shard(full, info) for info in infos], infos[0]), full)
 
 
-def _bf16(rank, n):
+def _export_bf16(rank, n):
     ps = ParallelState.create(n, rank, tp=2, pp=2)
     return {name: value.clone() for name, value in export_named_weights(make(ps, dtype=torch.bfloat16), ps)}
 
 
-def test_every_tensor_keeps_its_dtype_on_the_way():
-    found = run_ranks(_bf16, 4)[0]
+def test_exported_tensors_keep_their_dtype():
+    found = run_ranks(_export_bf16, 4)[0]
     for name, value in found.items():
         assert value.dtype == (torch.float32 if "expert_bias" in name else torch.bfloat16)
         assert torch.equal(value, full_tensor(name, value.shape).to(value.dtype))

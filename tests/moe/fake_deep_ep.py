@@ -92,8 +92,8 @@ def exchange(tensors: list[torch.Tensor], group) -> list[torch.Tensor]:
     return list(out.split(arriving.tolist()))
 
 
-class Way:
-    """Which tokens went where: the meaning of both libraries' handles."""
+class Route:
+    """The routing of tokens to ranks: the content of both libraries' handles."""
 
     def __init__(self, idx_TK: torch.Tensor, num_experts: int, group):
         self.group, self.num_tokens, self.idx_TK = group, idx_TK.shape[0], idx_TK
@@ -117,8 +117,8 @@ class Way:
         return total
 
 
-def later(like: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
-    """Tensors that get the values of `like` when the event is waited for; until then they hold nonsense."""
+def deferred(like: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    """Return tensors that get the values of `like` when the event is waited for; before that they hold invalid values."""
     outs = [torch.full_like(t, torch.nan if t.is_floating_point() else -99) for t in like]
 
     def fill():
@@ -178,15 +178,15 @@ def make_v1(recorded: Signatures, prefix: str):
             assert bound["async_finish"] and bound["allocate_on_comm_stream"]
             if "handle" in bound:
                 assert not {"topk_idx", "topk_weights", "num_tokens_per_rank"} & set(bound)
-                (x,), event = later([bound["handle"].send(bound["x"])])
+                (x,), event = deferred([bound["handle"].send(bound["x"])])
                 return x, None, None, bound["handle"].counts, bound["handle"], event
             layout = [bound[f"num_tokens_per_{what}"] for what in ("rank", "rdma_rank", "expert")]
             assert layout == ["per rank", "per rdma rank", "per expert"]
             weights = bound["topk_weights"]
             assert weights.dtype == torch.float32 and weights.is_contiguous()
-            way = Way(bound["topk_idx"], bound["is_token_in_rank"][1], self.group)
+            way = Route(bound["topk_idx"], bound["is_token_in_rank"][1], self.group)
             received = way.send(weights).masked_fill(way.idx_NK < 0, 0.0)
-            (x, idx, received), event = later([way.send(bound["x"]), way.idx_NK, received])
+            (x, idx, received), event = deferred([way.send(bound["x"]), way.idx_NK, received])
             return x, idx, received, way.counts, way, event
 
         def combine(self, *args, **kwargs):
@@ -194,7 +194,7 @@ def make_v1(recorded: Signatures, prefix: str):
             assert bound["x"].is_contiguous() and isinstance(bound["previous_event"], Event) and bound["async_finish"]
             way, weights = bound["handle"], bound.get("topk_weights")
             assert weights is None or weights.dtype == torch.float32
-            (x, *combined), event = later([way.bring_back(t) for t in (bound["x"], weights) if t is not None])
+            (x, *combined), event = deferred([way.bring_back(t) for t in (bound["x"], weights) if t is not None])
             return x, combined[0] if combined else None, event
 
     return Buffer
@@ -224,13 +224,13 @@ def make_v2(recorded: Signatures, prefix: str):
                 handle = bound["handle"]
                 assert not {"topk_idx", "topk_weights"} & set(bound) and not bound.get("do_cpu_sync")
                 assert bound["num_experts"] == handle.num_experts and bound["num_sms"] > 0
-                (x,), event = later([handle.way.send(bound["x"])])
+                (x,), event = deferred([handle.way.send(bound["x"])])
                 return x, handle.way.idx_NK, None, handle, event
             assert (
                 bound["x"].shape[0] <= self.bound["num_max_tokens_per_rank"]
                 and bound["topk_weights"].dtype == torch.float32
             )
-            way = Way(bound["topk_idx"], bound["num_experts"], self.group)
+            way = Route(bound["topk_idx"], bound["num_experts"], self.group)
             handle = SimpleNamespace(
                 way=way,
                 num_experts=bound["num_experts"],
@@ -238,14 +238,14 @@ def make_v2(recorded: Signatures, prefix: str):
                 num_recv_tokens_per_expert_list=way.counts,
             )
             weights = way.send(bound["topk_weights"]).masked_fill(way.idx_NK < 0, torch.nan)
-            (x, idx, weights), event = later([way.send(bound["x"]), way.idx_NK, weights])
+            (x, idx, weights), event = deferred([way.send(bound["x"]), way.idx_NK, weights])
             return x, idx, weights, handle, event
 
         def combine(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.combine", args, kwargs)
             assert bound["previous_event"] == "event handle" and bound["async_with_compute_stream"]
             way, weights = bound["handle"].way, bound.get("topk_weights")
-            (x, *combined), event = later([way.bring_back(t) for t in (bound["x"], weights) if t is not None])
+            (x, *combined), event = deferred([way.bring_back(t) for t in (bound["x"], weights) if t is not None])
             return x, combined[0] if combined else None, event
 
     return ElasticBuffer
@@ -281,7 +281,7 @@ def make_hybrid(recorded: Signatures, prefix: str):
             assert len({int(size) for size in sizes}) == 1, "HybridEP hangs when ranks have different numbers of tokens"
             assert len(hidden) <= self.bound["max_num_of_tokens_per_rank"]
             numbers = torch.where(routing, torch.arange(routing.shape[1]), -1)
-            way = Way(numbers, routing.shape[1], self.group)
+            way = Route(numbers, routing.shape[1], self.group)
             assert way.num_local == self.bound["num_local_experts"] == bound["num_of_experts_per_rank"]
             mine = slice(way.rank * way.num_local, (way.rank + 1) * way.num_local)
             way.local, way.mine, way.num_columns = (

@@ -68,7 +68,7 @@ def by_name(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cut(full: torch.Tensor, info: ParamInfo) -> torch.Tensor:
-    """A rank's piece of one named tensor: its piece of every part, one after the other."""
+    """Return a rank's shard of a named tensor: its shard of every part, concatenated."""
     if info.shard_count == 1:
         return full
     parts = full.chunk(info.parts, info.sharded_dim)
@@ -78,7 +78,7 @@ def cut(full: torch.Tensor, info: ParamInfo) -> torch.Tensor:
 
 
 def join(pieces: list[torch.Tensor], info: ParamInfo) -> torch.Tensor:
-    """The full tensor of all ranks' pieces, in rank order."""
+    """Join the shards of all ranks, in rank order."""
     parts = zip(*(piece.chunk(info.parts, info.sharded_dim) for piece in pieces))
     return torch.cat([piece for part in parts for piece in part], info.sharded_dim)
 

@@ -23,7 +23,7 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_bias_moves_towards_balance_and_counts_start_again():
+def test_expert_bias_update_and_reset_of_counts():
     layer = build_layer(sections(**SIGMOID_BIAS))
     before = layer.router.expert_bias.clone()
     counts = torch.zeros(8)
@@ -35,7 +35,7 @@ def test_bias_moves_towards_balance_and_counts_start_again():
     assert layer.router.local_tokens_per_expert.eq(0).all()
 
 
-def test_bias_evens_out_the_load():
+def test_expert_bias_balances_the_load():
     layer = build_layer(sections(**dict(SIGMOID_BIAS, moe_router_bias_update_rate=0.02)))
     x = torch.randn(64, 4, 16, dtype=torch.float64) + 0.5
     loads = []
@@ -45,7 +45,7 @@ def test_bias_evens_out_the_load():
     assert loads[-1].std() < 0.2 * loads[0].std()
 
 
-def test_layers_without_bias_are_left_alone():
+def test_layers_without_expert_bias_are_unchanged():
     layer = build_layer(sections())
     update_expert_bias([Chunk(layer)], ParallelState.single())
     assert layer.router.expert_bias is None
@@ -61,7 +61,7 @@ def bias_of_rank(rank, world_size):
     return [layer.router.expert_bias for layer in layers]
 
 
-def test_bias_counts_all_ranks():
+def test_expert_bias_uses_counts_of_all_ranks():
     ranks = run_ranks(bias_of_rank, 2)
     layers = [build_layer(sections(**SIGMOID_BIAS), layer_number=n, seed=n) for n in (1, 2)]
     for layer in layers:
@@ -84,7 +84,7 @@ def global_loss_of_rank(rank, world_size):
     return layer.router.weight.grad, collect_metrics(args, [layer], MICROBATCHES, ps)
 
 
-def test_global_loss_over_ranks_by_definition():
+def test_global_aux_loss_over_ranks_equals_definition():
     """Counts: running mean over microbatches of the sums over ranks; tokens: of all ranks; each rank sums its own scores."""
     ranks = run_ranks(global_loss_of_rank, 2)
     args = sections(**GLOBAL, moe_z_loss_coeff=0.1, moe_expert_capacity_factor=0.5)
@@ -139,7 +139,7 @@ def aux_loss_of_rank(rank, world_size):
     return collect_metrics(args, [layer], 1, ps).losses
 
 
-def test_other_losses_are_the_mean_over_ranks():
+def test_local_aux_losses_are_averaged_over_ranks():
     ranks = run_ranks(aux_loss_of_rank, 2)
     assert ranks[0] == ranks[1]
     kinds = ["aux_loss", "seq_aux_loss"]
@@ -154,7 +154,7 @@ def test_other_losses_are_the_mean_over_ranks():
         assert abs(ranks[0][name] - expected) < 1e-6 * expected
 
 
-def test_new_iteration_forgets_the_counts():
+def test_new_iteration_resets_the_counts():
     args = sections(**GLOBAL)
     layer = build_layer(args)
     values = []
@@ -166,7 +166,7 @@ def test_new_iteration_forgets_the_counts():
     assert values[0] == values[1]
 
 
-def test_logged_names():
+def test_names_of_logged_losses():
     assert logged_losses(sections().moe) == ("load_balancing_loss",)
     assert logged_losses(sections(moe_router_load_balancing_type="none").moe) == ()
     assert logged_losses(sections(moe_router_load_balancing_type="seq_aux_loss", moe_z_loss_coeff=0.1).moe) == (

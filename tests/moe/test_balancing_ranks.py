@@ -56,7 +56,7 @@ def run_iteration(layer, inputs, scale=SCALE):
         (layer(x, scale) * 0.0).sum().backward()
 
 
-def _rank(rank, n, layout, cases, sequences, count):
+def _run_rank(rank, n, layout, cases, sequences, count):
     ps = layout.state(rank)
     results = []
     for changes in cases:
@@ -71,19 +71,19 @@ def _rank(rank, n, layout, cases, sequences, count):
     return results
 
 
-def outcomes(layout: Layout, cases: list[dict], sequences: int = 2, count: int = 2) -> list:
+def run_cases(layout: Layout, cases: list[dict], sequences: int = 2, count: int = 2) -> list:
     """Per case the router's gradient summed over all ranks, and the metrics that every rank agrees on."""
     found = []
-    for ranks in zip(*run_ranks(_rank, layout.n, layout, cases, sequences, count)):
+    for ranks in zip(*run_ranks(_run_rank, layout.n, layout, cases, sequences, count)):
         assert all(metrics == ranks[0][1] for _, metrics in ranks)
         found.append((total_grads([grads for grads, _ in ranks])["decoder.layers.0.mlp.router.weight"], ranks[0][1]))
     return found
 
 
 @functools.cache
-def data_ranks_only(dp: int, per_token: bool) -> list:
+def run_data_ranks(dp: int, per_token: bool) -> list:
     """The oracle, for every kind of loss: the same data ranks without any other dimension (one process for one of them)."""
-    return outcomes(Layout(dp), [dict(changes, calculate_per_token_loss=per_token) for changes in LOSSES.values()])
+    return run_cases(Layout(dp), [dict(changes, calculate_per_token_loss=per_token) for changes in LOSSES.values()])
 
 
 def assert_same(ours, expected):
@@ -96,10 +96,10 @@ def assert_same(ours, expected):
 
 
 @pytest.mark.parametrize("layout", MAPPINGS, ids=str)
-def test_M5047_auxiliary_losses_do_not_depend_on_tensor_and_context_ranks(layout):
+def test_M5047_aux_losses_are_independent_of_tp_and_cp(layout):
     """Megatron-LM issues 5047 and 7452: with tensor ranks the gradient of the auxiliary loss came out too large."""
     dp = layout.n // (layout.tp * layout.cp)
-    for ours, expected in zip(outcomes(layout, list(LOSSES.values())), data_ranks_only(dp, False), strict=True):
+    for ours, expected in zip(run_cases(layout, list(LOSSES.values())), run_data_ranks(dp, False), strict=True):
         assert_same(ours, expected)
 
 
@@ -108,7 +108,7 @@ def test_M1652_per_token_loss_with_context_ranks(layout):
     """Megatron-LM issue 1652: with --calculate-per-token-loss the scale of the auxiliary loss missed the context ranks."""
     cases = [dict(changes, calculate_per_token_loss=True) for changes in LOSSES.values()]
     for ours, expected, per_microbatch in zip(
-        outcomes(layout, cases), data_ranks_only(1, True), data_ranks_only(1, False), strict=True
+        run_cases(layout, cases), run_data_ranks(1, True), run_data_ranks(1, False), strict=True
     ):
         assert_same(ours, expected)
         # by definition: times the tokens of the microbatch
@@ -119,16 +119,16 @@ def test_M1652_per_token_loss_with_context_ranks(layout):
 def test_M3672_global_loss_over_data_ranks_and_accumulation(layout):
     """Megatron-LM issue 3672. Counts: running mean over the iteration's microbatches of sums over tp, cp and dp."""
     cases = [LOSSES["global"]]
-    assert_same(outcomes(layout, cases, count=3)[0], outcomes(Layout(2), cases, count=3)[0])
+    assert_same(run_cases(layout, cases, count=3)[0], run_cases(Layout(2), cases, count=3)[0])
 
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2, tp=2, sp=True), Layout(2, cp=2)], ids=str)
-def test_M5798_sequence_loss_does_not_depend_on_the_micro_batch_size(layout):
+def test_M5798_sequence_aux_loss_is_independent_of_micro_batch_size(layout):
     """Megatron-LM issue 5798. Four sequences at once, or in twos, or one by one: the same mean loss and gradient."""
     grads, values = [], []
     for sequences in (4, 2, 1):
         count = 4 // sequences
-        grad, metrics = outcomes(layout, [LOSSES["sequence"]], sequences, count)[0]
+        grad, metrics = run_cases(layout, [LOSSES["sequence"]], sequences, count)[0]
         grads.append(grad / count)
         values.append(metrics.losses["seq_load_balancing_loss"])
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
@@ -189,12 +189,12 @@ def test_torchtitan1689_stages_without_experts_join_the_collectives(n, moe_stage
     assert results[0].per_layer["load_balancing_loss"] == ([value, 0.0] if moe_stage == 0 else [0.0, value])
 
 
-def test_dense_models_exchange_nothing():
+def test_dense_models_run_no_metric_collectives():
     metrics = collect_moe_metrics([Chunk()], ParallelState.single(), 1, sections(num_experts=None).moe, 2)
     assert (metrics.losses, metrics.dropped_tokens) == ({}, 0)
 
 
-def test_what_is_partial_is_declared():
+def test_parameters_with_partial_gradients_are_declared():
     """The router sees a rank's own rows under tensor ranks, the shared expert's gate with sequence parallelism only."""
 
     def declared(rank, n, sp):
@@ -226,7 +226,7 @@ def _noise(rank, n, changes):
 
 
 @pytest.mark.parametrize("changes", [{"moe_input_jitter_eps": 0.1}, {"moe_router_force_load_balancing": True}])
-def test_rows_of_different_tensor_ranks_get_different_noise(changes):
+def test_tensor_ranks_draw_different_router_noise(changes):
     """And the global stream, which replicated tensors share, stays in step."""
     (first, after), (second, other) = run_ranks(_noise, 2, changes)
     assert not torch.equal(first, second) and torch.equal(after, other)

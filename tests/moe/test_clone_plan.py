@@ -7,7 +7,7 @@ import pytest
 from moe_trainer.moe.clone_plan import Clone, plan_clones, rank_loads
 
 
-def test_one_hot_expert_fills_the_other_ranks():
+def test_one_hot_expert_is_cloned_to_all_other_ranks():
     assert plan_clones([90, 2, 4, 4], 4, 1) == (Clone(1, 0, 0, 67, 23), Clone(2, 0, 0, 46, 21), Clone(3, 0, 0, 25, 21))
     assert rank_loads([90, 2, 4, 4], 4, plan_clones([90, 2, 4, 4], 4, 1)) == [25, 25, 25, 25]
 
@@ -30,7 +30,7 @@ def test_the_most_used_experts_are_cloned_into_the_tightest_fit():
     assert [(clone.rank, clone.expert, clone.num_tokens) for clone in clones] == [(2, 1, 3), (3, 0, 6)]
 
 
-def test_slots_limit_what_moves_and_the_largest_goes_first():
+def test_slots_limit_clones_and_largest_loads_come_first():
     counts = [30, 20, 0, 0]
     clones = plan_clones(counts, 2, 1)
     assert [(clone.expert, clone.num_tokens) for clone in clones] == [(0, 25)]
@@ -47,7 +47,7 @@ def test_experts_must_be_spread_evenly():
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_any_plan_covers_every_row_once_and_never_makes_a_rank_worse(seed):
+def test_plans_cover_rows_once_without_raising_the_maximum_load(seed):
     dice = random.Random(seed)
     ranks, local, slots = dice.choice((1, 2, 4, 8)), dice.randint(1, 4), dice.randint(0, 4)
     counts = [dice.choice((0, dice.randint(0, 9), dice.randint(0, 200))) for _ in range(ranks * local)]

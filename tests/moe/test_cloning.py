@@ -36,8 +36,8 @@ EXACT = {f"exact, top {topk}": {"moe_grouped_gemm": True, "moe_router_topk": top
 SKEW = {"hot": 3.0, "one": 50.0, "even": 0.0}  # how much the router likes the first experts
 
 
-def _row_by_row(x_RK, w_eNK, offsets_e, transposed):
-    """Products whose rows do not depend on how many there are; those of a matrix library do, in the last digits."""
+def _row_wise_gemm(x_RK, w_eNK, offsets_e, transposed):
+    """Grouped GEMM whose rows do not depend on the row count; in a BLAS library the last digits do."""
     out, start = [], 0
     for w_NK, stop in zip(w_eNK, offsets_e.tolist()):
         out += [((w_NK if transposed else w_NK.t()) * x_RK[row]).sum(1) for row in range(start, stop)]
@@ -54,16 +54,16 @@ def _relu_backward(h, p, grad_a):
     )
 
 
-ROW_BY_ROW = GroupedGemms(
-    lambda x, w, offsets: _row_by_row(x, w, offsets, True),
-    lambda x, w, offsets: _row_by_row(x, w, offsets, False),
+ROW_WISE = GroupedGemms(
+    lambda x, w, offsets: _row_wise_gemm(x, w, offsets, True),
+    lambda x, w, offsets: _row_wise_gemm(x, w, offsets, False),
     grouped_weight_grad,
 )
 PLAIN = ActivationFns(lambda h, p: h.relu() * p.unsqueeze(1), _relu_backward)
 
 
-def tilt(layer, skew):
-    """Make the router prefer the experts of the first rank; with the largest skew tokens go nowhere else."""
+def skew_router(layer, skew):
+    """Make the router prefer the experts of the first rank; with the largest skew all tokens go there."""
     with torch.no_grad():
         layer.router.weight[:, 0] = (
             torch.tensor([3.0, 1.5, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0], dtype=layer.router.weight.dtype) * skew
@@ -111,9 +111,9 @@ def _one_rank(rank, n, sizes, kind, skew, dispatcher, dtype, layout, slots, exac
             moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **(KINDS | EXACT)[kind], **changes
         )
         layer = build_shard(args, ps, dtype)
-        tilt(layer, SKEW[skew])
+        skew_router(layer, SKEW[skew])
         if exact:
-            layer.experts.gemms, layer.experts.activation_fns = ROW_BY_ROW, PLAIN
+            layer.experts.gemms, layer.experts.activation_fns = ROW_WISE, PLAIN
         found, planned = _passes(layer, ps, x, weight, 2)
         results.append((found, RankGrads.of(layer, ps)))
     return results, planned
@@ -146,7 +146,7 @@ def check(
     return [planned for _, planned in found]
 
 
-def test_loads_become_even():
+def test_cloning_balances_the_loads():
     for planned in check(4, {"ep": 4}, slots=4):
         assert planned and all(
             max(after) < max(before) and max(after) <= -(-sum(before) // 4) for before, after in planned
@@ -155,35 +155,35 @@ def test_loads_become_even():
 
 @pytest.mark.parametrize(("n", "ep"), [(2, 2), (4, 4)])
 @pytest.mark.parametrize("topk", [2, 5])
-def test_tokens_are_the_same_bit_for_bit(n, ep, topk):
-    """Outputs and input gradients, also where a token's experts have changed their places."""
+def test_cloning_gives_bitwise_equal_token_results(n, ep, topk):
+    """Outputs and input gradients, also if a token's experts have been cloned to other ranks."""
     for planned in check(n, {"ep": ep}, f"exact, top {topk}", dtype=torch.float32, tolerance=3e-6, exact=True):
         assert any(after != before for before, after in planned)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_on_two_ranks(kind):
+def test_cloning_of_every_layer_kind_on_two_ranks(kind):
     planned = check(2, {"ep": 2}, kind)
     assert kind == "every expert" or any(after != before for before, after in planned[0]), "something was cloned"
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2}], ids=str)
-def test_layouts_of_four_ranks(layout, dispatcher):
+def test_cloning_under_layouts_of_four_ranks(layout, dispatcher):
     check(4, layout, "biases", dispatcher=dispatcher)
 
 
 @pytest.mark.parametrize("skew", SKEW)
-def test_single_precision(skew):
+def test_cloning_in_single_precision(skew):
     check(4, {"ep": 4}, "top 4", skew, dtype=torch.float32, tolerance=3e-6)
 
 
 @pytest.mark.parametrize("sizes", [(12, 0, 5, 1), (0, 9, 0, 0), (0, 0, 0, 0)])
-def test_uneven_and_empty_ranks_and_experts_without_tokens(sizes):
+def test_cloning_with_empty_ranks_and_unused_experts(sizes):
     check(4, {"ep": 4}, sizes=sizes, skew="one", slots=1)
 
 
-def _alive(rank, n, keeps_anything):
+def _count_clone_bytes(rank, n, keeps_anything):
     """Bytes of clones between forward and backward, and how often their weights travel.
 
     keeps_anything: would what the experts save stay until backward? Not in a region that runs again.
@@ -191,7 +191,7 @@ def _alive(rank, n, keeps_anything):
     ps = ParallelState.create(n, rank, ep=2)
     args = sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, moe_clone_hot_experts=2)
     layer = build_shard(args, ps, torch.float64)
-    tilt(layer, SKEW["hot"])
+    skew_router(layer, SKEW["hot"])
     x = torch.randn(12, 1, HIDDEN, dtype=torch.float64)
     x[..., 0] = x[..., 0].abs() + 0.5
     x.requires_grad_()
@@ -233,13 +233,13 @@ def _alive(rank, n, keeps_anything):
 
 
 def test_clones_are_dropped_after_use():
-    found = run_ranks(_alive, 2, True)
+    found = run_ranks(_count_clone_bytes, 2, True)
     assert sum(number for *_, number in found) > 0
     for between, travelled, in_all, held, _ in found:
         assert between == 0 and held == 0, "no weights of clones are kept for backward"
         assert (travelled, in_all) == (1, 2), "they come for forward and again for backward"
 
 
-def test_where_nothing_is_kept_clones_come_once():
-    for _, travelled, in_all, held, _ in run_ranks(_alive, 2, False):
+def test_recomputed_layers_send_clones_only_once():
+    for _, travelled, in_all, held, _ in run_ranks(_count_clone_bytes, 2, False):
         assert (travelled, in_all, held) == (1, 1, 0)

@@ -40,7 +40,7 @@ RECOMPUTE = (
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", [Activation("silu", gated=True), Activation("gelu")])
-def test_values_after_the_rows_change_nothing(activation, biases):
+def test_values_in_unused_rows_have_no_effect(activation, biases):
     generator, counts, rows = torch.Generator().manual_seed(1), [3, 0, 4], 12
     width = 16 if activation.gated else 8
     w1, w2 = torch.randn(3, width, 4, generator=generator), torch.randn(3, 4, 8, generator=generator)
@@ -68,13 +68,13 @@ def test_values_after_the_rows_change_nothing(activation, biases):
         torch.testing.assert_close(other, one, rtol=1e-6 if biases else 0.0, atol=1e-6 if biases else 0.0)
 
 
-def test_counts_on_the_device_are_for_grouped_products():
+def test_device_counts_require_grouped_gemm():
     x, w1, w2 = torch.zeros(4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
     with pytest.raises(ValueError, match="need a grouped GEMM"):
         expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), allow_grouped=False)
 
 
-class Onlooker:
+class Observer:
     """An observer of an iteration."""
 
     def attach(self) -> None:
@@ -84,7 +84,7 @@ class Onlooker:
 
 
 def watch_reads(reads: Counter) -> None:
-    """Count, by the calling file, what of moe_trainer/moe reads numbers of tensors: a wait, if they were on a device."""
+    """Count the reads of tensor values in moe_trainer/moe by file: each would be a host wait on a device."""
 
     def counted(read):
         def asked(tensor, *rest):
@@ -135,7 +135,7 @@ def train(
                 0.1 if state.iteration == 1 else 3.0
             )  # what was enough for one iteration may be too little for the next
         if watched:
-            rest = (*rest, Onlooker())
+            rest = (*rest, Observer())
         before, passes = Counter(reads), found["passes"]
         result = train_step(run, state, *rest)
         found["reads"], found["passes"] = reads - before, found["passes"] - passes
@@ -198,7 +198,7 @@ def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recompute):
+def test_device_counts_give_the_results_of_all_to_all(recompute):
     dropout = f"--hidden-dropout 0.1 {recompute}"
     plain = run_ranks(train, 2, dropout)[0]
     ours = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {dropout}")
@@ -217,7 +217,7 @@ def test_counts_stay_on_the_device_and_numbers_are_those_of_the_all_to_all(recom
         (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
     ],
 )
-def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
+def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
     """It is repeated with space for all rows: the same numbers to the last bit as with space from the start (experts with biases: to rounding)."""
     argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
     enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
@@ -233,7 +233,7 @@ def test_an_iteration_that_lost_rows_has_not_happened(ranks, flags, small):
     assert not any(result["grown"] for result in results), "one line is enough"
 
 
-def test_the_factor_that_is_named_is_enough():
+def test_capacity_factor_named_in_the_log_suffices():
     tight = f"{FLEX} --moe-expert-rank-capacity-factor 0.3"
     results = run_ranks(train, 2, tight)
     assert results[0]["attempts"][:2] == [False, True]
@@ -250,7 +250,7 @@ def test_the_factor_that_is_named_is_enough():
 
 
 @pytest.mark.parametrize("flags", [*RECOMPUTE, PAD])
-def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
+def test_host_reads_counts_only_in_evaluation(flags):
     """An evaluation's flags are not read. Waits are counted on devices, too (tests/emulated_cuda/test_deep_ep.py)."""
     for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"):
         assert result["counts"] == {torch.Tensor} and result["evaluated"] == {list}
@@ -262,20 +262,20 @@ def test_with_a_budget_no_layer_waits_in_training_and_evaluations_ask(flags):
 @pytest.mark.parametrize(
     ("ranks", "flags", "asked"), [(2, FUSED, 0), (2, "", 3), (4, "--pipeline-model-parallel-size 2", 3)]
 )
-def test_ranks_check_for_lost_rows_where_there_can_be_any(ranks, flags, asked):
+def test_lost_rows_are_checked_only_if_possible(ranks, flags, asked):
     """All ranks alike: the first of two stages has no MoE layer."""
     assert [
         result["asked"] for result in run_ranks(train, ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")
     ] == [asked] * ranks
 
 
-def test_what_is_recorded_has_all_its_rows():
-    """Rows behind the last one are undefined where the counts are on the device, and would be written down."""
+def test_step_records_use_host_counts():
+    """With counts on the device, rows after the last one are undefined and would be recorded."""
     for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3", (), "deepseek", True):
         assert result["counts"] == {list}
 
 
-def test_flags_are_of_one_scope():
+def test_device_counts_are_enabled_only_within_the_context():
     receive = ReceiveBudget("layer", 1.0, 2)
     receive.allows_device_counts = True
     chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": receive})]})()
@@ -300,7 +300,7 @@ def test_flags_are_of_one_scope():
         ({"moe_permute_fusion_into_hybridep": True}, "fused combine"),
     ],
 )
-def test_why_the_host_waits_is_logged_once(caplog, changes, because):
+def test_reason_for_host_wait_is_logged_once(caplog, changes, because):
     args = sections(**{"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5, **changes})
     layers = [build_shard(args, ParallelState.single(), torch.float32) for _ in range(2)]
     dispatcher = HybridEPDispatcher(ParallelState.single(), None, fused=args.moe.moe_permute_fusion_into_hybridep)

@@ -136,36 +136,36 @@ def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
     by_dispatcher = zip(*run_ranks(_one_rank, layout.n, layout, kind, tuple(DISPATCHERS), sizes, dtype), strict=True)
     for dispatcher, results in zip(DISPATCHERS, by_dispatcher, strict=True):
 
-        def labelled(what, dispatcher=dispatcher):
+        def prefixed(what, dispatcher=dispatcher):
             return lambda text: f"{dispatcher}, {what}: {text}"
 
         for (y, grad_x, _), (want_y, want_x) in zip(results, expected):
-            torch.testing.assert_close(y, want_y, atol=10 * tolerance, rtol=tolerance, msg=labelled("output"))
+            torch.testing.assert_close(y, want_y, atol=10 * tolerance, rtol=tolerance, msg=prefixed("output"))
             torch.testing.assert_close(
-                grad_x, want_x, atol=10 * tolerance, rtol=tolerance, msg=labelled("gradient of x")
+                grad_x, want_x, atol=10 * tolerance, rtol=tolerance, msg=prefixed("gradient of x")
             )
         totals = total_grads([named for _, _, named in results])
         assert totals.keys() == grads.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(totals[name], grad, atol=100 * tolerance, rtol=tolerance, msg=labelled(name))
+            torch.testing.assert_close(totals[name], grad, atol=100 * tolerance, rtol=tolerance, msg=prefixed(name))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_equal_one(kind):
+def test_dispatch_on_two_ranks_equals_one_process(kind):
     compare(Layout(2, ep=2), kind, EVEN)
 
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, EMPTY, ONE, NONE])
-def test_four_ranks_with_uneven_empty_and_no_tokens_equal_one(sizes):
+def test_four_ranks_with_uneven_or_no_tokens_equal_one_process(sizes):
     compare(Layout(4, ep=4), "plain", sizes)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid, bias, groups, shared", "padded"])
-def test_two_groups_of_two_equal_one(kind):
+def test_two_expert_groups_of_two_ranks_equal_one_process(kind):
     compare(Layout(4, ep=2), kind, EVEN)
 
 
-def test_single_precision():
+def test_dispatch_in_single_precision():
     compare(Layout(4, ep=4), "plain", UNEVEN, dtype=torch.float32, tolerance=2e-6)
 
 
@@ -192,12 +192,12 @@ FOLDED = (
 
 
 @pytest.mark.parametrize("layout", FOLDED, ids=str)
-def test_experts_folded_over_tensor_context_and_data_ranks_equal_one(layout):
+def test_experts_folded_over_tp_cp_and_dp_equal_one_process(layout):
     compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
 @pytest.mark.parametrize("layout", [Layout(8, tp=2, ep=4, etp=2, sp=True), Layout(8, tp=2, cp=2, ep=8)], ids=str)
-def test_eight_ranks_equal_one(layout):
+def test_eight_ranks_equal_one_process(layout):
     compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
@@ -215,14 +215,14 @@ def test_eight_ranks_equal_one(layout):
         "fine, four slices",
     ],
 )
-def test_kinds_with_expert_tensor_ranks_equal_one(kind):
+def test_every_layer_kind_with_etp_equals_one_process(kind):
     """The second bias of an expert is not cut: it must be added once, and its gradient be whole."""
     compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, EVEN)
 
 
 @pytest.mark.parametrize("sizes", [UNEVEN, EMPTY, ONE, NONE])
 @pytest.mark.parametrize("layout", [Layout(4, tp=2, ep=2, etp=2, sp=True), Layout(4, ep=1, etp=4)], ids=str)
-def test_uneven_empty_and_no_tokens_with_expert_tensor_ranks_equal_one(layout, sizes):
+def test_etp_with_uneven_or_no_tokens_equals_one_process(layout, sizes):
     compare(layout, "plain", sizes)
 
 
@@ -274,23 +274,23 @@ def _overlapped(rank, n, layout):
 
 
 @pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(2, tp=2, ep=2, sp=True), Layout(2, tp=2, ep=2)], ids=str)
-def test_shared_experts_run_while_rows_are_in_flight_and_change_no_bit(layout):
-    """In forward and in backward. The all-to-all is looked at from inside the shared experts."""
+def test_overlapped_shared_experts_give_bitwise_equal_results(layout):
+    """In forward and backward. The state of the all-to-all is checked inside the shared experts."""
     for in_flight in run_ranks(_overlapped, layout.n, layout):
         assert in_flight == [False, False, True, True]
 
 
-def _uneven(rank, n):
+def _run_indivisible_rows(rank, n):
     layer = build_layer(sections(), ParallelState.create(n, rank, tp=n))
     with pytest.raises(ValueError, match="5 rows do not divide evenly"):
         layer(torch.zeros(5, 1, HIDDEN, dtype=torch.float64))
 
 
-def test_rows_that_tensor_ranks_cannot_share():
-    run_ranks(_uneven, 2)
+def test_rows_not_divisible_by_tensor_ranks_are_rejected():
+    run_ranks(_run_indivisible_rows, 2)
 
 
-def test_experts_that_cannot_be_cut():
+def test_experts_not_divisible_by_expert_ranks_are_rejected():
     single = Group.single("any")
     for name, size in (("etp", 5), ("ep", 3)):
         ps = replace(ParallelState.single(), **{name: replace(single, ranks=tuple(range(size)), size=size)})
@@ -299,7 +299,7 @@ def test_experts_that_cannot_be_cut():
 
 
 def _rows(rank, n, dispatcher):
-    """What the experts of a rank get, when every value encodes where it comes from."""
+    """Return the rows that the experts of a rank receive; every value encodes its source."""
     ps = ParallelState.create(n, rank, ep=n)
     num_tokens = 3 + rank
     generator = torch.Generator().manual_seed(rank)
@@ -318,7 +318,7 @@ def _rows(rank, n, dispatcher):
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("n", [2, 3])
-def test_rows_come_by_expert_then_rank_then_token(n, dispatcher):
+def test_dispatched_rows_are_sorted_by_expert_rank_and_token(n, dispatcher):
     results = run_ranks(_rows, n, dispatcher)
     x, probs, routing = (torch.cat([result[part] for result in results]) for part in range(3))
     local = LocalDispatcher(Permutation()).dispatch(x, probs, routing)

@@ -49,16 +49,16 @@ def make_arguments(changes, sp=False):
     return args
 
 
-def _rank(rank, n, layout):
+def _collect_on_rank(rank, n, layout):
     ps = layout.state(rank)
     return [collect_loads(make_arguments(changes, layout.sp), ps, [ps.dp.rank]) for changes in KINDS.values()]
 
 
 @pytest.mark.parametrize("layout", MAPPINGS, ids=str)
-def test_loads_are_those_of_one_process(layout):
+def test_expert_loads_equal_one_process(layout):
     dp = layout.n // (layout.tp * layout.cp)
     expected = [collect_loads(make_arguments(changes), ParallelState.single(), range(dp)) for changes in KINDS.values()]
-    for every in run_ranks(_rank, layout.n, layout):
+    for every in run_ranks(_collect_on_rank, layout.n, layout):
         for tables, wanted in zip(every, expected, strict=True):
             for table, want in zip(tables, wanted, strict=True):
                 assert (
@@ -68,16 +68,16 @@ def test_loads_are_those_of_one_process(layout):
     assert expected[1][1][0, 10] > 0.0  # the bias has moved
 
 
-def _dropping(rank, n):
+def _collect_with_drops(rank, n):
     ps = ParallelState.create(n, rank, ep=n)
     args = make_arguments({"moe_expert_capacity_factor": 0.5})
     return collect_loads(args, ps, [ps.dp.rank])[0]
 
 
-def test_what_is_dropped_still_counts_as_load():
+def test_dropped_tokens_count_as_load():
     """Capacity is per rank and microbatch, so data ranks drop what one process drops of their microbatches."""
     expected = collect_loads(make_arguments({"moe_expert_capacity_factor": 0.5}), ParallelState.single(), range(2))[0]
-    for table in run_ranks(_dropping, 2):
+    for table in run_ranks(_collect_with_drops, 2):
         assert table[0, 8] == expected[0, 8] > 0
         assert torch.equal(table[0, :8], expected[0, :8]) and table[0, :8].sum() == 2 * 2 * S * 2 * 2
 
@@ -93,7 +93,7 @@ def _stage(rank, n):
     return collect_expert_loads([Chunk(*layers)], ps, 8, 2)
 
 
-def test_a_stage_without_experts_receives_the_loads_of_the_others():
+def test_stages_without_experts_receive_all_loads():
     first, second = run_ranks(_stage, 2)
     assert torch.equal(first, second)
     assert first[0].sum() == 0 and first[1, :8].sum() == S * 2 * 2 and first[1, 11] == 1.0
@@ -109,7 +109,7 @@ def test_evaluation_and_recomputation_do_not_count():
     assert layer.router.tokens_per_expert.sum() == 0
 
 
-def test_without_the_flag_nothing_is_counted():
+def test_loads_are_not_counted_without_the_flag():
     layer = build_shard(sections(), ParallelState.single())
     assert layer.router.tokens_per_expert is None
 
@@ -133,6 +133,6 @@ def _cloning(rank, n):
     )
 
 
-def test_what_clones_take_over_is_counted_once():
+def test_rows_of_clones_are_counted_once():
     (first, planned), (second, again) = run_ranks(_cloning, 2)
     assert first == second == planned == again > 0

@@ -45,19 +45,19 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layer_follows_the_equations(kind):
+def test_finermoe_layer_follows_the_equations(kind):
     compare(KINDS[kind])
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_single_precision_loop_and_grouped(grouped):
+def test_finermoe_in_single_precision(grouped):
     compare(fine(2, 4, 2, 2, moe_grouped_gemm=grouped, **SHARED, **ALL), dtype=torch.float32, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("grid", [ExpertGrid(2, 3, 4), ExpertGrid(4, 1, 5), ExpertGrid(1, 2, 6)])
 @pytest.mark.parametrize("each", [1, 3])
-def test_masks(grid, each):
-    """The marked experts of the winning groups: as two masks, the paper's way."""
+def test_selection_equals_two_masks(grid, each):
+    """The selected experts as the product of two masks, as in the paper."""
     logits = torch.randn(200, grid.num_experts, generator=torch.Generator().manual_seed(0))
     groups = logits.view(200, grid.slices * grid.candidates, grid.group_size)
     largest = torch.zeros_like(groups).scatter_(2, groups.topk(each, dim=2)[1], 1.0).view(200, -1).bool()
@@ -73,7 +73,7 @@ def test_first_of_equal_groups_wins():
     assert choose_slices(torch.zeros(1, 12), ExpertGrid(2, 3, 2), 4).sort()[0].tolist() == [[0, 1, 6, 7]]
 
 
-def test_sums_are_taken_in_fp32():
+def test_group_sums_are_computed_in_fp32():
     """Rounded to bf16, 259 and 259.5 are both 260, and the first would win."""
     logits = torch.tensor([[256.0, 1, 1, 1, 260, -0.5, 0, 0]], dtype=torch.bfloat16)
     assert choose_slices(logits, ExpertGrid(1, 2, 4), 1).tolist() == [[4]]
@@ -92,7 +92,7 @@ def test_one_slice_and_one_group_are_ordinary_top_k():
     torch.testing.assert_close(ordinary.router.loss_sums, special.router.loss_sums)
 
 
-def test_experts_that_are_slices_of_a_dense_network_add_up_to_it():
+def test_experts_sliced_from_a_dense_mlp_sum_to_it():
     """Every slice's group has all pieces of the width, all chosen with equal weights: the dense output over their number."""
     layer = build_layer(fine(4, 2, 1, 2, each=4))
     generator = torch.Generator().manual_seed(5)
@@ -110,14 +110,14 @@ def test_experts_that_are_slices_of_a_dense_network_add_up_to_it():
     torch.testing.assert_close(layer(x), dense / 8, atol=1e-12, rtol=1e-12)
 
 
-def test_slices_without_rows_are_zeros():
+def test_slices_without_rows_are_zero():
     permutation, routing = SlicedPermutation(2, 2), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]]).bool()
     _, _, routes = permutation.permute(torch.zeros(3, 4), torch.zeros(3, 4), routing)
     y = permutation.unpermute(torch.tensor([[1.0, 1], [2, 2], [4, 4], [8, 8]]), routes)  # experts 0, 1, 1, 3
     assert y.tolist() == [[3, 3, 0, 0], [0, 0, 0, 0], [4, 4, 8, 8]]
 
 
-def test_numbers_that_are_left_out():
+def test_defaults_of_omitted_finermoe_sizes():
     assert MoEArgs().finermoe is None
     assert MoEArgs(finermoe_output_granularity=4).finermoe == ExpertGrid(4, 4, 1)
     assert MoEArgs(finermoe_intermediate_granularity=3).finermoe == ExpertGrid(1, 1, 9)

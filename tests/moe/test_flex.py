@@ -39,7 +39,7 @@ def recorded(shared) -> dict:
     return json.loads((shared / "reference" / "deep_ep_api.json").read_text())
 
 
-def double(recorded: dict, version: str) -> tuple[ModuleType, Signatures]:
+def make_fake_deep_ep(recorded: dict, version: str) -> tuple[ModuleType, Signatures]:
     """A module that replaces deep_ep of this version."""
     source, name = VERSIONS[version]
     signatures = Signatures(recorded[source])
@@ -56,7 +56,7 @@ def double(recorded: dict, version: str) -> tuple[ModuleType, Signatures]:
 
 def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
     """Made by the chooser, as on a CUDA device where that version is installed."""
-    module, signatures = double(recorded, version)
+    module, signatures = make_fake_deep_ep(recorded, version)
     sys.modules["deep_ep"] = module
     backend = "hybridep" if version == "HybridEP" else "deepep"
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
@@ -90,7 +90,7 @@ def random_routing(rank, num_tokens, topk, which):
 
 
 def run_dispatcher(dispatcher, x, probs, routing, weight):
-    """What the experts of this rank get, what comes back, and the gradients."""
+    """Return the rows of this rank's experts, the combined rows, and the gradients."""
     x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
     sent = dispatcher.dispatch(x, probs, routing)
     assert sum(sent.tokens_per_expert_e) == len(sent.x_RH) == len(sent.probs_R)
@@ -101,7 +101,7 @@ def run_dispatcher(dispatcher, x, probs, routing, weight):
     return sent.x_RH.detach(), sent.probs_R.detach(), sent.tokens_per_expert_e, y.detach(), x.grad, probs.grad
 
 
-def _both(rank, n, recorded, version, cases, dtype):
+def _run_alltoall_and_flex(rank, n, recorded, version, cases, dtype):
     """For every case (top-k, kind of routing, tokens of every rank) what the all-to-all and flex give."""
     ps = ParallelState.create(n, rank, ep=n)
     results = []
@@ -120,7 +120,7 @@ def _both(rank, n, recorded, version, cases, dtype):
 
 
 def assert_same(n, recorded, version, cases, dtype=torch.float32, tolerance=1e-6, sums_exact=True):
-    for rank in run_ranks(_both, n, recorded, version, cases, dtype):
+    for rank in run_ranks(_run_alltoall_and_flex, n, recorded, version, cases, dtype):
         for (topk, *_), pair in zip(cases, rank, strict=True):
             assert_same_pair(*pair, tolerance, topk <= 2 and sums_exact)
 
@@ -142,19 +142,19 @@ def assert_same_pair(plain, flex, tolerance, sums_exact):
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_rows_bit_for_bit_and_sums_of_two_bit_for_bit(recorded, version, n):
+def test_flex_rows_equal_all_to_all_bitwise(recorded, version, n):
     """At top-k up to 2 the combined rows and all gradients too; beyond, within 1e-6: a token's results are added rank by rank."""
     assert_same(n, recorded, version, [(topk, "plain", (6,) * n) for topk in (1, 2, 4)])
 
 
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_ranks_and_experts_that_get_nothing_and_dropped_tokens(recorded, version):
+def test_flex_with_empty_ranks_and_dropped_tokens(recorded, version):
     kinds = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "no tokens")
     assert_same(2, recorded, version, [(2, kind, (6, 6)) for kind in kinds])
 
 
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_uneven_numbers_of_tokens(recorded, version):
+def test_flex_with_uneven_token_counts(recorded, version):
     """HybridEP needs equal numbers: its option fills up, or it would hang (modelscope/ms-swift issue 8393)."""
     assert_same(
         4,
@@ -165,7 +165,7 @@ def test_uneven_numbers_of_tokens(recorded, version):
 
 
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_half_precision_rows(recorded, version):
+def test_flex_in_half_precision(recorded, version):
     """Rows bit for bit; sums within a bf16 step: the local sum's kernel on CPU rounds ties away, an addition to even."""
     assert_same(2, recorded, version, [(2, "plain", (6, 6))], torch.bfloat16, 2.0**-6, False)
 
@@ -228,7 +228,7 @@ def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
                     assert same, name
 
 
-def _recomputed(rank, n, recorded, version):
+def _dispatch_with_recompute(rank, n, recorded, version):
     """Result and gradients of a dispatch that is recomputed and of one that is not; dispatches that read the counts on the host."""
     ps, activations, found = (
         ParallelState.create(n, rank, ep=n),
@@ -265,15 +265,15 @@ def _recomputed(rank, n, recorded, version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_second_pass_takes_the_way_of_the_first(recorded, version):
+def test_recomputed_dispatch_reuses_the_routing(recorded, version):
     """The host reads the counts once."""
     for (once, counts_read, *expected), (again, counts_read_again, *found) in run_ranks(
-        _recomputed, 2, recorded, version
+        _dispatch_with_recompute, 2, recorded, version
     ):
         assert (once, counts_read, again, counts_read_again) == (2, 1, 3, 1) and found == expected
 
 
-def test_backward_is_the_mirror_of_forward(recorded):
+def test_backward_calls_mirror_the_forward_calls(recorded):
     """One dispatch and one combine forward; backward the combine's dispatch along the same way, then the dispatch's combine."""
     [[(_, calls)], _] = run_ranks(_layers, 2, recorded, "DeepEP 1.0", [({"ep": 2}, {})])
     made = [name for name in calls if name in ("dispatch", "combine")]
@@ -288,7 +288,7 @@ def _uneven_without_padding(rank, n, recorded):
         flex.dispatch(torch.zeros(3 + rank, HIDDEN), probs, routing)
 
 
-def test_the_stand_in_notices_what_would_hang(recorded):
+def test_fake_deep_ep_detects_uneven_hybridep_inputs(recorded):
     run_ranks(_uneven_without_padding, 2, recorded)
 
 
@@ -303,7 +303,7 @@ def _constructed(rank, n, recorded, version, changes):
     )
 
 
-def test_flags_reach_the_libraries(recorded):
+def test_flags_are_passed_to_the_libraries(recorded):
     v1 = run_ranks(_constructed, 2, recorded, "DeepEP 1.0", {"moe_flex_dispatcher_num_sms": 12})[0]
     assert v1 == ({"num_nvl_bytes": 3 * 2 * HIDDEN * 2, "num_rdma_bytes": 0}, 12)
     v2 = run_ranks(_constructed, 2, recorded, "DeepEP 2", {"moe_flex_dispatcher_num_sms": 12})[0][0]
@@ -371,7 +371,7 @@ def test_cpu_ranks_use_the_all_to_all_and_log_it_once(without_deep_ep, caplog, b
 
 
 @pytest.mark.parametrize(("backend", "branch"), [("deepep", "DeepEP)"), ("hybridep", "DeepEP@hybrid-ep)")])
-def test_typed_on_a_cuda_machine_it_is_an_error_with_flag_package_and_install_line(without_deep_ep, backend, branch):
+def test_missing_deep_ep_on_cuda_gives_install_instructions(without_deep_ep, backend, branch):
     moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
     with pytest.raises(MissingBackendError) as error:
         build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
@@ -396,7 +396,7 @@ def test_typed_on_a_cuda_machine_it_is_an_error_with_flag_package_and_install_li
         (BackendPolicy("error", cuda=True), True),
     ],
 )
-def test_who_stops(without_deep_ep, backends, stops):
+def test_which_policies_require_deep_ep(without_deep_ep, backends, stops):
     moe = sections(**FLEX).moe
     if stops:
         with pytest.raises(MissingBackendError):
@@ -405,26 +405,26 @@ def test_who_stops(without_deep_ep, backends, stops):
         assert type(build_dispatcher(moe, TWO, BF16, backends)) is AllToAllDispatcher
 
 
-def test_a_package_without_the_hybrid_buffer(recorded, monkeypatch):
-    monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
+def test_deep_ep_without_hybrid_buffer_is_reported(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 1.0")[0])
     moe = sections(**FLEX, moe_flex_dispatcher_backend="hybridep").moe
     with pytest.raises(MissingBackendError, match="has no HybridEPBuffer"):
         build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
 
 
-def test_rows_the_library_cannot_carry(recorded, monkeypatch):
-    monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 1.0")[0])
+def test_fp32_rows_are_rejected_by_deep_ep(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 1.0")[0])
     with pytest.raises(ValueError, match="supports bf16 tokens only.*--bf16"):
         build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=torch.float32), BackendPolicy(cuda=True))
 
 
-def test_rows_of_a_width_that_version_2_has_no_kernels_for(recorded, monkeypatch):
-    monkeypatch.setitem(sys.modules, "deep_ep", double(recorded, "DeepEP 2")[0])
+def test_unsupported_row_width_of_deep_ep_2_is_rejected(recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 2")[0])
     with pytest.raises(ValueError, match="multiple of 256, this one is 2880"):
         build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), BackendPolicy(cuda=True))
 
 
-def test_one_expert_rank_has_nothing_to_send(without_deep_ep):
+def test_one_expert_rank_uses_the_local_dispatcher(without_deep_ep):
     made = build_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, BackendPolicy("error", TYPED, True))
     assert type(made) is LocalDispatcher
 
@@ -448,7 +448,7 @@ def _train_with(rank, n, recorded, version, argv):
     ],
 )
 @pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
-def test_full_models_train_like_one_process(recorded, version, how):
+def test_flex_training_equals_one_process(recorded, version, how):
     """Several layers share the buffer, whose size is that of the microbatch; gradients accumulate over microbatches.
 
     A layer that is recomputed dispatches twice what was routed once.
@@ -461,8 +461,8 @@ def test_full_models_train_like_one_process(recorded, version, how):
     assert not differences, "\n".join(map(str, differences[:8]))
 
 
-def test_choices_that_are_not_made_carry_no_weight():
-    """Tokens with fewer experts than K (dropped ones) end in -1; an exchange may multiply by what is there."""
+def test_unused_topk_slots_have_zero_weight():
+    """Slots of tokens with fewer than K experts are -1; an exchange may multiply by their weights."""
     routing_TV = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     probs_TV = (torch.arange(12.0).view(3, 4) + 1).requires_grad_()  # not zero where there is no route either
     idx_TK, weights_TK = deepep.dense_to_topk(probs_TV, routing_TV, 3)
@@ -472,7 +472,7 @@ def test_choices_that_are_not_made_carry_no_weight():
     assert torch.equal(probs_TV.grad, routing_TV.float())
 
 
-def test_a_weight_of_a_choice_that_was_not_made_is_not_looked_at():
+def test_weights_of_unused_topk_slots_are_ignored():
     weights_NK = torch.tensor([[2.0, float("nan")], [float("inf"), 7.0]], requires_grad=True)
     probs_NE, routing_NE = deepep.topk_to_dense(torch.tensor([[1, -1], [-1, -1]]), weights_NK, 3)
     assert routing_NE.tolist() == [[False, True, False], [False] * 3] and probs_NE.tolist() == [

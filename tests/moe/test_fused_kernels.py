@@ -24,7 +24,7 @@ CUDA = BackendPolicy(cuda=True)
 
 
 @pytest.fixture
-def transformer_engine(shared, monkeypatch):
+def fake_transformer_engine(shared, monkeypatch):
     """The recorded functions, computed by plain torch."""
     recorded = Signatures(json.loads((shared / "reference" / "te_api.json").read_text()))
     permutation, router = make_module(f"{PYTORCH}.permutation"), make_module(f"{PYTORCH}.router")
@@ -60,7 +60,7 @@ def transformer_engine(shared, monkeypatch):
 
 
 @pytest.fixture
-def without(monkeypatch):
+def without_te(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -80,7 +80,7 @@ def without(monkeypatch):
         {"moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.5},
     ],
 )
-def test_layers_with_fused_kernels_compute_the_same(transformer_engine, changes):
+def test_layers_with_fused_kernels_compute_the_same(fake_transformer_engine, changes):
     results = []
     for fused in (False, True):
         args = sections(moe_permute_fusion=fused, moe_router_fusion=fused, moe_aux_loss_coeff=0.1, **changes)
@@ -93,20 +93,20 @@ def test_layers_with_fused_kernels_compute_the_same(transformer_engine, changes)
         results.append([y, x.grad, *(param.grad for param in layer.parameters())])
     for plain, other in zip(*results, strict=True):
         assert torch.equal(plain, other)
-    called = {name.rsplit(".", 1)[-1] for name, _ in transformer_engine.calls}
+    called = {name.rsplit(".", 1)[-1] for name, _ in fake_transformer_engine.calls}
     assert called == {"moe_permute_with_probs", "moe_unpermute", "fused_topk_with_score_function"}
 
 
-def test_without_any_row_no_kernel_is_launched(transformer_engine):
+def test_no_kernel_is_launched_for_zero_rows(fake_transformer_engine):
     fused = FusedPermutation()
     x, probs = torch.zeros(3, HIDDEN, requires_grad=True), torch.zeros(3, 8, requires_grad=True)
     x_RH, probs_R, routes = fused.permute(x, probs, torch.zeros(3, 8, dtype=torch.bool))
     (fused.unpermute(x_RH, routes).sum() + probs_R.sum()).backward()
-    assert x_RH.shape == (0, HIDDEN) and x.grad.eq(0).all() and not transformer_engine.calls
+    assert x_RH.shape == (0, HIDDEN) and x.grad.eq(0).all() and not fake_transformer_engine.calls
 
 
 @pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
-def test_fallback_is_logged_or_refused(without, caplog, flag):
+def test_fallback_is_logged_or_refused(without_te, caplog, flag):
     moe, choose = (
         sections(**{flag: True}).moe,
         build_permutation if flag == "moe_permute_fusion" else select_fused_topk,
@@ -124,7 +124,7 @@ def test_fallback_is_logged_or_refused(without, caplog, flag):
 
 
 @pytest.mark.parametrize("flag", ["moe_permute_fusion", "moe_router_fusion"])
-def test_our_own_kernels_come_behind_the_flag_unless_they_are_named(transformer_engine, flag):
+def test_te_kernels_precede_own_kernels_unless_requested(fake_transformer_engine, flag):
     ours = Kernels(permutation=Permutation, fused_topk=print)
     moe, choose = (
         sections(**{flag: True}).moe,
@@ -136,12 +136,12 @@ def test_our_own_kernels_come_behind_the_flag_unless_they_are_named(transformer_
     assert type(choose(moe, replace(CUDA, typed=frozenset({"triton_kernels"})), ours)) is own
 
 
-def test_the_router_of_finermoe_has_no_kernel():
+def test_finermoe_router_has_no_fused_kernel():
     moe = MoEArgs(finermoe_output_granularity=4)
     assert moe.finermoe is not None and select_fused_topk(moe, CUDA, Kernels(fused_topk=print)) is None
 
 
-def test_an_older_package_without_the_kernel(transformer_engine):
+def test_older_te_without_the_kernel_falls_back(fake_transformer_engine):
     del sys.modules[f"{PYTORCH}.permutation"].moe_unpermute
     with pytest.raises(MissingBackendError, match="has no transformer_engine.pytorch.permutation.moe_unpermute"):
         build_permutation(sections(moe_permute_fusion=True).moe, BackendPolicy("error", cuda=True))
@@ -154,7 +154,7 @@ def test_an_older_package_without_the_kernel(transformer_engine):
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
     ],
 )
-def test_what_the_router_kernel_cannot_do(transformer_engine, caplog, changes, reason):
+def test_unsupported_router_settings_use_no_kernel(fake_transformer_engine, caplog, changes, reason):
     with caplog.at_level(logging.INFO):
         assert select_fused_topk(sections(moe_router_fusion=True, **changes).moe, CUDA) is None
     assert reason in caplog.text

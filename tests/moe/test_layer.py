@@ -74,7 +74,7 @@ EXPERT_KINDS = {
 }
 
 
-def labelled(name):
+def prefixed(name):
     return lambda message: f"{name}: {message}"
 
 
@@ -112,7 +112,7 @@ def compare(args, dtype=torch.float64, tolerance=1e-12, shape=(6, 2), microbatch
         for name, grad in zip(param.info.names, param.grad.unbind(0) if param.info.stacked else (param.grad,)):
             expected = params[name].grad
             expected = torch.zeros_like(grad) if expected is None else expected
-            torch.testing.assert_close(grad, expected, atol=tolerance * 100, rtol=tolerance, msg=labelled(name))
+            torch.testing.assert_close(grad, expected, atol=tolerance * 100, rtol=tolerance, msg=prefixed(name))
     metrics = collect_metrics(args, [layer], microbatches)
     assert metrics.dropped_tokens == values.pop("dropped")
     for name, value in values.items():
@@ -140,7 +140,7 @@ def test_router_and_expert_variants_together(router, experts):
 @pytest.mark.parametrize("router", ["softmax after top-k", "sigmoid bias groups", "drops", "padded"])
 @pytest.mark.parametrize("experts", ["swiglu", "gelu", "swiglu with biases"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_single_precision_loop_and_grouped(router, experts, grouped):
+def test_layer_in_single_precision(router, experts, grouped):
     args = sections(moe_grouped_gemm=grouped, **ROUTERS[router], **EXPERT_KINDS[experts])
     compare(args, dtype=torch.float32, tolerance=2e-5)
 
@@ -150,7 +150,7 @@ def test_drops_are_counted():
     assert compare(sections(**ROUTERS["ample capacity"])).dropped_tokens == 0
 
 
-def test_experts_without_tokens():
+def test_layer_with_one_token():
     """One token: most experts get nothing, their gradients are zero."""
     compare(sections(**AUX), shape=(1, 1))
 
@@ -175,7 +175,7 @@ def test_metrics_are_reset_by_collecting():
     assert set(again.losses.values()) == {0.0}
 
 
-def test_metrics_leave_dense_layers_out():
+def test_metrics_average_over_moe_layers_only():
     """Layer 2 of 2 is an MoE layer: the mean is over MoE layers, by the index."""
     args = sections(**AUX)
     layer = build_layer(args, layer_number=2)
@@ -185,7 +185,7 @@ def test_metrics_leave_dense_layers_out():
     assert dense == 0.0 and metrics.losses["load_balancing_loss"] == moe > 0
 
 
-def test_evaluation_leaves_no_trace():
+def test_evaluation_changes_no_state():
     args = sections(
         **ROUTERS["all losses, sigmoid"],
         moe_router_enable_expert_bias=True,
@@ -220,7 +220,7 @@ def test_half_precision_runs_and_is_close():
     assert (y.double() - exact(x.double(), 1.0)).norm() < 0.02 * y.double().norm()
 
 
-def test_names_and_records():
+def test_parameter_names_and_sharding_info():
     args = sections(
         moe_shared_expert_intermediate_size=20,
         moe_shared_expert_gate=True,

@@ -1,4 +1,4 @@
-"""Tokens and gradients that travel in MXFP8: the numbers of one process that rounds the same rows, in half the bytes."""
+"""Dispatch of tokens and gradients in MXFP8: equal to one process that rounds the same rows, with half the bytes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("width", [64, 48, 7])
-def test_bytes_hold_the_rounded_rows(width, dtype):
+def test_packed_rows_equal_rounded_rows(width, dtype):
     x = torch.randn(9, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (x * torch.exp2(torch.arange(9.0)[:, None] * 6 - 24)).to(dtype)
     x[3] = 0.0
@@ -38,7 +38,7 @@ def test_bytes_hold_the_rounded_rows(width, dtype):
     assert ((found - x).abs() <= x.abs().amax(1, keepdim=True) / 16).all() and not torch.equal(found, x)
 
 
-def test_bytes_of_no_rows_and_of_what_is_not_finite():
+def test_packing_of_empty_and_nonfinite_rows():
     assert unpack(pack(torch.zeros(0, 40)), 40, torch.float32).shape == (0, 40)
     x = torch.ones(2, 64)
     x[0, 3], x[1, 40] = torch.nan, torch.inf
@@ -47,7 +47,7 @@ def test_bytes_of_no_rows_and_of_what_is_not_finite():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_ranks_equal_one_process(layout, monkeypatch):
+def test_fp8_dispatch_on_ranks_equals_one_process(layout, monkeypatch):
     monkeypatch.setattr(ranks, "KINDS", KINDS)
     monkeypatch.setattr(ranks, "DISPATCHERS", {"alltoall": AllToAllDispatcher})
     for kind in KINDS:
@@ -56,8 +56,8 @@ def test_ranks_equal_one_process(layout, monkeypatch):
         ranks.compare(layout, "both", (0, 3, 1, 0)[: layout.n])
 
 
-def test_rows_are_rounded_one_way():
-    """Outputs change with the tokens' format, gradients of experts with theirs; the gradient of a token is what it would be."""
+def test_each_direction_is_rounded_by_its_own_flag():
+    """The forward flag changes outputs, the backward flag changes expert gradients; token gradients are unchanged."""
 
     def run(**flags):
         layer = build_layer(sections(moe_aux_loss_coeff=0.0, **flags), dtype=torch.float64)
@@ -72,8 +72,8 @@ def test_rows_are_rounded_one_way():
     assert 1e-4 < (backward[1] - plain[1]).norm() / plain[1].norm() < 0.1
 
 
-def _bytes(rank, n, flags):
-    """Bytes of rows [R, H] that leave this rank: dispatched, combined, and in backward the gradients of these, the later one first."""
+def _count_bytes(rank, n, flags):
+    """Return the bytes of rows [R, H] that this rank sends: dispatch, combine, and their gradients in reverse order."""
     layout, sent = ranks.Layout(2, ep=2), []
     layer = ranks.build_shard(
         sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, **flags),
@@ -94,8 +94,8 @@ def _bytes(rank, n, flags):
     return sent
 
 
-def test_half_the_bytes_travel():
-    plain, forward, backward = (run_ranks(_bytes, 2, flags)[0] for flags in ({}, FORWARD, BACKWARD))
+def test_fp8_dispatch_sends_half_the_bytes():
+    plain, forward, backward = (run_ranks(_count_bytes, 2, flags)[0] for flags in ({}, FORWARD, BACKWARD))
     share = row_nbytes(HIDDEN) / (2 * HIDDEN)  # 33 / 64 where blocks are full
     assert len(plain) == 4 and min(plain) > 0 and share < 0.54
     assert forward == [plain[0] * share, *plain[1:]]
@@ -114,7 +114,7 @@ def _train(rank, n, argv):
         "--bf16 --overlap-moe-expert-parallel-comm",
     ],
 )
-def test_runs_over_ranks_equal_one_process(flags):
+def test_fp8_dispatch_training_equals_one_process(flags):
     argv = [
         *make_argv("plain"),
         *"--num-layers 2 --moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype mxfp8 --moe-token-dispatcher-type alltoall".split(),

@@ -1,4 +1,4 @@
-"""What travels is as wide as experts read and make: latents there and back (LatentMoE), slices on the way back (FineRMoE)."""
+"""Rows are sent with the width that experts read and write: latents both ways (LatentMoE), slices in combine (FineRMoE)."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ LATENT = {"moe_latent_size": 6, "moe_router_topk": TOPK}
 PLAIN = {"moe_router_topk": TOPK}
 
 
-def _sent(rank, n, dispatcher, changes, backward):
-    """(width, rows) of what this rank gave to collectives of rows, in order."""
+def _collect_sent_rows(rank, n, dispatcher, changes, backward):
+    """Return (width, rows) of every send of rows by this rank, in order."""
     ps = ParallelState.create(n, rank, ep=n)
     layer = build_shard(sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **changes), ps)
     run, found = collectives.communicate, []
@@ -38,9 +38,9 @@ def _sent(rank, n, dispatcher, changes, backward):
 
 @pytest.mark.parametrize(("changes", "there", "back"), [(PLAIN, 16, 16), (FINE, 16, 4), (LATENT, 6, 6)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_rows_of_the_all_to_all(changes, there, back, backward):
-    """In backward the gradients of results leave first, as narrow as these."""
-    ranks = run_ranks(_sent, 2, "alltoall", changes, backward)
+def test_width_of_rows_in_all_to_all(changes, there, back, backward):
+    """In backward the gradients of the combined rows are sent first, with the same width."""
+    ranks = run_ranks(_collect_sent_rows, 2, "alltoall", changes, backward)
     widths = (back, there) if backward else (there, back)
     for sent in ranks:
         assert [width for width, _ in sent] == list(widths)
@@ -48,7 +48,7 @@ def test_rows_of_the_all_to_all(changes, there, back, backward):
     assert rows == [2 * TOKENS * TOPK] * 2, "a row for every pair of token and expert, both ways"
 
 
-def test_all_gather_brings_latents():
-    sent = run_ranks(_sent, 2, "allgather", LATENT, False)[0]
+def test_all_gather_sends_latents():
+    sent = run_ranks(_collect_sent_rows, 2, "allgather", LATENT, False)[0]
     assert (6, TOKENS) in sent
     assert all(width != HIDDEN for width, _ in sent)

@@ -1,4 +1,4 @@
-"""Paged stashing: the numbers of layers that keep their buffers, bit for bit; pages of what was used next to one worst case."""
+"""Paged stashing: bitwise equal to layers that keep their buffers; memory of the used pages and one worst-case buffer."""
 
 import gc
 import logging
@@ -25,12 +25,12 @@ WORST, SHARE = TOKENS * 2 * 3, TOKENS * 2
 WIDTH = HIDDEN + 2 * FFN + 1  # what an expert's rows keep: input, fc1's output, probability
 
 
-def pool(page=4, factor=1.0):
+def make_pool(page=4, factor=1.0):
     return PagePool(torch.Size([3]), torch.float32, CPU, page, factor)
 
 
-def test_pages_go_round_in_a_ring():
-    pages = pool()
+def test_freed_pages_are_reused_as_a_ring():
+    pages = make_pool()
     first, second = pages.allocate(9, 24), pages.allocate(4, 24)
     assert (len(first), len(second), pages.num_pages, pages.num_used, pages.num_users) == (3, 1, 6, 4, 2)
     pages.free(first)
@@ -39,18 +39,18 @@ def test_pages_go_round_in_a_ring():
     assert [(piece.shape[0], start, stop) for piece, start, stop in pages.views(third, 11)] == [(8, 0, 8), (3, 8, 11)]
 
 
-def test_a_pool_grows_by_a_slab_for_every_user_and_no_further():
-    pages = pool(factor=1.5)
+def test_pool_grows_by_one_slab_per_user():
+    pages = make_pool(factor=1.5)
     assert pages.num_pages == 0 and len(pages.allocate(8, 8)) == 2 and pages.num_pages == 3
     assert len(pages.allocate(16, 8)) == 4 and pages.num_pages == 6, "what the first user left is used by the second"
     assert pages.allocate(16, 8) is None and pages.num_users == 2
     assert len(pages.allocate(16, 8, force=True)) == 4 and pages.num_used == pages.num_pages == 10
-    assert pool(factor=0.0).allocate(1, 8) is None
+    assert make_pool(factor=0.0).allocate(1, 8) is None
     assert pages.allocate(0, 8) == [], "an expert without tokens"
 
 
-def test_pages_of_two_slabs_are_no_neighbours():
-    pages = pool(factor=1.0)
+def test_views_do_not_span_two_slabs():
+    pages = make_pool(factor=1.0)
     pages.allocate(12, 12), pages.allocate(12, 12)  # a slab of three pages for each
     assert [(piece.shape[0], start, stop) for piece, start, stop in pages.views([(0, 0), (1, 1), (1, 2)], 12)] == [
         (4, 0, 4),
@@ -130,7 +130,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bit_for_bit(kind, dtype):
+def test_paged_stash_gives_bitwise_equal_results(kind, dtype):
     stash = PagedStash(CPU, PAGE, 1.2, 0.0)
     plain, ours = (gradients(build_layers(3, stash=which, dtype=dtype, **KINDS[kind])) for which in (None, stash))
     for mine, theirs in zip(ours, plain, strict=True):
@@ -142,7 +142,7 @@ def test_bit_for_bit(kind, dtype):
 
 
 @pytest.mark.parametrize(("device", "host"), [(0.5, 1.0), (0.3, 0.3), (0.01, 0.0)])
-def test_full_pools_spill_to_the_host_or_grow_and_lose_nothing(device, host, caplog):
+def test_full_pools_spill_to_host_or_grow(device, host, caplog):
     stash = PagedStash(CPU, PAGE, device, host)
     with caplog.at_level(logging.WARNING):
         plain, ours = (gradients(build_layers(3, stash=which)) for which in (None, stash))
@@ -157,7 +157,7 @@ def test_full_pools_spill_to_the_host_or_grow_and_lose_nothing(device, host, cap
     assert used_host == (host > 0)
 
 
-def test_the_factor_that_the_log_names_is_enough(caplog):
+def test_stash_factor_named_in_the_log_suffices(caplog):
     stash = PagedStash(CPU, 1, 0.3)  # pages of a row: nothing is rounded up
     with caplog.at_level(logging.WARNING):
         gradients(build_layers(3, stash=stash))
@@ -169,7 +169,7 @@ def test_the_factor_that_the_log_names_is_enough(caplog):
         assert (stash.num_overflows == 0) == enough
 
 
-def test_a_pass_brings_no_layer_of_another_pass_back():
+def test_backward_restores_only_layers_of_its_own_pass():
     stash = PagedStash(CPU, PAGE, 1.2)
     layers = build_layers(2, stash=stash)
     first = run(layers, tokens())
@@ -180,13 +180,13 @@ def test_a_pass_brings_no_layer_of_another_pass_back():
     first.sum().backward()
 
 
-def test_buffers_come_back_with_zeros_behind_their_rows():
+def test_restored_buffers_are_zero_after_their_rows():
     stash = PagedStash(CPU, PAGE, 1.2)
     x = torch.cat([torch.randn(13, 3), torch.zeros(27, 3)])
     assert torch.equal(stash.open(40, 13, 13)(x)(), x)
 
 
-def test_pages_of_a_graph_that_is_dropped_are_free_again():
+def test_pages_of_a_discarded_graph_are_freed():
     stash = PagedStash(CPU, PAGE, 1.2)
     y = run(build_layers(2, stash=stash), tokens())
     assert all(pages.num_used for pages in stash.pools)
@@ -202,8 +202,8 @@ def test_nothing_is_stashed_without_gradients():
     assert stash.pools == ()
 
 
-def received(layers, x):
-    """Rows that the experts of each layer get on this rank."""
+def count_received_rows(layers, x):
+    """Count the rows that the experts of each layer receive on this rank."""
     found, undo = [], []
     for layer in layers:
         forward = layer.experts.forward
@@ -220,11 +220,11 @@ def received(layers, x):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_bytes_that_stay_are_pages_of_what_was_used(count):
+def test_retained_bytes_are_the_used_pages(count):
     """Counted: L layers keep L x worst case without a stash, and pages of what they used with it."""
     stash = PagedStash(CPU, PAGE, 1.0)
     plain, ours = (build_layers(count, stash=which) for which in (None, stash))
-    rows = received(ours, tokens())
+    rows = count_received_rows(ours, tokens())
     assert rows == [SHARE] * count  # one process gets all rows; the worst case is three times as much
     left, y = measure_retained(lambda: run(plain, tokens()))
     kept = sum(size for size, shape, _ in left.tensors if shape[0] == WORST)
@@ -265,7 +265,7 @@ def _peaks(count, stash):
     return forward.most, backward.most
 
 
-def test_layers_share_one_worst_case_in_forward_and_two_in_backward():
+def test_worst_case_buffers_in_forward_and_backward():
     (one, back_one), (two, back_two), (five, back_five) = (
         _peaks(count, PagedStash(CPU, PAGE, 1.0)) for count in (1, 2, 5)
     )
@@ -287,13 +287,13 @@ def _one_rank(rank, n, layout):
         used = [pages.num_used for pages in stash.pools]
         (y * y).sum().backward()
         results.append([y.detach(), own.grad, *(param.grad for layer in layers for param in layer.parameters())])
-    rows = received(layers, x)
+    rows = count_received_rows(layers, x)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
     assert used == [sum(-(-number // PAGE) for number in rows)] * 3
     return rows
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}], ids=str)
-def test_ranks_bit_for_bit_and_pages_of_what_each_received(layout):
+def test_paged_stash_on_ranks_uses_pages_of_received_rows(layout):
     found = run_ranks(_one_rank, layout["ep"] * layout.get("etp", 1), layout)
     assert len({tuple(rows) for rows in found}) > 1, "ranks receive different numbers of rows"

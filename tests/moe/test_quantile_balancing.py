@@ -1,4 +1,4 @@
-"""Quantile balancing: the estimate, what the bias does and does not do, and the same biases under every mapping."""
+"""Quantile balancing: the estimate, the effect of the bias, and equal biases under every mapping."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def naive_estimate(logits, topk, bias):
 
 
 @pytest.mark.parametrize(("tokens", "experts", "topk"), [(64, 8, 2), (40, 8, 1), (12, 4, 1), (16, 8, 7)])
-def test_the_estimate_is_the_column_quantile(tokens, experts, topk):
+def test_bias_estimate_equals_the_column_quantile(tokens, experts, topk):
     logits, bias = torch.randn(tokens, experts), torch.randn(experts) * 0.3
     indices, estimate = choose_and_estimate(logits, topk, bias, estimate=True)
     assert torch.equal(indices.sort(1)[0], (logits - bias).topk(topk, dim=1)[1].sort(1)[0])
@@ -49,7 +49,7 @@ def test_the_estimate_is_the_column_quantile(tokens, experts, topk):
     assert torch.equal(again, indices) and nothing is None
 
 
-def test_a_skewed_router_becomes_even():
+def test_quantile_bias_balances_a_skewed_router():
     """Tokens of the same distribution, batch after batch: loads within a tenth of even, from one expert with more than half."""
     layer = build_layer(sections(moe_router_topk=1, moe_router_pre_softmax=True, add_bias_linear=True, **ON))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_a_skewed_router_becomes_even():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_the_bias_chooses_and_the_score_function_weighs(score):
+def test_quantile_bias_affects_selection_but_not_weights(score):
     layer = build_layer(sections(moe_router_score_function=score, moe_router_topk_scaling_factor=2.5, **ON))
     layer.router.recorder = []
     layer.router.quantile.bias_E.copy_(torch.tensor([9.0] * 4 + [0.0] * 4))
@@ -78,7 +78,7 @@ def test_the_bias_chooses_and_the_score_function_weighs(score):
     torch.testing.assert_close(probs, score_topk(logits, 2, score, scaling_factor=2.5)[0])
 
 
-def test_the_update_is_centered_and_smoothed_and_follows_training_passes_only():
+def test_quantile_bias_update_is_centered_and_smoothed():
     layer = build_layer(sections(moe_router_quantile_balancing_ema=0.75, **ON))
     quantile, x = layer.router.quantile, torch.randn(8, 2, 16, dtype=torch.float64)
     old = torch.linspace(-1, 1, EXPERTS)
@@ -98,7 +98,7 @@ def test_the_update_is_centered_and_smoothed_and_follows_training_passes_only():
     assert quantile.count == 0 and not quantile.sum_E.any()
 
 
-def test_what_is_thrown_away_or_frozen_moves_nothing():
+def test_discarded_and_frozen_passes_do_not_update_the_bias():
     layer = build_layer(sections(**ON))
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
     reset_iteration([fake_chunk(layer)])
@@ -108,7 +108,7 @@ def test_what_is_thrown_away_or_frozen_moves_nothing():
     assert layer.router.quantile.count == 0 and not layer.router.quantile.bias_E.any()
 
 
-def test_the_bias_stays_fp32_in_half_precision():
+def test_quantile_bias_stays_fp32_in_half_precision():
     layer = build_layer(sections(**ON), dtype=torch.bfloat16)
     assert {buffer.dtype for buffer in layer.router.quantile.buffers()} == {torch.float32}
     assert [name for name, _ in layer.named_state_buffers()] == ["decoder.layers.0.mlp.router.qb_beta"]
@@ -137,7 +137,7 @@ MAPPINGS = {
 }
 
 
-def test_every_mapping_has_the_biases_of_one_process():
+def test_quantile_biases_under_every_mapping_equal_one_process():
     base = [*with_quantiles(shallow(make_argv("plain"))), "--moe-token-dispatcher-type", "alltoall"]
     ((expected, biases),) = _train_single(base)
     assert len(biases) == 2 and all(bias.abs().max() > 0.01 for bias in biases.values())
@@ -167,7 +167,7 @@ MOE = "--num-experts 8 --moe-router-topk 2 --disable-bias-linear".split()
     ("--moe-router-num-groups 4 --moe-router-group-topk 2", "--moe-router-group-topk 2"),
     ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor 1.0"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(extra, named):
+def test_incompatible_quantile_flags_are_rejected(extra, named):
     with pytest.raises(ArgumentError) as caught:
         parse_args([*with_quantiles(shallow(make_argv("plain"))), *MOE, *extra.split()], 1)
     assert any(named in violation.message for violation in caught.value.violations)

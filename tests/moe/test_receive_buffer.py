@@ -1,4 +1,4 @@
-"""A budget for received rows: the numbers of a layer without it, buffers of one size, and an overflow that loses nothing."""
+"""A budget for received rows: equal to a layer without it, buffers of constant size, and an overflow that loses no rows."""
 
 import logging
 from functools import partial
@@ -32,12 +32,12 @@ KINDS = {
 @pytest.mark.parametrize(
     ("tokens", "factor", "rows"), [(8, 1.0, 16), (8, 1.25, 20), (7, 1.3, 19), (5, 1.1, 11), (10, 1.1, 22)]
 )
-def test_rows_are_tokens_times_topk_times_factor_rounded_up(tokens, factor, rows):
+def test_budget_is_tokens_times_topk_times_factor(tokens, factor, rows):
     assert ReceiveBudget("layer", factor, topk=2).size_for(tokens, num_received=3) == rows
     assert ReceiveBudget("layer", factor, topk=1, etp_size=2).size_for(tokens, num_received=3) == rows
 
 
-def test_an_overflow_grows_the_budget_and_names_the_factor(caplog):
+def test_overflow_grows_the_budget_and_logs_the_factor(caplog):
     budget = ReceiveBudget("layers.3", 1.0, topk=2)
     with caplog.at_level(logging.WARNING):
         assert budget.size_for(10, 20) == 20 and budget.factor == 1.0 and not caplog.records
@@ -52,7 +52,7 @@ def test_an_overflow_grows_the_budget_and_names_the_factor(caplog):
     assert budget.size_for(0, 5) == 23, "a rank without tokens has the budget of its largest microbatch"
 
 
-def test_place_keeps_rows_and_their_gradient():
+def test_pad_to_buffer_keeps_rows_and_gradients():
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     out = pad_to_buffer(x, 5)
     assert torch.equal(out[:3], x) and not out[3:].any()
@@ -60,8 +60,8 @@ def test_place_keeps_rows_and_their_gradient():
     assert torch.equal(grad, torch.arange(6, dtype=torch.float64).view(3, 2))
 
 
-def passes(layer, x, weight, microbatches=2):
-    """Outputs, input gradients and weight gradients of some microbatches, and the sizes of what experts computed on."""
+def run_passes(layer, x, weight, microbatches=2):
+    """Return outputs, input and weight gradients of some microbatches, and the row counts of the experts' inputs."""
     found, sizes, run = [], [], layer.experts.forward
 
     def watched(x_RH, *rest, **options):
@@ -85,7 +85,7 @@ def _one_rank(rank, n, sizes, dispatcher, kind, factor, dtype, layout):
     for changes in ({}, {"moe_expert_rank_capacity_factor": factor}):
         args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **KINDS[kind], **changes)
         layer = build_shard(args, ps, dtype) if n > 1 else build_layer(args, dtype=dtype)
-        results.append((*passes(layer, x, weight), layer.budget))
+        results.append((*run_passes(layer, x, weight), layer.budget))
     (plain, rows, none), (ours, budgets, budget) = results
     assert none is None
     for mine, theirs in zip(ours, plain, strict=True):
@@ -112,23 +112,23 @@ one_process = partial(check, 1, (12,), "alltoall", layout={})
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_bit_for_bit(kind, dtype):
+def test_receive_buffer_in_one_process_is_bitwise_equal(kind, dtype):
     one_process(kind=kind, factor=1.5, dtype=dtype)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}, {"etp": 2}], ids=str)
-def test_ranks_bit_for_bit(layout, dispatcher):
+def test_receive_buffer_on_ranks_is_bitwise_equal(layout, dispatcher):
     n = layout.get("ep", 1) * layout.get("etp", 1)
     found = check(n, (12,) * n, dispatcher, "plain", 4.0, layout)
     assert not any(overflown for _, _, overflown, _ in found)
 
 
-def test_overflow_on_ranks_and_uneven_tokens_lose_nothing():
+def test_receive_buffer_overflow_loses_no_rows():
     found = check(4, (12, 3, 5, 0), "alltoall", "plain", 0.5, {"ep": 4})
     assert any(overflown for _, _, overflown, _ in found)
 
 
 @pytest.mark.parametrize("kind", ["grouped, biases", "shared, sigmoid"])
-def test_kinds_on_ranks(kind):
+def test_receive_buffer_with_every_layer_kind_on_ranks(kind):
     check(2, (12, 12), "alltoall", kind, 2.0, {"ep": 2})

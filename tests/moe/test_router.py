@@ -28,13 +28,13 @@ def test_capacity_is_rounded_up():
     assert expert_capacity(100, 2, 8, 0.0) == 0
 
 
-def test_largest_probabilities_stay():
+def test_capacity_keeps_the_largest_probabilities():
     probs, kept = drop_beyond_capacity(PROBS, ROUTING, 2, "probs", pad=False)
     assert kept.tolist() == [[False, True, False], [True, False, True], [True, False, True], [False, True, False]]
     assert torch.equal(probs, PROBS * kept)  # not renormalised
 
 
-def test_first_tokens_stay():
+def test_capacity_by_position_keeps_the_first_tokens():
     _, kept = drop_beyond_capacity(PROBS, ROUTING, 2, "position", pad=False)
     assert kept.tolist() == [[True, True, False], [True, False, True], [False, False, True], [False, True, False]]
 
@@ -46,7 +46,7 @@ def test_equal_probabilities_drop_the_later_token():
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_padding_fills_with_the_first_others_at_zero_probability(policy):
+def test_padding_to_capacity_uses_zero_probabilities(policy):
     probs, kept = drop_beyond_capacity(PROBS, ROUTING, 3, policy, pad=True)
     assert kept.sum(0).tolist() == [3, 3, 3]
     assert kept[:, 1].tolist() == [True, True, False, True]
@@ -77,7 +77,7 @@ def test_sinkhorn_of_two_by_two_in_closed_form():
     assert plan[0, 1].item() == pytest.approx((1 / (2 * (1 + root))).item(), rel=1e-6)
 
 
-def test_sinkhorn_spreads_a_skewed_router_in_training_only():
+def test_sinkhorn_balances_a_skewed_router_in_training_only():
     logits = torch.randn(512, 8) + torch.linspace(3, 0, 8)
     plain = sinkhorn_topk(logits, 1, balance=False)[1].sum(0)
     balanced = sinkhorn_topk(logits, 1, balance=True)[1].sum(0)
@@ -85,7 +85,7 @@ def test_sinkhorn_spreads_a_skewed_router_in_training_only():
     assert torch.equal(plain, torch.bincount(logits.argmax(1), minlength=8))
 
 
-def test_sinkhorn_weights():
+def test_sinkhorn_routing_weights():
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     probs, routing = sinkhorn_topk(logits, 1, balance=True)
     torch.testing.assert_close(probs, torch.sigmoid(logits) * routing)
@@ -103,7 +103,7 @@ def test_sinkhorn_layer_trains():
     assert torch.isfinite(layer.router.weight.grad).all()
 
 
-def test_bias_chooses_but_does_not_weigh():
+def test_expert_bias_affects_selection_but_not_weights():
     logits = torch.zeros(1, 4)
     bias = torch.tensor([0.0, 0.1, 0.0, 0.2])
     probs, routing = score_topk(logits, 2, "sigmoid", expert_bias_E=bias)
@@ -111,7 +111,7 @@ def test_bias_chooses_but_does_not_weigh():
     torch.testing.assert_close(probs, torch.tensor([[0.0, 0.5, 0.0, 0.5]]))
 
 
-def test_group_limit_keeps_the_best_expert_of_a_weak_group_out():
+def test_group_limit_excludes_experts_of_unselected_groups():
     logits = torch.tensor([[5.0, -5.0, 3.0, 2.9]])  # the best expert is next to the worst
     assert score_topk(logits, 2, num_groups=2, group_topk=1)[1].tolist() == [[False, False, True, True]]
     assert score_topk(logits, 2)[1].tolist() == [[True, False, True, False]]
@@ -166,7 +166,7 @@ def test_forced_balance_is_random_and_still_differentiable():
     assert layer.router.weight.grad.norm() > 0
 
 
-def test_forced_bias_varies_or_stays():
+def test_forced_bias_is_random_or_fixed():
     x = torch.zeros(8, 1, 16, dtype=torch.float64)  # logits are zero: what remains is the bias
 
     def logits(layer):
@@ -184,7 +184,7 @@ def test_forced_bias_varies_or_stays():
     assert 0.5 < logits(fixed).std() < 6
 
 
-def test_jitter_stays_in_its_range():
+def test_input_jitter_stays_in_its_range():
     layer = build_layer(sections(moe_input_jitter_eps=0.1))
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -230,6 +230,6 @@ def test_per_token_loss_multiplies_by_the_token_count():
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
     ],
 )
-def test_refusals_name_the_flag(changes, named):
+def test_errors_name_the_flag(changes, named):
     with pytest.raises(ValueError, match=named):
         loss_coefficients(sections(**changes).moe)

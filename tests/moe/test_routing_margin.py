@@ -1,4 +1,4 @@
-"""How clear a choice of experts is: no smaller change of the logits makes another choice, and one of that size can."""
+"""The routing margin: no smaller change of the logits changes the selected experts, and one of that size can."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_smaller_change_turns_a_choice(case):
+def test_margin_is_the_smallest_change_that_alters_routing(case):
     options = {"score_function": "softmax", "num_groups": None, "group_topk": None, **CASES[case]}
     generator = torch.Generator().manual_seed(3)
     logits_TE = torch.randn(500, 16, generator=generator, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_no_smaller_change_turns_a_choice(case):
     assert torch.stack(turned).any(0).float().mean() > 0.5
 
 
-def test_a_tie_has_no_margin_and_all_experts_no_end_of_it():
+def test_margin_is_zero_for_ties_and_infinite_for_all_experts():
     logits_TE = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
     assert compute_routing_margin(logits_TE, 1, "softmax").item() == 0.0 and compute_routing_margin(
         logits_TE, 4, "sigmoid"
