@@ -2,7 +2,7 @@
 
 Each kind of mistake is a function of a random generator; `malformed` takes the kinds in turn. A line is a small model's
 flags followed by the mistake, with the words that its rejection must name. Lines whose mistake only a start finds
-(missing or invalid files) are in `FOUND_AT_START`, with the files they need.
+(missing or invalid files) are in `STARTUP_ERRORS`, with the files they need.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Latent attention to listed keys against heads with their unchosen keys masked.
 
-Output, all gradients, what the index learns.
+Output, all gradients, and the target of the indexer.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def index() -> IndexerOutput:
+def make_indexer_output() -> IndexerOutput:
     generator = torch.Generator().manual_seed(8)
     return IndexerOutput(
         *(
@@ -43,7 +43,7 @@ def index() -> IndexerOutput:
     )
 
 
-def attended(x, chosen):
+def run_attention(x, chosen):
     latents = gather_latents(x["latents"], x["weight"], N, SCALE, ONE)
     return latent_attention(x["q"], CompressedKV(x["latents"], x["weight"]), latents, chosen, ONE)
 
@@ -58,16 +58,16 @@ def compute_heads(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("rows", [1 << 20, 500])
-def test_equals_masked_heads(documents, dtype, tolerance, rows, monkeypatch):
+def test_absorbed_attention_equals_masked_heads(documents, dtype, tolerance, rows, monkeypatch):
     monkeypatch.setattr(module, "ROWS", rows)
     x = tensors(dtype)
     block_mask = BlockMask(documents=Documents.of(IDS) if documents else None)
-    selection, _ = select_topk_keys(index(), block_mask, (PositionRange(0, S),), TOPK)
-    chosen, _ = select_topk_keys(index(), block_mask, (PositionRange(0, S),), TOPK, listed=True)
+    selection, _ = select_topk_keys(make_indexer_output(), block_mask, (PositionRange(0, S),), TOPK)
+    chosen, _ = select_topk_keys(make_indexer_output(), block_mask, (PositionRange(0, S),), TOPK, listed=True)
     assert chosen.dtype == torch.int32 and (chosen[:, 40] < 0).any() == documents and (chosen[:, 0, 1:] < 0).all()
     k, v = compute_heads(x)
     masked = ring_attention(x["q"], k, v, SCALE, BlockMask(documents=block_mask.documents, selection=selection), ONE)
-    found = attended(x, chosen)
+    found = run_attention(x, chosen)
     grad = torch.randn(found.shape, dtype=dtype, generator=torch.Generator().manual_seed(9))
     expected = [masked, *torch.autograd.grad(masked, list(x.values()), grad)]
     for mine, theirs in zip([found, *torch.autograd.grad(found, list(x.values()), grad)], expected, strict=True):
@@ -78,17 +78,17 @@ def test_half_precision_sums_in_fp32():
     """Many queries add to one row: in bf16 the small gradients of later ones would be lost."""
     x = tensors(torch.bfloat16)
     wide = {name: each.detach().double().requires_grad_() for name, each in x.items()}
-    chosen, _ = select_topk_keys(index(), BlockMask(), (PositionRange(0, S),), TOPK, listed=True)
+    chosen, _ = select_topk_keys(make_indexer_output(), BlockMask(), (PositionRange(0, S),), TOPK, listed=True)
     grads = []
     for each in (x, wide):
-        out = attended(each, chosen)
+        out = run_attention(each, chosen)
         grads.append(torch.autograd.grad(out, list(each.values()), torch.ones_like(out)))
     for narrow, exact in zip(*grads, strict=True):
         assert float((narrow.double() - exact).norm()) <= 0.02 * float(exact.norm())
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_index_learns_the_same(documents):
+def test_indexer_target_equals_that_of_full_heads(documents):
     x = {name: each.detach() for name, each in tensors(torch.float64).items()}
     block_mask = BlockMask(documents=Documents.of(IDS) if documents else None)
     k, _ = compute_heads(x)
@@ -96,9 +96,11 @@ def test_the_index_learns_the_same(documents):
     of_latents = LatentAttentionTarget(
         x["q"], gather_latents(x["latents"], x["weight"], N, SCALE, ONE), lambda sums: sums
     )
-    _, expected = select_topk_keys(index(), block_mask, (PositionRange(0, S),), TOPK, attention_target=of_heads)
+    _, expected = select_topk_keys(
+        make_indexer_output(), block_mask, (PositionRange(0, S),), TOPK, attention_target=of_heads
+    )
     _, found = select_topk_keys(
-        index(), block_mask, (PositionRange(0, S),), TOPK, attention_target=of_latents, listed=True
+        make_indexer_output(), block_mask, (PositionRange(0, S),), TOPK, attention_target=of_latents, listed=True
     )
     assert float(expected.loss) > 1.0
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=0.0)
@@ -106,14 +108,14 @@ def test_the_index_learns_the_same(documents):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_lists_are_those_of_the_bits():
+def test_selected_key_lists_equal_the_bitmap():
     chosen = torch.zeros(1, 3, 6, dtype=torch.bool)
     chosen[0, 0, [1, 4]] = chosen[0, 1, [5]] = True
     assert list_selected_keys(chosen, 3, first=10).tolist() == [[[11, 14, -1], [15, -1, -1], [-1, -1, -1]]]
 
 
-def test_a_query_without_keys_gets_nothing():
+def test_query_without_keys_gives_zero():
     x = tensors(torch.float64)
     chosen = torch.full((B, S, TOPK), -1, dtype=torch.int32)
-    out = attended(x, chosen)
+    out = run_attention(x, chosen)
     assert not out.any() and all(not grad.any() for grad in torch.autograd.grad(out.sum(), list(x.values())))

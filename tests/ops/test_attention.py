@@ -8,8 +8,8 @@ from moe_trainer.ops.attention import attention, sliding_window_mask
 
 
 @pytest.fixture(params=["blocked", "short blocks", "fused"])
-def way(request, monkeypatch):
-    """Each of the two ways, and blocks with a short last one."""
+def implementation(request, monkeypatch):
+    """Run with each implementation, and with a short last block."""
     monkeypatch.setattr(module, "BLOCKED_MAX_LENGTH", 0 if request.param == "fused" else 512)
     monkeypatch.setattr(module, "QUERY_BLOCK", 4 if request.param == "short blocks" else 64)
 
@@ -35,7 +35,7 @@ def tensors(groups=2, value_width=8, seq_len=9):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("value_width", [8, 6])
 @pytest.mark.parametrize("window", [None, 0, 3])
-def test_values_and_gradients(way, groups, value_width, window):
+def test_attention_equals_textbook_formula(implementation, groups, value_width, window):
     q, k, v = tensors(groups, value_width)
     visible = None if window is None else sliding_window_mask(9, window)
     ours = attention(q, k, v, 0.3, visible)
@@ -49,7 +49,7 @@ def test_values_and_gradients(way, groups, value_width, window):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)])
-def test_half_precision_stays_near_fp64(way, dtype, tolerance):
+def test_half_precision_stays_near_fp64(implementation, dtype, tolerance):
     wide = tensors(groups=2, seq_len=150)
     narrow = [t.detach().to(dtype).requires_grad_() for t in wide]
     wide = [t.detach().double().requires_grad_() for t in narrow]
@@ -62,7 +62,7 @@ def test_half_precision_stays_near_fp64(way, dtype, tolerance):
         assert (a.double() - b).norm() < tolerance * b.norm()
 
 
-def test_a_mask_per_sequence():
+def test_attention_with_one_mask_per_sequence():
     q, k, v = tensors()
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 1, 1]])
     visible = (documents[:, :, None] == documents[:, None, :])[:, None] & sliding_window_mask(9, -1)

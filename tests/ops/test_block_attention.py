@@ -1,4 +1,4 @@
-"""Attention block by block: exact merging whatever the order, what is skipped, and queries that see nothing."""
+"""Attention block by block: exact merging in any order, skipped blocks, and fully masked queries."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def tensors(queries=12, keys=12, dtype=torch.float64):
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def begin(q, v):
+def init_output(q, v):
     return torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.full(q.shape[:3], float("-inf"), dtype=q.dtype)
 
 
-def in_blocks(q, k, v, blocks, block_mask):
-    out, lse = begin(q, v)
+def attend_in_blocks(q, k, v, blocks, block_mask):
+    out, lse = init_output(q, v)
     every = PositionRange(0, q.shape[2])
     for keys in blocks:
         attend(
@@ -34,9 +34,9 @@ def in_blocks(q, k, v, blocks, block_mask):
     return out, lse
 
 
-def softmax(q, k, v, visible):
+def softmax(q, k, v, explicit_mask):
     scores = torch.einsum("bgnsd,bgkd->bgnsk", q.unflatten(1, (2, 2)), k) * 0.4
-    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    scores = scores.masked_fill(~explicit_mask[:, None, None], float("-inf"))
     return torch.einsum("bgnsk,bgke->bgnse", scores.softmax(-1), v).flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
 
@@ -45,29 +45,29 @@ def softmax(q, k, v, visible):
 def test_any_order_of_blocks_gives_the_softmax_over_all_keys(order, left):
     q, k, v, _ = tensors()
     blocks = [PositionRange(0, 5), PositionRange(5, 6), PositionRange(6, 12)]
-    out, lse = in_blocks(q, k, v, [blocks[number] for number in order], BlockMask(left))
+    out, lse = attend_in_blocks(q, k, v, [blocks[number] for number in order], BlockMask(left))
     i = torch.arange(12)
-    visible = (i[:, None] >= i) & ((i >= i[:, None] - left) if left >= 0 else True)
-    for ours, expected in zip((out, lse), softmax(q, k, v, visible[None])):
+    explicit_mask = (i[:, None] >= i) & ((i >= i[:, None] - left) if left >= 0 else True)
+    for ours, expected in zip((out, lse), softmax(q, k, v, explicit_mask[None])):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_far_apart_scores_merge_without_overflow():
+def test_very_different_scores_merge_without_overflow():
     q, k, v, _ = tensors()
     k[:, :, :6] *= 10000
-    out, lse = in_blocks(q, k, v, [PositionRange(0, 6), PositionRange(6, 12)], BlockMask())
+    out, lse = attend_in_blocks(q, k, v, [PositionRange(0, 6), PositionRange(6, 12)], BlockMask())
     i = torch.arange(12)
     expected, _ = softmax(q, k, v, (i[:, None] >= i)[None])
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     assert torch.isfinite(lse).all()
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
+def test_fully_masked_query_gives_zero_and_no_gradient():
     """Megatron #1764: NaN under context parallelism when everything is masked."""
     q, k, v, grad = tensors(queries=4, keys=6)
     documents = Documents.of(torch.tensor([[0] * 6 + [1, 1, 2, 2], [0] * 10]))
     queries, keys = PositionRange(6, 10), PositionRange(0, 6)
-    out, lse = begin(q, v)
+    out, lse = init_output(q, v)
     attend(q, k, v, queries, keys, 0.4, BlockMask(documents=documents), out, lse)
     assert torch.equal(out[0], torch.zeros_like(out[0])) and (lse[0] == float("-inf")).all()
     assert (out[1] != 0).any() and torch.isfinite(lse[1]).all()
@@ -78,7 +78,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
         assert torch.equal(x[0], torch.zeros_like(x[0])) and torch.isfinite(x).all() and (x[1] != 0).any()
 
 
-def test_only_keys_that_some_query_sees_are_left():
+def test_clip_keeps_only_visible_keys():
     causal, window = BlockMask(), BlockMask(left=2)
     documents = BlockMask(documents=Documents.of(torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 2, 2]])))
     assert causal.clip(PositionRange(2, 4), PositionRange(0, 8)) == PositionRange(0, 4)
@@ -91,7 +91,7 @@ def test_only_keys_that_some_query_sees_are_left():
     assert documents.clip(PositionRange(6, 8), PositionRange(0, 5)) is None
 
 
-def test_a_mask_is_made_only_where_it_hides_something():
+def test_mask_is_created_only_if_something_is_hidden():
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1]])
     documents = BlockMask(documents=Documents.of(ids))
     cpu = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_a_mask_is_made_only_where_it_hides_something():
     ]
 
 
-def test_queries_are_cut_between_long_documents_of_equal_borders():
+def test_queries_are_split_at_aligned_document_boundaries():
     size = 3 * flash_attention.CPU_LENGTH
     ids = torch.zeros(2, size, dtype=torch.int64)
     ids[:, 300:] = 1
@@ -132,14 +132,14 @@ def test_queries_are_cut_between_long_documents_of_equal_borders():
     )
 
 
-def test_documents_are_runs():
+def test_document_ids_must_not_decrease():
     with pytest.raises(ValueError, match="must not decrease"):
         Documents.of(torch.tensor([[0, 1, 0]]))
 
 
 def test_blocks_equal_the_attention_of_one_rank_in_fp32():
     q, k, v = (torch.randn(200, 2, heads, width) for heads, width in ((4, 8), (2, 8), (2, 8)))
-    out, _ = in_blocks(
+    out, _ = attend_in_blocks(
         *(x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v)),
         [PositionRange(100, 200), PositionRange(0, 100)],
         BlockMask(),
@@ -167,13 +167,13 @@ BORDERS[0, LONG // 4 :], BORDERS[1, LONG // 4 + 3 :] = 1, 1
     ],
     ids=["borders differ", "short documents", "window", "long window", "window and borders", "causal"],
 )
-def test_long_blocks_see_what_the_rule_lets_them_see(size, width, block_mask):
-    """Only blocks in which nothing but the future is hidden may go to the flash kernel, forward and backward."""
+def test_long_blocks_follow_the_mask(size, width, block_mask):
+    """Only blocks with a plain causal mask may use the flash kernel, forward and backward."""
     q, k, v, grad = tensors(LONG, LONG)
     v, grad = v[..., :width].contiguous(), grad[..., :width].contiguous()
     runs = [PositionRange(start, start + size) for start in range(0, LONG, size)]
     blocks = [(queries, keys) for queries in runs for keys in runs if block_mask.clip(queries, keys) is not None]
-    out, lse = begin(q, v)
+    out, lse = init_output(q, v)
     for queries, keys in blocks:
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         attend(
@@ -196,13 +196,13 @@ def test_long_blocks_see_what_the_rule_lets_them_see(size, width, block_mask):
         )
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected, expected_lse = softmax(*leaves, visible(block_mask))
+    expected, expected_lse = softmax(*leaves, explicit_mask(block_mask))
     expected.backward(grad)
     for ours, theirs in zip((out, lse, *grads), (expected, expected_lse, *(x.grad for x in leaves)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
-def visible(block_mask):
+def explicit_mask(block_mask):
     """The explicit mask, [B, LONG, LONG]."""
     i = torch.arange(LONG)
     seen = (i[:, None] >= i)[None]

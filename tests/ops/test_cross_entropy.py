@@ -17,7 +17,7 @@ def block_numel(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_equals_torch(block_numel, dtype, tolerance):
+def test_fused_cross_entropy_equals_torch(block_numel, dtype, tolerance):
     x, weight, labels = torch.randn(7, 2, 16).to(dtype), torch.randn(24, 16).to(dtype), torch.randint(24, (7, 2))
     mask = torch.rand(7, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     ours, theirs = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
@@ -35,7 +35,7 @@ def test_equals_torch(block_numel, dtype, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_nearly_certain_label_keeps_its_small_gradient(dtype):
+def test_gradient_of_a_nearly_certain_label_is_accurate(dtype):
     """p = 0.9995: computed from rounded probabilities, p - 1 would be wrong in its first digit."""
     x = torch.tensor([[1.0, 0.0]], dtype=dtype, requires_grad=True)
     weight = torch.tensor([[8.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=dtype)
@@ -69,13 +69,13 @@ def test_second_backward_is_an_error():
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Chunks of four tokens, a short one at the end, wherever they would save memory."""
+    """Use chunks of four tokens, with a short last one, wherever they save memory."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 4)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_chunks_equal_the_full_computation(short_chunks, monkeypatch, dtype, tolerance):
+def test_chunked_cross_entropy_equals_full_computation(short_chunks, monkeypatch, dtype, tolerance):
     x, weight, labels = torch.randn(39, 2, 8).to(dtype), torch.randn(24, 8).to(dtype), torch.randint(24, (39, 2))
     mask = (torch.rand(39, 2) < 0.7).to(torch.promote_types(dtype, torch.float32))
     chunked, unchunked = ([t.detach().clone().requires_grad_() for t in (x, weight)] for _ in range(2))
@@ -92,28 +92,28 @@ def test_chunks_equal_the_full_computation(short_chunks, monkeypatch, dtype, tol
         assert a.grad.dtype == dtype and (a.grad - b.grad).float().norm() <= tolerance * b.grad.float().norm()
 
 
-def test_the_weights_gradient_of_many_chunks_is_summed_in_fp32(short_chunks):
-    """512 chunks of four tokens that want the same: a sum in bf16 would stand still at 256 of them."""
+def test_weight_gradient_over_chunks_is_summed_in_fp32(short_chunks):
+    """512 chunks of four tokens with equal gradients: a bf16 sum would stop growing after 256 of them."""
     x, weight = torch.ones(2048, 8, dtype=torch.bfloat16), torch.zeros(24, 8, dtype=torch.bfloat16, requires_grad=True)
     linear_cross_entropy(x, weight, torch.zeros(2048, dtype=torch.int64), torch.ones(2048)).sum().backward()
     torch.testing.assert_close(weight.grad[0].float(), torch.full((8,), -2048 * 23 / 24), rtol=1e-2, atol=0)
 
 
-def test_a_broken_promise_is_an_error(short_chunks):
+def test_backward_with_other_token_weights_is_an_error(short_chunks):
     x, weight = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.randint(24, (78,)), torch.ones(78))
     with pytest.raises(RuntimeError, match="announced weights"):
         (loss * torch.rand(78)).sum().backward()
 
 
-def test_chunks_without_a_token_that_counts(short_chunks):
+def test_chunks_with_fully_masked_tokens(short_chunks):
     x, weight = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.randint(24, (78,)), torch.zeros(78))
     (loss * torch.zeros(78)).sum().backward()
     assert not x.grad.any() and not weight.grad.any()
 
 
-def test_chunks_consume_what_they_kept_and_keep_nothing_without_gradients(short_chunks):
+def test_chunks_free_saved_tensors_and_save_none_without_grad(short_chunks):
     x, weight, labels = torch.randn(78, 8, requires_grad=True), torch.randn(24, 8), torch.randint(24, (78,))
     loss = linear_cross_entropy(x, weight, labels, torch.ones(78)).sum()
     loss.backward(retain_graph=True)
@@ -134,6 +134,6 @@ def test_chunks_consume_what_they_kept_and_keep_nothing_without_gradients(short_
         (65536, 32000, 512, torch.float16, False),
     ],
 )
-def test_chunks_where_they_save_memory(rows, columns, width, dtype, cut):
+def test_chunk_size_is_chosen_by_memory(rows, columns, width, dtype, cut):
     step = cross_entropy.tokens_per_chunk(rows, columns, width, dtype, torch.device("cpu"))
     assert (step < rows) == cut and step >= min(rows, 256)

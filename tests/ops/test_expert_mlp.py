@@ -96,8 +96,8 @@ def test_half_precision_is_close(grouped, monkeypatch):
 
 @pytest.mark.parametrize("counts", [(30, 0, 10, 24), (5, 300, 1, 0), (0, 0, 0, 7), (16, 16, 32, 64)])
 @pytest.mark.parametrize("biases", [False, True])
-def test_surplus_rows_leave_no_trace(counts, biases, monkeypatch):
-    """Half precision on CPU computes on more tokens than an expert has: the results are those of its own tokens."""
+def test_padding_rows_do_not_change_results(counts, biases, monkeypatch):
+    """Half precision on CPU pads the rows of an expert: the results equal those without padding."""
     activation = ACTIVATIONS["swiglu"]
     values = inputs(activation, torch.bfloat16, counts, biases)
     names = [name for name, value in values.items() if value is not None]
@@ -129,14 +129,14 @@ def test_frozen_weights_get_no_gradient():
     assert values["x_RH"].grad.norm() > 0
 
 
-def test_no_rows():
+def test_expert_mlp_without_rows():
     activation = ACTIVATIONS["swiglu"]
     values = inputs(activation, torch.float32, (0, 0))
     run(values, activation, (0, 0), True).sum().backward()
     assert values["w1_eGH"].grad.eq(0).all() and values["b2_eH"].grad.eq(0).all()
 
 
-def test_counts_must_add_up():
+def test_counts_that_do_not_match_the_rows_are_rejected():
     activation = ACTIVATIONS["swiglu"]
     with pytest.raises(ValueError, match="add up to 7, but there are 8 rows"):
         run(inputs(activation), activation, (3, 0, 1, 3))
@@ -144,7 +144,7 @@ def test_counts_must_add_up():
 
 @pytest.mark.parametrize("counts", [(3, 0, 5, 2), (4, 4, 4, 4)])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_deferred_weight_gradients_are_the_same_bits_later(counts, grouped):
+def test_deferred_weight_gradients_are_bitwise_equal(counts, grouped):
     activation = ACTIVATIONS["swiglu"]
     queue = WeightGradQueue()
     grads = []
@@ -168,8 +168,8 @@ def test_deferred_weight_gradients_are_the_same_bits_later(counts, grouped):
 @pytest.mark.parametrize(
     ("capability", "grouped"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
 )
-def test_one_grouped_product_where_torch_has_a_kernel_for_it(capability, grouped, monkeypatch):
-    """Elsewhere on CUDA torch waits for the offsets and loops over the experts."""
+def test_grouped_gemm_is_used_where_torch_has_a_kernel(capability, grouped, monkeypatch):
+    """On other CUDA devices torch waits for the offsets and loops over the experts."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert grouped_gemm.prefer_grouped(4096, 8, torch.bfloat16, torch.device("cuda", 0)) is grouped
     assert not grouped_gemm.prefer_grouped(4096, 8, torch.float32, torch.device("cuda", 0))

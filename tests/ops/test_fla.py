@@ -14,7 +14,7 @@ pytest.importorskip(
 )
 
 
-def test_the_package_agrees_with_torch():
+def test_flash_linear_attention_equals_torch():
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), str(root / "tests"), *sys.path])
     done = subprocess.run(

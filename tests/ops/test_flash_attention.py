@@ -13,7 +13,7 @@ def tensors(heads, groups, value, device="cpu", dtype=torch.float64):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, groups, value", [(4, 2, 8), (4, 4, 8), (4, 4, 5)])
-def test_block_equals_softmax_and_its_gradients(heads, groups, value, causal):
+def test_flash_block_equals_softmax_and_its_gradients(heads, groups, value, causal):
     q, k, v, grad = tensors(heads, groups, value)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     scores = torch.einsum("bgnsd,bgkd->bgnsk", q.unflatten(1, (groups, -1)), k) * 0.4
@@ -29,7 +29,7 @@ def test_block_equals_softmax_and_its_gradients(heads, groups, value, causal):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_short_blocks_stay_with_plain_products():
+def test_short_blocks_do_not_use_the_flash_kernel():
     q, k, v, _ = tensors(4, 2, 8)
     assert not can_run(q, k, v)
     q, k, v = (x.repeat(1, 1, 100, 1) for x in (q, k, v))
@@ -38,7 +38,7 @@ def test_short_blocks_stay_with_plain_products():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_operators_of_cuda_take_these_arguments(causal):
+def test_cuda_flash_operators_accept_the_arguments(causal):
     """On the meta device the CUDA branch runs without CUDA: names, order and shapes."""
     q, k, v, grad = tensors(4, 2, 5, "meta", torch.bfloat16)
     out, lse = flash_block(q, k, v, 0.4, causal)

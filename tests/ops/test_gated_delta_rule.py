@@ -29,10 +29,10 @@ def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def by_position(
+def run_recurrence(
     x: Tensor, beta: Tensor, alpha: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, ids: Tensor | None = None
 ) -> Tensor:
-    """The equations, one position after the other."""
+    """Apply the equations position by position."""
     length = x.shape[0]
     same = (
         torch.ones(length, length, BATCH, dtype=x.dtype)
@@ -72,10 +72,10 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
-def test_output_and_gradients_are_those_of_the_recurrence(kind):
+def test_chunked_delta_rule_equals_the_recurrence(kind):
     ids = None if DOCUMENTS[kind] is None else torch.tensor(DOCUMENTS[kind])
     tensors = inputs(45)
-    found, expected = gated_delta(*tensors, HEADS, ids), by_position(*tensors, ids)
+    found, expected = gated_delta(*tensors, HEADS, ids), run_recurrence(*tensors, ids)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
     assert expected.abs().max() > 0.1
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
@@ -86,19 +86,19 @@ def test_output_and_gradients_are_those_of_the_recurrence(kind):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 17])
-def test_any_length(length):
+def test_delta_rule_of_any_length(length):
     tensors = inputs(length)
-    assert torch.allclose(gated_delta(*tensors, HEADS), by_position(*tensors), rtol=0, atol=1e-12)
+    assert torch.allclose(gated_delta(*tensors, HEADS), run_recurrence(*tensors), rtol=0, atol=1e-12)
 
 
-def test_a_document_does_not_see_the_one_before_it():
+def test_documents_do_not_attend_to_previous_ones():
     tensors = inputs(45)
     ids = torch.tensor([[0] * 19 + [1] * 26] * 2)
     alone = gated_delta(*(each[19:] for each in tensors[:3]), *tensors[3:], HEADS)
     assert torch.allclose(gated_delta(*tensors, HEADS, ids)[19:], alone, rtol=0, atol=1e-12)
 
 
-def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
+def test_extreme_decay_gives_finite_results():
     tensors = inputs(45, torch.float32)
     with torch.no_grad():
         tensors[2] += 200.0
@@ -118,7 +118,7 @@ def test_half_precision_is_computed_in_fp32():
     assert all(each.grad.dtype == torch.bfloat16 for each in tensors)
 
 
-def test_what_is_kept_is_the_input_and_a_state_per_segment():
+def test_only_inputs_and_segment_states_are_saved():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         tensors = inputs(45)

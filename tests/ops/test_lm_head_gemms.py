@@ -19,7 +19,7 @@ def _case(weights):
 
 @pytest.mark.parametrize("weights, logits, of_loss, of_grads", [WIDER, NARROWER])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_the_loss_is_that_of_logits_in_their_format(weights, logits, of_loss, of_grads, chunked, monkeypatch):
+def test_loss_uses_the_configured_logit_dtype(weights, logits, of_loss, of_grads, chunked, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 10)
     x, weight, labels = _case(weights)
@@ -42,7 +42,7 @@ def test_the_loss_is_that_of_logits_in_their_format(weights, logits, of_loss, of
         assert a.grad.dtype == weights and (a.grad - b.grad).float().norm() <= of_grads * b.grad.float().norm()
 
 
-def test_bf16_weights_round_their_logits_otherwise():
+def test_fp32_logits_of_bf16_weights_are_more_accurate():
     x, weight, labels = _case(torch.bfloat16)
     exact = F.cross_entropy(x.float() @ weight.float().t(), labels, reduction="none")
     error = [
@@ -52,7 +52,7 @@ def test_bf16_weights_round_their_logits_otherwise():
     assert error[0] > 1e-2 and error[1] < 1e-5
 
 
-def test_chunks_are_chosen_by_the_bytes_of_the_logits():
+def test_chunk_size_depends_on_the_logit_dtype():
     of_bf16, of_fp32 = (
         tokens_per_chunk(10**6, 65536, 4, torch.bfloat16, torch.device("cpu"), logits)
         for logits in (None, torch.float32)

@@ -21,7 +21,7 @@ def random_map(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["top-2", "ragged", "all", "nothing"])
-def test_order_and_round_trip(kind):
+def test_permutation_order_and_round_trip(kind):
     routing = random_map(kind)
     routes = make_permute_map(routing)
     expected = [(e, t) for e in range(E) for t in range(T) if routing[t, e]]
@@ -36,7 +36,7 @@ def test_order_and_round_trip(kind):
 
 
 @pytest.mark.parametrize("kind", ["top-2", "ragged", "all", "nothing"])
-def test_gradients(kind):
+def test_permutation_gradients(kind):
     routes = make_permute_map(random_map(kind))
     rows = len(routes.token_R)
     x = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
@@ -54,7 +54,7 @@ def test_half_precision_sums_in_fp32():
     assert unpermute(rows, routes).tolist() == [[264.0] * 8]  # adding ones to 256 in bf16 would stay at 256
 
 
-class _Sorted(TorchDispatchMode):
+class _SortLog(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.dtypes = []
@@ -65,9 +65,9 @@ class _Sorted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_sorted_has_four_bytes():
+def test_permutation_sorts_int32_keys():
     routing = torch.rand(7, 5) < 0.5
-    with _Sorted() as seen:
+    with _SortLog() as seen:
         routes = sort_by_expert(make_permute_map(routing), torch.arange(5).flip(0))
     assert seen.dtypes == [torch.int32] * 2
     # a token's rows, in the order of the experts of its columns from the last to the first

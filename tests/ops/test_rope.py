@@ -27,7 +27,7 @@ def slow_rope(x, cos, sin, interleaved, offset):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated, offset", [(8, 0), (4, 0), (4, 4), (2, 3)])
-def test_rotation(interleaved, rotated, offset):
+def test_rotation_equals_complex_multiplication(interleaved, rotated, offset):
     x = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (table.double() for table in rope_tables(inverse_frequencies(rotated, 100), torch.arange(5)))
     expected = slow_rope(x, cos, sin, interleaved, offset)

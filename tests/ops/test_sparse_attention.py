@@ -35,7 +35,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def written_out(x: dict[str, Tensor], visible_BSK: Tensor, topk: int | None, relu: bool, selected_only: bool):
+def reference_attention(x: dict[str, Tensor], visible_BSK: Tensor, topk: int | None, relu: bool, selected_only: bool):
     """Output and loss, differentiable by autograd."""
     dots = torch.einsum("tbif,sbf->btis", x["iq"], x["ik"])
     scores = torch.einsum("tbi,btis->bts", x["w"], dots.relu() if relu else dots).masked_fill(
@@ -58,12 +58,12 @@ def written_out(x: dict[str, Tensor], visible_BSK: Tensor, topk: int | None, rel
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("topk, selected_only", [(TOPK, False), (TOPK, True), (None, False)])
-def test_values_and_gradients(topk, selected_only, documents, relu):
+def test_sparse_attention_equals_its_equations(topk, selected_only, documents, relu):
     x = tensors()
     visible = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
     if documents:
         visible = visible & (IDS[:, :, None] == IDS[:, None])
-    out, loss, chosen = written_out(x, visible, topk, relu, selected_only)
+    out, loss, chosen = reference_attention(x, visible, topk, relu, selected_only)
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(6))
     expected = torch.autograd.grad((out * grad).sum() + 3.0 * loss, list(x.values()))
 
@@ -88,8 +88,8 @@ def test_values_and_gradients(topk, selected_only, documents, relu):
         assert torch.allclose(mine, theirs, rtol=1e-8, atol=1e-10), name
 
 
-def test_half_precision_is_computed_with_as_fp32():
-    """Scores choose by their last digits, and a target of many keys is below the digits of bf16."""
+def test_half_precision_inputs_are_computed_in_fp32():
+    """Score differences and target probabilities of many keys are below the precision of bf16."""
     x = {name: each.detach().bfloat16() for name, each in tensors().items()}
     found = []
     for q, k, iq, ik, w in (
@@ -113,8 +113,8 @@ def test_half_precision_is_computed_with_as_fp32():
     )
 
 
-def test_queries_in_two_runs_equal_one_run():
-    """As a context-parallel rank has them: its own queries, all keys, and its share of the loss."""
+def test_queries_in_two_ranges_equal_one_range():
+    """As on a context-parallel rank: its own queries, all keys, and its share of the loss."""
     x = {name: each.detach() for name, each in tensors().items()}
     unsplit, indexer_loss_grads = select_topk_keys(
         IndexerOutput(x["iq"], x["ik"], x["w"]),
@@ -143,7 +143,7 @@ def test_queries_in_two_runs_equal_one_run():
     assert torch.allclose(sum(share.grads.k_KBF for share in shares), indexer_loss_grads.grads.k_KBF)
 
 
-def test_of_equal_scores_the_first_are_chosen():
+def test_ties_select_the_first_keys():
     scores = torch.tensor(
         [
             [
@@ -157,7 +157,7 @@ def test_of_equal_scores_the_first_are_chosen():
     assert torch.equal(topk_mask(scores, 6), scores > float("-inf"))
 
 
-def test_bits_come_back():
+def test_packed_selection_bits_round_trip():
     chosen = torch.rand(2, 5, 19, generator=torch.Generator().manual_seed(1)) < 0.5
     selection = Selection(Selection.pack(chosen), (PositionRange(4, 6), PositionRange(10, 13)))
     assert selection.bits_BSC.shape == (2, 5, 3) and selection.bits_BSC.dtype == torch.uint8
@@ -165,7 +165,7 @@ def test_bits_come_back():
     assert torch.equal(selection.of(PositionRange(11, 13), PositionRange(7, 18)), chosen[:, 3:, 7:18])
 
 
-def test_the_rotation_leaves_products_and_spreads_a_spike():
+def test_hadamard_rotation_keeps_products_and_spreads_outliers():
     x, y = torch.randn(3, 64, dtype=torch.float64), torch.randn(3, 64, dtype=torch.float64)
     assert torch.allclose((rotate(x) * rotate(y)).sum(-1), (x * y).sum(-1))
     assert torch.allclose(rotate(torch.eye(64)[5]).abs(), torch.full((64,), 1 / 8))

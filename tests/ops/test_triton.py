@@ -26,7 +26,7 @@ LIMITED = ("shared", "registers", "stack")
 SCRIPT = "import sys; sys.path[:0] = ['tests', '.']; from ops.triton_compile import main; main(int(sys.argv[1]))"
 
 
-def run_apart(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+def run_in_subprocess(command: list[str], **environment: str) -> subprocess.CompletedProcess:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *command],
@@ -38,14 +38,14 @@ def run_apart(command: list[str], **environment: str) -> subprocess.CompletedPro
     )
 
 
-def test_the_interpreter_agrees_with_torch():
+def test_interpreted_kernels_equal_torch():
     cases = sorted(str(path) for path in (HERE / "triton_cases").glob("*.py"))
     kernels = {
         path.stem.removeprefix("triton_") for path in (HERE.parents[1] / "moe_trainer").glob("*/triton_*.py")
     } - {"blocks"}
     cases = [case for case in cases if not case.endswith("conftest.py")]
     assert {Path(case).stem for case in cases} == kernels | {"model", "pairs"}
-    done = run_apart(
+    done = run_in_subprocess(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", *cases], TRITON_INTERPRET="1", OMP_NUM_THREADS="1"
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -56,9 +56,9 @@ def test_the_interpreter_agrees_with_torch():
 def test_every_kernel_compiles(capability, tmp_path):
     """All of them in one process: torch and triton are imported once.
 
-    What they take is what is recorded, or less; to record it again: python -c "<SCRIPT>" CAPABILITY.
+    Resources must not exceed the recorded ones; to record them again: python -c "<SCRIPT>" CAPABILITY.
     """
-    done = run_apart(["-c", SCRIPT, str(capability)], TRITON_CACHE_DIR=str(tmp_path))
+    done = run_in_subprocess(["-c", SCRIPT, str(capability)], TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     found, recorded = (
         json.loads(done.stdout),

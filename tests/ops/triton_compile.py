@@ -2,7 +2,7 @@
 
 Run by tests/ops/test_triton.py.
 
-A variant is a list of arguments: "*bf16" a pointer, "i32" and "fp32" numbers, anything in C(...) a constant.
+A variant is a list of arguments: "*bf16" a pointer, "i32" and "fp32" numbers, anything in Const(...) a constant.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 HALF, FP32, INT, I32, LONG, BYTES = "*bf16", "*fp32", "i32", "*i32", "*i64", "*u8"
 
 
-class C(NamedTuple):
+class Const(NamedTuple):
     """A compile-time constant."""
 
     value: object
@@ -31,49 +31,49 @@ class C(NamedTuple):
 
 def blocks():
     for partial, out in ((FP32, HALF), (FP32, FP32), ("*fp64", "*fp64")):
-        yield "sum_partials_kernel", [partial, out, INT, INT, C(32), C(32)]
+        yield "sum_partials_kernel", [partial, out, INT, INT, Const(32), Const(32)]
 
 
 def pointwise():
     for kind, weighed in (("swiglu", True), ("gelu", True), ("squared_relu", False)):
-        probs = FP32 if weighed else C(None)
-        yield "forward_kernel", [HALF, probs, HALF, INT, INT, C(kind), C(1024)]
-        yield "backward_kernel", [HALF, probs, HALF, HALF, HALF, probs, INT, INT, INT, C(kind), C(2048)]
+        probs = FP32 if weighed else Const(None)
+        yield "forward_kernel", [HALF, probs, HALF, INT, INT, Const(kind), Const(1024)]
+        yield "backward_kernel", [HALF, probs, HALF, HALF, HALF, probs, INT, INT, INT, Const(kind), Const(2048)]
 
 
 def norm():
     for data, rows, block in ((HALF, 1, 4096), (HALF, 32, 128), ("*fp64", 4, 1024)):
         kept = "*fp64" if data == "*fp64" else FP32
-        rest = [C(False), C(rows), C(block)]
+        rest = [Const(False), Const(rows), Const(block)]
         yield "forward_kernel", [data, data, data, kept, INT, INT, INT, "fp32", *rest]
         yield "backward_kernel", [data, data, data, kept, data, kept, INT, INT, INT, INT, *rest]
 
 
 def rope():
     for interleaved, partial in ((True, True), (False, False)):
-        yield "rotate_kernel", [HALF, FP32, FP32, HALF, *[INT] * 9, C(interleaved), C(partial), C(16), C(32), C(256)]
+        yield "rotate_kernel", [HALF, FP32, FP32, HALF, *[INT] * 9, Const(interleaved), Const(partial), Const(16), Const(32), Const(256)]
 
 
 def permute():
-    tile = [C(128), C(64)]
+    tile = [Const(128), Const(64)]
     yield "count_kernel", [BYTES, I32, *[INT] * 4, *tile], {"num_warps": 8}
-    yield "earlier_kernel", [I32, I32, LONG, INT, INT, C(64), C(16)]
+    yield "earlier_kernel", [I32, I32, LONG, INT, INT, Const(64), Const(16)]
     yield "place_kernel", [BYTES, I32, LONG, I32, I32, I32, I32, BYTES, *[INT] * 5, *tile], {"num_warps": 8}
-    for probs in (FP32, C(None)):
-        yield "gather_kernel", [HALF, I32, probs, I32, HALF, probs, INT, INT, C(2048)]
-        yield "sum_kernel", [HALF, I32, I32, I32, probs, HALF, probs, INT, INT, INT, C(2048), C(256)]
+    for probs in (FP32, Const(None)):
+        yield "gather_kernel", [HALF, I32, probs, I32, HALF, probs, INT, INT, Const(2048)]
+        yield "sum_kernel", [HALF, I32, I32, I32, probs, HALF, probs, INT, INT, INT, Const(2048), Const(256)]
 
 
 def router():
-    deepseek = {"bias": FP32, "groups": [C(8), C(32), C(4)], "tile": [C(8), C(256)], "k": C(8)}
-    mixtral = {"bias": C(None), "groups": [C(1), C(8), C(0)], "tile": [C(256), C(8)], "k": C(2)}
+    deepseek = {"bias": FP32, "groups": [Const(8), Const(32), Const(4)], "tile": [Const(8), Const(256)], "k": Const(8)}
+    mixtral = {"bias": Const(None), "groups": [Const(1), Const(8), Const(0)], "tile": [Const(256), Const(8)], "k": Const(2)}
     for size, score, pre in (
         (deepseek, "sigmoid", False),
         (mixtral, "softmax", False),
         (mixtral, "softmax", True),
         (mixtral, "sqrtsoftplus", False),
     ):
-        how = [size["k"], C(score), C(pre)]
+        how = [size["k"], Const(score), Const(pre)]
         yield (
             "choose_kernel",
             [FP32, size["bias"], FP32, BYTES, *[INT] * 3, "fp32", *how, *size["groups"], *size["tile"]],
@@ -82,18 +82,18 @@ def router():
         yield "count_kernel", [FP32, FP32, INT, INT, *how[:2], *size["tile"]]
         yield (
             "gradient_kernel",
-            [*[FP32] * 7, *[INT] * 3, *["fp32"] * 8, how[1], C(True), *size["tile"]],
+            [*[FP32] * 7, *[INT] * 3, *["fp32"] * 8, how[1], Const(True), *size["tile"]],
         )
-    for scale in (FP32, C(None)):
-        yield "attach_kernel", [HALF, FP32, scale, HALF, INT, "fp32", C(1024)]
+    for scale in (FP32, Const(None)):
+        yield "attach_kernel", [HALF, FP32, scale, HALF, INT, "fp32", Const(1024)]
 
 
 def cross_entropy():
     for data in (HALF, FP32):
-        yield "pieces_kernel", [data, LONG, FP32, FP32, FP32, INT, INT, C(4096)]
-        yield "softmax_kernel", [data, LONG, FP32, FP32, INT, INT, "fp32", C(4096)]
-        for mine in (BYTES, C(None)):
-            yield "gradient_kernel", [data, LONG, FP32, FP32, mine, INT, INT, "fp32", C(2048)]
+        yield "pieces_kernel", [data, LONG, FP32, FP32, FP32, INT, INT, Const(4096)]
+        yield "softmax_kernel", [data, LONG, FP32, FP32, INT, INT, "fp32", Const(4096)]
+        for mine in (BYTES, Const(None)):
+            yield "gradient_kernel", [data, LONG, FP32, FP32, mine, INT, INT, "fp32", Const(2048)]
 
 
 def grouped_gemm():
@@ -103,19 +103,19 @@ def grouped_gemm():
         (FP32, (64, 64, 32), (4, 2), "tf32"),
     ):
         options = {"num_warps": warps, "num_stages": stages}
-        one, other, depth = (C(size) for size in sizes)
+        one, other, depth = (Const(size) for size in sizes)
         # strides of 1 are constants, as they are at a launch: column by column for the forward, row by row for the gradient
-        for strides in ([C(1), INT], [INT, C(1)]):
+        for strides in ([Const(1), INT], [INT, Const(1)]):
             yield (
                 "rows_kernel",
-                [data, data, data, "*i32", *[INT] * 6, *strides, INT, C(precision), one, other, depth, C(64)],
+                [data, data, data, "*i32", *[INT] * 6, *strides, INT, Const(precision), one, other, depth, Const(64)],
                 options,
             )
-        yield "weight_kernel", [data, data, data, "*i32", *[INT] * 4, C(precision), depth, one, other], options
+        yield "weight_kernel", [data, data, data, "*i32", *[INT] * 4, Const(precision), depth, one, other], options
 
 
 def quantize():
-    for fmt in (C((448.0, 3, 2.0**-6)), C((57344.0, 2, 2.0**-14))):
+    for fmt in (Const((448.0, 3, 2.0**-6)), Const((57344.0, 2, 2.0**-14))):
         for power, square, rows, columns, warps in (
             (True, False, 32, 128, 4),
             (False, True, 128, 128, 16),
@@ -123,16 +123,16 @@ def quantize():
         ):
             yield (
                 "block_kernel",
-                [HALF, BYTES, FP32, *[INT] * 4, fmt, C(power), C(square), C(rows), C(columns)],
+                [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(power), Const(square), Const(rows), Const(columns)],
                 {"num_warps": warps},
             )
-        yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, C(8), C(512)]
-    yield "amax_kernel", [HALF, FP32, *[INT] * 4, C(8), C(512)]
+        yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(8), Const(512)]
+    yield "amax_kernel", [HALF, FP32, *[INT] * 4, Const(8), Const(512)]
 
 
 def latent_attention():
     for data, keys, precision in ((HALF, 32, "ieee"), (FP32, 16, "ieee")):
-        tile = [C(precision), C(keys), C(512), C(64)]
+        tile = [Const(precision), Const(keys), Const(512), Const(64)]
         options = {"num_warps": 8, "num_stages": 1}
         yield "forward_kernel", [data, data, I32, data, FP32, *[INT] * 4, "fp32", *tile], options
         yield "query_kernel", [data, data, I32, data, FP32, FP32, data, data, *[INT] * 6, "fp32", *tile], options
@@ -141,32 +141,32 @@ def latent_attention():
 
 def delta_rule():
     for documents in (False, True):
-        ids = I32 if documents else C(None)
-        yield "convolve_kernel", [HALF, HALF, ids, HALF, *[INT] * 4, C(4)]
-        yield "gradient_kernel", [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 6, C(4)], {"num_warps": 8}
+        ids = I32 if documents else Const(None)
+        yield "convolve_kernel", [HALF, HALF, ids, HALF, *[INT] * 4, Const(4)]
+        yield "gradient_kernel", [HALF, HALF, ids, HALF, HALF, FP32, *[INT] * 6, Const(4)], {"num_warps": 8}
 
 
 def delta_chunks():
     """Heads of Qwen3-Next, and the widest; in fp32 the kernels that take most."""
     numbers, eight = [INT] * 4, {"num_warps": 8}
     for data, width in ((HALF, 128), (HALF, 256), (FP32, 128)):
-        size = [C("tf32x3"), C(width), C(width)]
+        size = [Const("tf32x3"), Const(width), Const(width)]
         walk = {} if (data, width) == (HALF, 128) else {"num_stages": 2, **eight}
-        yield "states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
-        yield "grad_states_kernel", [data, FP32, *[data] * 4, *numbers, *size, C(width), C(32)], walk
+        yield "states_kernel", [data, FP32, *[data] * 4, *numbers, *size, Const(width), Const(32)], walk
+        yield "grad_states_kernel", [data, FP32, *[data] * 4, *numbers, *size, Const(width), Const(32)], walk
         yield (
             "chunk_kernel",
-            [*[data] * 5, FP32, *[data] * 11, *[FP32] * 4, data, *numbers, *[INT] * 4, *size, C(64), C(32)],
+            [*[data] * 5, FP32, *[data] * 11, *[FP32] * 4, data, *numbers, *[INT] * 4, *size, Const(64), Const(32)],
             eight,
         )
         if data == FP32:
             continue
-        for ids, inverse in ((I32, C(None)), (C(None), data)):
+        for ids, inverse in ((I32, Const(None)), (Const(None), data)):
             kept = [FP32, inverse, data, data]
-            yield "prepare_kernel", [*[data] * 5, ids, *kept, *numbers, *[INT] * 4, *size, C(64)], eight
-        yield "outputs_kernel", [data, FP32, *[data] * 3, *numbers, *size, C(64)]
-        yield "scores_kernel", [data, FP32, *[data] * 4, FP32, *numbers, *size, C(64)]
-        yield "keys_kernel", [data, FP32, FP32, FP32, *[data] * 3, INT, *numbers, *size, C(width)], eight
+            yield "prepare_kernel", [*[data] * 5, ids, *kept, *numbers, *[INT] * 4, *size, Const(64)], eight
+        yield "outputs_kernel", [data, FP32, *[data] * 3, *numbers, *size, Const(64)]
+        yield "scores_kernel", [data, FP32, *[data] * 4, FP32, *numbers, *size, Const(64)]
+        yield "keys_kernel", [data, FP32, FP32, FP32, *[data] * 3, INT, *numbers, *size, Const(width)], eight
 
 
 MODULES = (
@@ -187,7 +187,7 @@ MODULES = (
 
 def of_ones(arguments: list) -> list:
     """The same with every size and stride 1: a launch makes constants of those, which is other code to the compiler."""
-    return [C(1) if argument == INT else argument for argument in arguments]
+    return [Const(1) if argument == INT else argument for argument in arguments]
 
 
 def compile_one(kernel, arguments: list, capability: int, options: dict):

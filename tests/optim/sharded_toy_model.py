@@ -1,4 +1,4 @@
-"""A model that exists only as named tensors and made-up gradients, spread over ranks by a layout.
+"""A model of named tensors and synthetic gradients, sharded over ranks by a layout.
 
 Every kind of parameter occurs: cut over tp (with parts), replicated, partial over tp, tied over stages, stacked experts cut over etp,
 partial over etp. The gradients are multiples of 1/64, so that their sums are exact in any order and a rank's share of a sum
@@ -67,7 +67,7 @@ def values(*name: str | int, shape: tuple[int, ...]) -> Tensor:
 
 
 def cut(full: Tensor, dim: int | None, rank: int, count: int, parts: int) -> Tensor:
-    """This rank's piece of every part of a dimension."""
+    """Return this rank's shard of every part of a dimension."""
     if dim is None or count == 1:
         return full
     return torch.cat([part.chunk(count, dim)[rank] for part in full.chunk(parts, dim)], dim)
@@ -81,12 +81,12 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
     return values("init", name, shape=shape).clone()
 
 
-def share(name: str, shape: tuple[int, ...], step: int, microbatch: int, source: int) -> Tensor:
-    """What one source adds to a tensor's gradient; a source is a rank, or a stage and a rank, that sees data of its own."""
+def gradient_share(name: str, shape: tuple[int, ...], step: int, microbatch: int, source: int) -> Tensor:
+    """Return the gradient contribution of one source: a rank, or a stage and a rank, with its own data."""
     return values("grad", name, step, microbatch, source, shape=shape)
 
 
-class Part(nn.Module):
+class ShardedChunk(nn.Module):
     """One chunk of one rank: its pieces of the tensors of a virtual stage."""
 
     def __init__(self, ps: ParallelState, stage: int, stage_count: int, dtype: torch.dtype):
@@ -137,16 +137,16 @@ class Part(nn.Module):
         # a source of the whole gradient: (data rank, which of the holding stages, member of the group where it is partial)
         member = group.rank if spec.partial else 0
         source = (data.rank * len(spec.depths) + stages.index(self.stage)) * 8 + member
-        mine = share(name, spec.shape, step, microbatch, source)
+        mine = gradient_share(name, spec.shape, step, microbatch, source)
         if len(stages) < len(spec.depths):  # one stage does what two may do
-            mine = mine + share(name, spec.shape, step, microbatch, source + 8)
+            mine = mine + gradient_share(name, spec.shape, step, microbatch, source + 8)
         if spec.partial:  # every member of the larger layouts is a source: the last one takes the rest of eight
             for rest in range(group.size, 8) if group.rank == group.size - 1 else ():
-                mine = mine + share(name, spec.shape, step, microbatch, source - member + rest)
+                mine = mine + gradient_share(name, spec.shape, step, microbatch, source - member + rest)
         return cut(mine, spec.dim, group.rank, group.size, spec.parts)
 
 
-class Whole(nn.Module):
+class FullModel(nn.Module):
     """The full model on one rank."""
 
     def __init__(self, dtype: torch.dtype):
@@ -166,7 +166,7 @@ class Whole(nn.Module):
             data = edp if spec.kind == "expert" else dp_cp
             for source in range(data * len(spec.depths)):
                 for member in range(8) if spec.partial else (0,):
-                    grad = share(name, spec.shape, step, microbatch, source * 8 + member)
+                    grad = gradient_share(name, spec.shape, step, microbatch, source * 8 + member)
                     total = total + (param.float() * grad * (scale / dp_cp)).sum()
         return total
 
@@ -174,7 +174,7 @@ class Whole(nn.Module):
 @functools.cache
 def one_process(dp_cp: int, edp: int, steps: int, dtype=torch.float32, **optimizer):
     """Returns (outcomes, norm of the parameters before each step, {name: weight}). Asked for before ranks are forked it is theirs too."""
-    model = Whole(dtype)
+    model = FullModel(dtype)
     grads, built = build_training(model, count_zeros=True, **optimizer)
     outcomes, norms = [], []
     for step in range(steps):
@@ -187,10 +187,12 @@ def one_process(dp_cp: int, edp: int, steps: int, dtype=torch.float32, **optimiz
     return outcomes, norms, {name: param.detach() for _, name, param in model.held}
 
 
-def spread(ps: ParallelState, parallel: ParallelArgs, steps: int, dtype=torch.float32, vpp: int = 1, **optimizer):
+def train_on_ranks(
+    ps: ParallelState, parallel: ParallelArgs, steps: int, dtype=torch.float32, vpp: int = 1, **optimizer
+):
     """Train this rank's chunks. Returns (outcomes, norms, chunks, optimizer, grads)."""
     stage_count = ps.pp.size * vpp
-    chunks = [Part(ps, chunk * ps.pp.size + ps.pp.rank, stage_count, dtype) for chunk in range(vpp)]
+    chunks = [ShardedChunk(ps, chunk * ps.pp.size + ps.pp.rank, stage_count, dtype) for chunk in range(vpp)]
     grads, built = build_training(nn.ModuleList(chunks), parallel=parallel, ps=ps, count_zeros=True, **optimizer)
     outcomes, norms = [], []
     for step in range(steps):
@@ -213,7 +215,7 @@ def spread(ps: ParallelState, parallel: ParallelArgs, steps: int, dtype=torch.fl
 
 
 def assert_equal(chunks, ps: ParallelState, weights: dict[str, Tensor], tolerance: float) -> None:
-    """Every piece on this rank equals that piece of the full model's weight."""
+    """Assert that every shard on this rank equals that shard of the full model's weight."""
     for chunk in chunks:
         for spec, param in chunk.held:
             group = ps.etp if spec.kind == "expert" else ps.tp

@@ -1,4 +1,4 @@
-"""Clipping only ever shrinks: a gradient below --clip-grad goes into the update as it is."""
+"""Clipping only reduces: a gradient below --clip-grad is used unchanged."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _step(clip_grad):
     return outcome.grad_norm, [param.detach().clone() for param in model.parameters()]
 
 
-def test_a_gradient_below_the_limit_is_left_alone():
+def test_gradient_below_the_limit_is_unchanged():
     norm, unclipped = _step(0.0)
     for limit in (1.01 * norm, 1e6):
         assert all(torch.equal(a, b) for a, b in zip(_step(limit)[1], unclipped))
@@ -21,11 +21,11 @@ def test_a_gradient_below_the_limit_is_left_alone():
 
 
 @pytest.mark.parametrize("norm, limit, factor", [(0.0, 1.0, 1.0), (0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, 0.0, 1.0)])
-def test_the_factor(norm, limit, factor):
+def test_clip_factor(norm, limit, factor):
     assert clip_factor(norm, limit) == pytest.approx(factor, rel=1e-5)
 
 
-def test_sgd_without_momentum_is_plain_descent():
+def test_sgd_without_momentum_is_gradient_descent():
     model, plain = Toy(), Toy()
     grads, optimizer = build_training(model, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0)
     for seed in range(2):

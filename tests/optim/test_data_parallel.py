@@ -94,7 +94,7 @@ def test_modes_agree_bitwise_on_two_ranks(kind):
         assert all(torch.equal(a, b) for a, b in zip(results[mode][1], results[other][1])), (mode, other)
 
 
-def test_the_comparison_notices_a_missing_reduction():
+def test_comparison_detects_a_missing_reduction():
     reference = _one_process(2)
     result = run_ranks(lambda rank, n: _train(rank, n, MODES[0], break_reduction=True), 2)[0]
     with pytest.raises(AssertionError):
@@ -102,7 +102,7 @@ def test_the_comparison_notices_a_missing_reduction():
 
 
 @pytest.mark.parametrize("mode", [MODES[1], MODES[4]])
-def test_bf16(mode):
+def test_bf16_training_is_close_to_one_process(mode):
     reference = _one_process(2, torch.bfloat16)
     for result in run_ranks(_train, 2, mode, torch.bfloat16):
         assert result[0] == pytest.approx(reference[0], rel=2e-3)
@@ -119,7 +119,7 @@ def test_bf16(mode):
     ],
 )
 @pytest.mark.parametrize("mode", [MODES[1], MODES[3]])
-def test_options_do_not_change_the_numbers(mode, more):
+def test_bucket_and_overlap_options_change_no_result(mode, more):
     reference = _one_process(2)
     for result in run_ranks(lambda rank, n: _train(rank, n, mode, **more), 2):
         _assert_close(result, reference, 2e-6)
@@ -184,7 +184,7 @@ def _different_branches(rank, n, distributed):
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_ranks_that_use_different_parameters_agree(distributed):
+def test_ranks_with_different_unused_parameters_stay_equal(distributed):
     assert run_ranks(_different_branches, 2, distributed) == [[32.0, 32.0, 32.0]] * 2
 
 
@@ -254,7 +254,7 @@ class Nested(nn.Module):
         return x
 
 
-def _waits(rank, n):
+def _record_gather_waits(rank, n):
     ps = ParallelState.create(n, rank)
     model = Nested()
     grads, optimizer = build_training(model, parallel=_parallel(True, True, True, ddp_bucket_size=1), ps=ps)
@@ -274,12 +274,12 @@ def _waits(rank, n):
 
 def test_gather_waits_module_by_module():
     """Three buckets: the root waits for the holder it reads directly, then each linear for its own."""
-    history, pending, after = run_ranks(_waits, 2)[0]
+    history, pending, after = run_ranks(_record_gather_waits, 2)[0]
     assert history == [[0, 0, 0], [2, 1, 0]]
     assert (pending, after) == (3, 0)
 
 
-def _resume(rank, n, mode, dtype):
+def _save_and_resume(rank, n, mode, dtype):
     """Save after two steps, load into a fresh optimizer, two more: bitwise the same as four in a row."""
     ps = ParallelState.create(n, rank)
 
@@ -310,5 +310,5 @@ def _resume(rank, n, mode, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", [MODES[0], MODES[4]])
-def test_resume_is_bitwise(mode, dtype):
-    run_ranks(_resume, 2, mode, dtype)
+def test_resume_is_bitwise_equal(mode, dtype):
+    run_ranks(_save_and_resume, 2, mode, dtype)

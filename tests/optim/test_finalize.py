@@ -14,7 +14,7 @@ from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
 
-def _holder(dtype, **infos):
+def _make_module(dtype, **infos):
     """A module with one parameter per name; values: (shape, ParamInfo fields)."""
     module = nn.Module()
     for name, (shape, fields) in infos.items():
@@ -48,7 +48,7 @@ def _grads_after(module, ps, rank, distributed, precision=None, overlap=False, p
 def _tensor_parallel(rank, n, distributed, overlap, per_token):
     """4 ranks, tp 2 (ranks 01, 23), dp 2, ep 2 over tp; and the experts' etp 1."""
     ps = ParallelState.create(n, rank, tp=2, ep=2)
-    module = _holder(
+    module = _make_module(
         torch.float32,
         cut=((7, 33), {"sharded_dim": 0, "shard_rank": ps.tp.rank, "shard_count": 2}),
         norm=((33,), {"is_grad_partial": True}),
@@ -72,7 +72,7 @@ def _expert_tensor_parallel(rank, n, distributed):
     """4 ranks, etp 2 (01, 23), edp 2, tp 1: the experts' partial parameters are summed over etp, the dense ones stay."""
     ps = ParallelState.create(n, rank, etp=2)
     stack = {"names": ("experts.0", "experts.1"), "stacked": True, "kind": "expert", "is_grad_partial": True}
-    module = _holder(
+    module = _make_module(
         torch.float32,
         bias=((9,), {"kind": "expert", "is_grad_partial": True}),
         norm=((33,), {}),
@@ -89,7 +89,7 @@ def test_partial_gradients_of_experts_are_summed_over_etp(distributed):
         assert found == {"bias": 10 / 4, "biases": 10 / 4, "norm": 10 / 4, "fc1": (1 + 3, 2 + 4)[rank % 2] / 4}
 
 
-def _stages(rank, n, distributed, overlap, dtype):
+def _finalize_stages(rank, n, distributed, overlap, dtype):
     """8 ranks or 4, pp 2, tp 2: the stages lay out quite different models around the tied parameters, in another order."""
     ps = ParallelState.create(n, rank, pp=2, tp=2)
     cut = {"sharded_dim": 0, "shard_rank": ps.tp.rank, "shard_count": 2}
@@ -108,7 +108,7 @@ def _stages(rank, n, distributed, overlap, dtype):
             "embedding": ((37, 19), {"tied": True, "is_replica": True, **cut}),
         }
     precision = PrecisionArgs(bf16=dtype == torch.bfloat16, grad_reduce_in_bf16=dtype == torch.bfloat16)
-    return _grads_after(_holder(dtype, **infos), ps, rank, distributed, precision, overlap)
+    return _grads_after(_make_module(dtype, **infos), ps, rank, distributed, precision, overlap)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def _stages(rank, n, distributed, overlap, dtype):
 )
 def test_tied_gradients_are_summed_over_the_stages(distributed, overlap, dtype):
     """8 ranks: stage 0 is ranks 0-3 (tp 01, 23), stage 1 is 4-7; rank r of the first stage is tied to r + 4."""
-    for rank, found in enumerate(run_ranks(_stages, 8, distributed, overlap, dtype)):
+    for rank, found in enumerate(run_ranks(_finalize_stages, 8, distributed, overlap, dtype)):
         t, stage = rank % 2, rank // 4
         mine = (4 * stage + 1 + t + 4 * stage + 3 + t) / 2  # mean over dp
         other = mine + (-4 if stage else 4)
@@ -132,20 +132,20 @@ def test_tied_gradients_are_summed_over_the_stages(distributed, overlap, dtype):
         assert found == expected, rank
 
 
-def _different(rank, n):
+def _finalize_different_layouts(rank, n):
     ps = ParallelState.create(n, rank, tp=2)
-    return _grads_after(_holder(torch.float32, norm=((8 + rank,), {"is_grad_partial": True})), ps, rank, False)
+    return _grads_after(_make_module(torch.float32, norm=((8 + rank,), {"is_grad_partial": True})), ps, rank, False)
 
 
-def test_ranks_that_disagree_about_what_is_partial_are_reported():
+def test_disagreement_about_partial_gradients_is_reported():
     with pytest.raises(RanksFailedError, match="summed over tp differ between ranks.*norm"):
-        run_ranks(_different, 2)
+        run_ranks(_finalize_different_layouts, 2)
 
 
 def _collectives(rank, n):
     """Number of collectives that finalize_grads needs once the layouts are known to agree."""
     ps = ParallelState.create(n, rank, tp=2)
-    module = _holder(torch.float32, **{f"norm{i}": ((8 + i,), {"is_grad_partial": True}) for i in range(9)})
+    module = _make_module(torch.float32, **{f"norm{i}": ((8 + i,), {"is_grad_partial": True}) for i in range(9)})
     grads = DataParallelGrads(module.parameters(), ps, ParallelArgs(), PrecisionArgs(), per_token_loss=False)
     calls, launch = [], collectives.all_reduce
     collectives.all_reduce = lambda *args, **kwargs: (calls.append(1), launch(*args, **kwargs))[1]
@@ -157,5 +157,5 @@ def _collectives(rank, n):
     return len(calls)
 
 
-def test_one_collective_per_group():
+def test_finalize_needs_one_collective_per_group():
     assert run_ranks(_collectives, 2) == [1, 1]

@@ -29,7 +29,7 @@ class Experts(nn.Module):
     def __init__(self, first: int, count: int):
         super().__init__()
         self.weight = nn.Parameter(
-            torch.stack([_drawn(f"expert.{e}", HIDDEN, HIDDEN) for e in range(first, first + count)])
+            torch.stack([_random(f"expert.{e}", HIDDEN, HIDDEN) for e in range(first, first + count)])
         )
         self.weight.info = ParamInfo(
             tuple(f"expert.{e}" for e in range(first, first + count)), kind="expert", stacked=True
@@ -52,14 +52,14 @@ class Net(nn.Module):
         with torch.no_grad():
             for name, param in self.named_parameters():
                 if not hasattr(param, "info"):
-                    param.copy_(_drawn(name, *param.shape))
+                    param.copy_(_random(name, *param.shape))
                     param.info = ParamInfo((name,), is_grad_partial="norm" in name and ps.tp.size > 1)
 
     def forward(self, tokens):
         return self.output_layer(self.experts(self.norm(self.word_embeddings(tokens)))).float()
 
 
-def _drawn(name, *shape):
+def _random(name, *shape):
     return torch.randn(shape, generator=named_generator(1, name)) * 0.5
 
 
@@ -75,7 +75,7 @@ def _mesh(group, outer):
 
 
 def _shard(model, ps, dtype):
-    """What parallel/fsdp.py does, in small."""
+    """Shard as parallel/fsdp.py does, on a small scale."""
     infos = {name: param.info for name, param in model.named_parameters()}
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     modules = [(model.experts, _mesh(ps.edp_inner, ps.edp_outer)), (model, _mesh(ps.dp_cp_inner, ps.dp_cp_outer))]
@@ -106,8 +106,8 @@ def _train(model, grads, optimizer, ps, step_seeds):
     return history
 
 
-def _both(rank, n, degrees, instances, dtype, per_token):
-    """The same training with flat buffers and with shards."""
+def _train_flat_and_sharded(rank, n, degrees, instances, dtype, per_token):
+    """Train with flat buffers and with shards."""
     ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
     precision = PrecisionArgs(bf16=dtype == torch.bfloat16)
     options = {"optimizer": "adam", "adam_eps": 1e-6}
@@ -152,8 +152,8 @@ def _both(rank, n, degrees, instances, dtype, per_token):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("degrees, instances", [({}, 1), ({"ep": 2}, 1), ({"tp": 2, "etp": 1}, 1), ({}, 2)])
-def test_shards_equal_flat_buffers(degrees, instances, dtype):
-    ranks = run_ranks(_both, 4, degrees, instances, dtype, False)
+def test_fsdp_shards_equal_flat_buffers(degrees, instances, dtype):
+    ranks = run_ranks(_train_flat_and_sharded, 4, degrees, instances, dtype, False)
     assert all(history == ranks[0][0] for history, _ in ranks)
     model = Net(ParallelState.single())
     dense = sum(p.numel() for p in model.parameters() if p.info.kind == "dense")
@@ -162,8 +162,8 @@ def test_shards_equal_flat_buffers(degrees, instances, dtype):
     assert sum(held for _, held in ranks) == (dense * copies + experts) * instances
 
 
-def test_a_sum_per_token():
-    run_ranks(_both, 2, {}, 1, torch.float32, True)
+def test_fsdp_with_per_token_loss():
+    run_ranks(_train_flat_and_sharded, 2, {}, 1, torch.float32, True)
 
 
 def test_a_parameter_without_info_is_refused():

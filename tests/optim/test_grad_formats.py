@@ -1,4 +1,4 @@
-"""Gradients kept and reduced in bf16: which format, how sums are rounded, against definitions."""
+"""Gradients stored and reduced in bf16: dtypes and rounding of sums, against definitions."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ AWARE = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
         (torch.float32, PrecisionArgs(), AWARE, torch.float32),
     ],
 )
-def test_format_of_main_gradients(dtype, precision, more, expected):
+def test_dtype_of_main_gradients(dtype, precision, more, expected):
     model = Toy(dtype)
     grads, optimizer = build_training(model, precision=precision, **more)
     before = [p.detach().clone() for p in model.parameters()]
@@ -46,7 +46,7 @@ def _gradients(model, seeds):
 @pytest.mark.parametrize(
     "patterns, wide", [([], ()), (["all"], "all"), (["experts.*", "*norm.weight"], ("experts", "norm.weight"))]
 )
-def test_accumulation_in_fp32_by_name(patterns, wide):
+def test_fp32_accumulation_by_parameter_name(patterns, wide):
     model = Toy(torch.bfloat16)
     grads, _ = build_training(
         model, precision=NARROW, parallel=ParallelArgs(ddp_param_name_patterns_for_fp32_local_accumulation=patterns)
@@ -68,7 +68,7 @@ def test_accumulation_in_fp32_by_name(patterns, wide):
             assert param.main_grad.dtype == torch.bfloat16 and torch.equal(param.main_grad, expected), (name, iteration)
 
 
-def test_a_parameter_without_gradient_adds_nothing_of_before():
+def test_unused_parameter_adds_no_stale_gradient():
     model = Toy(torch.bfloat16)
     grads, _ = build_training(
         model, precision=NARROW, parallel=ParallelArgs(ddp_param_name_patterns_for_fp32_local_accumulation=["all"])
@@ -139,7 +139,7 @@ def test_reduce_scatter_with_sums_in_fp32(n, instances, overlap, average):
         assert errors["wide"] <= errors["plain"] < 0.05 * reference.numel()
 
 
-def _thirds(rank, n):
+def _reduce_on_three_ranks(rank, n):
     ps = ParallelState.create(n, rank)
     model = Toy(torch.bfloat16)
     grads, _ = build_training(model, ps=ps, precision=BF16)
@@ -149,7 +149,7 @@ def _thirds(rank, n):
     return model.first.bias.main_grad
 
 
-def test_a_bf16_gradients_share_of_the_mean_is_taken_in_fp32():
-    """A third of it is no bf16 number: three of those that are nearest would be 1.002 times the gradient."""
-    for found in run_ranks(_thirds, 3):
+def test_bf16_gradient_mean_is_scaled_in_fp32():
+    """A third of it is not representable in bf16: three rounded thirds would be 1.002 times the gradient."""
+    for found in run_ranks(_reduce_on_three_ranks, 3):
         torch.testing.assert_close(found, torch.ones(23), rtol=1e-6, atol=0)

@@ -1,6 +1,6 @@
-"""--optimizer-cpu-offload and --chunked-optimizer-state-offload: the numbers of the same run without them, bit by bit, on any ranks.
+"""--optimizer-cpu-offload and --chunked-optimizer-state-offload: bitwise equal to the same run without them, on any ranks.
 
-A CPU plays both parts: what is offloaded goes through the same copies, from host memory to host memory.
+A CPU plays both roles: offloaded state goes through the same copies, from host memory to host memory.
 """
 
 import pytest
@@ -73,7 +73,7 @@ def _train(rank, n, more, bf16, distributed=False, pipeline=None):
 
 
 def _join(state):
-    """Pieces of a parameter that lie in two places, put together again."""
+    """Join the pieces of a parameter that are split over two places."""
     full = {}
     for name, params, _, values in sorted(state, key=lambda entry: entry[:3]):
         full.setdefault((name, params), []).append(values)
@@ -92,7 +92,7 @@ def _assert_equal(found, expected, bf16):
 
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("bf16", [False, True])
-def test_offload_changes_nothing(formats, bf16):
+def test_optimizer_offload_changes_no_result(formats, bf16):
     expected = _train(0, 1, {**AWARE, **FORMATS[formats]}, bf16)
     for name, more in OFFLOAD.items():
         found = _train(0, 1, {**AWARE, **FORMATS[formats], **more}, bf16)
@@ -103,7 +103,7 @@ def test_offload_changes_nothing(formats, bf16):
 
 
 @pytest.mark.parametrize("offload", ["half, overlap", "between steps, part"])
-def test_two_ranks_with_overlap(offload):
+def test_optimizer_offload_on_two_ranks_with_overlap(offload):
     plain = run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"]}, False, True)
     for found, expected in zip(
         run_ranks(_train, 2, {**AWARE, **FORMATS["bf16"], **OFFLOAD[offload]}, False, True), plain
@@ -111,13 +111,13 @@ def test_two_ranks_with_overlap(offload):
         _assert_equal(found, expected, False)
 
 
-def test_sgd_between_steps():
+def test_sgd_with_offload_between_steps_equals_plain_sgd():
     expected = _train(0, 1, {"optimizer": "sgd"}, True)
     _assert_equal(_train(0, 1, {"optimizer": "sgd", **OFFLOAD["between steps"]}, True), expected, False)
 
 
-class Late(CopyStream):
-    """CopyStream that happen no sooner than they are waited for, or than the device continues; until then the target holds nonsense."""
+class LateCopies(CopyStream):
+    """Copies that happen only when they are waited for or the device continues; before that the target holds invalid values."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -143,9 +143,9 @@ class Late(CopyStream):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_is_gone(overlap):
+def test_host_copies_are_synchronized_with_updates(overlap):
     expected = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True)
-    copies = Late()
+    copies = LateCopies()
     pipeline = HostUpdatePipeline(
         torch.device("cpu"), pinned_grads=True, pinned_params=True, overlap=overlap, copies=copies
     )
@@ -154,14 +154,14 @@ def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_is_gone(ov
     assert copies.most >= 3 if overlap else copies.most <= 1, "copies are in flight during the update only with overlap"
 
 
-def test_chunk_size_limits_what_visits_the_device():
+def test_chunk_size_limits_update_segments():
     model = Toy()
     _, optimizer = build_training(model, chunked_optimizer_state_offload=True, optimizer_state_offload_chunk_size_mb=1)
     plan_longest = max(segment.stop - segment.start for state in optimizer._shards for segment in state.update_segments)
     assert plan_longest <= 2**20 // 12
 
 
-def test_exactly_the_share_moves_in_stretches():
+def test_offload_fraction_is_exact_and_contiguous():
     for share in (0.0, 0.25, 0.75, 1.0):
         model = torch.nn.Linear(64, 64, bias=False)
         model.weight.info = ParamInfo(("w",))

@@ -5,7 +5,15 @@ import contextlib
 import pytest
 import torch
 from harness import run_ranks
-from optim.sharded_toy_model import MICROBATCHES, Part, Whole, assert_equal, one_process, spread, with_flags
+from optim.sharded_toy_model import (
+    MICROBATCHES,
+    FullModel,
+    ShardedChunk,
+    assert_equal,
+    one_process,
+    train_on_ranks,
+    with_flags,
+)
 from toy import build_training
 
 from arguments.precision import PrecisionArgs
@@ -54,7 +62,7 @@ def _equals_one_process(rank, n, degrees, vpp, modes, instances=1):
     grad_norms = []
     for flags in modes:
         parallel = with_flags(**flags, num_distributed_optimizer_instances=instances)
-        outcomes, norms, chunks, *_ = spread(ps, parallel, STEPS, vpp=vpp)
+        outcomes, norms, chunks, *_ = train_on_ranks(ps, parallel, STEPS, vpp=vpp)
         for found, reference in zip(outcomes, expected, strict=True):
             assert found.updated
             assert found.grad_norm == pytest.approx(reference.grad_norm, rel=1e-7), flags
@@ -94,26 +102,26 @@ def test_bucket_options_with_experts_do_not_change_the_numbers(degrees):
     equal_one_process(4, degrees, 1, tuple({**flags, **more} for flags in (EAGER, OVERLAPPED) for more in options))
 
 
-def _counted(rank, n, degrees, vpp, flags, instances):
+def _count_elements(rank, n, degrees, vpp, flags, instances):
     ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
-    *_, built, _ = spread(ps, with_flags(**flags, num_distributed_optimizer_instances=instances), 1, vpp=vpp)
+    *_, built, _ = train_on_ranks(ps, with_flags(**flags, num_distributed_optimizer_instances=instances), 1, vpp=vpp)
     return sum(p.stop - p.start for state in built._shards for p in state.param_shards if p.is_counted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_element_is_counted_once_in_the_world(layout):
+def test_every_gradient_element_is_counted_once(layout):
     """M#5916: the norm missed or repeated elements where experts are spread otherwise than the rest (EP with TP, ETP != TP)."""
     n, degrees, vpp = LAYOUTS[layout]
     total = sum(weight.numel() for weight in one_process(1, 1, 1)[2].values())
     for flags in (PLAIN, ZERO1):
-        assert sum(run_ranks(_counted, n, degrees, vpp, flags, 1)) == total
+        assert sum(run_ranks(_count_elements, n, degrees, vpp, flags, 1)) == total
     if (
         n == 4
         and layout != "tp2_dp2_ep4_above_dp"
         and "pp" not in degrees
         and degrees.get("etp") != degrees.get("tp", 1)
     ):
-        assert sum(run_ranks(_counted, n, degrees, vpp, ZERO1, 2)) == total
+        assert sum(run_ranks(_count_elements, n, degrees, vpp, ZERO1, 2)) == total
 
 
 def test_grad_norm_with_ep_tp_and_another_etp_equals_the_full_model():
@@ -122,7 +130,7 @@ def test_grad_norm_with_ep_tp_and_another_etp_equals_the_full_model():
         equal_one_process(4, degrees, 1, (PLAIN, ZERO1))
 
 
-def test_gradients_with_etp_above_one_and_a_single_expert_group_are_synchronised():
+def test_gradients_with_etp_and_ep_1_are_synchronized():
     """M#1628: with ep 1 and etp 2 the experts' gradients belong to edp, not to the dense ranks."""
     equal_one_process(4, {"etp": 2}, 1, tuple(MODES.values()))
 
@@ -136,7 +144,7 @@ def test_expert_state_is_sharded_over_edp(instances, degrees, expected_dense, ex
 
     def held(rank, n):
         ps = ParallelState.create(n, rank, optimizer_instances=instances, **degrees)
-        *_, chunks, built, _ = spread(ps, with_flags(**ZERO1, num_distributed_optimizer_instances=instances), 1)
+        *_, chunks, built, _ = train_on_ranks(ps, with_flags(**ZERO1, num_distributed_optimizer_instances=instances), 1)
         local, kept, allocated, buffers = ({"dense": 0, "expert": 0} for _ in range(4))
         for param in (param for chunk in chunks for param in chunk.parameters()):
             local[param.info.kind] += param.numel()
@@ -153,11 +161,11 @@ def test_expert_state_is_sharded_over_edp(instances, degrees, expected_dense, ex
         assert all(allocated[kind] * shards == buffers[kind] for *_, allocated, buffers in ranks), kind
 
 
-def _overflow(rank, n, degrees, flags, spoiled):
+def _step_with_overflow(rank, n, degrees, flags, spoiled):
     """One rank's gradient of one kind is infinite."""
     ps = ParallelState.create(n, rank, **degrees)
     precision = PrecisionArgs(fp16=True, initial_loss_scale=2.0**10, hysteresis=1)
-    *_, chunks, built, grads = spread(ps, with_flags(**flags), 1, dtype=torch.float16, precision=precision)
+    *_, chunks, built, grads = train_on_ranks(ps, with_flags(**flags), 1, dtype=torch.float16, precision=precision)
     before = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
     built.zero_grad()
     for chunk in reversed(chunks):
@@ -179,12 +187,12 @@ def _overflow(rank, n, degrees, flags, spoiled):
     [({"pp": 2, "tp": 2}, "qkv.weight"), ({"ep": 4}, "fc1.weight"), ({"tp": 2, "ep": 2}, "fc2.weight")],
 )
 def test_overflow_on_one_rank_skips_on_all_and_lowers_one_scale(degrees, spoiled, flags):
-    assert run_ranks(_overflow, 4, degrees, flags, spoiled) == [(True, 2.0**9)] * 4
+    assert run_ranks(_step_with_overflow, 4, degrees, flags, spoiled) == [(True, 2.0**9)] * 4
 
 
-def _nan(rank, n):
+def _step_with_nan(rank, n):
     ps = ParallelState.create(n, rank, tp=2, ep=4)
-    *_, chunks, built, grads = spread(ps, with_flags(), 1)
+    *_, chunks, built, grads = train_on_ranks(ps, with_flags(), 1)
     built.zero_grad()
     (chunks[0].surrogate(ps, 0, 0, 1.0) * (float("nan") if rank == 2 else 1.0)).backward()
     grads.finish()
@@ -194,16 +202,16 @@ def _nan(rank, n):
         return str(error)
 
 
-def test_every_rank_stops_for_a_gradient_that_is_not_finite_on_one():
-    assert all("gradients are not finite in step 2" in text for text in run_ranks(_nan, 4))
+def test_nonfinite_gradient_on_one_rank_stops_all_ranks():
+    assert all("gradients are not finite in step 2" in text for text in run_ranks(_step_with_nan, 4))
 
 
-def test_stages_have_equal_param_groups_although_some_lack_a_kind():
-    """The decoupled rate lives on the first and last stage only; what is saved may not depend on which stage saves it."""
+def test_all_stages_have_equal_param_groups():
+    """Parameters with decoupled rate are on the first and last stage only; the saved groups must not depend on the stage."""
 
     def groups(rank, n):
         ps = ParallelState.create(n, rank, pp=4)
-        *_, built, _ = spread(ps, with_flags(), 1, decoupled_lr=0.5)
+        *_, built, _ = train_on_ranks(ps, with_flags(), 1, decoupled_lr=0.5)
         return built.scalars()["param_groups"]
 
     ranks = run_ranks(groups, 4)
@@ -217,7 +225,9 @@ def test_one_optimizer_step_under_bf16_gradients():
     def step(rank, n):
         ps = ParallelState.create(n, rank, tp=2, etp=2, pp=2)
         precision = PrecisionArgs(bf16=True, grad_reduce_in_bf16=True)
-        outcomes, _, chunks, *_ = spread(ps, with_flags(**OVERLAPPED), 1, dtype=torch.bfloat16, precision=precision)
+        outcomes, _, chunks, *_ = train_on_ranks(
+            ps, with_flags(**OVERLAPPED), 1, dtype=torch.bfloat16, precision=precision
+        )
         # a section has lists, which no cache takes
         expected, _, weights = one_process.__wrapped__(
             1, 1, 1, dtype=torch.bfloat16, precision=PrecisionArgs(bf16=True)
@@ -228,7 +238,7 @@ def test_one_optimizer_step_under_bf16_gradients():
     run_ranks(step, 4)
 
 
-class _Nothing(Part):
+class _EmptyStage(ShardedChunk):
     """A stage that holds no layers."""
 
     def __init__(self, ps):
@@ -236,12 +246,12 @@ class _Nothing(Part):
         self.held = []
 
 
-def test_a_stage_without_parameters_takes_part():
-    """A layout may leave a stage empty: it must join every sum all the same, and know the norm."""
+def test_stage_without_parameters_joins_the_collectives():
+    """A layout may leave a stage empty: it must still join every collective and know the norm."""
 
     def step(rank, n):
         ps = ParallelState.create(n, rank, pp=2)
-        model = Whole(torch.float32) if rank == 0 else _Nothing(ps)
+        model = FullModel(torch.float32) if rank == 0 else _EmptyStage(ps)
         grads, built = build_training(model, parallel=with_flags(**OVERLAPPED), ps=ps, count_zeros=True)
         built.zero_grad()
         if rank == 0:
@@ -257,10 +267,10 @@ def test_a_stage_without_parameters_takes_part():
     assert first[0].grad_norm == pytest.approx(one_process(1, 1, 1)[0][0].grad_norm, rel=1e-7)
 
 
-def _launches(rank, n):
-    """Of each of three iterations: buckets launched before finish(), by chunk whose backward had just ended."""
+def _count_launches(rank, n):
+    """Return, for each of three iterations, the buckets launched before finish(), by chunk whose backward just ended."""
     ps = ParallelState.create(n, rank, pp=2)
-    chunks = [Part(ps, chunk * 2 + ps.pp.rank, 4, torch.float32) for chunk in range(2)]
+    chunks = [ShardedChunk(ps, chunk * 2 + ps.pp.rank, 4, torch.float32) for chunk in range(2)]
     grads, built = build_training(torch.nn.ModuleList(chunks), parallel=with_flags(**EAGER), ps=ps)
     buckets = sum(len(buffer.layout.buckets) for buffer in grads.buffers)
     history = []
@@ -279,14 +289,14 @@ def _launches(rank, n):
     return history, buckets
 
 
-def test_chunks_reduce_behind_their_own_last_microbatch():
-    for history, buckets in run_ranks(_launches, 4):
+def test_chunks_reduce_after_their_own_last_microbatch():
+    for history, buckets in run_ranks(_count_launches, 4):
         assert history[0] == [0, 0, 0, 0], "the first iteration learns"
         for first_of_last, last_of_last, first_of_first, last_of_first in history[1:]:
             assert first_of_last == 0 < last_of_last == first_of_first < last_of_first == buckets
 
 
-class _Shared(torch.nn.Module):
+class _SharedWeight(torch.nn.Module):
     """A weight that two chunks of one rank use, or whose gradient comes in two parts, and one that comes once."""
 
     def __init__(self):
@@ -296,9 +306,9 @@ class _Shared(torch.nn.Module):
             param.info = ParamInfo((name,))
 
 
-def _two_arrivals(rank, n, distributed):
+def _accumulate_shared_gradient(rank, n, distributed):
     ps = ParallelState.create(n, rank)
-    model = _Shared()
+    model = _SharedWeight()
     grads, _ = build_training(
         model, parallel=with_flags(overlap_grad_reduce=True, use_distributed_optimizer=distributed), ps=ps
     )
@@ -315,5 +325,5 @@ def _two_arrivals(rank, n, distributed):
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_bucket_waits_for_a_gradient_that_comes_in_two_parts(distributed):
-    assert run_ranks(_two_arrivals, 2, distributed) == [(1, [3.0] * 8, [1.0] * 8)] * 2
+def test_bucket_waits_for_all_gradients_of_a_shared_weight(distributed):
+    assert run_ranks(_accumulate_shared_gradient, 2, distributed) == [(1, [3.0] * 8, [1.0] * 8)] * 2

@@ -1,4 +1,4 @@
-"""The dynamic loss scale's sequence by hand, and its choice by the flags."""
+"""The sequence of the dynamic loss scale by hand, and its selection by the flags."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.optim.loss_scale import DynamicLossScale, LossScale, build_loss_scale
 
 
-def test_sequence_by_hand():
+def test_loss_scale_sequence_matches_hand_computation():
     """hysteresis 2: the first overflow is forgiven, every further one halves; three clean iterations double and forgive."""
     scale = DynamicLossScale(16.0, minimum=2.0, window=3, hysteresis=2)
     story = [
@@ -47,7 +47,7 @@ def test_state_resumes_the_sequence(story, cut):
         assert resumed.scale == straight.scale >= 1.0
 
 
-def test_choice():
+def test_loss_scale_follows_the_flags():
     assert build_loss_scale(PrecisionArgs()) == LossScale(1.0)
     assert build_loss_scale(PrecisionArgs(loss_scale=8.0)) == LossScale(1.0)  # fp32 has no scale, as in Megatron-LM
     assert build_loss_scale(PrecisionArgs(bf16=True)) == LossScale(1.0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from harness import run_ranks
-from optim.sharded_toy_model import assert_equal, one_process, spread, with_flags
+from optim.sharded_toy_model import assert_equal, one_process, train_on_ranks, with_flags
 from optim.test_layouts import EAGER, LAYOUTS, MODES, OVERLAPPED, ZERO1
 from torch import nn
 from toy import build_training
@@ -20,8 +20,8 @@ from moe_trainer.parallel.state import ParallelState
 HIGH = {"optimizer": "muon", "muon_fp32_matmul_prec": "high"}
 
 
-class Bare(nn.Module):
-    """Matrices alone, or what else is given, under the names given."""
+class ParameterModule(nn.Module):
+    """A module with the given parameters under the given names."""
 
     def __init__(self, **params):
         super().__init__()
@@ -47,8 +47,8 @@ def random(*shape, seed=0):
 @pytest.mark.parametrize(
     "mode, extra, torch_mode", [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")]
 )
-def test_is_torchs_where_conventions_agree(nesterov, shape, mode, extra, torch_mode):
-    model = Bare(weight=(random(*shape), ParamInfo(("fc.weight",))))
+def test_muon_equals_torch(nesterov, shape, mode, extra, torch_mode):
+    model = ParameterModule(weight=(random(*shape), ParamInfo(("fc.weight",))))
     grads, built = build_training(
         model,
         optimizer="muon",
@@ -73,8 +73,8 @@ def test_is_torchs_where_conventions_agree(nesterov, shape, mode, extra, torch_m
     assert (model.weight - random(*shape)).abs().max() > 0.05
 
 
-def plain_orthogonal(x, kind, steps):
-    """Transcription, in fp64."""
+def orthogonalize_reference(x, kind, steps):
+    """Reference implementation in fp64."""
     x = x.double()
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
@@ -102,11 +102,11 @@ def plain_orthogonal(x, kind, steps):
         ("cubic5", 5),
     ],
 )
-def test_orthogonalises_by_every_set(kind, steps):
+def test_orthogonalization_with_every_coefficient_set(kind, steps):
     for shape in ((6, 15), (15, 6)):
         x = random(*shape)
         found = orthogonalize(x[None], kind, steps)[0]
-        torch.testing.assert_close(found.double(), plain_orthogonal(x, kind, steps), rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(found.double(), orthogonalize_reference(x, kind, steps), rtol=1e-3, atol=2e-4)
         assert len(list(coefficients(kind, steps))) == steps
         values = torch.linalg.svdvals(found)
         if steps != 7:  # a set that starts again ends well at its end only
@@ -122,8 +122,8 @@ def test_gemms_are_bf16_where_it_is_enabled():
 
 
 @pytest.mark.parametrize("precision, rounds", [("medium", True), ("high", False)])
-def test_the_precision_of_products_is_the_flags(precision, rounds):
-    model = Bare(weight=(torch.zeros(6, 15), ParamInfo(("fc.weight",))))
+def test_matmul_precision_follows_the_flag(precision, rounds):
+    model = ParameterModule(weight=(torch.zeros(6, 15), ParamInfo(("fc.weight",))))
     grads, built = build_training(
         model, optimizer="muon", muon_fp32_matmul_prec=precision, muon_scale_mode="unit_rms_norm", clip_grad=0.0
     )
@@ -133,7 +133,7 @@ def test_the_precision_of_products_is_the_flags(precision, rounds):
 
 
 def _query_group_over_ranks(rank, n):
-    """This rank's rows of one step, and what it is of a full matrix."""
+    """Return this rank's rows after one step, and the same rows of a full matrix."""
     full, grad, blocks = random(24, 10), random(24, 10, seed=1), (16, 4, 4)
 
     def stepped(ps, rows, **cut):
@@ -153,23 +153,23 @@ def _query_group_over_ranks(rank, n):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_ranks_without_rows_of_a_projection_take_part_in_its_sums(n):
+def test_ranks_without_rows_of_a_projection_join_its_collectives(n):
     """One query group over several ranks: some hold queries alone, the last one the key and the value."""
     for mine, expected in run_ranks(_query_group_over_ranks, n):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
 
 
-def test_a_zero_gradient_moves_nothing():
+def test_zero_gradient_gives_no_update():
     assert orthogonalize(torch.zeros(2, 3, 5), "quintic", 5).abs().max() == 0
 
 
 @pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
 @pytest.mark.parametrize("split", [True, False])
-def test_projections_and_experts_are_matrices_of_their_own(mode, split):
+def test_projections_and_experts_are_orthogonalized_separately(mode, split):
     """Two groups of [2 heads of queries, gates, key, value] in a fused weight, and a stack of experts."""
     qkv, experts = random(2 * 12, 5), random(3, 4, 6, seed=1)
     blocks = (4, 4, 2, 2)
-    model = Bare(
+    model = ParameterModule(
         qkv=(qkv, ParamInfo(("linear_qkv.weight",), row_blocks=blocks)),
         experts=(experts, ParamInfo(tuple(f"experts.{e}.weight" for e in range(3)), kind="expert", stacked=True)),
     )
@@ -186,7 +186,7 @@ def test_projections_and_experts_are_matrices_of_their_own(mode, split):
             "unit_rms_norm": math.sqrt(rows / columns),
             "shape_scaling": math.sqrt(max(1, rows / columns)),
         }[mode]
-        return plain_orthogonal(x, "quintic", 5).float() * scale * 0.5
+        return orthogonalize_reference(x, "quintic", 5).float() * scale * 0.5
 
     if split:
         by_group = targets[0].view(2, 12, 5)
@@ -205,7 +205,7 @@ def test_projections_and_experts_are_matrices_of_their_own(mode, split):
 
 
 @pytest.mark.parametrize("scalar", ["adam", "lion"])
-def test_vectors_embeddings_and_the_head_follow_the_other_rule(scalar):
+def test_vectors_embeddings_and_output_layer_use_adam(scalar):
     infos = {
         "embedding": "embedding.word_embeddings.weight",
         "head": "output_layer.weight",
@@ -221,7 +221,7 @@ def test_vectors_embeddings_and_the_head_follow_the_other_rule(scalar):
     targets = [random(*value.shape, seed=9) for value in values.values()]
 
     def trained(**optimizer):
-        model = Bare(**{name: (value, ParamInfo((infos[name],))) for name, value in values.items()})
+        model = ParameterModule(**{name: (value, ParamInfo((infos[name],))) for name, value in values.items()})
         grads, built = build_training(model, **optimizer)
         step(model, grads, built, targets)
         return model, {(state.param.info.names[0], state.state_name) for state in built.tensors()}
@@ -239,7 +239,7 @@ def test_vectors_embeddings_and_the_head_follow_the_other_rule(scalar):
 
 def test_lion_follows_its_equations():
     value, vector = random(5, 4), random(4, seed=1)
-    model = Bare(matrix=(value, ParamInfo(("a.weight",))), vector=(vector, ParamInfo(("norm.weight",))))
+    model = ParameterModule(matrix=(value, ParamInfo(("a.weight",))), vector=(vector, ParamInfo(("norm.weight",))))
     grads, built = build_training(model, optimizer="lion", clip_grad=0.0, lion_beta1=0.8, lion_beta2=0.7)
     momentum = torch.zeros(5, 4)
     for number in range(3):
@@ -256,7 +256,7 @@ def _equals_one_process(rank, n, degrees, vpp, modes, optimizer):
     expected, _, weights = one_process(ps.dp_cp.size, ps.edp.size, 2, **HIGH)
     for flags in modes:
         for tp_mode in ("duplicated", "distributed"):
-            outcomes, _, chunks, built, _ = spread(
+            outcomes, _, chunks, built, _ = train_on_ranks(
                 ps, with_flags(**flags), 2, vpp=vpp, **optimizer, muon_tp_mode=tp_mode
             )
             assert [outcome.updated for outcome in outcomes] == [True, True]
@@ -275,22 +275,22 @@ def test_every_layout_and_mode_equals_one_process(layout):
     run_ranks(_equals_one_process, n, degrees, vpp, tuple(MODES.values()), HIGH)
 
 
-def test_parts_of_a_matrix_taken_for_matrices_are_another_algorithm():
+def test_blockwise_muon_differs_from_full_matrix_muon():
     one_process(1, 1, 2, **HIGH)
-    run_ranks(_blockwise, 2)
+    run_ranks(_train_blockwise, 2)
 
 
-def _blockwise(rank, n):
+def _train_blockwise(rank, n):
     ps = ParallelState.create(n, rank, tp=2)
     _, _, weights = one_process(1, 1, 2, **HIGH)
-    _, _, chunks, *_ = spread(ps, with_flags(), 2, **HIGH, muon_tp_mode="blockwise")
+    _, _, chunks, *_ = train_on_ranks(ps, with_flags(), 2, **HIGH, muon_tp_mode="blockwise")
     with pytest.raises(AssertionError):
         assert_equal(chunks, ps, weights, 1e-2)
 
 
-def _held(rank, n, degrees, flags):
+def _check_momentum_owner(rank, n, degrees, flags):
     ps = ParallelState.create(n, rank, **degrees)
-    *_, built, _ = spread(ps, with_flags(**flags), 1, **HIGH)
+    *_, built, _ = train_on_ranks(ps, with_flags(**flags), 1, **HIGH)
     states = [state for state in built.tensors() if state.state_name == "momentum_buffer"]
     for state in states:
         assert (state.start, state.stop) == (0, state.param.numel()), "an owner has all of a matrix"
@@ -303,8 +303,8 @@ def _held(rank, n, degrees, flags):
 
 @pytest.mark.parametrize("degrees", [{}, {"ep": 2}, {"tp": 2}])
 @pytest.mark.parametrize("flags", [ZERO1, OVERLAPPED])
-def test_momentum_lives_with_one_owner_only(degrees, flags):
-    found = run_ranks(_held, 4, degrees, flags)
+def test_momentum_is_stored_on_one_rank_only(degrees, flags):
+    found = run_ranks(_check_momentum_owner, 4, degrees, flags)
     owners = {}
     for dense, expert, held in found:
         for kind, name, _ in held:
@@ -314,7 +314,7 @@ def test_momentum_lives_with_one_owner_only(degrees, flags):
     assert max(loads) < 1.5 * min(loads), f"distributed unevenly: {loads}"
 
 
-def test_buckets_of_matrices_are_balanced_or_kept_open():
+def test_matrix_buckets_are_balanced_over_ranks():
     class Two:
         size, rank = 2, 1
 

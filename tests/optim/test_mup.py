@@ -1,4 +1,4 @@
-"""muP in the optimizer: whose learning rate and epsilon are scaled, and by what; the step against torch.optim."""
+"""muP in the optimizer: which learning rates and epsilons are scaled, and by which factor; the step against torch.optim."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ DELTA = [
 EMBEDDINGS = {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"}
 
 
-def multiplied(argv, *more):
+def lr_multipliers(argv, *more):
     """lr_mult of every parameter."""
     args = arguments.parse_args([*argv, *more], 1)
     chunks = build_chunks(args, ParallelState.single(), 96, "meta")
@@ -44,14 +44,14 @@ def multiplied(argv, *more):
     ("optimizer", "embeddings", "vectors", "matrices", "convolution"),
     [("adam", 1, 1, 0.25, 0.25), ("lion", 1, 1, 0.25, 0.25), ("sgd", 4, 4, 1, 1), ("muon", 1, 1, 1, 0.25)],
 )
-def test_whose_rate_is_scaled(argv, optimizer, embeddings, vectors, matrices, convolution):
-    for name, (ndim, mult) in multiplied(argv, "--optimizer", optimizer).items():
+def test_which_learning_rates_are_scaled(argv, optimizer, embeddings, vectors, matrices, convolution):
+    for name, (ndim, mult) in lr_multipliers(argv, "--optimizer", optimizer).items():
         expected = embeddings if name in EMBEDDINGS else {1: vectors, 2: matrices, 3: convolution}[ndim]
         assert mult == expected, name
 
 
-def test_a_decoupled_rate_is_taken_as_it_is():
-    found = multiplied(PLAIN, "--optimizer", "sgd", "--decoupled-lr", "1e-2")
+def test_decoupled_learning_rate_is_not_scaled():
+    found = lr_multipliers(PLAIN, "--optimizer", "sgd", "--decoupled-lr", "1e-2")
     assert {name: mult for name, (_, mult) in found.items() if name in EMBEDDINGS} == {
         "embedding.word_embeddings.weight": 1,
         "output_layer.weight": 1,
@@ -60,18 +60,18 @@ def test_a_decoupled_rate_is_taken_as_it_is():
     assert {mult for name, (ndim, mult) in found.items() if ndim == 2 and name not in EMBEDDINGS} == {1}
 
 
-def test_without_mup_nothing_is_scaled():
+def test_no_learning_rate_is_scaled_without_mup():
     plain = [word for word in PLAIN if word not in ("--use-mup", "--mup-base-hidden-size", "8")]
-    assert {mult for _, mult in multiplied(plain).values()} == {1.0}
+    assert {mult for _, mult in lr_multipliers(plain).values()} == {1.0}
 
 
-def test_epsilon_follows_the_rate_of_adam_alone():
+def test_epsilon_is_scaled_for_adam_only():
     group = ParamGroup(1.0, 0.25, False, False)
     assert adam_eps(OptimizerArgs(adam_eps=1e-3), group) == 2.5e-4
     assert adam_eps(OptimizerArgs(optimizer="muon", adam_eps=1e-3), group) == 1e-3
 
 
-def test_the_range_is_scaled_and_the_start_of_the_warmup_is_not():
+def test_lr_range_is_scaled_but_not_the_warmup_start():
     schedule = LrSchedule("cosine", 1.0, 0.1, 100, 20, init_lr=0.5)
     half = LrSchedule("cosine", 0.25, 0.025, 100, 20, init_lr=0.25)
     assert schedule.lr(0, 0.25) == 0.5 == schedule.lr(0)
@@ -86,7 +86,7 @@ def test_the_range_is_scaled_and_the_start_of_the_warmup_is_not():
     ids=["plain", "offloaded", "aware"],
 )
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_equals_torch_with_groups(kind, more):
+def test_mup_step_equals_torch_param_groups(kind, more):
     ours, plain = Toy(), Toy()
     if kind == "sgd" and "use_precision_aware_optimizer" in more:
         pytest.skip("only Adam's states have formats")

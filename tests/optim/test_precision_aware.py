@@ -1,4 +1,4 @@
-"""--use-precision-aware-optimizer: the update against a definition, the memory, every way to spread and resume it."""
+"""--use-precision-aware-optimizer: the update against a definition, its memory, sharding and resume."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def _state(optimizer):
 
 @pytest.mark.parametrize("first, second", list(itertools.product(FORMATS, FORMATS)))
 def test_moments_in_every_pair_of_formats(first, second):
-    """Adam in fp32 on what is kept, then rounded, one tensor after the other; the gradients are those of the model itself."""
+    """Adam in fp32 on the stored values, then rounded, tensor by tensor; with the gradients of the model itself."""
     model = Toy()
     grads, optimizer = build_training(
         model, clip_grad=0.0, adam_beta2=0.95, **AWARE, exp_avg_dtype=first, exp_avg_sq_dtype=second
@@ -101,8 +101,8 @@ def test_remainders_are_the_fp32_main_parameters():
 
 
 @pytest.mark.parametrize("formats", [NARROW, FP8, HALF])
-def test_no_fp32_copy_of_everything(formats, monkeypatch):
-    """What the update opens at once is a segment, however large the state."""
+def test_update_decodes_one_segment_at_a_time(formats, monkeypatch):
+    """The update decodes one segment at a time, regardless of the size of the state."""
     monkeypatch.setattr("moe_trainer.optim.optimizer_shard.MAX_SEGMENT_NUMEL_CPU", 64)
     model = Toy(torch.bfloat16)
     grads, optimizer = build_training(model, precision=BF16, **formats)
@@ -130,7 +130,7 @@ def _train(model, grads, optimizer, steps, rank=0, size=1):
     return norms
 
 
-def _spread(rank, n, formats, distributed, bf16):
+def _train_and_gather(rank, n, formats, distributed, bf16):
     model = Toy(torch.bfloat16 if bf16 else torch.float32)
     ps = ParallelState.create(n, rank) if n > 1 else ParallelState.single()
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300} if distributed else {}
@@ -147,26 +147,26 @@ def _spread(rank, n, formats, distributed, bf16):
 
 
 @pytest.mark.parametrize("formats", [NARROW, FP8, {**FP8, "exp_avg_sq_dtype": "fp8"}])
-def test_two_ranks_equal_one(formats):
+def test_precision_aware_optimizer_on_two_ranks_equals_one(formats):
     """The formats' rounding does not depend on who holds what; what is left is the order of fp32 sums, at times a rounding apart."""
-    norms, expected = _spread(0, 1, formats, False, False)
+    norms, expected = _train_and_gather(0, 1, formats, False, False)
     for distributed in (False, True):
-        for found, params in run_ranks(_spread, 2, formats, distributed, False):
+        for found, params in run_ranks(_train_and_gather, 2, formats, distributed, False):
             assert found == pytest.approx(norms, rel=1e-3)
             for ours, theirs in zip(params, expected):
                 assert (ours - theirs).norm() <= 2e-3 * theirs.norm()
 
 
 @pytest.mark.parametrize("formats", [NARROW, HALF])
-def test_two_ranks_of_a_bf16_model_are_near_one(formats):
-    _, expected = _spread(0, 1, formats, False, True)
-    for _, params in run_ranks(_spread, 2, formats, True, True):
+def test_two_ranks_of_a_bf16_model_are_close_to_one(formats):
+    _, expected = _train_and_gather(0, 1, formats, False, True)
+    for _, params in run_ranks(_train_and_gather, 2, formats, True, True):
         assert all((ours - theirs).norm() <= 3e-2 * theirs.norm() for ours, theirs in zip(params, expected))
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp16"])
-def test_a_row_without_gradient_is_not_thrown_away(name):
-    """Its second moment is far below the largest, its first is not: over eps alone that would be a leap."""
+def test_row_without_gradient_makes_no_large_step(name):
+    """Its second moment is far below the largest, its first moment is not: dividing by eps alone would make a huge step."""
     model = Toy()
     grads, optimizer = build_training(model, clip_grad=0.0, **AWARE, exp_avg_dtype="fp32", exp_avg_sq_dtype=name)
     before = model.word_embeddings.weight.detach().clone()
@@ -197,7 +197,7 @@ def _make(rank, n, formats, bf16, distributed, seed=0):
     )
 
 
-def _straight_and_saved(rank, n, folder, formats, bf16):
+def _train_and_save(rank, n, folder, formats, bf16):
     ps, model, built = _make(rank, n, formats, bf16, True)
     _train(model, *built, range(3), rank, n)
     save(folder, CheckpointState(3, RECORD), [model], built[1], ps, SaveOptions())
@@ -217,9 +217,9 @@ def _resumed(rank, n, source, target, formats, bf16, continue_training):
 
 
 @pytest.mark.parametrize("formats, bf16", [(NARROW, True), (FP8, False), (HALF, True)])
-def test_resume(tmp_path, formats, bf16):
+def test_resume_keeps_values_across_ranks_and_formats(tmp_path, formats, bf16):
     """Bit for bit on the same ranks; the same values on any others, and into any formats that hold them."""
-    straight = run_ranks(_straight_and_saved, 2, tmp_path / "a", formats, bf16)
+    straight = run_ranks(_train_and_save, 2, tmp_path / "a", formats, bf16)
     again = run_ranks(_resumed, 2, tmp_path / "a", None, formats, bf16, True)
     for (params, state), (other, other_state) in zip(straight, again):
         assert all(torch.equal(a, b) for a, b in zip(params, other))
@@ -233,8 +233,8 @@ def test_resume(tmp_path, formats, bf16):
         assert differences(tmp_path / "a/iter_0000003", target / "iter_0000003") == []
 
 
-def _in_the_background(rank, n, folder, formats):
-    """Saved while training continues, and read by the ranks for each other."""
+def _save_async_and_load_parallel(rank, n, folder, formats):
+    """Saved while training continues, and loaded in parallel by the ranks."""
     ps, model, built = _make(rank, n, formats, True, False)
     _train(model, *built, range(3), rank, n)
     saver = AsyncSaver()
@@ -248,7 +248,7 @@ def _in_the_background(rank, n, folder, formats):
 
 
 def test_saved_in_the_background_and_loaded_in_parallel(tmp_path):
-    assert all(run_ranks(_in_the_background, 2, tmp_path, HALF))
+    assert all(run_ranks(_save_async_and_load_parallel, 2, tmp_path, HALF))
 
 
 def test_weights_loaded_alone_reach_the_main_parameters():
@@ -263,7 +263,7 @@ def test_weights_loaded_alone_reach_the_main_parameters():
         assert torch.equal(model.first.weight, torch.full_like(model.first.weight, 3.0))
 
 
-def test_fp16_main_parameters_remember_more_than_the_model():
+def test_fp16_main_parameters_are_more_precise_than_the_model():
     model = Toy(torch.bfloat16)
     grads, optimizer = build_training(model, precision=BF16, clip_grad=0.0, **AWARE, main_params_dtype="fp16")
     for step in range(10):
@@ -273,7 +273,7 @@ def test_fp16_main_parameters_remember_more_than_the_model():
     assert any(not torch.equal(values, values.bfloat16().float()) for values in main.values())
 
 
-def test_the_model_becomes_what_its_main_parameters_can_hold():
+def test_model_is_rounded_to_its_main_parameters():
     """From the start: a run that resumes from a checkpoint of iteration 0 has the model of the main parameters."""
     model = Toy(torch.bfloat16)
     with torch.no_grad():
@@ -284,7 +284,7 @@ def test_the_model_becomes_what_its_main_parameters_can_hold():
     assert model.first.weight[0, 0] == 0 and model.first.weight.any()
 
 
-def test_main_parameters_at_a_tie_survive_loading():
+def test_main_parameters_at_a_rounding_tie_are_loaded_exactly():
     """A plain run's model has been rounded to even, remainders round away from zero: what is loaded must bring its own half along."""
     model = Toy(torch.bfloat16)
     _, optimizer = build_training(model, precision=BF16, **AWARE)

@@ -44,7 +44,7 @@ def _lr(style, wsd_style="linear", **more):
         (_lr("linear", warmup_samples=0), {0: 1.0, 50: 0.55}),
     ],
 )
-def test_hand_values(schedule, values):
+def test_learning_rates_match_hand_values(schedule, values):
     for samples, expected in values.items():
         assert schedule.lr(samples) == pytest.approx(expected, rel=1e-12), samples
 
@@ -59,7 +59,7 @@ def test_hand_values(schedule, values):
     wsd=st.floats(0.01, 1.0),
     samples=st.integers(0, 20_000),
 )
-def test_rates_stay_in_range_and_fall_after_the_warmup(style, wsd_style, low, span, decay, warmup, wsd, samples):
+def test_learning_rate_stays_in_range_and_falls_after_warmup(style, wsd_style, low, span, decay, warmup, wsd, samples):
     schedule = LrSchedule(
         style, low + span, low, decay, warmup * decay, wsd_style=wsd_style, wsd_samples=max(1, int(wsd * decay))
     )
@@ -90,7 +90,7 @@ def test_decoupled_range_follows_the_same_curve():
         ({"wsd_samples": None}, "--lr-wsd-decay-iters"),
     ],
 )
-def test_impossible_rates_are_refused(more, words):
+def test_invalid_learning_rates_are_rejected(more, words):
     with pytest.raises(ValueError, match=words):
         _lr("WSD", **more)
 
@@ -122,7 +122,7 @@ def test_lengths_in_iterations_and_in_samples_agree():
     assert build_lr_schedule(OptimizerArgs(lr=1.0), _training(train_samples=700), 8).decay_samples == 700
 
 
-def test_missing_ingredients_are_named():
+def test_missing_schedule_flags_are_named():
     with pytest.raises(ValueError, match="--lr is needed"):
         build_lr_schedule(OptimizerArgs(), _training(train_iters=1), 8)
     with pytest.raises(ValueError, match="--train-iters or --train-samples"):
@@ -131,7 +131,7 @@ def test_missing_ingredients_are_named():
         build_weight_decay_schedule(OptimizerArgs(weight_decay_incr_style="linear"), _training(train_iters=1), 8)
 
 
-def test_weight_decay():
+def test_weight_decay_schedule():
     linear, cosine = (WeightDecaySchedule(0.1, 0.3, 100, style) for style in ("linear", "cosine"))
     assert [linear.weight_decay(s) for s in (0, 25, 100, 101)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
     assert [cosine.weight_decay(s) for s in (0, 50, 100, 500)] == pytest.approx([0.1, 0.2, 0.3, 0.3])
@@ -195,7 +195,7 @@ def test_step_schedule_with_entries_at_one_sample_is_rejected():
 
 
 @pytest.mark.parametrize("rampup", [[0, 8, 100], [8, 0, 100], [8, 8, -1], [64, 8, 100], [8, 9, 100]])
-def test_bad_rampups_are_named(rampup):
+def test_invalid_rampups_are_rejected(rampup):
     with pytest.raises(ValueError, match="--rampup-batch-size"):
         build_batch_size_schedule(_training(global_batch_size=32, rampup_batch_size=rampup), 2, 64)
 
@@ -217,7 +217,7 @@ def test_indivisible_batches_are_refused_or_rounded():
     ramp=st.integers(0, 500),
     train=st.integers(0, 3000),
 )
-def test_iterations_for_equals_walking_through_them(start, steps, increment, ramp, train):
+def test_iterations_for_equals_step_by_step_count(start, steps, increment, ramp, train):
     training = _training(
         micro_batch_size=1, global_batch_size=start + steps * increment, rampup_batch_size=[start, increment, ramp]
     )
@@ -231,8 +231,8 @@ def test_iterations_for_equals_walking_through_them(start, steps, increment, ram
     assert schedule.iterations_for(train) == iterations
 
 
-def test_stages_behind_need_not_fit():
-    """After a restart on more ranks an early, small batch may not divide; it is never asked for again."""
+def test_past_rampup_stages_need_not_be_divisible():
+    """After a restart on more ranks an early, small batch may not be divisible; it is not used again."""
     schedule = BatchSizeSchedule(((0, 4), (100, 16)), micro_batch_size=2, dp_size=8)
     assert schedule.num_microbatches(100) == 1
     assert schedule.iterations_for(164) == 29

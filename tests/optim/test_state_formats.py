@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 SCALED = ("fp16", "fp8")
 
 
-def _spread(numel=4096, seed=0):
+def _wide_range_values(numel=4096, seed=0):
     """Values over some thirty binades, of both signs, some zero."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=random) * torch.exp2(torch.randint(-30, 1, (numel,), generator=random).float())
@@ -30,7 +30,7 @@ def _nearest(x, step_bits, smallest, scale):
 @pytest.mark.parametrize("name, bits, smallest", [("fp16", 11, 2.0**-24), ("fp8", 4, 2.0**-9)])
 @pytest.mark.parametrize("gain", [1.0, 1e-12, 3e4, 0.7])
 def test_scaled_formats_round_to_nearest_under_a_power_of_two(name, bits, smallest, gain):
-    x, largest = _spread() * gain, FORMATS[name].max_magnitude
+    x, largest = _wide_range_values() * gain, FORMATS[name].max_magnitude
     stored, scale = encode(x, FORMATS[name])
     scale_value = scale.item()
     assert math.frexp(scale_value)[0] == 0.5, "a power of two"
@@ -39,31 +39,31 @@ def test_scaled_formats_round_to_nearest_under_a_power_of_two(name, bits, smalle
 
 
 def test_bf16_is_plain_rounding():
-    x = _spread()
+    x = _wide_range_values()
     stored, scale = encode(x, FORMATS["bf16"])
     assert scale is None and torch.equal(decode(stored, None), x.bfloat16().float())
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_what_was_read_is_stored_unchanged(name):
+def test_decoded_values_are_encoded_unchanged(name):
     """A resumed run, whose scales are computed again, has the same values."""
     for seed in range(20):
-        values = decode(*encode(_spread(257, seed) * 10.0 ** (seed - 10), FORMATS[name]))
+        values = decode(*encode(_wide_range_values(257, seed) * 10.0 ** (seed - 10), FORMATS[name]))
         assert torch.equal(decode(*encode(values, FORMATS[name])), values)
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_another_cut_keeps_the_values(name):
-    """Parts with scales of their own hold what the whole held, or more of it."""
-    x = _spread()
+def test_encoding_in_parts_keeps_the_values(name):
+    """Parts with their own scales keep the values of the full tensor, or more precision."""
+    x = _wide_range_values()
     full = decode(*encode(x, FORMATS[name]))
     parts = torch.cat([decode(*encode(part, FORMATS[name])) for part in full.split(97)])
     assert torch.equal(parts, full)
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_what_must_stay_positive_does(name):
-    x = _spread().abs()
+def test_positive_values_stay_positive(name):
+    x = _wide_range_values().abs()
     stored = decode(*encode(x, FORMATS[name], keep_positive=True))
     plain = decode(*encode(x, FORMATS[name]))
     assert (
@@ -74,7 +74,7 @@ def test_what_must_stay_positive_does(name):
     assert torch.equal(decode(*encode(stored, FORMATS[name], keep_positive=True)), stored)
 
 
-def test_scale_of_extremes():
+def test_scale_of_extreme_values():
     assert compute_scale(torch.zeros(3), 448.0) == 1.0
     assert compute_scale(torch.tensor([448.0]), 448.0) == 1.0 and compute_scale(torch.tensor([449.0]), 448.0) == 2.0
     for value in (3e38, 1e-38, 1e-45):
@@ -92,7 +92,7 @@ def test_every_finite_fp8_number_is_read():
 
 def test_remainders_lose_nothing():
     x = torch.cat(
-        [_spread(), torch.tensor([1.00390625, -1.00390625, 1.01171875, 3e38, -1e-40, 0.0, -0.0])]
+        [_wide_range_values(), torch.tensor([1.00390625, -1.00390625, 1.01171875, 3e38, -1e-40, 0.0, -0.0])]
     )  # ties among them
     high, low = split(x)
     assert torch.equal(join(high, low), x) and torch.equal(torch.signbit(join(high, low)), torch.signbit(x))
@@ -103,7 +103,7 @@ def test_remainders_lose_nothing():
 
 @pytest.mark.parametrize("name", [*FORMATS])
 @pytest.mark.parametrize("apart", [False, True])
-def test_kept_spans(name, apart):
+def test_storage_of_spans_with_gaps(name, apart):
     """Spans with a gap; ranges that begin and end inside of them; loading in fp32."""
     spans = [(10, 40), (48, 112), (112, 130)]
     kept = StateStorage(8, 130, FORMATS[name], spans, StatePlacement(CPU, CPU, apart))
@@ -112,7 +112,7 @@ def test_kept_spans(name, apart):
     for (start, stop), gain in zip(spans, (1.0, 1e6, 1e-6)):
         opened = kept.load_fp32(start, stop)
         assert (opened.data_ptr() == kept.read_fp32(start, stop).data_ptr()) == (name == "fp32" and not apart)
-        opened.copy_(_spread(stop - start, start) * gain)
+        opened.copy_(_wide_range_values(stop - start, start) * gain)
         expected[start:stop] = decode(*encode(opened, FORMATS[name]))
         kept.store_fp32(start, stop, opened)
     for start, stop in ((8, 130), (20, 30), (30, 50), (60, 120), (41, 47)):
@@ -132,7 +132,7 @@ def test_kept_spans(name, apart):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_a_part_of_a_span_cannot_be_closed(name):
+def test_storing_part_of_a_span_is_an_error(name):
     kept = StateStorage(0, 20, FORMATS[name], [(0, 20)], StatePlacement(CPU, CPU))
     with pytest.raises(AssertionError, match="no span"):
         kept.store_fp32(0, 10, torch.ones(10))

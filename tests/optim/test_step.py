@@ -29,7 +29,7 @@ def torch_optimizer(model, kind, weight_decay, **options):
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_equals_torch_loops(kind, clip):
+def test_step_equals_torch_optimizers(kind, clip):
     ours, plain = Toy(), Toy()
     grads, optimizer = build_training(ours, optimizer=kind, clip_grad=clip, adam_beta2=0.95)
     if kind == "adam":
@@ -52,7 +52,7 @@ def test_equals_torch_loops(kind, clip):
             torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7, msg=name)
 
 
-def test_clipping_takes_no_pass_of_its_own():
+def test_clipping_needs_no_additional_pass():
     model, passes = Toy(), []
     grads, optimizer = build_training(model, optimizer="adam", clip_grad=1e-3)
 
@@ -71,7 +71,7 @@ def test_clipping_takes_no_pass_of_its_own():
     assert outcome.grad_norm > 1e-3 and not passes
 
 
-def test_vectors_and_biases_are_not_decayed():
+def test_vectors_and_biases_have_no_weight_decay():
     model = Toy()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     grads, optimizer = build_training(model)
@@ -83,7 +83,7 @@ def test_vectors_and_biases_are_not_decayed():
         torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=0)
 
 
-def test_apply_wd_to_qk_layernorm():
+def test_apply_wd_to_qk_layernorm_adds_weight_decay():
     class Norms(nn.Module):
         def __init__(self):
             super().__init__()
@@ -288,7 +288,7 @@ def test_parameters_become_views_without_changing():
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
+def test_bf16_gradients_are_widened_in_segments(kind, monkeypatch):
     cut = []
 
     def steps():
@@ -312,7 +312,7 @@ def test_narrow_gradients_are_widened_bit_by_bit(kind, monkeypatch):
     assert at_once.keys() == in_parts.keys() and all(torch.equal(at_once[key], in_parts[key]) for key in at_once)
 
 
-def test_sgd_rounds_a_value_the_same_wherever_the_ranks_shares_end():
+def test_sgd_rounding_is_independent_of_shard_boundaries():
     """On CPUs torch's fused kernel does not: its last values, which fill no vector, are rounded otherwise."""
     updater = SimpleNamespace(_settings=SimpleNamespace(sgd_momentum=0.9))
     full = [torch.randn(1003) for _ in range(3)]

@@ -45,12 +45,12 @@ def _all(rank, n, async_op):
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-def test_collectives(n, async_op):
+def test_collectives_equal_their_definition(n, async_op):
     run_ranks(_all, n, async_op)
 
 
 def _rows(rank, n, sizes):
-    """The differentiable ones: values, and gradients by the mirror image."""
+    """The differentiable collectives: values, and gradients by the transposed collective."""
     group = ParallelState.create(n, rank).world
     x = (torch.arange(sizes[rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
     every = [torch.arange(size * 2.0).view(-1, 2) + 100 * other for other, size in enumerate(sizes)]
@@ -88,7 +88,7 @@ def test_collectives_of_rows_and_their_gradients(sizes):
     run_ranks(_rows, len(sizes), sizes)
 
 
-def test_a_group_of_one_returns_its_input():
+def test_collectives_in_a_group_of_one_return_the_input():
     group = Group.single("dp")
     x = torch.arange(4.0)
     assert collectives.all_reduce(x, group) is x
@@ -113,11 +113,11 @@ def _hang_on_one(rank, n):
         time.sleep(60)
 
 
-def test_the_harness_reports_every_traceback():
+def test_harness_reports_every_traceback():
     with pytest.raises(RanksFailedError, match="rank one is unwell"):
         run_ranks(_raise_on_one, 2)
 
 
-def test_the_harness_ends_a_stuck_rank():
+def test_harness_kills_a_stuck_rank():
     with pytest.raises(RanksFailedError, match="rank 1: did not finish"):
         run_ranks(_hang_on_one, 2, timeout=5.0)

@@ -7,7 +7,7 @@ from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.parallel.state import ParallelState
 
 
-def test_the_table_names_every_group_of_a_parallel_state():
+def test_table_lists_every_group_of_a_parallel_state():
     table = group_table(plan_groups(8, tp=2, pp=2, ep=4)).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
     assert set(rows) == {name for name in ParallelState.single().__dataclass_fields__ if name != "world"}
@@ -17,18 +17,18 @@ def test_the_table_names_every_group_of_a_parallel_state():
     assert rows["edp"] == "each rank alone"
 
 
-def test_strides_are_shown_as_such_and_a_thousand_ranks_are_no_matter():
+def test_table_of_1024_ranks_shows_strides():
     rows = group_table(plan_groups(1024, tp=8, pp=8, ep=16)).splitlines()
     assert rows[0].split()[:4] == ["dp", "64", "x", "16"] and "[0-120/8]" in rows[0]
 
 
-def test_on_the_command_line(tmp_path):
+def test_print_groups_on_the_command_line(tmp_path):
     finished = run([*TINY, *MOCK, "--train-iters", "1", "--print-groups"], tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "groups of 1 ranks:\n  dp " in finished.stdout
 
 
-def test_a_layout_can_be_looked_at_without_starting_it(tmp_path):
+def test_print_groups_of_another_world_size(tmp_path):
     finished = run(
         [
             *TINY,

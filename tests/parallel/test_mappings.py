@@ -69,7 +69,7 @@ def test_mappings_equal_full_tensors(n, dtype):
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
-def test_a_group_of_one_returns_its_input(name):
+def test_mappings_in_a_group_of_one_return_the_input(name):
     x = torch.randn(3, 2)
     assert getattr(mappings, name)(x, Group.single("tp")) is x
 

@@ -1,4 +1,4 @@
-"""Initial weights depend on (seed, global name) only: not on order, cut, stacking, dtype or the meta device."""
+"""Initial weights depend on (seed, global name) only: not on order, sharding, stacking, dtype or the meta device."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _param(shape, seed=1, dtype=torch.float32, device="cpu", **info):
     return param
 
 
-def test_order_and_global_random_state_do_not_matter():
+def test_init_is_independent_of_order_and_global_random_state():
     first = _param((32, 16))
     torch.randn(1000)
     _param((8, 8), names=("other.weight",))
@@ -40,7 +40,7 @@ def test_shards_are_slices_of_the_full_tensor(shape, dim, init):
 @pytest.mark.parametrize("init", ["normal", "xavier_uniform"])
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(("shape", "dim"), [((96, 1040), 0), ((2064, 96), 0), ((40, 96), 1)])
-def test_every_part_is_cut_by_itself(shape, dim, parts, init):
+def test_fused_parts_are_sharded_separately(shape, dim, parts, init):
     """[gate; up] over two ranks: each holds half of gate, then half of up; so do the experts of a stack."""
     full = _param(shape, init=init)
     for rank in range(2):
@@ -65,7 +65,7 @@ def test_vocabulary_padding_keeps_the_first_rows():
     assert torch.equal(small, large[:2048])
 
 
-def test_dtype_is_a_rounding_and_meta_materialises_to_the_same():
+def test_other_dtypes_round_and_meta_materializes_equally():
     fp32 = _param((32, 16))
     assert torch.equal(_param((32, 16), dtype=torch.bfloat16), fp32.bfloat16())
     meta = _param((32, 16), device="meta")
@@ -75,7 +75,7 @@ def test_dtype_is_a_rounding_and_meta_materialises_to_the_same():
     assert torch.equal(made, fp32)
 
 
-def test_distribution():
+def test_init_distribution_has_expected_statistics():
     normal = _param((512, 512), init_std=0.02)
     assert abs(normal.std().item() - 0.02) < 2e-4 and abs(normal.mean().item()) < 2e-4
     xavier = _param((512, 256), init="xavier_uniform")

@@ -1,4 +1,4 @@
-"""Two passes take turns in one fixed order; errors of either side come out and stop the other."""
+"""Two passes take turns in a fixed order; an error on either side is raised and stops the other."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +15,7 @@ def executor():
         yield pool
 
 
-def steps(overlap_executor, side, name, count, log):
+def make_steps(overlap_executor, side, name, count, log):
     def run():
         for index in range(count):
             log.append(f"{name}{index}")
@@ -34,19 +34,21 @@ def steps(overlap_executor, side, name, count, log):
         (1, 3, "b0 f0 b1 f_end b2 b_end"),
     ],
 )
-def test_the_order_of_turns(executor, f, b, expected):
+def test_order_of_turns_is_fixed(executor, f, b, expected):
     overlap_executor, log = AlternatingExecutor(), []
     for _ in range(3):  # the same every time, also when used again
         log.clear()
         overlap_executor.run(
-            steps(overlap_executor, FORWARD, "f", f, log), steps(overlap_executor, BACKWARD, "b", b, log), executor
+            make_steps(overlap_executor, FORWARD, "f", f, log),
+            make_steps(overlap_executor, BACKWARD, "b", b, log),
+            executor,
         )
         assert [entry.replace(" ", "_") for entry in log] == expected.split()
     overlap_executor.yield_turn(FORWARD)  # outside of a run: nothing
     overlap_executor.yield_turn(BACKWARD)
 
 
-def test_errors_come_out_and_stop_the_other_side(executor):
+def test_error_on_one_side_is_raised_and_stops_the_other(executor):
     overlap_executor, log = AlternatingExecutor(), []
 
     def fail():
@@ -54,9 +56,9 @@ def test_errors_come_out_and_stop_the_other_side(executor):
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        overlap_executor.run(fail, steps(overlap_executor, BACKWARD, "b", 0, log), executor)
+        overlap_executor.run(fail, make_steps(overlap_executor, BACKWARD, "b", 0, log), executor)
     with pytest.raises(KeyError, match="mine"):
-        overlap_executor.run(fail, steps(overlap_executor, BACKWARD, "b", 5, log), executor)
+        overlap_executor.run(fail, make_steps(overlap_executor, BACKWARD, "b", 5, log), executor)
     assert log[-1] != "b end"
 
     def fail_backward():
@@ -65,11 +67,11 @@ def test_errors_come_out_and_stop_the_other_side(executor):
 
     log.clear()
     with pytest.raises(KeyError, match="backward"):
-        overlap_executor.run(steps(overlap_executor, FORWARD, "f", 5, log), fail_backward, executor)
+        overlap_executor.run(make_steps(overlap_executor, FORWARD, "f", 5, log), fail_backward, executor)
     assert log == ["f0"]
 
 
-def test_hand_over_is_an_identity_that_runs_deferred_gradients(executor):
+def test_hand_over_is_identity_and_runs_deferred_gradients(executor):
     overlap_executor, queue = AlternatingExecutor(), WeightGradQueue()
     weight = torch.nn.Parameter(torch.ones(2))
     x = torch.randn(3, requires_grad=True)

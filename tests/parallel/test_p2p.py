@@ -8,7 +8,7 @@ from moe_trainer.parallel.p2p import Receive, Send, exchange, irecv, isend
 from moe_trainer.parallel.state import ParallelState
 
 
-def ring(rank, n):
+def send_around_ring(rank, n):
     group = ParallelState.create(n, rank, pp=n).pp
     x, batched, single = torch.full((3,), float(rank)), torch.empty(3), torch.empty(3)
     after, before = (rank + 1) % n, (rank - 1) % n
@@ -20,13 +20,13 @@ def ring(rank, n):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_message_goes_round_the_ring(n):
-    for rank, (batched, single) in enumerate(run_ranks(ring, n)):
+def test_message_is_passed_around_the_ring(n):
+    for rank, (batched, single) in enumerate(run_ranks(send_around_ring, n)):
         before = float((rank - 1) % n)
         assert batched == [before] * 3 and single == [before + 10] * 3
 
 
-def subgroup(rank, n):
+def send_in_subgroup(rank, n):
     group = ParallelState.create(n, rank, pp=2).pp  # ranks 0 2 and 1 3: members are numbered inside the group
     out = torch.empty(2)
     if group.rank == 0:
@@ -38,5 +38,5 @@ def subgroup(rank, n):
     return out.tolist(), second.tolist()
 
 
-def test_messages_arrive_in_the_order_sent_between_members_of_a_subgroup():
-    assert run_ranks(subgroup, 4) == [None, None, ([1.0, 0.0], [2.0, 0.0]), ([1.0, 1.0], [2.0, 1.0])]
+def test_subgroup_messages_arrive_in_the_order_sent():
+    assert run_ranks(send_in_subgroup, 4) == [None, None, ([1.0, 0.0], [2.0, 0.0]), ([1.0, 1.0], [2.0, 1.0])]

@@ -12,7 +12,7 @@ def shard(rank: int, size: int) -> SequenceShard:
     return SequenceShard(Group("cp", tuple(range(size)), rank, size))
 
 
-def test_one_rank_holds_everything_untouched():
+def test_one_rank_keeps_the_full_sequence():
     x = torch.randn(2, 6)
     one = SequenceShard(Group.single("cp"))
     assert one.local(x, 1) is x and one.full(x, 1) is x
@@ -50,5 +50,5 @@ def _round_trip(rank, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_full_puts_the_parts_back_in_order(size):
+def test_full_restores_the_sequence_order(size):
     assert run_ranks(_round_trip, size) == [[True] * 3] * size

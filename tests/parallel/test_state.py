@@ -1,4 +1,4 @@
-"""Process groups on real ranks: membership, and that communicators talk to the right ranks."""
+"""Process groups on real ranks: membership, and communication with the right ranks."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def _shared_handles(rank, n):
     return ps.dp.handle is ps.dp_cp.handle is ps.edp.handle, ps.dp.handle is ps.tp_dp_cp.handle
 
 
-def test_gradients_share_one_communicator_apart_from_statistics():
+def test_gradient_groups_share_a_communicator_without_statistics():
     assert run_ranks(_shared_handles, 2) == [(True, False)] * 2
 
 
@@ -66,7 +66,7 @@ def _context_levels(rank, n, levels):
     return ps.cp.ranks, ps.cp_a2a.ranks, ps.cp_p2p.ranks, ps.cp.handle is ps.cp_p2p.handle
 
 
-def test_hierarchical_context_groups_are_neighbours_and_those_across():
+def test_hierarchical_context_groups_inner_and_outer_ranks():
     flat, two = run_ranks(_context_levels, 8, None)[2], run_ranks(_context_levels, 8, (2, 2))[2]
     assert flat == ((0, 2, 4, 6), (2,), (0, 2, 4, 6), True)
     assert two == ((0, 2, 4, 6), (0, 2), (2, 6), False)
@@ -77,13 +77,13 @@ def test_hierarchical_sizes_must_multiply_to_cp():
         ParallelState.create(1, 0, cp_levels=(2, 2))
 
 
-def _embedding(rank, n, stages):
+def _find_embedding_ranks(rank, n, stages):
     group = ParallelState.create(n, rank, pp=4, embedding_stages=stages).embedding
     return group.ranks, group.rank, group.handle is None
 
 
-def test_embedding_stages():
-    assert [ranks for ranks, _, _ in run_ranks(_embedding, 8, (0, 2, 3))] == [
+def test_ranks_of_embedding_groups():
+    assert [ranks for ranks, _, _ in run_ranks(_find_embedding_ranks, 8, (0, 2, 3))] == [
         (0, 4, 6),
         (1, 5, 7),
         (2,),
@@ -93,10 +93,10 @@ def test_embedding_stages():
         (0, 4, 6),
         (1, 5, 7),
     ]
-    assert run_ranks(_embedding, 4, (0,)) == [((rank,), 0, True) for rank in range(4)]
+    assert run_ranks(_find_embedding_ranks, 4, (0,)) == [((rank,), 0, True) for rank in range(4)]
 
 
-def _close(rank, n):
+def _close_groups(rank, n):
     import torch.distributed as dist
 
     close_groups(ParallelState.create(n, rank, tp=2))
@@ -106,6 +106,6 @@ def _close(rank, n):
     return closed
 
 
-def test_groups_are_left_together():
+def test_groups_are_closed_on_all_ranks():
     close_groups(ParallelState.single())
-    assert run_ranks(_close, 2) == [True, True]
+    assert run_ranks(_close_groups, 2) == [True, True]

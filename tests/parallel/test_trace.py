@@ -1,4 +1,4 @@
-"""The record of what a rank waits for: names, places and errors."""
+"""The record of a rank's pending collectives: names, locations and errors."""
 
 import re
 from datetime import timedelta
@@ -19,7 +19,7 @@ def _group(name, trace):
     return Group(name, (0, 1), 0, 2, trace=trace)
 
 
-def test_a_call_is_open_until_it_is_done_and_records_its_place():
+def test_call_is_open_until_done_and_records_its_location():
     trace = Trace()
     trace.phase, trace.layer, trace.microbatch, trace.iteration = "forward-backward", "layer 3", 2, 17
     seen = []
@@ -30,14 +30,14 @@ def test_a_call_is_open_until_it_is_done_and_records_its_place():
     assert "test_trace.py:" in text and text.endswith("layer 3, forward-backward, microbatch 2, iteration 17")
 
 
-def test_a_new_phase_forgets_the_layer():
+def test_new_phase_resets_the_layer():
     trace = Trace()
     trace.layer = "layer 3"
     trace.phase = "optimizer"
     assert (trace.phase, trace.layer) == ("optimizer", "")
 
 
-def test_an_asynchronous_call_is_open_while_it_is_waited_for():
+def test_asynchronous_call_is_open_until_its_wait_ends():
     class Work:
         def wait(self):
             seen.append(trace.oldest())
@@ -49,7 +49,7 @@ def test_an_asynchronous_call_is_open_while_it_is_waited_for():
     assert seen == [trace.last] and trace.oldest() is None
 
 
-def test_our_own_mistakes_stay_what_they_are_and_a_lost_peer_becomes_a_communication_error():
+def test_only_lost_peers_become_communication_errors():
     def wrong():
         raise RuntimeError("tensors must be contiguous")
 
@@ -66,7 +66,7 @@ def test_our_own_mistakes_stay_what_they_are_and_a_lost_peer_becomes_a_communica
     assert is_communication_failure(torch.distributed.DistBackendError("NCCL timeout"))
 
 
-def test_a_call_on_the_gpu_is_open_until_the_gpu_has_done_it():
+def test_gpu_call_is_open_until_the_gpu_finishes():
     class Event:
         done = False
 
@@ -81,7 +81,7 @@ def test_a_call_on_the_gpu_is_open_until_the_gpu_has_done_it():
     assert trace.oldest() is None
 
 
-def one_leaves_the_other_alone(rank, n, kind, word):
+def wait_for_missing_peer(rank, n, kind, word):
     ps = ParallelState.create(n, rank, timeout=timedelta(seconds=TIMEOUT))
     if rank == 0:
         wait_until(word.exists)
@@ -109,7 +109,7 @@ def one_leaves_the_other_alone(rank, n, kind, word):
         ("object", "all_gather_object"),
     ],
 )
-def test_a_failed_wait_names_its_place(tmp_path, kind, operation):
-    _, message = run_ranks(one_leaves_the_other_alone, 2, kind, tmp_path / "word")
-    assert message.startswith(f"{operation} number 1 of group dp (ranks 0 1) in one_leaves_the_other_alone")
+def test_failed_wait_names_its_location(tmp_path, kind, operation):
+    _, message = run_ranks(wait_for_missing_peer, 2, kind, tmp_path / "word")
+    assert message.startswith(f"{operation} number 1 of group dp (ranks 0 1) in wait_for_missing_peer")
     assert TIMEOUT <= float(re.search(r"failed after ([\d.]+) s", message)[1]) < 10 * TIMEOUT and "Timed out" in message

@@ -7,7 +7,7 @@ from torch.nn import Parameter
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 
-def watched(shape):
+def make_watched_param(shape):
     seen = []
     param = Parameter(torch.randn(shape))
     param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -15,7 +15,7 @@ def watched(shape):
 
 
 def test_gradients_are_set_then_added_and_hooks_run_once_a_pass():
-    queue, (param, seen) = WeightGradQueue(), watched(3)
+    queue, (param, seen) = WeightGradQueue(), make_watched_param(3)
     queue.active = True
     first, second = torch.randn(3), torch.randn(3)
     queue.defer(param, lambda: first)
@@ -30,8 +30,8 @@ def test_gradients_are_set_then_added_and_hooks_run_once_a_pass():
     assert len(seen) == 2
 
 
-def test_passes_are_taken_apart_and_run_in_any_order():
-    queue, (param, seen) = WeightGradQueue(), watched(2)
+def test_deferred_passes_are_separate_and_run_in_any_order():
+    queue, (param, seen) = WeightGradQueue(), make_watched_param(2)
     queue.active = True
     queue.defer(param, lambda: torch.tensor([1.0, 2.0]))
     early = queue.take()
@@ -42,7 +42,7 @@ def test_passes_are_taken_apart_and_run_in_any_order():
     assert param.grad.tolist() == [11.0, 22.0] and len(seen) == 2
 
 
-def test_an_idle_queue_refuses():
-    queue, (param, _) = WeightGradQueue(), watched(1)
+def test_inactive_queue_rejects_gradients():
+    queue, (param, _) = WeightGradQueue(), make_watched_param(1)
     with pytest.raises(AssertionError, match="active"):
         queue.defer(param, lambda: torch.ones(1))

@@ -1,4 +1,4 @@
-"""Batch sizes with which virtual stages would wait for each other: named before anything is built, by --validate-only and by a run."""
+"""Batch sizes that would deadlock virtual stages are reported before anything is built, by --validate-only and by a run."""
 
 import pytest
 
@@ -30,15 +30,15 @@ def command_line(words, world_size=4):
         ([*RAMP[:4], *RAMP[6:]], []),  # without virtual stages
     ],
 )
-def test_the_sizes_of_a_ramp(words, sizes):
+def test_rampup_with_deadlocking_sizes_is_rejected(words, sizes):
     line, world = command_line(words)
     found = deadlocking_batch_sizes(parse_args(line, world), 1)
     assert [int(text.split()[3]) for text in found] == sizes
     assert all("multiple of --microbatch-group-size-per-virtual-pipeline-stage" in text for text in found)
 
 
-def test_what_is_not_walked_can_run():
-    """The shortcut: whole groups, or a last one that fills the pipeline."""
+def test_sizes_skipped_by_the_check_can_run():
+    """Sizes not simulated: full groups only, or a last group that fills the pipeline."""
     for ranks, chunks, group in ((2, 2, 3), (3, 2, 4), (4, 3, 4), (4, 2, 6)):
         for count in range(1, 4 * group):
             if not 0 < count % group < ranks:
@@ -46,7 +46,7 @@ def test_what_is_not_walked_can_run():
                     simulate_schedule(make_orders(kind, ranks, chunks, count, group_size=group), chunks)
 
 
-def test_validate_only_names_them_with_everything_else(capsys):
+def test_validate_only_reports_deadlocking_batch_sizes(capsys):
     line, _ = command_line(
         [
             *RAMP,

@@ -1,4 +1,4 @@
-"""Orders of work on paper: they are complete, can run, never deadlock, and take the time the papers say."""
+"""Schedule orders, simulated: they are complete, can run, never deadlock, and have the published bubbles."""
 
 import itertools
 
@@ -61,7 +61,7 @@ CASES.update({f"zero bubble {name}": (split(orders), chunks) for name, (orders, 
 
 
 @pytest.mark.parametrize("name", [*CASES, *PAIRED])
-def test_every_action_once_and_in_a_possible_order(name):
+def test_every_action_occurs_once_in_a_valid_order(name):
     orders, chunks = (CASES | PAIRED)[name]
     ends = simulate_schedule(orders, chunks)
     for rank, order in enumerate(orders):
@@ -87,7 +87,7 @@ def receives(step):
     return [message.action for message in step.messages if not message.is_send]
 
 
-def rendezvous(programs, pp, chunks, batched, channels=1):
+def simulate_rendezvous(programs, pp, chunks, batched, channels=1):
     """Run the programs with messages that rendezvous. Returns True if all end.
 
     A batch of messages ends only when both sides of all its messages have started, and a rank continues only when what
@@ -189,12 +189,12 @@ def test_blocking_messages_never_deadlock(name, ahead):
             if source(b, x, pp, chunks)[0] == a
         ]
         assert sent == received
-    assert rendezvous(programs, pp, chunks, batched=True)
-    assert all(rendezvous(programs, pp, chunks, batched=False, channels=channels) for channels in (1, 2))
+    assert simulate_rendezvous(programs, pp, chunks, batched=True)
+    assert all(simulate_rendezvous(programs, pp, chunks, batched=False, channels=channels) for channels in (1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, chunks) in CASES.items() if chunks > 1])
-def test_neither_way_waits_for_the_other(name):
+def test_directions_do_not_wait_for_each_other(name):
     """Both ends of a message use the same communicator.
 
     On none of them does a rank wait for what comes to send what it has made (two ranks), or in one direction for the
@@ -221,7 +221,7 @@ def test_neither_way_waits_for_the_other(name):
     (2, 2, 2, 2, False, [4, 3]),  # no more than there are: the first rank runs all of them
     (2, 2, 8, 2, True, [6, 4]),
 ])  # fmt: skip
-def test_the_warm_up_of_virtual_stages_is_that_of_megatron(pp, vpp, m, group, pairs, forwards):
+def test_warmup_of_virtual_stages_equals_megatron(pp, vpp, m, group, pairs, forwards):
     """Forward passes before the first backward.
 
     2 (pp - rank - 1) + (vpp - 1) group, one more with overlapped experts, then one of the steady state's; at most all.
@@ -234,7 +234,7 @@ def test_the_warm_up_of_virtual_stages_is_that_of_megatron(pp, vpp, m, group, pa
     assert found == forwards
 
 
-def test_pairs_fill_the_steady_state():
+def test_forward_backward_pairs_fill_the_steady_state():
     for rank, order in enumerate(plain(2, 9, True)):
         assert sum(isinstance(step, Pair) for step in order) == 9 - (2 - rank)
     alone = plain(1, 4, True)[0]
@@ -246,7 +246,7 @@ def makespan(orders, chunks, costs):
 
 
 @pytest.mark.parametrize("pp, m", [(2, 4), (4, 8), (4, 13), (8, 16)])
-def test_bubbles_are_those_of_the_papers(pp, m):
+def test_bubbles_equal_the_published_formulas(pp, m):
     assert makespan(plain(pp, m), 1, UniformCosts()) == 3 * (m + pp - 1)
     assert makespan(split(plain(pp, m)), 1, SPLIT) == 3 * m + pp - 1  # (pp - 1)(F + B - W)
     if m % pp == 0:  # a chunk is half a stage: all costs count half
@@ -254,7 +254,7 @@ def test_bubbles_are_those_of_the_papers(pp, m):
 
 
 @pytest.mark.parametrize("pp, m", [(2, 5), (4, 9)])
-def test_memory_in_flight(pp, m):
+def test_number_of_microbatches_in_flight(pp, m):
     def most(order, last):
         held = peak = 0
         for action in order:
@@ -266,7 +266,7 @@ def test_memory_in_flight(pp, m):
     assert max(most(order, WEIGHT) for order in split(plain(pp, m))) == pp
 
 
-def test_an_order_that_cannot_run_is_refused():
+def test_order_that_cannot_run_is_rejected():
     forward = [Action(FORWARD, 0, 0), Action(FORWARD, 0, 1)]
     backward = [Action(BACKWARD, 0, 0), Action(BACKWARD, 0, 1)]
     with pytest.raises(ValueError, match="rank 0 waits before"):

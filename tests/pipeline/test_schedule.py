@@ -51,13 +51,13 @@ class Chunk(nn.Module):
         return torch.tanh(_Linear.apply(x, self.weight, self.queue) + self.bias)
 
 
-def start(microbatch):
+def make_input(microbatch):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + microbatch), dtype=torch.float64)
 
 
 def one_process(num_chunks, m):
     chain = nn.Sequential(*(Chunk(number) for number in range(num_chunks)))
-    losses = [chain(start(index)).square().mean() for index in range(m)]
+    losses = [chain(make_input(index)).square().mean() for index in range(m)]
     (sum(losses) * 0.25).backward()
     return [(chunk.weight.grad, chunk.bias.grad) for chunk in chain], [loss.item() for loss in losses]
 
@@ -92,7 +92,7 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
 
     def forward_step(index, microbatch, x):
         last = rank == pp - 1 and index == vpp - 1
-        y = chunks[index](start(microbatch) if x is None else x)
+        y = chunks[index](make_input(microbatch) if x is None else x)
         loss = y.square().mean()
         return (loss, loss.item()) if last else (y, None)
 
@@ -130,7 +130,7 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
     ],
 )
 @pytest.mark.parametrize("overlap", [False, True])
-def test_equal_to_one_process(kind, pp, vpp, m, group_size, overlap):
+def test_pipeline_gradients_equal_one_process(kind, pp, vpp, m, group_size, overlap):
     expected, expected_losses = one_process(pp * vpp, m)
     found = run_ranks(_run, pp, kind, vpp, m, group_size, overlap)
     for rank, (grads, losses) in enumerate(found):
@@ -144,7 +144,7 @@ def _outputs_are_freed(rank, pp):
     chunk = Chunk(rank)
 
     def forward_step(index, microbatch, x):
-        y = chunk(start(microbatch) if x is None else x) + 0  # an addition keeps no tensor for its backward
+        y = chunk(make_input(microbatch) if x is None else x) + 0  # an addition keeps no tensor for its backward
         alive.append(torch.utils.weak.WeakTensorKeyDictionary())
         alive[-1][y] = True
         weakest.append(sum(len(entry) for entry in alive))
@@ -154,11 +154,11 @@ def _outputs_are_freed(rank, pp):
     return max(weakest)
 
 
-def test_an_output_is_freed_once_it_is_sent():
+def test_output_is_freed_after_it_is_sent():
     assert run_ranks(_outputs_are_freed, 3)[0] == 1
 
 
-def single(**options):
+def make_schedule(**options):
     return Schedule(None, Group.single("pp"), 1, CPU, **options)
 
 
@@ -172,7 +172,9 @@ def test_one_rank_gradients_equal_the_mean_over_microbatches():
         loss = compute_loss(model, 3 + microbatch)
         return loss, microbatch
 
-    results = single().run(ScheduleInputs(forward_step, 3, [None], grad_scale=1 / 3, accumulate=grads.accumulate))
+    results = make_schedule().run(
+        ScheduleInputs(forward_step, 3, [None], grad_scale=1 / 3, accumulate=grads.accumulate)
+    )
     grads.finish()
     assert results == [0, 1, 2]
     (sum(compute_loss(plain, seed) for seed in (3, 4, 5)) / 3).backward()
@@ -181,7 +183,7 @@ def test_one_rank_gradients_equal_the_mean_over_microbatches():
         assert a.grad is None
 
 
-def test_only_the_last_backward_is_outside_accumulate_and_timers_see_every_pass():
+def test_last_backward_runs_outside_accumulate():
     depth, seen, names = [0], [], []
 
     @contextlib.contextmanager
@@ -197,17 +199,17 @@ def test_only_the_last_backward_is_outside_accumulate_and_timers_see_every_pass(
 
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda grad: seen.append((depth[0], grad.item())))
-    single().run(ScheduleInputs(lambda *_: (x.sum() * 2, None), 3, [None], torch.tensor(0.5), accumulate, timer))
+    make_schedule().run(ScheduleInputs(lambda *_: (x.sum() * 2, None), 3, [None], torch.tensor(0.5), accumulate, timer))
     assert seen == [(1, 1.0), (1, 1.0), (0, 1.0)]
     assert names == ["forward-compute", "backward-compute"] * 3
 
 
-def test_zero_microbatches_are_a_mistake():
+def test_zero_microbatches_are_rejected():
     with pytest.raises(AssertionError, match="num_microbatches 0"):
-        single().run(ScheduleInputs(lambda *_: None, 0, [None]))
+        make_schedule().run(ScheduleInputs(lambda *_: None, 0, [None]))
 
 
-def test_feed_keeps_a_microbatch_until_its_last_chunk():
+def test_microbatch_is_kept_until_its_last_chunk():
     read = iter(range(10))
     feed = MicrobatchCache(lambda: next(read), 2)
     assert [feed(index) for index in (0, 1, 0, 2, 1, 2)] == [0, 1, 0, 2, 1, 2]

@@ -1,4 +1,4 @@
-"""Which layers are quantized, what their scales do between iterations and over ranks, padding of the routing."""
+"""Selection of quantized layers, scales between iterations and over ranks, and padding of the routing."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from moe_trainer.training.rerun import with_rewindable_batches
 from moe_trainer.training.step import train_step
 
 
-def low(num_layers=6, **flags) -> QuantizationConfig:
+def make_config(num_layers=6, **flags) -> QuantizationConfig:
     args = parse_args([*TINY, *MOCK, "--train-iters", "1"], 1)
     precision = replace(args.precision, **flags)
     return QuantizationConfig.from_args(
@@ -31,8 +31,8 @@ def low(num_layers=6, **flags) -> QuantizationConfig:
     )
 
 
-def test_nothing_without_the_flags():
-    assert get_recipe(PrecisionArgs()) is None and low() is None
+def test_no_quantization_without_the_flags():
+    assert get_recipe(PrecisionArgs()) is None and make_config() is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_flags_choose_the_recipe(flags, name, wgrad):
         get_recipe(PrecisionArgs(fp8="e4m3", fp8_recipe="custom"))
 
 
-def test_flags_of_delayed_scaling():
+def test_delayed_scaling_flags():
     flags = {"fp8": "e4m3", "fp8_margin": 2, "fp8_amax_history_len": 7}
     assert get_recipe(PrecisionArgs(**flags, fp8_amax_compute_algo="max")).delayed == DelayedScaling(
         margin=2, history=7, largest=True
@@ -61,15 +61,17 @@ def test_flags_of_delayed_scaling():
     )
 
 
-def test_layers_at_the_ends_stay():
-    assert all(low(fp8="e4m3").is_quantized_layer(number) for number in range(1, 9))
-    ends = low(fp8="e4m3", first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
+def test_first_and_last_layers_are_not_quantized():
+    assert all(make_config(fp8="e4m3").is_quantized_layer(number) for number in range(1, 9))
+    ends = make_config(
+        fp8="e4m3", first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2
+    )
     assert [number for number in range(1, 9) if ends.is_quantized_layer(number)] == [2, 3, 4, 7, 8], (
         "7 and 8: multi-token prediction"
     )
 
 
-def test_what_is_quantised_and_what_is_not():
+def test_quantized_and_unquantized_modules():
     flags = "--fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --mtp-num-layers 1".split()
     args = parse_args([*make_argv("deepseek"), *flags], 1)
     chunk = build_chunks(args, ParallelState.single(), 64, "meta")[0]
@@ -87,7 +89,7 @@ def test_what_is_quantised_and_what_is_not():
     assert [name for name, _ in scaling_state(chunk)] == [f"fp8.{name}.scaling" for name in names]
 
 
-def test_routing_is_filled_up_with_the_first_tokens():
+def test_routing_is_padded_with_the_first_tokens():
     routing = torch.zeros(10, 3, dtype=torch.bool)
     routing[[1, 4, 5], 0] = True
     routing[:8, 1] = True
@@ -96,8 +98,8 @@ def test_routing_is_filled_up_with_the_first_tokens():
     assert pad_routing(routing, 16).sum(0).tolist() == [10, 10, 0], "there are no more tokens"
 
 
-def test_padded_rows_change_no_result():
-    """Blocks along features and delayed scales do not see further rows; losses and gradients are those without."""
+def test_routing_padding_changes_no_result():
+    """Padding rows do not affect blocks along features or delayed scales, so losses and gradients are unchanged."""
     found = []
     for extra in ([], ["--moe-router-padding-for-fp8"]):
         argv = [*TINY, *MOCK, *"--fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad --moe-token-dispatcher-type alltoall".split(),
@@ -113,7 +115,7 @@ def test_padded_rows_change_no_result():
         assert losses == pytest.approx(others, rel=1e-6) and norm == pytest.approx(other, rel=1e-5)
 
 
-def test_noise_is_of_the_iteration_and_of_the_draw():
+def test_rounding_noise_depends_on_iteration_and_draw():
     noise = StochasticRoundingRNG(1, "layer")
 
     def draw(role="weight"):
@@ -132,7 +134,7 @@ def test_noise_is_of_the_iteration_and_of_the_draw():
     )
 
 
-def test_ranks_with_numbers_of_their_own_round_by_themselves():
+def test_rounding_noise_differs_between_data_ranks():
     """Replicas within tp draw the same noise.
 
     Other data, other parts of a linear, and every holder of experts other noise.
@@ -142,7 +144,7 @@ def test_ranks_with_numbers_of_their_own_round_by_themselves():
         ps = SimpleNamespace(
             **{name: SimpleNamespace(rank=ranks.get(name, 0)) for name in ("dp_cp", "tp", "ep", "etp", "edp")}
         )
-        gemms = replace(low(fp4="e2m1"), ps=ps).make_gemms("layer", is_sharded=cut, is_expert=expert)
+        gemms = replace(make_config(fp4="e2m1"), ps=ps).make_gemms("layer", is_sharded=cut, is_expert=expert)
         return tuple(torch.rand(4, generator=gemms.rounding.generator("weight", torch.device("cpu"))).tolist())
 
     assert noise(False, False) == noise(False, False, tp=1) != noise(False, False, dp_cp=1)
@@ -150,8 +152,8 @@ def test_ranks_with_numbers_of_their_own_round_by_themselves():
     assert len({noise(True, True), noise(True, True, ep=1), noise(True, True, etp=1), noise(True, True, edp=1)}) == 4
 
 
-def test_iterations_draw_other_noise():
-    precision = low(fp4="e2m1")
+def test_iterations_draw_different_rounding_noise():
+    precision = make_config(fp4="e2m1")
     layer, seen = [precision.make_gemms("layer", is_sharded=True), precision.make_gemms("other", is_sharded=True)], []
     for iteration in (3, 4, 3):
         begin_iteration([SimpleNamespace(quantized=layer)], iteration)
@@ -164,7 +166,7 @@ def test_iterations_draw_other_noise():
     assert seen[0] == seen[2] and len({tuple(draw) for draws in seen[:2] for draw in draws}) == 4
 
 
-def _maxima(rank: int, n: int) -> list[float]:
+def _train_with_delayed_scaling(rank: int, n: int) -> list[float]:
     argv = [*make_argv("plain"), *"--tensor-model-parallel-size 2 --fp8-format e4m3".split()]
     run = make_run(argv, rank, create_groups(argv, rank, n), 1)
     for number, gemms in enumerate(iter_quantized_gemms(run.chunks)):
@@ -174,8 +176,8 @@ def _maxima(rank: int, n: int) -> list[float]:
     return first.scaling.flatten().tolist()
 
 
-def test_scales_come_from_the_maxima_of_all_ranks():
-    assert run_ranks(_maxima, 4) == [[112.0, 4.0, 224.0, 2.0, 112.0, 4.0]] * 4
+def test_delayed_scales_use_maxima_of_all_ranks():
+    assert run_ranks(_train_with_delayed_scaling, 4) == [[112.0, 4.0, 224.0, 2.0, 112.0, 4.0]] * 4
 
 
 def _replicated(rank: int, n: int) -> dict[str, list[float]]:
@@ -187,7 +189,7 @@ def _replicated(rank: int, n: int) -> dict[str, list[float]]:
     return {name: weight.flatten().tolist() for name, weight in weights.items() if "down_proj" in name}
 
 
-def test_replicas_under_tensor_parallelism_round_alike():
+def test_tensor_parallel_replicas_round_equally():
     one, other = run_ranks(_replicated, 2)
     assert len(one) == 10 and one == other  # two of each of four layers and of multi-token prediction
 
@@ -196,7 +198,7 @@ def test_replicas_under_tensor_parallelism_round_alike():
     "recipe",
     ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"],
 )
-def test_a_gradient_that_is_not_finite_reaches_the_checks(recipe):
+def test_nonfinite_gradients_are_detected_with_quantization(recipe):
     run = with_rewindable_batches(make_run([*make_argv("plain"), *recipe.split()], 0, ParallelState.single(), 1))
     with torch.no_grad():
         next(param for param in run.chunks[0].parameters() if "linear_fc2" in param.info.names[0])[0, 0, 0] = torch.inf

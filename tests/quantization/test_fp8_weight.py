@@ -29,7 +29,7 @@ def stored(values, recipe, cuts, scale=None):
 @pytest.mark.parametrize("portion", [1 << 18, 900, 64])
 @pytest.mark.parametrize("shape", [(300, 130), (3, 140, 260), (3, 128, 130), (7, 16, 24)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_parts_give_the_bytes_of_the_full_tensor(name, shape, portion, monkeypatch):
+def test_weight_cast_in_parts_equals_full_cast(name, shape, portion, monkeypatch):
     monkeypatch.setattr("moe_trainer.quantization.fp8_weight.PORTION_CPU", portion)
     recipe = make_recipe(name)
     generator = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ def test_parts_give_the_bytes_of_the_full_tensor(name, shape, portion, monkeypat
         assert weight[index].amax == compute_amax(matrix)
 
 
-def test_fp64_is_rounded_once():
+def test_fp64_weights_are_rounded_once():
     """1 + 1/16 + a bit is above the tie between two numbers of E4M3 in fp64, and on it in fp32."""
     values = torch.full((16, 16), 17 / 16 + 2.0**-40, dtype=torch.float64)
     values[0, 0] = 448.0
@@ -59,7 +59,7 @@ def test_fp64_is_rounded_once():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_not_finite_becomes_nan(name, bad):
+def test_nonfinite_weights_become_nan(name, bad):
     values = torch.ones(256, 256)
     values[3, 3] = bad
     scale = torch.tensor(1.0) if name == "delayed" else None
@@ -70,8 +70,8 @@ def test_what_is_not_finite_becomes_nan(name, bad):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_products_read_the_bytes(name):
-    """Same results as quantizing the weight, also of what delayed scaling notes.
+def test_gemms_read_the_fp8_weight(name):
+    """Results and delayed-scaling maxima equal those of quantizing the weight.
 
     The parameter itself is not looked at.
     """
@@ -94,7 +94,7 @@ def test_products_read_the_bytes(name):
         assert torch.equal(kept.amax, plain.amax) and kept.amax[1] > 0
 
 
-def test_a_plain_weight_needs_no_index():
+def test_weight_without_a_part_index():
     recipe = make_recipe("blockwise")
     values, x = torch.randn(32, 48), torch.randn(5, 48)
     plain, kept = QuantizedGemms(recipe, "a"), QuantizedGemms(recipe, "a")
@@ -102,7 +102,7 @@ def test_a_plain_weight_needs_no_index():
     assert torch.equal(kept.output(x, kept.fp8_weight.placeholder_param(torch.float32)), plain.output(x, values))
 
 
-def test_what_can_be_stored():
+def test_which_recipes_can_store_fp8_weights():
     found = {
         name: can_store_in_fp8(recipe.weight, recipe.weight_t)
         for name, recipe in (

@@ -1,4 +1,4 @@
-"""Quantized GEMMs against their definitions, GEMM by GEMM; delayed scaling's books."""
+"""Quantized GEMMs against their definitions, GEMM by GEMM; the state of delayed scaling."""
 
 import pytest
 import torch
@@ -33,12 +33,12 @@ def make_gemms(name: str, **options) -> QuantizedGemms:
     return gemms
 
 
-def defined(matrix, scaling, scale=None, noise=None):
+def quantize_dequantize(matrix, scaling, scale=None, noise=None):
     return quantize(matrix, scaling, scale, noise).dequantized()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_product_has_its_operands_quantised_along_what_is_contracted(name):
+def test_operands_are_quantized_along_the_contracted_dim(name):
     x, w, grad = operands()
     gemms, noise = make_gemms(name, hybrid=name != "nvfp4"), StochasticRoundingRNG(1, "layer")
     recipe = gemms.recipe
@@ -49,21 +49,21 @@ def test_each_product_has_its_operands_quantised_along_what_is_contracted(name):
         return noise.generator(role, x.device) if scaling.stochastic else None
 
     y = gemms.output(x.view(6, 8, -1), w)
-    expected = defined(x, recipe.x, scale[X]) @ defined(w, recipe.weight, scale[WEIGHT]).t()
+    expected = quantize_dequantize(x, recipe.x, scale[X]) @ quantize_dequantize(w, recipe.weight, scale[WEIGHT]).t()
     torch.testing.assert_close(y.view(48, -1), expected)
     grad_x = gemms.input_grad(grad, w)
-    g = defined(grad, recipe.grad, scale[GRAD], draw(recipe.grad, "input"))
-    torch.testing.assert_close(grad_x, g @ defined(w.t(), recipe.weight_t, scale[WEIGHT]).t())
+    g = quantize_dequantize(grad, recipe.grad, scale[GRAD], draw(recipe.grad, "input"))
+    torch.testing.assert_close(grad_x, g @ quantize_dequantize(w.t(), recipe.weight_t, scale[WEIGHT]).t())
     grad_w = gemms.weight_grad(grad, x)
-    g = defined(grad.t(), recipe.grad_t, scale[GRAD], draw(recipe.grad_t, "weight"))
-    torch.testing.assert_close(grad_w, g @ defined(x.t(), recipe.x_t, scale[X]).t())
+    g = quantize_dequantize(grad.t(), recipe.grad_t, scale[GRAD], draw(recipe.grad_t, "weight"))
+    torch.testing.assert_close(grad_w, g @ quantize_dequantize(x.t(), recipe.x_t, scale[X]).t())
     bound = BOUND.get(name, 0.08)
     for found, exact in ((y.view(48, -1), x @ w.t()), (grad_x, grad @ w), (grad_w, grad.t() @ x)):
         error = (found - exact).norm() / exact.norm()
         assert 1e-3 < error < bound, (name, error)
 
 
-def test_what_each_recipe_means():
+def test_formats_and_scaling_of_every_recipe():
     kinds = {name: make_recipe(name, hybrid=True) for name in NAMES}
     assert {name: (recipe.x.fmt.name, recipe.grad.fmt.name) for name, recipe in kinds.items()} == {
         **dict.fromkeys(NAMES[:4], ("e4m3", "e5m2")),
@@ -101,7 +101,7 @@ def test_what_each_recipe_means():
         ("nvfp4", (1, 16, TWO_LEVEL), (16, 16, TWO_LEVEL)),
     ],
 )
-def test_who_shares_a_scale_in_each_recipe(name, rows, squares):
+def test_elements_that_share_a_scale_in_each_recipe(name, rows, squares):
     """squares: the weight, both ways."""
     recipe = make_recipe(name, hybrid=True)
     for operand in ("x", "weight", "grad", "weight_t", "grad_t", "x_t"):
@@ -115,27 +115,27 @@ def test_who_shares_a_scale_in_each_recipe(name, rows, squares):
     )
 
 
-def test_a_weight_in_squares_is_the_same_both_ways():
+def test_square_blocks_quantize_weight_and_transpose_equally():
     _, w, _ = operands(inner=200, outer=150)
     for name in ("blockwise", "nvfp4"):
         recipe = make_recipe(name)
-        assert torch.equal(defined(w, recipe.weight), defined(w.t(), recipe.weight_t).t())
+        assert torch.equal(quantize_dequantize(w, recipe.weight), quantize_dequantize(w.t(), recipe.weight_t).t())
 
 
-def test_without_wgrad_the_weights_gradient_is_exact():
+def test_weight_gradient_is_exact_without_fp8_wgrad():
     x, w, grad = operands()
     torch.testing.assert_close(make_gemms("mxfp8", wgrad=False).weight_grad(grad, x), grad.t() @ x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_products_come_in_the_dtype_of_their_operands(dtype):
+def test_gemm_results_have_the_operand_dtype(dtype):
     x, w, grad = (t.to(dtype) for t in operands())
     gemms = make_gemms("blockwise")
     found = gemms.output(x, w), gemms.input_grad(grad, w), gemms.weight_grad(grad, x)
     assert all(f.dtype == dtype for f in found)
 
 
-def test_a_later_weight_gradient_is_that_of_now():
+def test_deferred_weight_gradient_equals_immediate():
     x, w, grad = operands()
     now, later = make_gemms("nvfp4"), make_gemms("nvfp4")
     compute = later.make_wgrad_fn(grad, x)
@@ -150,7 +150,8 @@ def test_delayed_scales_follow_the_maxima_of_finished_iterations():
     x, w, grad = operands()
     assert torch.equal(
         gemms.output(x, w),
-        defined(x, gemms.recipe.x, torch.tensor(1.0)) @ defined(w, gemms.recipe.x, torch.tensor(1.0)).t(),
+        quantize_dequantize(x, gemms.recipe.x, torch.tensor(1.0))
+        @ quantize_dequantize(w, gemms.recipe.x, torch.tensor(1.0)).t(),
     )
     gemms.output(x * 2, w)
     gemms.input_grad(grad, w)
@@ -175,7 +176,7 @@ def test_delayed_scales_follow_the_maxima_of_finished_iterations():
     torch.testing.assert_close(gemms.scaling[0, 0], fmax[0] / 1e-3 / 2)
 
 
-def test_the_most_recent_maximum():
+def test_delayed_scaling_with_most_recent_maximum():
     gemms = QuantizedGemms(make_recipe("delayed", delayed=DelayedScaling(history=3)), "layer")
     gemms.advance(torch.tensor([8.0, 8.0, 8.0]))
     gemms.advance(torch.tensor([2.0, 4.0, 0.0]))
@@ -193,7 +194,7 @@ def experts(dtype=torch.float32):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("weighed", [True, False])
-def test_experts_are_linears_of_their_rows(name, weighed):
+def test_quantized_experts_equal_one_linear_per_expert(name, weighed):
     """Against autograd over one quantized linear per expert and GEMM."""
 
     class Linear(torch.autograd.Function):
@@ -237,7 +238,7 @@ def test_experts_are_linears_of_their_rows(name, weighed):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_quantised_experts_are_near_the_exact_ones_and_may_wait_for_weight_gradients():
+def test_quantized_experts_are_close_to_exact_ones():
     activation, results = Activation("gelu"), []
     for kind in ("exact", "now", "later"):
         values, counts = experts()
@@ -271,8 +272,8 @@ def test_quantised_experts_are_near_the_exact_ones_and_may_wait_for_weight_gradi
         quantized_expert_mlp(x, p, w1, w2, (4,), activation, (make_gemms("mxfp8"), make_gemms("mxfp8")))
 
 
-def test_quantised_experts_run_the_activation_that_they_are_given():
-    """Kernels that are in for torch's (--triton-kernels activation)."""
+def test_quantized_experts_use_the_given_activation():
+    """Kernels that replace torch (--triton-kernels activation)."""
     activation, called = Activation("silu", gated=True), []
     values, counts = experts()
     plain = get_activation_fns(activation)
@@ -303,8 +304,8 @@ def test_quantised_experts_run_the_activation_that_they_are_given():
     assert called == ["forward"] * held + ["backward"] * held
 
 
-def test_padding_with_rows_of_zeros_changes_nothing():
-    """What the device's units need: rows in multiples of 16."""
+def test_zero_row_padding_changes_no_result():
+    """Native GEMMs need row counts in multiples of 16."""
     x, w, grad = operands(rows=21)
     for name in ("tensorwise", "blockwise", "mxfp8"):
         gemms = make_gemms(name)

@@ -1,6 +1,6 @@
 """Formats of single layers by --te-precision-config-file.
 
-Which linear gets what, what is refused, and training with it.
+Matching of linears, invalid files, and training.
 """
 
 import logging
@@ -38,7 +38,7 @@ CONFIGS = {
 }
 
 
-def glob(pattern, to, enabled=True):
+def glob_matcher(pattern, to, enabled=True):
     return {"type": "glob", "pattern": pattern, "config": to, "enabled": enabled}
 
 
@@ -53,15 +53,15 @@ def write(folder, matchers, configs=CONFIGS):
     return str(path)
 
 
-def test_the_first_enabled_matcher_decides(tmp_path, caplog):
+def test_first_enabled_matcher_selects_the_recipe(tmp_path, caplog):
     path = write(
         tmp_path,
         [
-            glob("*.linear_qkv", "mxfp8", enabled=False),
-            glob("*.layers.1.*.linear_qkv", "as the flags"),
-            glob("*.linear_qkv", "bf16"),
-            glob("*.experts.linear_fc2", "nvfp4"),
-            glob("*", "mxfp8_evaluate_bf16"),
+            glob_matcher("*.linear_qkv", "mxfp8", enabled=False),
+            glob_matcher("*.layers.1.*.linear_qkv", "as the flags"),
+            glob_matcher("*.linear_qkv", "bf16"),
+            glob_matcher("*.experts.linear_fc2", "nvfp4"),
+            glob_matcher("*", "mxfp8_evaluate_bf16"),
         ],
     )
     with caplog.at_level(logging.INFO):
@@ -84,9 +84,10 @@ def test_the_first_enabled_matcher_decides(tmp_path, caplog):
     )
 
 
-def test_what_recipes_say(tmp_path):
+def test_recipes_of_the_file_are_parsed(tmp_path):
     file = PrecisionFile.load(
-        write(tmp_path, [glob("a", "blockwise"), glob("b", "nvfp4")]), make_recipe("delayed", wgrad=False)
+        write(tmp_path, [glob_matcher("a", "blockwise"), glob_matcher("b", "nvfp4")]),
+        make_recipe("delayed", wgrad=False),
     )
     assert file.formats("a", DEFAULT).training == make_recipe("blockwise", hybrid=True, wgrad=False)
     assert file.formats("b", DEFAULT).training == make_recipe("nvfp4", wgrad=False)
@@ -131,12 +132,12 @@ def test_what_recipes_say(tmp_path):
         ({"x": {"training_recipe": {}}}, [], "config 'x' needs transformer_engine_config_type: TEQuantizationParams"),
         ({"x": {"transformer_engine_config_type": "TEQuantizationParams"}}, [], "config 'x' needs a training_recipe"),
         ({"x": config([])}, [], "config 'x', training_recipe is no table"),
-        ({}, [glob("*", "y")], "matcher 'm0': there is no config 'y'"),
-        ({}, [{**glob("*", "y"), "type": "regex"}], "matcher 'm0' needs type: glob"),
+        ({}, [glob_matcher("*", "y")], "matcher 'm0': there is no config 'y'"),
+        ({}, [{**glob_matcher("*", "y"), "type": "regex"}], "matcher 'm0' needs type: glob"),
         ({}, [{"type": "glob", "config": "y", "enabled": True}], "matcher 'm0' needs pattern"),
     ],
 )
-def test_what_is_refused(tmp_path, configs, matchers, reason):
+def test_invalid_precision_files_are_rejected(tmp_path, configs, matchers, reason):
     path = write(tmp_path, matchers, configs)
     with pytest.raises(PrecisionFileError, match="--te-precision-config-file .*precision.yaml: ") as error:
         PrecisionFile.load(path, DEFAULT)
@@ -146,7 +147,7 @@ def test_what_is_refused(tmp_path, configs, matchers, reason):
 @pytest.mark.parametrize(
     ("text", "reason"), [(None, "No such file"), ("configs: [", "while parsing"), ("- 1", "the file is no table")]
 )
-def test_files_that_cannot_be_read(tmp_path, text, reason):
+def test_unreadable_precision_files_are_rejected(tmp_path, text, reason):
     path = tmp_path / "file.yaml"
     if text is not None:
         path.write_text(text)
@@ -165,22 +166,22 @@ def build_chunk(path, flags=FP8):
     )[0]
 
 
-def recipes(chunk):
+def recipe_names(chunk):
     return {module.name: module.recipe.name for module in chunk.modules() if isinstance(module, QuantizedGemms)}
 
 
-def test_layers_of_a_model(tmp_path):
+def test_every_layer_gets_the_recipe_of_the_file(tmp_path):
     path = write(
         tmp_path,
         [
-            glob("*.self_attention.*", "bf16"),
-            glob("*.layers.1.mlp.experts.linear_fc1", "mxfp8"),
-            glob("*.layers.1.mlp.experts.linear_fc2", "bf16"),
-            glob("*.layers.2.mlp.experts.*", "bf16"),
+            glob_matcher("*.self_attention.*", "bf16"),
+            glob_matcher("*.layers.1.mlp.experts.linear_fc1", "mxfp8"),
+            glob_matcher("*.layers.1.mlp.experts.linear_fc2", "bf16"),
+            glob_matcher("*.layers.2.mlp.experts.*", "bf16"),
         ],
     )
     chunk = build_chunk(path)
-    found = recipes(chunk)
+    found = recipe_names(chunk)
     assert not any("self_attention" in name for name in found)
     assert {name: recipe for name, recipe in found.items() if ".experts." in name and name.startswith("decoder")} == {
         "decoder.layers.1.mlp.experts.linear_fc1": "mxfp8",
@@ -191,11 +192,11 @@ def test_layers_of_a_model(tmp_path):
     assert (
         type(layers[1].mlp.experts.quantized[1]) is UnquantizedExpertGemms and layers[2].mlp.experts.quantized is None
     )
-    ends = recipes(build_chunk(path, f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"))
+    ends = recipe_names(build_chunk(path, f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"))
     assert not any(name.startswith(("decoder.layers.1.", "decoder.layers.3.")) for name in ends)
 
 
-def test_without_fp8_the_file_has_no_effect_and_is_not_read():
+def test_precision_file_is_not_read_without_fp8():
     args = parse_args([*make_argv("plain"), "--te-precision-config-file", "missing.yaml"], 1)
     assert build_chunks(args, ParallelState.single(), 64)
 
@@ -218,8 +219,8 @@ def test_evaluation_has_its_own_recipe():
         assert torch.equal(gemms.eval().output(x, w), expected) and not torch.equal(in_training, expected)
 
 
-def test_high_precision_everywhere_is_a_run_without_fp8(tmp_path):
-    path = write(tmp_path, [glob("*", "bf16")])
+def test_bf16_for_all_layers_equals_a_run_without_fp8(tmp_path):
+    path = write(tmp_path, [glob_matcher("*", "bf16")])
     plain, ours = (
         train([*make_argv("deepseek"), *flags.split()], 0, ParallelState.single(), 2)
         for flags in ("", f"{FP8} --te-precision-config-file {path}")
@@ -231,10 +232,15 @@ def one_rank(rank, n, argv):
     return train(argv, rank, create_groups(argv, rank, n), 1)
 
 
-def test_two_stages_have_the_formats_of_one_process(tmp_path):
-    """Names count layers over all stages; here with formats that differ from layer to layer."""
+def test_recipes_on_two_stages_equal_one_process(tmp_path):
+    """Names count layers over all stages; formats differ from layer to layer here."""
     path = write(
-        tmp_path, [glob("*.layers.0.*", "mxfp8"), glob("*.layers.2.*", "bf16"), glob("*.layers.3.*.linear_fc2", "bf16")]
+        tmp_path,
+        [
+            glob_matcher("*.layers.0.*", "mxfp8"),
+            glob_matcher("*.layers.2.*", "bf16"),
+            glob_matcher("*.layers.3.*.linear_fc2", "bf16"),
+        ],
     )
     argv = [*make_argv("plain"), *f"{FP8} --te-precision-config-file {path}".split()]
     one = train(argv, 0, ParallelState.single(), 1)
@@ -242,7 +248,7 @@ def test_two_stages_have_the_formats_of_one_process(tmp_path):
     assert [str(difference) for difference in compare(one, two)] == []
 
 
-def test_transformer_engine_leaves_such_layers_to_us(shared, monkeypatch, tmp_path, caplog):
+def test_layers_with_own_recipe_do_not_use_te(shared, monkeypatch, tmp_path, caplog):
     double = install_fake_te(shared, monkeypatch)
     args = parse_args(
         [*make_argv("plain"), *f"--bf16 {FP8} --te-precision-config-file {write(tmp_path, [])}".split()], 1

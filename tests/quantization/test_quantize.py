@@ -50,14 +50,14 @@ def table(name: str) -> list[tuple[float, int]]:
 
 
 def nearest(x: float, name: str) -> float:
-    """The nearest number of the table, of two equally near ones that with the even code."""
+    """Return the nearest number of the table, with ties to the even code."""
     entries = table(name)
     distance = min(abs(x - value) for value, _ in entries)
     return next(value for value, code in sorted(entries, key=lambda entry: entry[1] & 1) if abs(x - value) == distance)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_number_of_a_format_stays_and_points_between_go_to_the_nearest_even(name):
+def test_rounding_to_nearest_even_for_every_value(name):
     fmt = FORMATS[name][0]
     numbers = sorted({value for value, _ in table(name)})
     assert numbers[-1] == fmt.max
@@ -79,7 +79,7 @@ def test_every_number_of_a_format_stays_and_points_between_go_to_the_nearest_eve
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_stochastic_rounding_takes_neighbours_and_is_right_on_average(name):
+def test_stochastic_rounding_is_unbiased(name):
     fmt, generator = FORMATS[name][0], torch.Generator().manual_seed(0)
     numbers = sorted({value for value, _ in table(name)})
     for low, high in list(zip(numbers, numbers[1:]))[:: max(1, len(numbers) // 12)]:
@@ -94,14 +94,14 @@ def test_stochastic_rounding_takes_neighbours_and_is_right_on_average(name):
     )
 
 
-def test_noise_is_that_of_its_generator():
+def test_stochastic_rounding_uses_its_generator():
     x = torch.randn(64)
     first, again, other = (round_stochastic(x, E2M1, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_largest_noise_moves_no_number_of_the_format(name, monkeypatch):
+def test_maximum_noise_keeps_representable_values(name, monkeypatch):
     """6 of E2M1 is three steps: 3 + (1 - 2^-24) is 4 in fp32, which would make it 8."""
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-24))
     numbers = torch.tensor(sorted(value for value, _ in table(name)))
@@ -113,7 +113,7 @@ def test_the_largest_noise_moves_no_number_of_the_format(name, monkeypatch):
     )
 
 
-def test_powers_of_two():
+def test_floor_power_of_two():
     x = torch.tensor([1.0, 1.5, 2.0, 3.999, 0.7, 1e-40, 3e38, float("nan")])
     found = floor_power_of_two(x)
     assert (
@@ -124,7 +124,7 @@ def test_powers_of_two():
     )
 
 
-def test_scales_of_nothing_and_of_what_is_not_finite():
+def test_scales_of_zero_and_nonfinite_maxima():
     scale = compute_scale(torch.tensor([0.0, 448.0, 1e-42, float("inf"), float("nan")]), E4M3)
     assert scale[:2].tolist() == [1.0, 1.0] and torch.isfinite(scale[2]) and scale[3].isnan() and scale[4].isnan()
     assert compute_amax(torch.zeros(0, 4)) == 0
@@ -144,7 +144,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("shape", [(5, 300), (130, 64), (1, 7), (256, 128)])
-def test_blocks_have_scales_of_their_own(name, shape):
+def test_every_block_has_its_own_scale(name, shape):
     scaling = SCALINGS[name]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 4, shape[1])
     found = quantize(x, scaling).dequantized()
@@ -160,7 +160,7 @@ def test_blocks_have_scales_of_their_own(name, shape):
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 16), (16, 16)])
-def test_two_levels_of_scales(rows, cols):
+def test_nvfp4_two_level_scales(rows, cols):
     """NVFP4: E2M1 elements, an E4M3 scale a block, one fp32 scale a tensor."""
     scaling = Scaling(E2M1, rows, cols, TWO_LEVEL)
     x = torch.randn(20, 40, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 2, 40)
@@ -183,8 +183,8 @@ def test_two_levels_of_scales(rows, cols):
 
 @pytest.mark.parametrize("scaling", [*SCALINGS.values(), Scaling(E2M1, 1, 16, TWO_LEVEL)], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-38, 1e-40, 1e-44])
-def test_the_smallest_numbers_are_rounded_or_flushed(scaling, size):
-    """With zeros, and with a block that is small next to the others."""
+def test_smallest_values_are_rounded_or_flushed_to_zero(scaling, size):
+    """With zeros, and with a block that is small compared to the others."""
     x = torch.zeros(2, 40)
     x[0, 0], x[1, 0], x[1, 20] = size, size / 3, size * 1e-4
     found = quantize(x, scaling).dequantized()
@@ -193,7 +193,7 @@ def test_the_smallest_numbers_are_rounded_or_flushed(scaling, size):
 
 @pytest.mark.parametrize("scaling", [*SCALINGS.values(), Scaling(E2M1, 1, 16, TWO_LEVEL)], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_hidden(scaling, bad):
+def test_nonfinite_values_are_propagated(scaling, bad):
     x = torch.ones(4, 40)
     x[1, 3] = bad
     assert quantize(x, scaling).dequantized()[1, 3].isnan()
@@ -215,7 +215,7 @@ def test_the_hadamard_transform_is_orthogonal_and_cancels_in_products():
     assert hadamard(spike).abs().max() == 4.0, "an outlier is spread over its block"
 
 
-def test_the_signs_come_before_the_transform():
+def test_random_signs_are_applied_before_hadamard():
     """TransformerEngine's fixed signs, on the elements that are mixed: what has them becomes one spike.
 
     Signs after it would change no rounding.
@@ -224,6 +224,6 @@ def test_the_signs_come_before_the_transform():
     assert hadamard(signs).tolist() == [[4.0, *[0.0] * 15]]
 
 
-def test_the_largest_of_blocks_with_ragged_ends():
+def test_block_amax_with_partial_blocks():
     x = torch.arange(15.0).view(3, 5) - 7
     assert block_amax(x, 2, 3).tolist() == [[7.0, 4.0], [5.0, 7.0]]

@@ -24,16 +24,16 @@ SIGNATURE = inspect.signature(F.scaled_grouped_mm)
 ROWS = (5, 130, 1)
 
 
-def tiles(flat, rows, cols):
+def untile_scales(flat, rows, cols):
     return torch.tensor([[flat[offset(row, col, cols)] for col in range(cols)] for row in range(rows)])
 
 
-def numbers(values, scale, kind):
+def decode(values, scale, kind):
     if kind == ScalingType.RowWise:
         assert scale.shape == values.shape[:1] and scale.dtype == torch.float32
         return values.float() * scale[:, None]
     cols = values.shape[1] // 32
-    return values.float() * tiles(scale.float().flatten(), len(values), cols).repeat_interleave(32, 1)
+    return values.float() * untile_scales(scale.float().flatten(), len(values), cols).repeat_interleave(32, 1)
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def device(monkeypatch):
             height = -(-(end - start) // 128) * 128 if tiled else end - start
             scale = bound["scale_a"][first : first + height]
             first += height
-            right = numbers(b[group].t(), bound["scale_b"][group], kind)
-            found.append(numbers(a[start:end], scale, kind) @ right.t())
+            right = decode(b[group].t(), bound["scale_b"][group], kind)
+            found.append(decode(a[start:end], scale, kind) @ right.t())
         assert first == len(bound["scale_a"])
         return torch.cat(found).to(torch.bfloat16)
 
@@ -73,7 +73,7 @@ def random(rows, cols, scaling, seed):
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
-def test_groups_are_products_of_their_own(device, name):
+def test_grouped_gemm_equals_separate_gemms(device, name):
     recipe = make_recipe(name)
     a = [random(rows, 256, recipe.x, seed) for seed, rows in enumerate(ROWS)]
     b = [random(144, 256, recipe.weight, 10 + seed) for seed in range(len(ROWS))]
@@ -82,7 +82,7 @@ def test_groups_are_products_of_their_own(device, name):
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "mxfp8"])
-def test_experts_in_grouped_calls_are_those_one_by_one(device, monkeypatch, name):
+def test_grouped_experts_equal_gemm_per_expert(device, monkeypatch, name):
     generator, activation, found = torch.Generator().manual_seed(0), Activation("silu", gated=True), []
     shapes = {"x": (136, 128), "p": (136,), "w1": (4, 256, 128), "w2": (4, 128, 128), "b1": (4, 256), "b2": (4, 128)}
     drawn = {key: torch.randn(shape, generator=generator).mul_(0.5) for key, shape in shapes.items()}
@@ -114,7 +114,7 @@ def test_experts_in_grouped_calls_are_those_one_by_one(device, monkeypatch, name
         assert (one.float() - other.float()).norm() <= 2e-2 * one.float().norm()
 
 
-def test_when_it_is_asked_for(monkeypatch):
+def test_when_grouped_scaled_gemm_is_used(monkeypatch):
     monkeypatch.setattr(scaled_grouped, "_works", lambda *_: True)
     recipe, blocks = make_recipe("tensorwise", hybrid=True), make_recipe("blockwise")
     mx = make_recipe("mxfp8")
@@ -147,7 +147,7 @@ def test_when_it_is_asked_for(monkeypatch):
         ((10, 0), "mxfp8", True),
     ],
 )
-def test_devices_and_what_they_refuse(device, monkeypatch, caplog, capability, name, works):
+def test_grouped_scaled_gemm_support_by_device(device, monkeypatch, caplog, capability, name, works):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     recipe, cpu, tried = make_recipe(name), torch.device("cpu"), scaled_grouped._works.__wrapped__
     assert tried(cpu, recipe.x, recipe.weight) is works

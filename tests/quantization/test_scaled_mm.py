@@ -33,7 +33,7 @@ def offset(row: int, col: int, cols: int) -> int:
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (200, 5), (3, 1), (256, 16)])
-def test_tiles(shape):
+def test_swizzled_scale_layout(shape):
     scales = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
     flat = swizzle_scales(scales)
     for row in range(shape[0]):
@@ -42,13 +42,13 @@ def test_tiles(shape):
     assert flat.numel() % 512 == 0 and flat.sum() == scales.sum() + flat.numel() - scales.numel()
 
 
-def test_pairs_of_four_bits():
+def test_e2m1_values_are_packed_in_pairs():
     values = torch.tensor([[*E2M1_VALUES, *(-value for value in E2M1_VALUES)]])
     assert pack_e2m1(values).view(torch.uint8).tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
 
 
 @pytest.mark.parametrize("cols", [1, 16])
-def test_two_levels_are_those_of_the_definition(cols):
+def test_two_level_scales_equal_the_definition(cols):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(48, 64, generator=generator) * torch.logspace(-6, 3, 48)[:, None]
     x[5] = 0
@@ -123,7 +123,7 @@ def operand(rows, cols, scaling, seed):
 @pytest.mark.parametrize("shape", [(64, 256, 128), (37, 200, 150)])
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
-def test_products_are_those_of_the_definition(device, name, shape, as_bytes):
+def test_scaled_mm_equals_the_definition(device, name, shape, as_bytes):
     recipe, (rows, inner, outer) = make_recipe(name), shape
     pairs = {
         "output": (recipe.x, rows, inner, recipe.weight, outer),
@@ -140,7 +140,7 @@ def test_products_are_those_of_the_definition(device, name, shape, as_bytes):
     assert len(device) == 3
 
 
-def test_kinds():
+def test_gemm_kind_of_every_recipe():
     kinds = {"delayed": TENSORS, "tensorwise": TENSORS, "blockwise": BLOCKS, "mxfp8": MX, "nvfp4": NV}
     for name, kind in kinds.items():
         recipe = make_recipe(name)
@@ -162,7 +162,7 @@ def test_kinds():
     assert gemm_kind(Scaling(E4M3, 1, 128), Scaling(E4M3, 1, 128)) is None
 
 
-def test_filling_up_adds_zeros():
+def test_padding_to_multiple_adds_zeros():
     x = operand(5, 40, Scaling(E2M1, 1, 16, "two level"), 0)
     more = pad_to_multiple(x, 32, 32)
     assert more.values.shape == (32, 64) and more.inverse.shape == (32, 4)
@@ -186,13 +186,13 @@ def test_filling_up_adds_zeros():
         ((12, 0), "nvfp4", True),
     ],
 )
-def test_devices(device, monkeypatch, capability, name, works):
+def test_scaled_mm_support_by_device(device, monkeypatch, capability, name, works):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     recipe = make_recipe(name)
     assert module._works.__wrapped__(torch.device("cpu"), recipe.x, recipe.weight, torch.bfloat16) is works
 
 
-def test_what_a_device_refuses_or_gets_wrong_is_not_used(device, monkeypatch, caplog):
+def test_failing_or_inaccurate_scaled_mm_is_not_used(device, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     recipe = make_recipe("mxfp8")
     monkeypatch.setattr(module, "swizzle_scales", lambda scales: swizzle_scales(scales.flip(0)))

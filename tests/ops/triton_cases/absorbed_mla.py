@@ -8,7 +8,7 @@ from moe_trainer.ops.triton_absorbed_mla import STEPS
 
 
 def lists(queries: int, rows: int, chosen: int) -> torch.Tensor:
-    """Ascending rows of each query, fewer and fewer of them; the last query has none."""
+    """Ascending keys of each query, fewer for later queries; the last query has none."""
     keys = torch.full((queries, chosen), -1, dtype=torch.int32)
     for query in range(queries - 1):
         count = max(1, min(chosen, rows) - query % 3)
@@ -22,7 +22,7 @@ def lists(queries: int, rows: int, chosen: int) -> torch.Tensor:
     "queries,heads,rows,chosen,rank,rope,nope,value",
     [(5, 3, 9, 4, 6, 2, 5, 7), (3, 20, 70, 41, 24, 8, 16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (0, 2, 5, 3, 4, 2, 4, 4)],
 )
-def test_attention_and_its_gradients(queries, heads, rows, chosen, rank, rope, nope, value, dtype):
+def test_absorbed_mla_kernel_equals_torch(queries, heads, rows, chosen, rank, rope, nope, value, dtype):
     def random(*shape):
         return torch.randn(shape).to(dtype)
 
@@ -50,8 +50,8 @@ def test_attention_and_its_gradients(queries, heads, rows, chosen, rank, rope, n
         assert (one.float() - both).nan_to_num(0.0).norm() <= 2e-2 * both.nan_to_num(neginf=0.0).norm()
 
 
-def test_gradients_of_rows_in_parts(monkeypatch):
-    """Fewer queries at a time than there are: the same sums."""
+def test_row_gradients_are_accumulated_over_query_blocks(monkeypatch):
+    """Processing queries in blocks gives the same sums."""
     from moe_trainer.ops import triton_absorbed_mla
 
     latents, keys = Latents(torch.randn(9, 8), torch.randn(2, 7, 6), 0.5), lists(7, 9, 4)

@@ -67,13 +67,13 @@ def test_vocabulary_shards_merge_into_the_full_tensor():
 
 
 @pytest.mark.parametrize("label", [-1, 7, 100])
-def test_a_label_outside_gives_nan_and_reads_nothing(label):
+def test_label_out_of_range_gives_nan_without_reading(label):
     logits = torch.randn(2, 7)
     _, target = triton_cross_entropy.softmax_in_place(logits, torch.tensor([label, 3]))
     assert target.isnan().tolist() == [True, False]
 
 
-def test_columns_of_minus_infinity():
+def test_columns_of_negative_infinity_give_no_nan():
     """Padded vocabulary may be masked that way; a whole block of it must not give NaN."""
     logits, labels = torch.randn(3, 9000), torch.tensor([8999, 4500, 8000])
     logits[:, :4200] = float("-inf")
@@ -82,7 +82,7 @@ def test_columns_of_minus_infinity():
     torch.testing.assert_close(probs, logits.softmax(1))
 
 
-def test_fp16_probabilities_are_stored_with_a_gain():
+def test_fp16_probabilities_are_stored_scaled():
     logits, labels = case(4, 300, torch.float16)
     results = []
     for module in (triton_cross_entropy, plain):

@@ -1,4 +1,4 @@
-"""The gated delta rule of our own in Triton's interpreter against the torch version. Run by tests/ops/test_triton.py."""
+"""Our gated delta rule in Triton's interpreter against the torch version. Run by tests/ops/test_triton.py."""
 
 import pytest
 import torch
@@ -54,23 +54,23 @@ def both(
     ],
     ids=str,
 )
-def test_any_length(length, batch, heads):
+def test_delta_kernel_of_any_length(length, batch, heads):
     torch.testing.assert_close(*both(length, batch, heads, torch.float64), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     "heads", [Heads(1, 2, 32, 64), Heads(1, 2, 64, 32), Heads(1, 1, 80, 144), Heads(1, 1, 256, 16)], ids=str
 )
-def test_any_width(heads):
+def test_delta_kernel_of_any_head_width(heads):
     torch.testing.assert_close(*both(70, 1, heads, torch.float64), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [7, 130])
-def test_single_precision(length):
+def test_delta_kernel_in_single_precision(length):
     torch.testing.assert_close(*both(length, 1, Heads(1, 2, 16, 32), torch.float32), rtol=2e-4, atol=2e-5)
 
 
-def test_half_precision():
+def test_delta_kernel_in_half_precision():
     """Operands of GEMMs are rounded (by the interpreter towards zero, which is twice as far)."""
     heads = Heads(1, 2, 32, 32)
     inputs = leaves(130, 1, heads, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_half_precision():
 @pytest.mark.parametrize(
     "lengths", [[[7, 3, 57, 1, 62], [64, 66]], [[1] * 130, [63, 1, 1, 65]]], ids=["several chunks", "one position each"]
 )
-def test_documents(lengths):
+def test_delta_kernel_with_documents(lengths):
     ids = torch.stack(
         [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in lengths]
     )
@@ -99,7 +99,7 @@ def inverse_kernel(system, result, SPLIT: tl.constexpr):
 
 
 @pytest.mark.parametrize("split,near", [(False, 1e-6), (True, 2e-4)])
-def test_the_inverse(split, near):
+def test_triangular_inverse_kernel(split, near):
     """By GEMMs of bf16, whose own rounding (0.004) would show, too."""
     torch.manual_seed(5)
     system, result = torch.randn(64, 64).mul(0.3).tril(-1), torch.empty(64, 64)
@@ -108,8 +108,8 @@ def test_the_inverse(split, near):
     assert (result - exact).norm() <= near * exact.norm()
 
 
-def test_similar_keys():
-    """The triangular system of keys that point the same way, with beta near one and no decay: powers of the matrix would pass 10^18."""
+def test_delta_kernel_with_similar_keys():
+    """The triangular system of parallel keys, with beta near one and no decay: powers of the matrix would exceed 10^18."""
     heads = Heads(1, 1, 16, 16)
     inputs = leaves(64, 1, heads, torch.float32)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_similar_keys():
         assert (found - right).norm() <= 1e-3 * right.norm()
 
 
-def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
+def test_extreme_decay_gives_finite_results():
     heads = Heads(1, 1, 16, 16)
     inputs = leaves(70, 1, heads, torch.float32)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_decay_beyond_what_exp_can_hold_gives_numbers():
     assert all(torch.isfinite(x).all() for x in run(triton_delta_rule.gated_delta, inputs, heads, None))
 
 
-def test_what_is_kept_is_the_input():
+def test_only_the_inputs_are_saved():
     heads, kept = Heads(1, 2, 16, 16), []
     x, beta, alpha, *rest = (
         torch.randn(shape, requires_grad=True) for shape in ((70, 1, 64), (70, 1, 2), (70, 1, 2), (64, 4), (2,), (2,))
@@ -148,7 +148,7 @@ def test_what_is_kept_is_the_input():
     assert sum(kept) == sum(each.numel() for each in (x, beta, alpha, *rest))
 
 
-def test_nothing_gives_nothing():
+def test_empty_input_gives_empty_output():
     heads = Heads(1, 2, 16, 16)
     gates = triton_delta_chunks.Gates(*(torch.zeros(0, 1, 2) for _ in range(2)), torch.zeros(2), torch.zeros(2), None)
     assert triton_delta_chunks.forward(torch.zeros(0, 1, 64), gates, heads).shape == (0, 1, 2, 16)

@@ -63,7 +63,7 @@ def stand_in(
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_full_layer_around_the_rule(documents):
+def test_gated_delta_layer_with_external_rule(documents):
     heads, results = Heads(2, 4, 3, 5), []
     ids = torch.arange(9).div(4, rounding_mode="floor").expand(2, 9) if documents else None
     for function in (functools.partial(triton_delta_rule.gated_delta_by, stand_in), gated_delta_rule.gated_delta):

@@ -12,8 +12,8 @@ COUNTS = [(1,), (0, 3, 0, 5), (70, 0, 1, 129, 64), (0, 0), (33, 31, 2)]
 @pytest.mark.parametrize("width,depth", [(1, 1), (70, 36)])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_products_of_every_expert(counts, width, depth, spare):
-    """spare: unused rows at the end, with values that must not leak."""
+def test_grouped_gemm_equals_gemm_per_expert(counts, width, depth, spare):
+    """spare: unused rows at the end, whose values must not be used."""
     num_rows = sum(counts)
     x, grad = torch.randn(num_rows + spare, depth), torch.randn(num_rows + spare, width)
     x[num_rows:], grad[num_rows:] = float("nan"), float("nan")
@@ -31,7 +31,7 @@ def test_products_of_every_expert(counts, width, depth, spare):
         start += count
 
 
-def test_experts_without_a_number_on_the_host():
+def test_experts_with_device_counts_equal_a_loop():
     """Routing, permutation with a bound, GEMMs and the way back from counts that stay on the device, against a loop over experts."""
     tokens, experts, topk = 11, 5, 2
     scores = torch.randn(tokens, experts)
@@ -46,7 +46,7 @@ def test_experts_without_a_number_on_the_host():
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_operands_with_strides():
+def test_grouped_gemm_of_strided_operands():
     counts = (5, 4)
     offsets = token_offsets(counts, torch.device("cpu"))
     w, grad = torch.randn(2, 40, 24).transpose(1, 2), torch.randn(9, 31)[:, :24]

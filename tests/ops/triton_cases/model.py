@@ -1,4 +1,4 @@
-"""A full model on the kernels, in Triton's interpreter: what --triton-kernels all wires up on a GPU. Run by tests/ops/test_triton.py."""
+"""A full model with all Triton kernels, in Triton's interpreter, as with --triton-kernels all on a GPU. Run by tests/ops/test_triton.py."""
 
 from dataclasses import replace
 
@@ -25,13 +25,13 @@ SPARSE = (
 )
 
 
-def on_kernels(names, _backends):
-    """As on a CUDA device; the interpreter takes tensors of a CPU."""
+def select_cuda_kernels(names, _backends):
+    """Select kernels as on a CUDA device; the interpreter accepts CPU tensors."""
     return kernels.select_kernels(names, BackendPolicy("error", cuda=True))
 
 
-def noting(called: set):
-    """The same, with a note of every kind of kernel that is called."""
+def recording_kernels(called: set):
+    """Select the same kernels, and record every kind of kernel that is called."""
 
     def spy(name, function):
         def run(*args, **named):
@@ -41,7 +41,7 @@ def noting(called: set):
         return run
 
     def choose(names, backends):
-        made = on_kernels(names, backends)
+        made = select_cuda_kernels(names, backends)
         return replace(
             made,
             sparse_attention=type(made.sparse_attention)(*(spy("listed", step) for step in made.sparse_attention)),
@@ -70,7 +70,7 @@ def noting(called: set):
     [("plain", QUERIES), ("deepseek", ""), ("biases, tied head", ""), ("deepseek", SPARSE)],
     ids=["plain", "deepseek", "gelu", "sparse"],
 )
-def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
+def test_training_with_triton_kernels_equals_torch(kind, more, monkeypatch):
     """gelu: biases, experts one by one."""
     argv = [*make_argv(kind), *more.split(), *SMALL, "--num-layers", "2"]
     argv = [word.replace("[1]*3", "[1]*1") for word in argv]
@@ -79,7 +79,7 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
         argv.append("--no-bias-gelu-fusion")
     plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
     called = set()
-    monkeypatch.setattr(build, "select_kernels", noting(called))
+    monkeypatch.setattr(build, "select_kernels", recording_kernels(called))
     ours = train(parse_args([*argv, "--triton-kernels", "all"], 1), 0, ParallelState.single(), steps=1)
     assert [str(difference) for difference in compare(plain, ours, NEAR)] == []
     missing = {
@@ -102,13 +102,13 @@ def test_training_steps_are_those_of_torch(kind, more, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe,blocks", [("blockwise", 2), ("mxfp8", 1), ("delayed", 1)])
-def test_quantised_products_are_those_of_torch_bit_for_bit(recipe, blocks, monkeypatch):
+def test_quantized_gemms_equal_torch_bitwise(recipe, blocks, monkeypatch):
     argv = [*make_argv("plain"), *SMALL, "--num-layers", "1", *f"--fp8-format hybrid --fp8-recipe {recipe}".split()]
     plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
     shapes = set()
 
     def choose(names, backends):
-        made = on_kernels(names, backends)
+        made = select_cuda_kernels(names, backends)
 
         def quantize(x, scaling, scale=None, generator=None):
             result = made.quantize(x, scaling, scale, generator)
@@ -124,10 +124,10 @@ def test_quantised_products_are_those_of_torch_bit_for_bit(recipe, blocks, monke
     assert [str(difference) for difference in compare(plain, ours, exact)] == [] and len(shapes) == blocks
 
 
-def test_every_name_brings_its_kernels():
-    everything = on_kernels(["all"], None)
+def test_every_kernel_name_enables_its_kernels():
+    everything = select_cuda_kernels(["all"], None)
     for name in kernels.NAMES:
-        one = on_kernels([name], None)
+        one = select_cuda_kernels([name], None)
         changed = [part for part, value in vars(one).items() if value != getattr(kernels.Kernels(), part)]
         assert changed and all(getattr(one, part) == getattr(everything, part) for part in changed), name
     # of another package, by with_delta_rule

@@ -32,7 +32,7 @@ def test_rms_norm(shape, gain, dtype):
         torch.testing.assert_close(ours, theirs, **near)
 
 
-def test_rows_too_long_are_refused():
+def test_rows_too_long_are_rejected():
     with pytest.raises(ValueError, match="65536"):
         triton_rms_norm(torch.ones(1, 65537), None, 1e-6)
 
@@ -40,7 +40,7 @@ def test_rows_too_long_are_refused():
 @pytest.mark.parametrize(
     "grad", [torch.randn(4, 2, 8, 3).transpose(2, 3), torch.randn(4, 2, 3, 13)[..., :8]], ids=["transposed", "slice"]
 )
-def test_rows_and_gradients_with_strides(grad):
+def test_rms_norm_of_strided_rows_and_gradients(grad):
     """Heads of a joint query-key-value projection are not contiguous."""
     results = []
     for function in (triton_rms_norm, rms_norm):
@@ -55,6 +55,6 @@ def test_rows_and_gradients_with_strides(grad):
 
 @pytest.mark.parametrize("numbers,sums,access", [(4, 3, "store"), (3, 4, "load")])
 def test_the_interpreter_refuses_addresses_outside_of_the_tensors(numbers, sums, access):
-    """What conftest.py adds to it, for all cases of this folder."""
+    """conftest.py adds this check for all cases of this folder."""
     with pytest.raises(InterpreterError, match=f"sum_partials_kernel: a {access}"):
         sum_partials_kernel[(1,)](torch.ones(1, numbers), torch.empty(sums), 1, 4, ROWS=32, BLOCK=32)

@@ -22,7 +22,7 @@ TRIPS = [(1, 1, 1.0), (5, 3, 0.5), (20, 70, 0.02), (9, 4, 0.0), (0, 4, 0.5), (15
 
 
 @pytest.mark.parametrize("tokens,experts,share", MAPS)
-def test_the_map_is_that_of_torch(tokens, experts, share):
+def test_permute_map_equals_torch(tokens, experts, share):
     routing = draw_routing(tokens, experts, share)
     ours, theirs = triton_permute.make_permute_map(routing), plain.make_permute_map(routing)
     for name in ("token_R", "cell_R", "row_R", "offsets_T", "counts_E"):
@@ -31,7 +31,7 @@ def test_the_map_is_that_of_torch(tokens, experts, share):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens,experts,share", TRIPS)
-def test_there_and_back(tokens, experts, share, dtype):
+def test_permute_and_unpermute_round_trip(tokens, experts, share, dtype):
     """Of 21 columns of wider tensors, both ways."""
     routing = draw_routing(tokens, experts, share, 1)
     x, probs, weight = torch.randn(tokens, 24), torch.rand(tokens, experts), torch.randn(21)
@@ -50,8 +50,8 @@ def test_there_and_back(tokens, experts, share, dtype):
 
 
 @pytest.mark.parametrize("spare", [0, 13])
-def test_a_bound_instead_of_the_number_of_rows(spare):
-    """Rows are those of a map without spare ones; the rest is zeros, in forward and backward."""
+def test_permutation_with_an_upper_bound_of_rows(spare):
+    """The first rows equal those of a map without a bound; the rest is zero, in forward and backward."""
     tokens, experts = 12, 6
     routing = draw_routing(tokens, experts, 0.4, 2)
     counts = routing.sum(0)
@@ -84,7 +84,7 @@ def test_too_many_experts_are_refused():
         triton_permute.make_permute_map(torch.ones(1, 8193, dtype=torch.bool))
 
 
-def test_a_bound_that_is_too_small_is_an_error():
+def test_row_bound_too_small_is_an_error():
     with pytest.raises(RuntimeError, match="more rows"):
         triton_permute.make_permute_map(
             torch.ones(4, 3, dtype=torch.bool), 10

@@ -18,7 +18,7 @@ KINDS = {
 @pytest.mark.parametrize("rows,width", [(1, 1), (5, 7), (3, 1030), (2, 4096), (0, 8)])
 @pytest.mark.parametrize("weighed", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks(kind, weighed, rows, width, dtype):
+def test_activation_kernels_equal_torch(kind, weighed, rows, width, dtype):
     torch_block = get_activation_fns(KINDS[kind])
     forward, backward = getattr(triton_pointwise, kind.upper())
     h = torch.randn(rows, width * KINDS[kind].in_per_out, dtype=dtype) * 3
@@ -36,7 +36,7 @@ def test_blocks(kind, weighed, rows, width, dtype):
 
 
 @pytest.mark.parametrize("weighed", [True, False])
-def test_swiglu_of_a_dense_network(weighed):
+def test_swiglu_kernel_of_three_dimensional_input(weighed):
     """Three dimensions, rows with a stride, a gradient that is not contiguous."""
     results = []
     for function in (triton_pointwise.swiglu, swiglu):

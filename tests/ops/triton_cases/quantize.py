@@ -30,24 +30,24 @@ def agree(x: torch.Tensor, scaling: Scaling, scale: torch.Tensor | None = None) 
 @pytest.mark.parametrize("scales", [FP32, POWER_OF_TWO])
 @pytest.mark.parametrize("rows,columns", [(1, 128), (128, 128), (1, 32)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks(shape, rows, columns, scales, fmt):
+def test_block_quantization_equals_definition(shape, rows, columns, scales, fmt):
     agree(matrix(*shape), Scaling(fmt, rows, columns, scales))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scale", [None, 3.7])
-def test_one_scale_for_the_tensor(shape, scale, fmt):
+def test_per_tensor_quantization_equals_definition(shape, scale, fmt):
     agree(matrix(*shape), Scaling(fmt), None if scale is None else torch.tensor(scale))
 
 
-def test_a_transposed_matrix():
+def test_quantization_of_a_transposed_matrix():
     agree(matrix(70, 40).t(), Scaling(E4M3, 1, 32, POWER_OF_TWO))
     agree(matrix(70, 40).t(), Scaling(E4M3))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_every_number_of_the_format_and_what_lies_between(fmt):
+def test_rounding_of_every_value_and_midpoint(fmt):
     """All bytes, and around each midpoint the tie and its fp32 neighbours: an unscaled tensor (scale 1)."""
     grid = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(fmt.dtype).float()
     grid = grid[grid.isfinite()].unique()
@@ -61,13 +61,13 @@ def test_every_number_of_the_format_and_what_lies_between(fmt):
 @pytest.mark.parametrize(
     "scaling", [Scaling(E4M3, 1, 32, POWER_OF_TWO), Scaling(E5M2, 128, 128), Scaling(E4M3)], ids=str
 )
-def test_what_is_not_finite_shows(value, scaling):
+def test_nonfinite_values_are_propagated(value, scaling):
     x = matrix(4, 300)
     x[2, 131] = value
     agree(x, scaling)
 
 
-def test_extremes():
+def test_quantization_of_extreme_values():
     x = torch.tensor([[3e38, -1.0] * 16, [1e-40, 1e-45] * 16, [1e-38, 0.0] * 16])
     for scales in (FP32, POWER_OF_TWO):
         agree(x, Scaling(E4M3, 1, 32, scales))
@@ -83,6 +83,6 @@ def test_extremes():
     ],
     ids=str,
 )
-def test_what_the_kernels_do_not_do_is_refused(scaling):
+def test_unsupported_quantization_is_rejected(scaling):
     with pytest.raises(ValueError, match="Triton"):
         quantize(torch.randn(4, 32), scaling)

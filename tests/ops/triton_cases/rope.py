@@ -33,7 +33,7 @@ def test_rotation(shape, rotated, offset, interleaved, dtype):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_queries_cut_out_of_a_joint_projection():
+def test_rope_of_queries_from_a_fused_projection():
     cos, sin = rope_tables(inverse_frequencies(4, 10000.0), torch.arange(6))
     results = []
     for function in (triton_apply_rope, apply_rope):

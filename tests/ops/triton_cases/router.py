@@ -12,7 +12,7 @@ from moe_trainer.parallel.state import ParallelState
 SIZES = [(1, 2, 1), (7, 5, 2), (40, 12, 3), (0, 8, 2), (3, 160, 6)]
 
 
-def both(logits: torch.Tensor, topk: int, **options):
+def run_both(logits: torch.Tensor, topk: int, **options):
     """(probs, routing, gradient of the logits) of the kernel and of torch, for a gradient whose rows have a stride of their own."""
     num_tokens, num_experts = logits.shape
     grad = torch.randn(num_tokens, num_experts + 3)[:, :num_experts]
@@ -26,8 +26,8 @@ def both(logits: torch.Tensor, topk: int, **options):
     return results
 
 
-def agree(logits, topk, **options):
-    for ours, theirs in zip(*both(logits, topk, **options), strict=True):
+def assert_kernel_equals_torch(logits, topk, **options):
+    for ours, theirs in zip(*run_both(logits, topk, **options), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
@@ -35,8 +35,8 @@ def agree(logits, topk, **options):
 @pytest.mark.parametrize("pre_softmax", [False, True])
 @pytest.mark.parametrize("tokens,experts,topk", SIZES)
 @pytest.mark.parametrize("scaling", [None, 2.5])
-def test_scores(tokens, experts, topk, pre_softmax, score, scaling):
-    agree(
+def test_router_scores_equal_torch(tokens, experts, topk, pre_softmax, score, scaling):
+    assert_kernel_equals_torch(
         torch.randn(tokens, experts) * 3,
         topk,
         score_function=score,
@@ -47,15 +47,17 @@ def test_scores(tokens, experts, topk, pre_softmax, score, scaling):
 
 @pytest.mark.parametrize("experts,topk,groups,group_topk", [(12, 2, 4, 2), (15, 4, 3, 2), (24, 8, 8, 4), (6, 2, 2, 1)])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_groups_and_bias(experts, topk, groups, group_topk, score):
+def test_router_groups_and_bias_equal_torch(experts, topk, groups, group_topk, score):
     options = {"expert_bias": torch.randn(experts) * 0.2} if score == "sigmoid" else {"use_pre_softmax": True}
-    agree(torch.randn(19, experts), topk, score_function=score, num_groups=groups, group_topk=group_topk, **options)
+    assert_kernel_equals_torch(
+        torch.randn(19, experts), topk, score_function=score, num_groups=groups, group_topk=group_topk, **options
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_half_precision_is_scored_in_fp32(score):
+def test_half_precision_logits_are_scored_in_fp32(score):
     for ours, theirs in zip(
-        *both((torch.randn(33, 24) * 2).bfloat16(), 6, score_function=score, use_pre_softmax=True), strict=True
+        *run_both((torch.randn(33, 24) * 2).bfloat16(), 6, score_function=score, use_pre_softmax=True), strict=True
     ):
         if ours.dtype == torch.bool:
             assert torch.equal(ours, theirs)
@@ -63,7 +65,7 @@ def test_half_precision_is_scored_in_fp32(score):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
 
 
-def test_the_bias_takes_part_in_the_choice_only():
+def test_bias_affects_the_selection_only():
     logits, bias = torch.randn(6, 8), torch.zeros(8)
     bias[3] = 10.0
     probs, routing = triton_router.fused_topk(logits, 2, score_function="sigmoid", expert_bias=bias)
@@ -73,7 +75,7 @@ def test_the_bias_takes_part_in_the_choice_only():
     assert torch.equal(plain_routing, score_topk(logits, 2)[1]) and not plain_probs.isnan().any()
 
 
-def test_every_token_gets_k_different_experts_whatever_the_scores():
+def test_every_token_selects_k_distinct_experts_for_any_scores():
     for logits in (torch.zeros(9, 6), torch.full((9, 6), float("nan")), torch.full((9, 6), -60.0)):
         for score in ("softmax", "sigmoid"):
             assert (triton_router.fused_topk(logits, 3, score_function=score)[1].sum(1) <= 3).all()
@@ -92,7 +94,9 @@ COEFFICIENTS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_b
     [("softmax", 6, 1, 5, 2), ("sigmoid", 300, 3, 10, 3), ("sqrtsoftplus", 7, 2, 8, 1), ("softmax", 150, 2, 33, 4)],
 )
 @pytest.mark.parametrize("z_loss_coeff,per_token_loss", [(None, False), (1e-2, True)])
-def test_balancing_losses(dtype, wanted, score, length, sequences, experts, topk, z_loss_coeff, per_token_loss):
+def test_balancing_loss_kernels_equal_torch(
+    dtype, wanted, score, length, sequences, experts, topk, z_loss_coeff, per_token_loss
+):
     """Losses of all kinds and their gradient are those of moe/balancing.py; the global loss has seen a microbatch before."""
     if not any(wanted) and z_loss_coeff is None:
         return
@@ -124,7 +128,7 @@ def test_balancing_losses(dtype, wanted, score, length, sequences, experts, topk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5), (70, 33), (0, 4)])
 @pytest.mark.parametrize("scale", [0.25, torch.tensor(0.5)])
-def test_the_gradient_of_the_losses_is_added(shape, dtype, scale):
+def test_balancing_loss_gradient_is_accumulated(shape, dtype, scale):
     more, grad, results = torch.randn(shape), torch.randn(shape).to(dtype), []
     for attach in (triton_router.attach_gradient, balancing.attach_gradient):
         leaf = torch.zeros(shape, dtype=dtype, requires_grad=True)
