@@ -42,7 +42,7 @@ def options():
     return schema.options([("sample", Sample)])
 
 
-def test_spellings(options):
+def test_option_spellings_of_a_field(options):
     assert options["plain_number"].spellings == ("--plain-number",)
     assert options["switch"].on == ("--switch",) and options["switch"].off == ()
     assert options["was_on"].on == () and options["was_on"].off == ("--no-was-on", "--disable-was-on")

@@ -552,7 +552,7 @@ def test_malicious_values_in_the_common_state_are_rejected(edit, full, tmp_path,
     "content",
     [b"[" * 100_000, b'{"a":' * 100_000, b"NaN", b"[1]", b'{"sharded_backend": 7}', b"\xff\xfe", b"1" * 10_000],
 )
-def test_malicious_json_beside_a_checkpoint_is_rejected(content, full, tmp_path):
+def test_malicious_json_in_the_checkpoint_folder_is_rejected(content, full, tmp_path):
     shutil.copytree(full / "torch_dist", tmp_path / "copy")
     folder = tmp_path / "copy/iter_0000003"
     (folder / "integrity.json").write_bytes(content)

@@ -114,7 +114,7 @@ def test_the_output_gate_is_a_sigmoid_per_head_and_channel():
     torch.testing.assert_close(gated(x, None, None), expected)
 
 
-def test_rotary_tables_are_kept_per_length():
+def test_rotary_tables_are_cached_per_length():
     rotary = make_rotary(replace(MODEL, position_embedding_type="rope"))
     first = rotary.tables(6, torch.device("cpu"))
     assert rotary.tables(6, torch.device("cpu"))[0] is first[0]

@@ -89,7 +89,7 @@ def test_recomputed_modules_run_twice_others_once(how, times):
     assert calls == [False, True][:times] and not chunk.activations.is_recomputing
 
 
-def test_nothing_is_recomputed_without_a_graph():
+def test_recompute_is_inactive_without_gradients():
     (chunk,) = build(parsed(GROUPED, UNIFORM))
     calls = []
     chunk.decoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
@@ -130,7 +130,7 @@ def test_full_recompute_spans_include_mtp_layers():
     assert chunk.spans == ((0, 1, True), (1, 2, True), (2, 3, False)) and chunk.activations.recomputed == {"full"}
 
 
-def test_a_failed_recompute_leaves_nothing_behind():
+def test_failed_recompute_keeps_no_state():
     activations = ActivationPolicy(frozenset({"part"}))
     calls = []
 

@@ -55,7 +55,7 @@ def test_initial_values_depend_on_seed_and_name_only():
     assert not torch.equal(ours[qkv], dict(build("--seed", "6").named_parameters())[qkv])
 
 
-def test_standard_deviations():
+def test_init_standard_deviations():
     params = dict(build("--init-method-std", "0.1", "--embedding-init-method-std", "0.5", *UNTIED).named_parameters())
     for name, std in (
         ("embedding.word_embeddings.weight", 0.5),

@@ -32,7 +32,7 @@ def case(request, shared):
     return model, batch, folder
 
 
-def test_logits(case):
+def test_logits_equal_megatron(case):
     model, batch, folder = case
     tokens, positions, _, _ = batch(0)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_logits(case):
     assert (logits - expected).abs().max() < 1e-5
 
 
-def test_gradients_of_the_first_step(case):
+def test_first_step_gradients_equal_megatron(case):
     model, batch, folder = case
     model.train()
     model.zero_grad()

@@ -31,7 +31,7 @@ def compute_loss(model):
 
 
 @pytest.mark.parametrize(("mup", "width"), [(MUP, 4.0), ([], 1.0)], ids=["mup", "plain"])
-def test_standard_deviations(mup, width):
+def test_mup_init_standard_deviations(mup, width):
     params = dict(
         build(
             *mup,

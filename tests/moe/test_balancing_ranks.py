@@ -155,7 +155,7 @@ def _bias(rank, n, layout):
 
 
 @pytest.mark.parametrize("layout", MAPPINGS, ids=str)
-def test_M7452_tokens_are_counted_once_whatever_the_mapping(layout):
+def test_M7452_tokens_are_counted_once_under_every_mapping(layout):
     """Megatron-LM issue 7452: the count of a rank's tokens was wrong under tensor and sequence parallelism."""
     dp = layout.n // (layout.tp * layout.cp)
     expected, results = run_ranks(_bias, dp, Layout(dp)), run_ranks(_bias, layout.n, layout)

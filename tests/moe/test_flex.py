@@ -363,7 +363,7 @@ def without_deep_ep(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
-def test_cpu_ranks_use_the_all_to_all_and_log_it_once(without_deep_ep, caplog, backend):
+def test_cpu_ranks_fall_back_to_all_to_all_with_one_log_line(without_deep_ep, caplog, backend):
     with caplog.at_level(logging.INFO):
         moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
         assert type(build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED))) is AllToAllDispatcher

@@ -40,7 +40,7 @@ def key(layer, model) -> str:
     return f"layer{layer.layer_number}" if depth < 1 else f"mtp{depth}"
 
 
-def test_logits_probabilities_and_map(first_step):
+def test_router_logits_probabilities_and_map_equal_megatron(first_step):
     model, data, _ = first_step
     compared = 0
     for layer in model.moe_layers():
@@ -55,7 +55,7 @@ def test_logits_probabilities_and_map(first_step):
     assert compared == sum(name.startswith("routing/") for name in data)
 
 
-def test_losses_per_layer_drops_and_bias(first_step):
+def test_aux_losses_drops_and_bias_equal_megatron(first_step):
     model, data, step = first_step
     moe, last = model.moe_layers()[0].router.moe, model.moe_layers()[-1].layer_number
     metrics = collect_moe_metrics([model], ParallelState.single(), 2, moe, last)

@@ -49,7 +49,7 @@ class TensorModule(nn.Module):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_learning_rates(shared, case):
+def test_learning_rates_equal_megatron(shared, case):
     meta = _meta(shared, case)
     argv = meta["argv"]
     training = TrainingArgs(
@@ -75,7 +75,7 @@ def test_learning_rates(shared, case):
 
 
 @pytest.mark.parametrize("case", WITH_GRADS)
-def test_parameter_groups(shared, case):
+def test_parameter_groups_equal_megatron(shared, case):
     meta = _meta(shared, case)
     bag = TensorModule(load_file(shared / "golden" / case / "init.safetensors"))
     recorded = {name: group["wd_mult"] for group in meta["param_groups"] for name in group["params"]}
@@ -85,7 +85,7 @@ def test_parameter_groups(shared, case):
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("case", WITH_GRADS)
-def test_first_gradient_norm(shared, case, distributed):
+def test_first_gradient_norm_equals_megatron(shared, case, distributed):
     meta = _meta(shared, case)
     folder = shared / "golden" / case
     gradients = load_file(folder / "grads_step1.safetensors")

@@ -113,7 +113,7 @@ def test_orthogonalization_with_every_coefficient_set(kind, steps):
             assert values.min() > 0.3 and values.max() < 1.7, f"{kind}: singular values {values}"
 
 
-def test_gemms_are_bf16_where_it_is_enabled():
+def test_muon_gemms_use_bf16_if_enabled():
     x = random(2, 6, 15)
     rounded, exact = (orthogonalize(x, "quintic", 5, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert rounded.dtype == exact.dtype == torch.float32

@@ -90,7 +90,7 @@ def test_every_finite_fp8_number_is_read():
     assert len(every) == 254 and torch.equal(decode(every, None), every.float())
 
 
-def test_remainders_lose_nothing():
+def test_remainder_format_is_lossless():
     x = torch.cat(
         [_wide_range_values(), torch.tensor([1.00390625, -1.00390625, 1.01171875, 3e38, -1e-40, 0.0, -0.0])]
     )  # ties among them
