@@ -26,7 +26,7 @@ def test_call_is_open_until_done_and_records_its_location():
     communicate(_group("ep", trace), "all_to_all", None, False, lambda: seen.append(trace.oldest()))
     assert trace.oldest() is None and trace.last is seen[0]
     text = seen[0].describe()
-    assert text.startswith("all_to_all number 1 of group ep (ranks 0 1) in test_a_call_is_open")
+    assert text.startswith("all_to_all number 1 of group ep (ranks 0 1) in test_call_is_open")
     assert "test_trace.py:" in text and text.endswith("layer 3, forward-backward, microbatch 2, iteration 17")
 
 
