@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from emulated_cuda.run import check_races, on_device
-from gpu.test_te_parity import same
+from gpu.test_te_parity import assert_close_training
 from harness import run_ranks
 from training.layouts import FP32, compare, make_argv, shallow
 from verification.test_fp8 import FP8_CASES, FP8_PARAM_CASES, make_fp8_case
@@ -138,4 +138,4 @@ def test_native_grouped_gemms_equal_emulation(name):
     assert gemms.keys() == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"} and min(gemms.values()) > PROBES, (
         gemms
     )
-    same(one, outcome, 0.15)
+    assert_close_training(one, outcome, 0.15)

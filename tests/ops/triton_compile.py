@@ -51,7 +51,10 @@ def norm():
 
 def rope():
     for interleaved, partial in ((True, True), (False, False)):
-        yield "rotate_kernel", [HALF, FP32, FP32, HALF, *[INT] * 9, Const(interleaved), Const(partial), Const(16), Const(32), Const(256)]
+        yield (
+            "rotate_kernel",
+            [HALF, FP32, FP32, HALF, *[INT] * 9, Const(interleaved), Const(partial), Const(16), Const(32), Const(256)],
+        )
 
 
 def permute():
@@ -66,7 +69,12 @@ def permute():
 
 def router():
     deepseek = {"bias": FP32, "groups": [Const(8), Const(32), Const(4)], "tile": [Const(8), Const(256)], "k": Const(8)}
-    mixtral = {"bias": Const(None), "groups": [Const(1), Const(8), Const(0)], "tile": [Const(256), Const(8)], "k": Const(2)}
+    mixtral = {
+        "bias": Const(None),
+        "groups": [Const(1), Const(8), Const(0)],
+        "tile": [Const(256), Const(8)],
+        "k": Const(2),
+    }
     for size, score, pre in (
         (deepseek, "sigmoid", False),
         (mixtral, "softmax", False),
@@ -195,7 +203,7 @@ def compile_one(kernel, arguments: list, capability: int, options: dict):
     assert len(names) == len(arguments), (kernel.fn.__name__, names, arguments)
     signature, constants, attributes = {}, {}, {}
     for place, (name, argument) in enumerate(zip(names, arguments, strict=True)):
-        if isinstance(argument, C):
+        if isinstance(argument, Const):
             signature[name], constants[name] = "constexpr", argument.value
         else:
             signature[name] = argument
