@@ -104,6 +104,7 @@ def _gather(argv: list[str]) -> tuple[Settings, list[Violation], set[str] | None
         violations += recipe.violations
         unread = None if recipe.violations and not recipe.parsed.given else {*line.unread, *recipe.parsed.unread}
     line.apply(settings, "command line")
+    settings.typed |= line.unread  # their values are rejected, but they win over a preset's flags
     return settings, violations, unread
 
 

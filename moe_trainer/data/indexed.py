@@ -260,14 +260,16 @@ def write_indexed_dataset(prefix: str, dtype: np.typing.DTypeLike) -> Iterator[I
     """
     with ExitStack() as stack:
         try:
-            index = stack.enter_context(atomic_write(f"{prefix}.idx", "wb", sync=True))
-            tokens = stack.enter_context(atomic_write(f"{prefix}.bin", "wb", sync=True))
+            index = stack.enter_context(atomic_write(f"{prefix}.idx", "wb"))
+            tokens = stack.enter_context(atomic_write(f"{prefix}.bin", "wb"))
         except OSError as error:
             raise DataFileError(f"{prefix}.bin: cannot be written ({error.strerror})") from None
         builder = IndexedDatasetBuilder(tokens, np.dtype(dtype))
         yield builder
         builder.write_index(index)
-        index.flush()  # before the tokens get their name
+        for file in (tokens, index):  # both are on disk before either gets its name
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class IndexedDatasetBuilder:
@@ -282,8 +284,10 @@ class IndexedDatasetBuilder:
         """Append one document whose tokens are several sequences back to back.
 
         Raises:
-            ValueError: if an id does not fit the dtype.
+            ValueError: if an id does not fit the dtype, or the lengths do not add up to the tokens.
         """
+        if sum(lengths) != len(tokens):
+            raise ValueError(f"lengths of sequences add up to {sum(lengths)}, but there are {len(tokens)} tokens")
         self.add_raw(to_stored(tokens, self._dtype).tobytes(), lengths, [len(lengths)])
 
     def add_raw(self, stored: bytes, lengths: Iterable[int], document_ends: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import struct
 
 import numpy as np
@@ -72,6 +73,33 @@ def test_interrupted_writer_keeps_the_existing_files(tmp_path, documents):
         builder.add_document([1, 2, 3], [3])
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_both_files_are_on_disk_before_either_is_replaced(tmp_path, documents, monkeypatch, call):
+    """An error or Ctrl-C while a file is flushed leaves the existing pair."""
+    write(tmp_path / "x", documents, np.int32)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = []
+
+    def fail(descriptor):
+        calls.append(descriptor)
+        if len(calls) > call:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "x", documents[:1], np.int32)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_lengths_that_do_not_add_up_are_rejected(tmp_path):
+    with (
+        pytest.raises(ValueError, match="add up to 2, but there are 3 tokens"),
+        write_indexed_dataset(str(tmp_path / "x"), np.int32) as builder,
+    ):
+        builder.add_document([1, 2, 3], [2])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint8, -1), (np.int32, 1 << 31)])

@@ -1,6 +1,8 @@
 import datetime
 from dataclasses import replace
 
+import pytest
+
 from moe_trainer.metrics.console import arguments_block, iteration_line, validation_line
 from moe_trainer.metrics.energy import Energy
 from moe_trainer.metrics.iteration import IterationRecord, StepResult
@@ -84,3 +86,8 @@ def test_printed_arguments_are_sorted_and_padded_to_48_columns():
     assert lines[1] == "  bf16 " + "." * 44 + " True"
     assert lines[2].startswith("  seed ....")
     assert lines[-1] == "-------------------- end of arguments ---------------------"
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_nonfinite_losses_count_as_nan_iterations(loss):
+    assert StepResult({"lm loss": loss}).is_nan and not StepResult({"lm loss": 2.0}).is_nan

@@ -55,3 +55,12 @@ def test_loss_scale_follows_the_flags():
     assert build_loss_scale(PrecisionArgs(fp16=True, loss_scale=8.0)) == LossScale(8.0)
     dynamic = build_loss_scale(PrecisionArgs(fp16=True))
     assert (dynamic.scale, dynamic.minimum, dynamic.window, dynamic.hysteresis) == (2.0**32, 1.0, 1000, 2)
+
+
+def test_consecutive_overflows_at_the_minimum_are_counted():
+    scale = DynamicLossScale(4.0, minimum=2.0, window=3, hysteresis=1)
+    counts = []
+    for overflow in (True, True, True, False, True):
+        scale.update(overflow)
+        counts.append(scale.overflows_at_minimum)
+    assert counts == [0, 1, 2, 0, 1]
