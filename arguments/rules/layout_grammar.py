@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 
 EMBEDDING, DECODER, MTP, LOSS = "E", "t", "m", "L"
-_MOST_STAGES = 100_000  # a slip such as t*1000000000 must not fill the memory of a login node
+_MAX_STAGES = 100_000  # a slip such as t*1000000000 must not fill the memory of a login node
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_layout(text: str) -> PipelineLayout:
 
 
 def _repeat(part: str, times: str) -> str:
-    if len(times) > 6 or len(part) * int(times) > _MOST_STAGES:
+    if len(times) > 6 or len(part) * int(times) > _MAX_STAGES:
         raise ValueError(f"{part}*{times} is longer than any model")
     return part * int(times)
 

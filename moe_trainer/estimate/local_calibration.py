@@ -45,7 +45,7 @@ PRIOR = MappingProxyType(
 NOISE = 0.03
 """Standard deviation of a measured time's logarithm."""
 MAX_BYTES = 1 << 30
-SHORTEST_MS, LONGEST_MS = 1e-3, 1e9
+MIN_MS, MAX_MS = 1e-3, 1e9
 """Plausible limits of the time of an iteration."""
 MAX_RANKS = MAX_VOCABULARY = 1 << 30
 MAX_LISTED = MappingProxyType(
@@ -94,7 +94,7 @@ def read_runs(path: str | Path, hardware: Hardware) -> list[MeasuredRun]:
         if isinstance(record.get("run"), dict):
             starts.append((record["run"], []))
         elapsed: Any = record.get("elapsed_ms")
-        is_timed = type(elapsed) in (int, float) and SHORTEST_MS < elapsed < LONGEST_MS
+        is_timed = type(elapsed) in (int, float) and MIN_MS < elapsed < MAX_MS
         if starts and "validation" not in record and is_timed and not record.get("skipped_iterations"):
             starts[-1][1].append(elapsed / 1e3)
     if not starts:

@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 SLOW = 0.05
 """Cost of a single change above which pairs are tried too."""
-MOST_PAIRS, ENOUGH_PAIRS, LONGEST_CHAIN = 120, 6, 6
+MAX_PAIRS, ENOUGH_PAIRS, MAX_CHAIN_LENGTH = 120, 6, 6
 """Maximum of planned pairs, number of fitting pairs after which planning stops, and maximum of changes in a chain."""
 LIKELY, POSSIBLE = 1.1, 1.3
 """Memory that a pair is expected to need, as a multiple of what there is.
 
 Up to the first, pairs are planned fastest first; then up to the second, smallest first; above, not at all.
 """
-LEAST_COST = 0.05
+MIN_COST = 0.05
 """Added to the cost of a change when savings are weighed against it, so that small free savings do not win."""
-AS_FAST = 0.0005
+EQUAL_SPEED_TOLERANCE = 0.0005
 """Differences of speed that are shown as none."""
-LEAST_SHARD = 2048
+MIN_SHARD_TOKENS = 2048
 """Minimum positions of a sequence per rank with context parallelism."""
-LEAST_CONTEXT = 8192
+MIN_CONTEXT_TOKENS = 8192
 """Sequence length from which context parallelism is offered."""
 
 
@@ -88,7 +88,7 @@ class Fix:
     def outcome(self) -> str:
         """The memory that is left, the change of speed, and what else the flags change, in one clause."""
         pace = f"{100 * abs(self.slower):.1f} % {'slower' if self.slower > 0 else 'faster'}"
-        if abs(self.slower) < AS_FAST:
+        if abs(self.slower) < EQUAL_SPEED_TOLERANCE:
             pace = "as fast"
         notes = "".join(f"; {change.note}" for change in self.changes if change.note)
         return f"fits with {self.plan.margin / GIB:.1f} GiB left, {pace}{notes}"
@@ -166,7 +166,7 @@ def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]]
             likely = needs <= LIKELY * budget
             able.append((not likely, slower if likely else needs, first, second))
     found: list[Fix] = []
-    for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MOST_PAIRS]:
+    for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MAX_PAIRS]:
         other = _plan_changes(argv, (first, second), plan)
         if other is not None and other.fits(headroom):
             found.append(Fix((first, second), other, _slowdown(other, plan)))
@@ -179,7 +179,7 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
     """Add the change that saves most memory for its cost, until the plan fits."""
     chosen: tuple[Change, ...] = ()
     now = plan
-    while len(chosen) < LONGEST_CHAIN:
+    while len(chosen) < MAX_CHAIN_LENGTH:
         kinds = {change.kind for change in chosen}
         plans = [
             (change, other)
@@ -196,7 +196,7 @@ def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom:
         best, now = max(
             plans,
             key=lambda each: (
-                math.log(now.peak.total / each[1].peak.total) / (LEAST_COST + max(0.0, _slowdown(each[1], now)))
+                math.log(now.peak.total / each[1].peak.total) / (MIN_COST + max(0.0, _slowdown(each[1], now)))
             ),
         )
         chosen = (*chosen, best)
@@ -245,7 +245,7 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
             is_folded = moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1)
             etp = ("--expert-tensor-parallel-size", "1") if is_folded else ()
             yield resize("TP", "tensor_model_parallel_size", times * tp, "--sequence-parallel", *etp)
-        if length >= LEAST_CONTEXT and length // (times * cp) >= LEAST_SHARD:
+        if length >= MIN_CONTEXT_TOKENS and length // (times * cp) >= MIN_SHARD_TOKENS:
             yield resize("CP", "context_parallel_size", times * cp)
     vpp = len(chunk_layouts(args.model, parallel)[0])
     for stages in (pp, 2 * pp, 4 * pp):

@@ -24,11 +24,11 @@ def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
     if stores:
         return "it would keep their weights in bf16 (--fp8-param-gather)"
     if precision.te_precision_config_file is not None:
-        return "it is asked for one recipe, and these have several (--te-precision-config-file)"
+        return "it has one recipe, and these layers have several (--te-precision-config-file)"
     if precision.fp8 and precision.fp8_recipe == "delayed":
         return (
-            "it renews delayed scales with every microbatch and keeps them to itself; here they are those of an "
-            "iteration, the same for every mapping and with recompute, and stand in checkpoints"
+            "it updates delayed scales with every microbatch and does not save them; here they are updated once per "
+            "iteration, equal for every mapping and with recompute, and saved in checkpoints"
         )
     if precision.fp8 and not precision.fp8_wgrad:
         return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
@@ -38,9 +38,9 @@ def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
 def experts_problem(moe: MoEArgs, ep: int) -> str | None:
     """Return why it cannot compute the experts with this expert parallelism, None if it can."""
     if moe.moe_clone_hot_experts and ep > 1:
-        return "it has a fixed number of experts, and clones of others come and go (--moe-clone-hot-experts)"
+        return "its number of experts is fixed, and that of clones changes (--moe-clone-hot-experts)"
     if moe.moe_paged_stash:
-        return "what it keeps for backward does not go into pages (--moe-paged-stash)"
+        return "the tensors that it saves for backward cannot be stored in pages (--moe-paged-stash)"
     return None
 
 

@@ -31,7 +31,7 @@ from moe_trainer.quantization.quantize import QuantizedTensor, quantize
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install triton"
-OLDEST_FLA = (0, 6)
+MIN_FLA_VERSION = (0, 6)
 DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
 # name of --triton-kernels -> module, and pairs of a field of Kernels and the module's value for it
 _SOURCES = MappingProxyType(
@@ -171,8 +171,8 @@ def _fla_version_problem() -> str | None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     return (
         None
-        if numbers >= OLDEST_FLA
-        else f"the installed flash-linear-attention {version} is not {'.'.join(map(str, OLDEST_FLA))} or later"
+        if numbers >= MIN_FLA_VERSION
+        else f"the installed flash-linear-attention {version} is not {'.'.join(map(str, MIN_FLA_VERSION))} or later"
     )
 
 

@@ -213,9 +213,7 @@ def _fused(
         loud=True,
     )
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
-    fits(
-        "linears", "it puts off all weight gradients or none, and the schedule decides pass by pass" if defers else None
-    )
+    fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
     if attends and ps.cp.size > 1:
         stream = torch.cuda.Stream()
     experts = {}

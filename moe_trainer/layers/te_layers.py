@@ -157,9 +157,9 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
     Under context parallelism only what all of its kinds of exchange support is used.
     """
     if model.softmax_type != "vanilla":
-        return f"attention sinks (--softmax-type {model.softmax_type}) are not asked of it"
+        return f"attention sinks (--softmax-type {model.softmax_type}) are not used with it"
     if model.experimental_attention_variant == "dsa":
-        return "it has no attention to chosen keys"
+        return "it has no sparse attention (--experimental-attention-variant dsa)"
     if ps.cp.size == 1:
         return None
     what = {
@@ -169,7 +169,7 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
         "dropout (--attention-dropout)": model.attention_dropout > 0.0,
     }
     found = [name for name, is_so in what.items() if is_so]
-    return f"{found[0]} under context parallelism is not asked of it" if found else None
+    return f"{found[0]} is not used with it under context parallelism" if found else None
 
 
 def experts_problem(

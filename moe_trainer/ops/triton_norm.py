@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps_for, sum_partials
 
 TILE = 4096  # elements of a tile that several short rows share
-LONGEST = 1 << 16  # features of a row, which one program holds
+MAX_FEATURES = 1 << 16  # features of a row, which one program holds
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def backward_kernel(
 
 def _tile(size: int) -> tuple[int, int, int]:
     """Rows of a program, columns of its tile, warps."""
-    if size > LONGEST:
-        raise ValueError(f"the Triton RMSNorm takes rows of up to {LONGEST} features, these have {size}")
-    block = block_size(size, LONGEST)
+    if size > MAX_FEATURES:
+        raise ValueError(f"the Triton RMSNorm takes rows of up to {MAX_FEATURES} features, these have {size}")
+    block = block_size(size, MAX_FEATURES)
     rows = max(1, TILE // block)
     return rows, block, num_warps_for(rows * block)
 

@@ -240,7 +240,7 @@ def test_fp8_param_gather_falls_back_without_a_note(fake_package, caplog, flags)
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--fp8-format hybrid --fp8-recipe delayed", "renews delayed scales with every microbatch"),
+        ("--fp8-format hybrid --fp8-recipe delayed", "updates delayed scales with every microbatch"),
         ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
         (f"{STORED} --use-distributed-optimizer", "would keep their weights in bf16 (--fp8-param-gather)"),
         ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
