@@ -288,7 +288,7 @@ def test_deferred_weight_gradients_use_local_linears(fake_package, caplog):
     linear = factory.column_linear(8, 8, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
     assert type(linear) is ColumnParallelLinear and factory.name == "transformer_engine"
     (message,) = caplog.messages
-    assert "the schedule decides pass by pass; using the local layers for linears" in message
+    assert "as the schedule does; using the local layers for linears" in message
     with pytest.raises(MissingBackendError, match="the schedule decides pass by pass. Use --transformer-impl local"):
         select_factory(BackendPolicy("error", cuda=True), defers=True)
 
