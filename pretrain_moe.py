@@ -175,6 +175,7 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
     from moe_trainer.io import BestEffortStream
     from moe_trainer.parallel.trace import CommunicationError
     from moe_trainer.resilience.rejection import ResultRejectedError
+    from moe_trainer.resilience.weight_hash import WeightsDifferError
     from moe_trainer.training.pretrain import pretrain
 
     sys.stdout, sys.stderr = BestEffortStream(sys.stdout), BestEffortStream(sys.stderr)
@@ -196,7 +197,7 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
         if launch_env.rank == 0:
             print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except ArithmeticError as error:
+    except (FloatingPointError, WeightsDifferError) as error:
         _write_torchrun_error(str(error))
         print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILED

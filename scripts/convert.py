@@ -235,7 +235,8 @@ def _record(model: HFModel) -> dict[str, object]:
     ]
     if differing:
         raise ValueError("the tensors do not match the model:\n  " + "\n  ".join(differing[:12]))
-    return args.as_dict() | {"load": None, "use_checkpoint_args": False, "padded_vocab_size": None}
+    # no length of sequences: that of `_flags` serves the verification, and the user's recipe has another
+    return args.as_dict() | {"load": None, "use_checkpoint_args": False, "padded_vocab_size": None, "seq_length": None}
 
 
 def _flags(record: dict[str, object], folder: Path | None):

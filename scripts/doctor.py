@@ -140,7 +140,7 @@ def find_te() -> Finding:
 def find_apex() -> Finding:
     """Check NVIDIA's apex without importing it: PyPI has another package of that name."""
     spec, install = importlib.util.find_spec("apex"), "from source: github.com/NVIDIA/apex"
-    cost = "none: this program has its own fused Adam and norms"
+    cost = "nothing: this program has its own fused Adam and norms"
     if spec is None:
         return Finding("apex", None, "not installed", cost, install)
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]

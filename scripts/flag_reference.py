@@ -181,6 +181,7 @@ def _section_page(section: str, cls: type) -> str:
 
 
 def _meaning(option: Option, text: str) -> str:
+    text = text.replace("*", "\\*")
     return f"Turn off: {text[:1].lower()}{text[1:]}" if option.off and not option.on else text
 
 

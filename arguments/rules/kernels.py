@@ -29,7 +29,7 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     if name == "quantize" and not quantised:
         return "without --fp8-format or --fp4-format"
     if (
-        name == "router" and balancing_types(s) in (["sinkhorn"], ["quantile_balancing"]) and not s.moe_z_loss_coeff
+        name == "router" and balancing_types(s) in (["sinkhorn"], ["quantile_balancing"]) and s.moe_z_loss_coeff is None
     ):  # that loss has a kernel
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {balancing_types(s)[0]}"
     if name == "permute" and _hybridep_permutes(s, f):

@@ -125,19 +125,19 @@ def exchange_seconds(args: Arguments, links: Interconnect, tokens: float, size: 
     seconds = 0.0
     if ep > 1:
         domains = max(1, ep * etp // hardware.domain)
-        inside = (domains - 1) / domains
+        outside = (domains - 1) / domains
         if moe.moe_token_dispatcher_type == "allgather":
             return links.ring(tokens * row * ep * etp, 1, ep * etp)
         if moe.moe_token_dispatcher_type == "flex":
             hit = expected_domains(domains, topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
-            across = tokens * row * hit * inside / network
+            across = tokens * row * hit * outside / network
             spread = tokens * row * expected_distinct(ep, topk) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK)
             wide = moe.moe_flex_dispatcher_backend == "deepep" and min(ep, hardware.domain) > 8
             seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread) + latency
         else:
-            across = tokens * row * topk * inside / network
+            across = tokens * row * topk * outside / network
             within = (
-                tokens * row * topk * (1 - inside) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK_ALL_TO_ALL)
+                tokens * row * topk * (1 - outside) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK_ALL_TO_ALL)
             )
             seconds = max(across, within) + latency
     if etp > 1:

@@ -469,14 +469,14 @@ def balancing_gradient(
     z_coefficient: float | None,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """The losses, fp32 [4], and `factor` times the gradient of their weighted sum.
+    """Return the losses, fp32 [4], and `factor` times the gradient of their weighted sum.
 
-    counts_BE: of all ranks whose tokens count, elements of a row side by side. running: counts [E] of many
-    microbatches, and of the number of.
-    scales: what the counts are multiplied with: over all sequences, of each, of the running mean; 0 where that loss is
-    not wanted.
-    coefficients: of these three. z_coefficient: of the z-loss, which is a mean over this rank's tokens, with 2 / (their
-    number); None: no such loss.
+    Args:
+        counts_BE: token counts over all ranks whose tokens count; rows are contiguous.
+        running: counts [E] summed over microbatches, and the number of microbatches.
+        scales: factors of the counts: over all sequences, per sequence, of the running mean; 0 leaves a loss out.
+        coefficients: of these three losses.
+        z_coefficient: of the z-loss, a mean over this rank's tokens, and 2 / (number of tokens); None without it.
     """
     logits_TE = logits_TE.contiguous()
     (num_tokens, num_experts), num_sequences = logits_TE.shape, counted.sums_BE.shape[0]

@@ -57,7 +57,7 @@ class ScheduleInputs(Generic[Result]):
 
     Args:
         specs: by local chunk, shape and dtype of its input (ignored on the first chunk of the model).
-        grad_scale: factor of each loss in the gradient (loss_scale / num_microbatches, or loss_scale per token).
+        grad_scale: factor of each loss in the gradient (loss_scale * cp / num_microbatches, or loss_scale per token).
         accumulate: context of backwards that must not reduce gradients.
         forward_only: run no backward; forward_step should not build graphs.
     """

@@ -289,7 +289,7 @@ def test_deferred_weight_gradients_use_local_linears(fake_package, caplog):
     assert type(linear) is ColumnParallelLinear and factory.name == "transformer_engine"
     (message,) = caplog.messages
     assert "as the schedule does; using the local layers for linears" in message
-    with pytest.raises(MissingBackendError, match="the schedule decides pass by pass. Use --transformer-impl local"):
+    with pytest.raises(MissingBackendError, match="as the schedule does. Use --transformer-impl local"):
         select_factory(BackendPolicy("error", cuda=True), defers=True)
 
 
