@@ -264,7 +264,7 @@ def test_layers_with_own_recipe_do_not_use_te(shared, monkeypatch, tmp_path, cap
             precision=args.precision,
         )
     assert (
-        "these have several (--te-precision-config-file); using the local layers" in caplog.text
+        "these layers have several (--te-precision-config-file); using the local layers" in caplog.text
         and factory.name == "transformer_engine"
     )
     assert not double.called()
