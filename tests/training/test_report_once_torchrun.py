@@ -18,7 +18,7 @@ from moe_trainer.resilience.rejection import ResultRejectedError
     "error, code, message",
     [
         (ResultRejectedError("the loss is nan", 16), 16, "the loss is nan"),
-        (ArithmeticError("too large"), 1, "too large"),
+        (FloatingPointError("too large"), 1, "too large"),
         (CommunicationError("rank 0 has ended"), 3, "rank 1: rank 0 has ended"),
     ],
 )
