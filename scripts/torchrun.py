@@ -38,7 +38,7 @@ def get_error_message(failures: Mapping[int, ProcessFailure], code: int) -> str 
 
     A killed rank writes none. Its signal is then the message, since torchrun terminates the other ranks at once.
     """
-    killed = sorted(rank for rank, failure in failures.items() if failure.exitcode == 128 - code)
+    killed = sorted(rank for rank, failure in failures.items() if failure.exitcode == 128 - code < 0)
     if killed:
         return f"rank {killed[0]} was killed by {signal.Signals(code - 128).name}"
     messages = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)

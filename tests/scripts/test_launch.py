@@ -653,6 +653,8 @@ def test_exit_code_of_torchrun_is_that_of_the_ranks():
 def test_killed_rank_is_named_where_torchrun_ended_the_others():
     failures = {0: SimpleNamespace(exitcode=-15), 2: SimpleNamespace(exitcode=-9)}
     assert get_error_message(failures, 137) == "rank 2 was killed by SIGKILL"
+    failures = {0: SimpleNamespace(exitcode=1, message=""), 1: SimpleNamespace(exitcode=127, message="")}
+    assert get_error_message(failures, 1) is None  # 127 is an exit code, not a signal
 
 
 def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
