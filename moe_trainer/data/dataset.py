@@ -418,7 +418,7 @@ class IndexCache:
                 array = np.load(path, mmap_mode="r")
                 if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
                     raise ValueError(f"an array of {array.ndim} dimensions and type {array.dtype}")
-            except Exception as error:  # numpy reads the header with Python's own parser, which has errors of its own
+            except Exception as error:  # numpy reads the header with Python's parser, whose errors are of many types
                 raise ValueError(f"index cache {path}: cannot be read ({error}); delete it and start again") from None
             if needed is not None and len(array) != needed:
                 raise ValueError(
