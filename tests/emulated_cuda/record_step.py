@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import os
 import signal
 import sys
 import threading
@@ -341,3 +342,5 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not longer than scripts/roofline.py
     path, rank, world_size, microbatches, *flags = sys.argv[1:]
     Path(path).write_text(json.dumps(record(flags, int(rank), int(world_size), int(microbatches))), encoding="utf-8")
+    # Threads of autograd still hold callbacks into Python: where one wakes while the interpreter shuts down, C++ terminates the process.
+    os._exit(0)
