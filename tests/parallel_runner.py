@@ -5,7 +5,8 @@ process can create. Folders whose tests mostly wait for time limits run in one a
 waits cost no core; where paths are given, they are ordinary folders. pytest-xdist is not used: its workers have an
 additional thread, and the tests start ranks by fork, which could find that thread holding a lock.
 
-MOE_TRAINER_TEST_PROCESSES sets the number of processes for the other modules (default: one per core, at most 4).
+MOE_TRAINER_TEST_PROCESSES sets the number of processes for the other modules (default: one more than cores, because
+tests also wait, at most 5).
 """
 
 import contextlib
@@ -117,7 +118,7 @@ def read_results(folder: Path) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     """Run pytest; return its exit code, or the first nonzero one of several processes."""
-    count = int(os.environ.get("MOE_TRAINER_TEST_PROCESSES") or min(os.cpu_count() or 1, 4))
+    count = int(os.environ.get("MOE_TRAINER_TEST_PROCESSES") or min((os.cpu_count() or 1) + 1, 5))
     command = [sys.executable, "-m", "pytest", *argv]
     if count < 2 or any(_needs_single_process(argument) for argument in argv):
         return subprocess.call(command)
