@@ -16,19 +16,13 @@ OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def note_no_overlap(s: Settings, f: DerivedSizes) -> None:
-    """Note where an exchange is one call, so that nothing can overlap with it."""
-    hybridep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hybridep"
-    why = "one call of HybridEP sends and receives" if hybridep else None
+    """Note where there is no exchange, or one call, so that nothing can overlap with it."""
     if s.moe_shared_expert_overlap and f.experts is not None and f.ep == f.etp == 1:
         s.note(
             f"{s.flag('moe_shared_expert_overlap')}: with all experts on every rank there is no exchange to overlap "
             "with."
         )
-        why = None
-    for dest in (OVERLAP, "moe_shared_expert_overlap"):
-        if getattr(s, dest) and why:
-            s.note(f"{s.flag(dest)}: {why}, so that nothing overlaps with it; alltoall or deepep can overlap.")
-    dest = "overlap_dispatch_backward_with_experts_wgrad"
+    dest, why = "overlap_dispatch_backward_with_experts_wgrad", None
     if s.moe_token_dispatcher_type == "allgather":
         why = "the allgather dispatcher gathers in one call"
     if f.ep == 1:

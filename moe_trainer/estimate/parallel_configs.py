@@ -225,9 +225,8 @@ def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -
     if etp > 1 or ep == 1:
         return [("", overlap) for overlap in overlaps]
     # An all-to-all over NCCL hides little: it reached 133 of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
-    # One call of HybridEP sends and receives, so it cannot be overlapped here.
-    hybrid = [("hybridep", False)] if hardware.is_blackwell else []
-    return [("", False), *(("deepep", overlap) for overlap in overlaps), *hybrid]
+    backends = ("deepep", "hybridep") if hardware.is_blackwell else ("deepep",)
+    return [("", False), *((backend, overlap) for backend in backends for overlap in overlaps)]
 
 
 def parallel_shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[ParallelConfig]:

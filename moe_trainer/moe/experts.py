@@ -196,6 +196,11 @@ class Experts(nn.Module):
             linears.append(build(num, columns, rows, save_original_input=index == 1 and recomputes_activation))
         return None if None in linears else nn.ModuleList(linears)
 
+    @property
+    def pad_multiple(self) -> int:
+        """Multiple to which each expert's tokens are padded where their counts stay on the device."""
+        return 1 if self.quantized is None else max(gemms.token_multiple for gemms in self.quantized)
+
     def quantized_weights(self) -> Iterator[tuple[nn.Parameter, QuantizedGemms]]:
         """Yield the stacked weights with their GEMMs, if these are quantized."""
         if self.quantized is not None:

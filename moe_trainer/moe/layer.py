@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
                 None if clone_routing is None else clone_routing.expert_V,
                 known,
                 self.graphs.is_captured("moe", "layer", "iteration"),
-                self._buffer_size(routed.shape),
+                *self._fixed_buffer(routed.shape),
             )
             state = dispatcher.dispatch_preprocess(routed.x_SBH.flatten(0, 1), probs_TE, routing_TE, hints)
         state = dispatcher.start_token_dispatch(state, self.activations.cached_for_recompute)
@@ -219,7 +219,7 @@ class MoELayer(nn.Module):
                 routed.x_SBH.flatten(0, 1),
                 routed.probs_TE,
                 routed.routing_TE,
-                DispatchHints(known=known, is_captured=True),
+                DispatchHints(None, known, True, *self._fixed_buffer(routed.shape)),
             )
             routed = RoutingOutput(routed.shape, None, None, None, state)
         if self.shared_experts is not None and not self.overlap_shared:
@@ -256,9 +256,12 @@ class MoELayer(nn.Module):
             return KnownCounts(per_expert * self.router.num_experts, per_expert)
         return None if self.drops_tokens else KnownCounts(num_tokens * self.router.topk)
 
-    def allow_device_counts(self) -> str | None:
-        """Let counts stay on the device when the receive buffer is fixed. Return why not, None if they may."""
-        problem = (
+    def allow_device_counts(self, problem: str | None) -> str | None:
+        """Let counts stay on the device when the receive buffer is fixed. Return why not, None if they may.
+
+        `problem` is the dispatcher's.
+        """
+        problem = problem or (
             "--moe-paged-stash assigns pages there"
             if self.activations.stash is not None
             else self.experts.why_host_counts()
@@ -266,11 +269,14 @@ class MoELayer(nn.Module):
         self.budget.allows_device_counts = problem is None
         return problem
 
-    def _buffer_size(self, shape: torch.Size) -> int | None:
-        """Return the size of the fixed receive buffer; None if it depends on what is received."""
-        if self.budget is None or not self.budget.counts_on_device:
-            return None
-        return self.budget.fixed_size(shape[0] * shape[1])
+    def _fixed_buffer(self, shape: torch.Size) -> tuple[int | None, int]:
+        """Return the size of the fixed receive buffer and the padding of experts in it; None, 1 without one."""
+        budget = self.budget
+        if budget is None or not budget.counts_on_device:
+            return None, 1
+        # cached, because a larger microbatch may have come when a region is recomputed
+        size = self.activations.cached_for_recompute(lambda: budget.fixed_size(shape[0] * shape[1]))
+        return size, self.experts.pad_multiple
 
     def _plan_clones(self, routing_TE: Tensor) -> tuple[CloneRouting | None, KnownCounts | None]:
         clone_routing, known = self.cloner.plan(routing_TE)
@@ -293,8 +299,9 @@ class MoELayer(nn.Module):
                 self.budget.note_overflow(state.overflow)
             return self.experts(x_RH, probs_R, counts_e)
         num_received = x_RH.shape[0]
+        needed = max(num_received, state.fixed_size if self.budget.allows_device_counts else 0)
         # cached, because the budget may have grown when a region is recomputed
-        size = self.activations.cached_for_recompute(lambda: self.budget.size_for(num_tokens, num_received))
+        size = self.activations.cached_for_recompute(lambda: self.budget.size_for(num_tokens, needed))
         with self.activations.stash_scope(size, num_received, self.budget.balanced_size):
             y_CH = self.experts(pad_to_buffer(x_RH, size), pad_to_buffer(probs_R, size), counts_e, size - num_received)
             return y_CH[:num_received]

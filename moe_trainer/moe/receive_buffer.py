@@ -7,12 +7,14 @@ are computed, so the numbers are those without a budget, bit for bit, except for
 counts on the device, which a grouped GEMM sums.
 
 If a rank receives more than its budget, no token is lost. With counts on the host a larger buffer is allocated at
-once; the budget stays larger, and the log names the sufficient factor. HybridEP can receive into the buffer without
-counts on the host, so that no MoE layer waits. Tokens that do not fit are dropped there and set a flag on the device;
+once; the budget stays larger, and the log names the sufficient factor. A fixed buffer needs no counts on the host, so
+no MoE layer waits: HybridEP receives into it, and the all-to-all, which replaces HybridEP where that is missing,
+exchanges a slot of equal size with every rank. Tokens that do not fit are dropped there and set a flag on the device;
 the training loop reads the flags of all layers and ranks once per iteration, with the loss, and repeats an iteration
-that set one, with counts on the host, so the budgets grow. The flags are read only there, so only there
-(`leave_counts_on_device`) the counts stay on the device. Megatron-Core also repeats the iteration: without any
-budget, then with the same budget again; it reads the flags by an extra wait.
+that set one, with counts on the host. Then all ranks adopt the largest factor that a layer needed on any of them, so
+fixed buffers have the same size everywhere. The flags are read only there, so only there (`leave_counts_on_device`)
+the counts stay on the device. Megatron-Core also repeats the iteration: without any budget, then with the same budget
+again; it reads the flags by an extra wait.
 
 Shape letters: T local tokens, R routed tokens received, C tokens in the buffer, H hidden.
 """
@@ -37,6 +39,7 @@ class ReceiveBudget:
 
     Attributes:
         factor: the current factor, which grows on overflow.
+        fixed_factor: the factor of fixed buffers, the same on all ranks; follows the largest `factor` in `adopt`.
         share: routed tokens received per local token under perfect balance.
         allows_device_counts: the layer can run without counts on the host.
         counts_on_device: the counts stay on the device now.
@@ -45,7 +48,7 @@ class ReceiveBudget:
 
     def __init__(self, name: str, factor: float, topk: int, etp_size: int = 1):
         """Store the settings; `name` is for the log, `factor` is --moe-expert-rank-capacity-factor, above 0."""
-        self.name, self.factor = name, factor
+        self.name, self.factor, self.fixed_factor = name, factor, factor
         self.share = topk * etp_size
         self.allows_device_counts = self.counts_on_device = False
         self.should_log_growth = True
@@ -62,14 +65,15 @@ class ReceiveBudget:
 
         A rank with fewer tokens than usual (the end of a data set) has the budget of its largest microbatch so far.
         """
-        size = self.fixed_size(num_tokens)
+        self._max_tokens = max(self._max_tokens, num_tokens)
+        size = expert_buffer_tokens(self.balanced_size, self.factor)
         if num_received <= size:
             return size
         sufficient = math.ceil(num_received / self.balanced_size * FACTOR_STEPS) / FACTOR_STEPS
         if self.should_log_growth:
             logger.warning(
-                "%s received %d tokens on this rank, but --moe-expert-rank-capacity-factor %g allows %d; the budget "
-                "grows and no token is lost. --moe-expert-rank-capacity-factor %g would suffice",
+                "%s needs a buffer of %d tokens on this rank, but --moe-expert-rank-capacity-factor %g allows %d; the "
+                "budget grows and no token is lost. --moe-expert-rank-capacity-factor %g would suffice",
                 self.name,
                 num_received,
                 self.factor,
@@ -80,9 +84,13 @@ class ReceiveBudget:
         return expert_buffer_tokens(self.balanced_size, sufficient)
 
     def fixed_size(self, num_tokens: int) -> int:
-        """Return the buffer's size, whatever is received."""
+        """Return the fixed buffer's size, whatever is received."""
         self._max_tokens = max(self._max_tokens, num_tokens)
-        return expert_buffer_tokens(self.balanced_size, self.factor)
+        return expert_buffer_tokens(self.balanced_size, self.fixed_factor)
+
+    def adopt(self, factor: float) -> None:
+        """Use this factor from now on; the same on all ranks."""
+        self.factor = self.fixed_factor = factor
 
     def note_overflow(self, overflow: Tensor) -> None:
         """Accumulate the overflow flag of a dispatch, integer [1], on the device."""
@@ -110,10 +118,9 @@ def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, fl
     """Record growth of budgets instead of logging it.
 
     Yields:
-        A list that is filled on exit: name, factor before and factor after of every budget that has grown.
+        A list that is filled on exit: name, factor of fixed buffers and sufficient factor where that is larger.
     """
     budgets, growth = get_receive_budgets(chunks), []
-    before = [budget.factor for budget in budgets]
     for budget in budgets:
         budget.should_log_growth = False
     try:
@@ -122,9 +129,9 @@ def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, fl
         for budget in budgets:
             budget.should_log_growth = True
         growth += [
-            (budget.name, factor, budget.factor)
-            for budget, factor in zip(budgets, before, strict=True)
-            if budget.factor > factor
+            (budget.name, budget.fixed_factor, budget.factor)
+            for budget in budgets
+            if budget.factor > budget.fixed_factor
         ]
 
 

@@ -33,7 +33,9 @@ def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, device: 
 
 def can_read_offsets_on_device(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether grouped_mm reads offsets on the device; otherwise torch's CUDA build synchronizes."""
-    return device.type != "cuda" or prefer_grouped(0, 1, dtype, device)
+    if device.type != "cuda":
+        return dtype != torch.float64  # grouped_mm has no fp64
+    return prefer_grouped(0, 1, dtype, device)
 
 
 def token_bucket(count: int) -> int:

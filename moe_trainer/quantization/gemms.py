@@ -136,6 +136,8 @@ def quantized_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> 
 class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
     """GEMMs of an unquantized linear of experts whose other linear is quantized; same interface as QuantizedGemms."""
 
+    token_multiple = 1
+
     def outputs(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Yield `output` of every pair."""
         return (self.output(*pair) for pair in pairs)
@@ -181,6 +183,11 @@ class QuantizedGemms(nn.Module):
         if recipe.delayed is not None:
             self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
             self.register_buffer("amax", torch.zeros(3), persistent=False)
+
+    @property
+    def token_multiple(self) -> int:
+        """Multiple of tokens per expert with which blocks along the tokens never cover two experts."""
+        return max(self.recipe.alignment, self.recipe.grad_t.cols)
 
     def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor | Fp8Matrix:
         """Return one weight of a stack, as the GEMMs take it."""

@@ -104,7 +104,7 @@ def train_step(
             restart()
             with record_budget_growth(ctx.chunks) as grown:
                 found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
-            log_overflow(ctx, state, grown)
+            agree_on_budgets(ctx, state, grown)
         return found
 
     def rerun(eager: bool) -> StepEvaluation:
@@ -342,14 +342,20 @@ def _num_overflowed_layers(ctx: TrainContext) -> Tensor:
     return collectives.all_reduce(found, ctx.ps.world) if ctx.may_lose_tokens else found
 
 
-def log_overflow(ctx: TrainContext, state: TrainState, grown: list[tuple[str, float, float]]) -> None:
-    """Warn that an iteration was repeated because of an overflow, with the sufficient capacity factor. Collective.
+def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str, float, float]]) -> None:
+    """Adopt the largest factor of every layer after a repeated iteration, and log the one that suffices. Collective.
 
     `grown` is the result of record_budget_growth.
     """
     mine = [(after, before, name, ctx.ps.world.rank) for name, before, after in grown]
-    factor = max((budget.factor for budget in get_receive_budgets(ctx.chunks)), default=0.0)
-    gathered = collectives.all_gather_object((mine, factor), ctx.ps.world)
+    budgets = get_receive_budgets(ctx.chunks)
+    gathered = collectives.all_gather_object((mine, {budget.name: budget.factor for budget in budgets}), ctx.ps.world)
+    largest: dict[str, float] = {}
+    for _, factors in gathered:
+        for name, factor in factors.items():
+            largest[name] = max(factor, largest.get(name, factor))
+    for budget in budgets:
+        budget.adopt(largest[budget.name])
     if ctx.ps.world.rank == 0:
         after, before, name, rank = max(
             (each for grown, _ in gathered for each in grown), default=(0.0, 0.0, "no layer", 0)
@@ -357,7 +363,7 @@ def log_overflow(ctx: TrainContext, state: TrainState, grown: list[tuple[str, fl
         logger.warning(
             f"iteration {state.iteration + 1}: experts received more rows than their budgets allow; nothing of it has "
             f"taken effect, and it was repeated with larger ones: the factor of {name} on rank {rank} grew from "
-            f"{before:g} to {after:g}. --moe-expert-rank-capacity-factor {max(factor for _, factor in gathered):g} "
+            f"{before:g} to {after:g}. --moe-expert-rank-capacity-factor {max(largest.values(), default=0.0):g} "
             "would have been enough"
         )
 

@@ -210,12 +210,6 @@ def test_adjusted_and_ignored_flags_are_noted_once():
         ("--sequence-parallel", "", "--sequence-parallel"),
         ("--data-path /d", "--mock-data", "969, 30, 1"),
         (
-            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-shared-expert-overlap "
-            "--moe-shared-expert-intermediate-size 64 --expert-model-parallel-size 2",
-            "--moe-token-dispatcher-type",
-            "one call of HybridEP",
-        ),
-        (
             "--overlap-dispatch-backward-with-experts-wgrad --moe-token-dispatcher-type allgather "
             "--expert-model-parallel-size 2",
             "--moe-token-dispatcher-type",

@@ -216,10 +216,10 @@ def test_drop_flags_removes_searched_flags():
 
 def test_dispatcher_choices_fit_the_hardware():
     args = parse_args(FLAGS, None)
+    half = parse_args([*FLAGS, "--bf16"], None)
     assert ("hybridep", False) in dispatcher_choices(args, find_hardware("gb200"), 8, 1)
-    assert ("hybridep", True) not in dispatcher_choices(args, find_hardware("gb200"), 8, 1) and dispatcher_choices(
-        args, find_hardware("h100"), 1, 1
-    ) == [("", False)]
+    assert ("hybridep", True) in dispatcher_choices(half, find_hardware("gb200"), 8, 1)
+    assert dispatcher_choices(args, find_hardware("h100"), 1, 1) == [("", False)]
     assert divisors(12, 6) == [1, 2, 3, 4, 6]
     assert ParallelConfig(1, 1, 1, 1, 1, 1, 2).flags(None) == [
         "--micro-batch-size",

@@ -8,8 +8,9 @@ import pytest
 import torch
 from harness import run_ranks
 from moe.fake_deep_ep import HYBRID_EP
-from moe.layers import build_shard, sections
+from moe.layers import HIDDEN, build_shard, sections
 from moe.test_flex import flex_dispatcher
+from moe.test_receive_buffer import KINDS, run_passes
 from training.layouts import create_groups, make_argv, shallow
 
 from arguments import parse_args
@@ -99,9 +100,15 @@ def watch_reads(reads: Counter) -> None:
 
 
 def train(
-    rank: int, n: int, flags: str, small: tuple[int, ...] = (), kind: str = "deepseek", watched: bool = False
+    rank: int,
+    n: int,
+    flags: str,
+    small: tuple[int, ...] = (),
+    kind: str = "deepseek",
+    watched: bool = False,
+    library: bool = True,
 ) -> dict:
-    """Train three steps over the stand-in.
+    """Train three steps over the stand-in, or without it: then the all-to-all replaces HybridEP.
 
     small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by an observer.
     """
@@ -117,7 +124,7 @@ def train(
         "reads": Counter(),
         "passes": 0,
     }
-    if "flex" in argv:
+    if "flex" in argv and library:
         build.build_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
             RECORDED,
             "HybridEP",
@@ -131,9 +138,8 @@ def train(
     def shrinking(run, state, *rest):
         layers = [layer for chunk in run.chunks for layer in chunk.moe_layers()]
         if state.iteration and rank in small:
-            layers[0].budget.factor = (
-                0.1 if state.iteration == 1 else 3.0
-            )  # what was enough for one iteration may be too little for the next
+            # what was enough for one iteration may be too little for the next
+            layers[0].budget.adopt(0.1 if state.iteration == 1 else 3.0)
         if watched:
             rest = (*rest, Observer())
         before, passes = Counter(reads), found["passes"]
@@ -223,9 +229,10 @@ def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
     enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
     for rank, result in enumerate(results):
         assert result["attempts"] == [False, False, True, False]
-        assert (min(result["factors"][1], default=3) < 3) == (rank in small)
         for name in ("losses", "norms", "evaluation"):
             assert result[name] == enough[rank][name], name
+    # ranks agree, so that all have buffers of one size
+    assert len({tuple(result["factors"][1]) for result in results if result["factors"][1]}) == 1
     assert_equal(enough[0], results[0])
     [line] = results[0]["log_lines"]
     assert "iteration 2" in line and "repeated" in line and not any(result["log_lines"] for result in results[1:])
@@ -247,6 +254,69 @@ def test_capacity_factor_named_in_the_log_suffices():
     again = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor {factor:g}")
     assert again[0]["attempts"] == [False] * 3
     assert_equal(again[0], results[0])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "small"),
+    [
+        (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
+        (2, f"--moe-router-enable-expert-bias --moe-router-score-function sigmoid {RECOMPUTE[2]}", (0, 1)),
+        (4, "--pipeline-model-parallel-size 2", (2, 3)),  # the first stage has no such layers
+    ],
+)
+def test_all_to_all_without_host_counts_loses_no_token(ranks, flags, small):
+    """Without the library: an iteration whose tokens do not fit is repeated, and all bits are those of a run without a budget."""
+    plain = run_ranks(train, ranks, f"--moe-token-dispatcher-type alltoall --moe-grouped-gemm {flags}")
+    command = f"{FLEX} --moe-grouped-gemm --moe-expert-rank-capacity-factor 3 {flags}"
+    results = run_ranks(train, ranks, command, small, "deepseek", False, False)
+    for ours, theirs in zip(results, plain, strict=True):
+        assert ours["attempts"] == [False, False, True, False] and ours["counts"] <= {torch.Tensor, list}
+        assert_equal(ours, theirs)
+    [line] = results[0]["log_lines"]
+    factor = max(max(result["factors"][1], default=0) for result in results)
+    assert "iteration 2" in line and f"--moe-expert-rank-capacity-factor {max(factor, 3):g} would" in line
+
+
+def one_layer(rank: int, n: int, layout: dict, kind: str, factor: float) -> tuple[list, list[int], int]:
+    """Results of a layer with counts on the host and, in fixed buffers, on the device; whether tokens did not fit, and the factor that would do."""
+    ps = ParallelState.create(n, rank, **layout) if n > 1 else ParallelState.single()
+    x, weight = torch.randn(2, 12, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    layer = build_shard(
+        sections(
+            moe_token_dispatcher_type="alltoall",
+            moe_expert_rank_capacity_factor=factor,
+            **{**KINDS[kind], "moe_grouped_gemm": True},
+        ),
+        ps,
+        torch.float32,
+    )
+    assert layer.budget.allows_device_counts
+    results, counts = [], []
+    for layer.budget.counts_on_device in (False, True):
+        layer.zero_grad()
+        (host, _) = run_passes(layer, x, weight, 1)
+        results.append(host)
+        counts.append(0 if layer.budget.overflow is None else int(layer.budget.overflow))
+    return results, counts, layer.budget.factor
+
+
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "shared, sigmoid"])
+def test_fixed_slots_equal_host_counts(layout, kind):
+    n = layout.get("ep", 1) * layout.get("etp", 1)
+    for (host, device), overflow, factor in run_ranks(one_layer, n, layout, kind, 4.0):
+        assert overflow == [0, 0] and factor == 4.0
+        for one, other in zip(host, device, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_sufficient_factor_holds_the_fullest_pair_of_ranks():
+    """A rank may receive few tokens in all, and more from one rank than their slot holds."""
+    found = run_ranks(one_layer, 2, {"ep": 2}, "plain", 0.4)
+    assert [max(overflow) for _, overflow, _ in found] == [1, 1]
+    sufficient = max(factor for *_, factor in found)
+    assert not any(max(overflow) for _, overflow, _ in run_ranks(one_layer, 2, {"ep": 2}, "plain", sufficient))
+    assert any(max(overflow) for _, overflow, _ in run_ranks(one_layer, 2, {"ep": 2}, "plain", sufficient - 0.09))
 
 
 @pytest.mark.parametrize("flags", [*RECOMPUTE, PAD])

@@ -6,6 +6,10 @@ sent: E counts per rank are exchanged first, started before the local sort and r
 probabilities go in one call. Results return the same way in reverse, so a token's results are summed on its own rank
 in ascending order of experts: the numbers are those of one process.
 
+With a fixed receive buffer of C tokens nothing is read by the host: every pair of ranks exchanges a slot of ceil(C / S)
+tokens, of which the first ones are used, and the counts stay on the device (ops/fixed_slots.py). Tokens that do not fit
+into their slot are left out and set a flag on the device. All ranks must have the same C.
+
 Communication per layer and microbatch: 2 * T * k tokens of H in forward, as many in backward; with etp > 1 that times
 etp - 1 more for the gather and the reduce-scatter. Tokens may be sent in MXFP8 (mxfp8_transport.py).
 Shape letters: T local tokens, E experts, e local experts, S sources (ranks of ep; after the gather of etp and ep), R
@@ -37,6 +41,16 @@ from moe_trainer.moe.dispatch.mxfp8_transport import (
     reduce_scatter_tokens,
     start_token_exchange,
 )
+from moe_trainer.ops.fixed_slots import (
+    BufferOrder,
+    SlotMap,
+    buffer_to_slots,
+    compact_slots,
+    fill_slots,
+    make_slot_map,
+    slots_to_buffer,
+    sum_slots,
+)
 from moe_trainer.ops.permute import Permutation, block_permutation, reorder
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat
 from moe_trainer.parallel.state import ParallelState
@@ -59,6 +73,9 @@ class _AllToAllState:
         send, receive: tokens to and from each rank of ep, on the host.
         gathered: tokens received by each rank of etp, on the host.
         order_R, inverse_R: permutation between blocks [source][expert] and [expert][source]; None if these are equal.
+        slots, slot_size, pad_multiple: with a fixed buffer, the local permutation, the tokens of each slot, and the
+            multiple to which those of each expert are padded in the buffer.
+        order: where the tokens of slots are in the buffer.
     """
 
     routes: Any
@@ -74,12 +91,17 @@ class _AllToAllState:
     gathered: tuple[int, ...] = ()
     order_R: Tensor | None = None
     inverse_R: Tensor | None = None
+    slots: SlotMap | None = None
+    slot_size: int = 0
+    pad_multiple: int = 1
+    order: BufferOrder | None = None
 
 
 class AllToAllDispatcher(TokenDispatcher):
     """Sort by expert, exchange tokens over ep, gather them over etp, sort what arrived by local expert."""
 
     uses_known_counts = True
+    fixed_buffer_problem = None
 
     def __init__(self, ps: ParallelState, permutation: Permutation, mxfp8: Mxfp8Transport = HIGH_PRECISION):
         self.ep, self.etp, self.permutation, self.mxfp8 = ps.ep, ps.etp, permutation, mxfp8
@@ -94,6 +116,8 @@ class AllToAllDispatcher(TokenDispatcher):
         host. While a graph captures this, the exchange of counts starts later. Fused kernels sum a token's results in
         the order of the columns.
         """
+        if hints.buffer_size is not None:
+            return self._fill_slots(x_TH, probs_TE, routing_TE, hints.buffer_size, hints)
         known = hints.known
         if known is None:
             plan = _AllToAllState(None, routing_TE.sum(0), hints.expert_E, routing_TE)
@@ -105,6 +129,27 @@ class AllToAllDispatcher(TokenDispatcher):
             plan = self._start_count_exchange(plan)
         return DispatchState(x_RH, probs_R, [], plan)
 
+    def _fill_slots(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, buffer_size: int, hints: DispatchHints
+    ) -> DispatchState:
+        ep, etp = self.ep.size, self.etp.size
+        size = -(-buffer_size // (ep * etp))
+        slots = make_slot_map(routing_TE, ep, size)
+        sizes = (size,) * ep
+        plan = _AllToAllState(
+            None,
+            slots.routes.counts_E,
+            send=sizes,
+            receive=sizes,
+            gathered=(ep * size,) * etp,
+            slots=slots,
+            slot_size=size,
+            pad_multiple=hints.pad_multiple,
+        )
+        if not hints.is_captured:
+            plan = self._start_count_exchange(plan)
+        return DispatchState(*fill_slots(x_TH, probs_TE, slots), [], plan, slots.overflow)
+
     def _permute(
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None, num_routed: int
     ) -> tuple[Tensor, Tensor, Any]:
@@ -115,7 +160,8 @@ class AllToAllDispatcher(TokenDispatcher):
         counts_E = plan.counts_E
         received_Se = torch.empty_like(counts_E).view(self.ep.size, -1)
         work = all_to_all_flat(received_Se.view(-1), counts_E, self.ep, async_op=True)
-        counts = self._reader.start(self._sizes, counts_E, received_Se, work=work) if self.etp.size == 1 else None
+        is_read = plan.slots is None and self.etp.size == 1
+        counts = self._reader.start(self._sizes, counts_E, received_Se, work=work) if is_read else None
         return replace(plan, received_Se=received_Se, work=work, counts=counts)
 
     def _sizes(self, counts_E: Tensor, received_Se: Tensor) -> Tensor:
@@ -125,13 +171,14 @@ class AllToAllDispatcher(TokenDispatcher):
         """Wait for the counts, the only wait for the device, and send the tokens."""
         plan, counts_e = self._resolve_sizes(state.handle, cache_fn)
         x_RH, probs_R = state.x_RH, state.probs_R
-        if plan.routes is None:
+        if plan.slots is None and plan.routes is None:
             x_RH, probs_R, routes = self._permute(x_RH, probs_R, plan.routing_TE, plan.expert_E, sum(plan.send))
             plan = replace(plan, routes=routes, routing_TE=None)
         work, (x_RH, probs_R) = start_token_exchange(
             self.ep, plan.send, plan.receive, x_RH, probs_R, round_forward=self.mxfp8.dispatch
         )
-        return DispatchState(x_RH, probs_R, counts_e, replace(plan, work=work))
+        fixed_size = max(plan.receive, default=0) * self.ep.size * self.etp.size if plan.slots is None else 0
+        return DispatchState(x_RH, probs_R, counts_e, replace(plan, work=work), state.overflow, fixed_size)
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens and gather those of the other etp ranks."""
@@ -142,18 +189,17 @@ class AllToAllDispatcher(TokenDispatcher):
         return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(plan, work=None))
 
     def _resolve_sizes(self, plan: _AllToAllState, cache_fn: CacheFn) -> tuple[_AllToAllState, list[int]]:
-        """Wait for the counts unless they are known; return the split sizes and the tokens of each local expert."""
+        """Wait for the counts unless they are known; return the split sizes and the tokens of each local expert.
+
+        With a fixed buffer the sizes are known, and dispatch_postprocess counts the tokens.
+        """
         if plan.known is not None and plan.known.per_expert is not None:
             return self._even_sizes(plan, plan.known.per_expert)
         if plan.known is not None and plan.known.by_rank is not None:
             return self._known_sizes(plan, plan.known.by_rank)
-        if plan.work is None:
-            plan = self._start_count_exchange(plan)
-        plan.work.wait()
-        received_Se = plan.received_Se
-        if self.etp.size > 1:
-            received_Se = received_Se.new_empty(self.etp.size * self.ep.size, received_Se.shape[1])
-            all_gather_flat(received_Se.view(-1), plan.received_Se.view(-1), self.etp)
+        plan, received_Se = self._wait_for_counts(plan)
+        if plan.slots is not None:
+            return replace(plan, work=None, received_Se=received_Se), []
         counts = cache_fn(plan.counts or self._reader.start(self._sizes, plan.counts_E, received_Se))
         send, received = counts[: self.ep.size], counts[self.ep.size :]
         num_local = received_Se.shape[1]
@@ -170,6 +216,17 @@ class AllToAllDispatcher(TokenDispatcher):
             gathered=tuple(sum(rank) for rank in by_etp_rank),
         )
         return plan, [sum(column) for column in zip(*by_source)]
+
+    def _wait_for_counts(self, plan: _AllToAllState) -> tuple[_AllToAllState, Tensor]:
+        """Return the counts from all sources, on the device."""
+        if plan.work is None:
+            plan = self._start_count_exchange(plan)
+        plan.work.wait()
+        received_Se = plan.received_Se
+        if self.etp.size > 1:
+            received_Se = received_Se.new_empty(self.etp.size * self.ep.size, received_Se.shape[1])
+            all_gather_flat(received_Se.view(-1), plan.received_Se.view(-1), self.etp)
+        return plan, received_Se
 
     def _even_sizes(self, plan: _AllToAllState, per_expert: int) -> tuple[_AllToAllState, list[int]]:
         """Return the sizes if every expert takes equally many tokens from every rank."""
@@ -204,6 +261,10 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Sort received tokens by local expert; with one local expert they are sorted."""
         plan: _AllToAllState = state.handle
+        if plan.slots is not None:
+            order = compact_slots(plan.received_Se, plan.slot_size, plan.pad_multiple)
+            tables = slots_to_buffer(order, state.x_RH, state.probs_R)
+            return DispatchState(*tables, order.counts_e, replace(plan, order=order), state.overflow)
         if len(state.tokens_per_expert_e) == 1:
             return state
         num_received = sum(plan.gathered)
@@ -215,6 +276,8 @@ class AllToAllDispatcher(TokenDispatcher):
     def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sort the results by the rank to which they return."""
         plan: _AllToAllState = state.handle
+        if plan.order is not None:
+            return buffer_to_slots(plan.order, y_RH)
         return y_RH if plan.order_R is None else reorder(plan.inverse_R, plan.order_R, y_RH)[0]
 
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
@@ -230,4 +293,5 @@ class AllToAllDispatcher(TokenDispatcher):
         return finish_token_exchange(handle, (y_RH,))[0]
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
-        return self.permutation.unpermute(y_RH, state.handle.routes)
+        plan: _AllToAllState = state.handle
+        return self.permutation.unpermute(y_RH, plan.routes) if plan.slots is None else sum_slots(y_RH, plan.slots)

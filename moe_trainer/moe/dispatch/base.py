@@ -83,14 +83,17 @@ class DispatchHints:
             order.
         known: counts known to the host, for dispatchers with `uses_known_counts`.
         is_captured: a CUDA graph captures dispatch_preprocess, so no communication may be in flight when it returns.
-        buffer_size: tokens in the fixed receive buffer; counts stay on the device. For dispatchers with
-            `supports_fixed_buffer`.
+        buffer_size: tokens in the fixed receive buffer, the same on all ranks; counts stay on the device. For
+            dispatchers with `fixed_buffer_problem` None.
+        pad_multiple: each expert's tokens in a fixed buffer are padded with zeros to a multiple of it; without one it
+            is 1.
     """
 
     expert_E: Tensor | None = None
     known: KnownCounts | None = None
     is_captured: bool = False
     buffer_size: int | None = None
+    pad_multiple: int = 1
 
 
 NO_HINTS = DispatchHints()
@@ -104,9 +107,12 @@ class DispatchState:
         x_RH: tokens; after dispatch_postprocess sorted by local expert, then by source rank, then by token.
         probs_R: probability of each routed token.
         tokens_per_expert_e: routed tokens of each local expert, on the host; sums to R, empty until it is known. With
-            a fixed receive buffer int64 on the device; what follows these tokens in the buffer is undefined.
+            a fixed receive buffer int64 on the device, with padding, which is zeros and has zero gradients; what
+            follows these tokens in the buffer is undefined.
         handle: the dispatcher's own record (a permutation, split sizes, ...).
         overflow: with a fixed receive buffer, integer [1] on the device, nonzero if tokens did not fit.
+        fixed_size: with counts on the host, the size of a fixed receive buffer that would have held these tokens, if
+            that is more than their number.
     """
 
     x_RH: Tensor
@@ -114,6 +120,7 @@ class DispatchState:
     tokens_per_expert_e: list[int] | Tensor
     handle: Any
     overflow: Tensor | None = None
+    fixed_size: int = 0
 
 
 class TokenDispatcher(ABC):
@@ -121,7 +128,8 @@ class TokenDispatcher(ABC):
 
     supports_routing_padding = True  # a token may be sent to more experts than the router chooses
     uses_known_counts = False  # with known counts dispatch_preprocess waits for nothing and returns tensors only
-    supports_fixed_buffer = False  # receives into a buffer of a given size
+    # why it cannot receive into a buffer of a given size, without counts on the host; None if it can
+    fixed_buffer_problem: str | None = "the dispatcher receives buffers of the size of what arrives"
 
     @abstractmethod
     def dispatch_preprocess(

@@ -3,7 +3,8 @@
 The library takes the dense routing map and probabilities, sends each token once to every rank that needs it, and
 sorts what it receives by local expert; combine sums a token's results on the rank and between ranks. This file adds
 the gradients: that of a dispatch is a combine, and that of a combine a dispatch with the same handle. The order of
-tokens is the all-to-all's.
+tokens is the all-to-all's. The library works on the current stream; its calls run here on a stream of their own, so
+that other work overlaps with them from start_* to finish_*, in backward too.
 
 With a fixed receive buffer the counts stay on the device and nothing waits for the host. Tokens that do not fit are
 dropped and set a flag, which the training loop reads once per iteration (training/step.py).
@@ -17,8 +18,9 @@ R routed tokens, H hidden.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +36,14 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
+from moe_trainer.ops.fixed_slots import padded_size
 from moe_trainer.parallel.state import ParallelState
 
 FUSED_NEEDS_COUNTS = (
-    "the fused combine of --moe-permute-fusion-into-hybridep waits forever for a token that was dropped everywhere"
+    "the fused combine of --moe-permute-fusion-into-hybridep, unlike the fused dispatch, has no argument for a fixed "
+    "buffer, and waits forever for a token that was dropped everywhere"
 )
+T = TypeVar("T")
 INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@hybrid-ep"
 
 
@@ -52,19 +57,72 @@ class _LibraryHandle:
     overflow: Tensor | None = None
 
 
+class _CommStream:
+    """Runs the library's calls concurrently with the computation: on one stream of its own, in the order of the calls.
+
+    Every call first waits for the computation's stream. So the allocator may give memory of this stream that the
+    computation has freed to a later call, and inputs live as long as the caller keeps them, until it has waited. A CPU
+    runs a call at once.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def run(self, call: Callable[[], T], device: torch.device) -> tuple[T, "torch.cuda.Event | None"]:
+        """Return what the call returns, and an event to wait for before it is read."""
+        if device.type != "cuda":
+            return call(), None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            return call(), stream.record_event()
+
+
 class _Exchange:
     """One dispatch and its combine: the library's buffer and, after the dispatch, its handle.
 
-    With a buffer_size the counts stay on the device; with None the library returns as many tokens as it receives.
+    With a buffer_size the counts stay on the device; with None the library returns as many tokens as it receives. One
+    call at a time is in flight, from `start` to `wait`.
+
+    Attributes:
+        library: set by the dispatch.
+        gradients: gradients in flight, set between the two halves of a backward exchange.
     """
 
-    def __init__(self, buffer: Any, num_local: int, fused: bool, buffer_size: int | None):
-        self.buffer, self.num_local, self.buffer_size = buffer, num_local, buffer_size
-        self.dispatch_options = {"fuse_permute_dispatch": True} if fused else {}
-        self.combine_options = {"fuse_unpermute_combine": True} if fused else {}
+    def __init__(
+        self,
+        buffer: Any,
+        stream: _CommStream,
+        num_local: int,
+        fused: bool,
+        buffer_size: int | None,
+        pad_multiple: int,
+    ):
+        self.buffer, self.stream, self.num_local = buffer, stream, num_local
+        self.buffer_size = None if buffer_size is None else padded_size(buffer_size, num_local, pad_multiple)
+        self.dispatch_options: dict[str, Any] = {"fuse_permute_dispatch": True} if fused else {}
+        self.combine_options: dict[str, Any] = {"fuse_unpermute_combine": True} if fused else {}
         if buffer_size is not None:
             self.dispatch_options["non_blocking"] = True
+        if pad_multiple > 1:  # the library pads with zeros while it sorts
+            self.dispatch_options["pad_multiple"] = self.combine_options["pad_multiple"] = pad_multiple
         self.library: _LibraryHandle | None = None
+        self.gradients: tuple[Tensor, ...] = ()
+        self._in_flight: tuple[Any, tuple[Tensor | None, ...]] | None = None
+
+    def start(self, call: Callable[..., T], *inputs: Tensor | None) -> T:
+        """Start call(*inputs), a method of this class; its tensors must not be read before `wait`."""
+        found, event = self.stream.run(lambda: call(*inputs), inputs[0].device)
+        self._in_flight = event, inputs
+        return found
+
+    def wait(self) -> None:
+        """Have the computation wait for the call in flight."""
+        (event, inputs), self._in_flight = self._in_flight, None
+        if event is not None:
+            torch.cuda.current_stream(inputs[0].device).wait_event(event)
 
     def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_LibraryHandle, Tensor, Tensor]:
         """Dispatch by a routing map. Without a fixed buffer the host waits for the counts."""
@@ -85,7 +143,7 @@ class _Exchange:
     def dispatch_with_handle(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Dispatch along the routes of the earlier dispatch."""
         return self.buffer.dispatch_with_permute(
-            hidden=hidden.contiguous(),
+            hidden=hidden,
             probs=probs,
             num_of_experts_per_rank=self.num_local,
             num_permuted_tokens=self.library.num_received,
@@ -94,50 +152,83 @@ class _Exchange:
         )[:2]
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the sums of each token's results along the routes of the dispatch."""
         return self.buffer.combine_with_unpermute(
-            hidden=hidden.contiguous(), probs=probs, handle=self.library.handle, **self.combine_options
+            hidden=hidden, probs=probs, handle=self.library.handle, **self.combine_options
         )
 
 
-class _Dispatch(torch.autograd.Function):
+class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchange, cache_fn, x_TH, probs_TV, routing_TV):
         ctx.exchange, outputs = exchange, []
 
         def dispatch() -> _LibraryHandle:
-            library, *tensors = exchange.dispatch(x_TH, probs_TV, routing_TV)
+            library, *tensors = exchange.start(exchange.dispatch, x_TH, probs_TV, routing_TV)
             outputs.extend(tensors)
             return library
 
         exchange.library = cache_fn(dispatch)
         # without outputs this is a recomputed region: the host knows the counts already
-        return tuple(outputs) or exchange.dispatch_with_handle(x_TH, probs_TV)
+        return tuple(outputs) or exchange.start(exchange.dispatch_with_handle, x_TH, probs_TV)
 
     @staticmethod
-    def backward(ctx, grad_RH, grad_R):
-        grad_TH, grad_TV = ctx.exchange.combine(grad_RH, grad_R.float().contiguous())
+    def backward(ctx, *_):
+        exchange = ctx.exchange  # _FinishDispatch.backward has started the combine of the gradients
+        exchange.wait()
+        (grad_TH, grad_TV), exchange.gradients = exchange.gradients, ()
         return None, None, grad_TH, grad_TV, None
 
 
-class _Combine(torch.autograd.Function):
+class _FinishDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, x_RH, probs_R):
+        ctx.exchange = exchange
+        exchange.wait()
+        return x_RH.view_as(x_RH), probs_R.view_as(probs_R)
+
+    @staticmethod
+    def backward(ctx, grad_RH, grad_R):
+        exchange = ctx.exchange
+        exchange.gradients = exchange.start(exchange.combine, grad_RH.contiguous(), grad_R.float().contiguous())
+        return None, grad_RH, grad_R
+
+
+class _StartCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchange, y_RH):
         ctx.exchange = exchange
-        return exchange.combine(y_RH)[0]
+        return exchange.start(exchange.combine, y_RH.contiguous())[0]
+
+    @staticmethod
+    def backward(ctx, _):
+        exchange = ctx.exchange  # _FinishCombine.backward has started the dispatch of the gradient
+        exchange.wait()
+        (grad_RH, _), exchange.gradients = exchange.gradients, ()
+        return None, grad_RH
+
+
+class _FinishCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, y_TH):
+        ctx.exchange = exchange
+        exchange.wait()
+        return y_TH.view_as(y_TH)
 
     @staticmethod
     def backward(ctx, grad_TH):
-        return None, ctx.exchange.dispatch_with_handle(grad_TH)[0]
+        exchange = ctx.exchange
+        exchange.gradients = exchange.start(exchange.dispatch_with_handle, grad_TH.contiguous())
+        return None, grad_TH
 
 
 @dataclass(frozen=True)
 class _HybridEPState:
-    """State of one dispatch: routing, exchange, number of tokens before padding, cache of host reads."""
+    """State of one dispatch: routing, exchange, number of tokens before padding."""
 
     routing_TV: Tensor
     exchange: _Exchange
     num_tokens: int
-    cache_fn: CacheFn = no_cache
 
 
 class HybridEPDispatcher(TokenDispatcher):
@@ -148,7 +239,8 @@ class HybridEPDispatcher(TokenDispatcher):
         self.group = ps.tp_ep
         self.etp_expansion = EtpExpansion(ps)
         self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
-        self.supports_fixed_buffer = not fused  # FUSED_NEEDS_COUNTS
+        self._stream = _CommStream()
+        self.fixed_buffer_problem = FUSED_NEEDS_COUNTS if fused else None
 
     def dispatch_preprocess(
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: DispatchHints = NO_HINTS
@@ -160,24 +252,30 @@ class HybridEPDispatcher(TokenDispatcher):
             x_TH, probs_TV, routing_TV = (
                 F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV)
             )
-        exchange = _Exchange(self.buffer, routing_TV.shape[1] // self.group.size, self.fused, hints.buffer_size)
+        num_local = routing_TV.shape[1] // self.group.size
+        exchange = _Exchange(self.buffer, self._stream, num_local, self.fused, hints.buffer_size, hints.pad_multiple)
         handle = _HybridEPState(routing_TV.contiguous(), exchange, num_tokens)
         return DispatchState(x_TH.contiguous(), probs_TV.contiguous(), [], handle)
 
     def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
-        """Note the cache; the library communicates in finish_token_dispatch."""
-        return replace(state, handle=replace(state.handle, cache_fn=cache_fn))
-
-    def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
-        """Send, receive, sort; wait for the counts unless the buffer is fixed. A recomputed pass reuses the handle."""
+        """Start to send; wait for the counts unless the buffer is fixed. A recomputed pass reuses the handle."""
         hybrid: _HybridEPState = state.handle
-        x_RH, probs_R = _Dispatch.apply(hybrid.exchange, hybrid.cache_fn, state.x_RH, state.probs_R, hybrid.routing_TV)
+        x_RH, probs_R = _StartDispatch.apply(hybrid.exchange, cache_fn, state.x_RH, state.probs_R, hybrid.routing_TV)
         library = hybrid.exchange.library
         return DispatchState(x_RH, probs_R, library.counts_e, hybrid, library.overflow)
 
+    def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
+        """Wait for the tokens, which the library has sorted."""
+        x_RH, probs_R = _FinishDispatch.apply(state.handle.exchange, state.x_RH, state.probs_R)
+        return replace(state, x_RH=x_RH, probs_R=probs_R)
+
+    def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
+        """Start to return the results to the ranks of their tokens; those of one token are summed."""
+        return _StartCombine.apply(state.handle.exchange, y_RH), None
+
     def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        """Return the results to the ranks of their tokens; those of one token are summed."""
-        return _Combine.apply(state.handle.exchange, y_RH)
+        """Wait for the results."""
+        return _FinishCombine.apply(state.handle.exchange, y_RH)
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Remove the padding; the results are in token order."""

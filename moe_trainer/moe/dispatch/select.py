@@ -214,10 +214,8 @@ def attach_dispatcher(
     for layer in layers:
         layer.dispatcher = dispatcher
         layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
-        if layer.budget is not None and isinstance(dispatcher, hybridep.HybridEPDispatcher):
-            problems.add(
-                layer.allow_device_counts() if dispatcher.supports_fixed_buffer else hybridep.FUSED_NEEDS_COUNTS
-            )
+        if layer.budget is not None:
+            problems.add(layer.allow_device_counts(dispatcher.fixed_buffer_problem))
     for problem in sorted(problems - {None}):
         logger.info(
             "--moe-expert-rank-capacity-factor: every MoE layer still waits for token counts on the host: %s",
