@@ -168,13 +168,15 @@ class MoEArgs:
     moe_router_fusion: bool = False
     """Use fused kernels for the router."""
     moe_paged_stash: bool = False
-    """Store expert activations in pages, so that uneven routing needs no worst-case buffers."""
+    """Store expert activations in pages between forward and backward, so that only the tokens in use take memory. The
+    memory is fixed after the first iteration; an iteration for which it is too small is repeated."""
     moe_paged_stash_page_size: int = 64
     """Page size of --moe-paged-stash, in tokens."""
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
-    """Size of the pool of pages on the device, as a multiple of an even share of tokens."""
+    """Size of the pages on the device, as a multiple of an even share of tokens of every layer in flight."""
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0
-    """Size of the pool of pages on the host, as a multiple of an even share of tokens; 0: none."""
+    """Size of the pages in pinned host memory, used when the device's run out, as a multiple of an even share of tokens
+    of every layer in flight; 0: none."""
     moe_layer_recompute: bool = False
     """Deprecated spelling of --recompute-modules moe."""
 

@@ -37,6 +37,7 @@ class PrecisionArgs:
             "grouped-gemm",
             "quantize",
             "sparse-attention",
+            "paged-stash",
             "delta-rule",
         ]
     ] = flag([])

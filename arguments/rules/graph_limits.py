@@ -90,18 +90,12 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
 def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Report one reason only: removing another flag would not make such a graph possible."""
     if _iteration_varies(s):
-        stash = (
-            f" ({s.flag('moe_paged_stash')} stores activations in pages, but the host reads its counts)"
-            if s.moe_paged_stash
-            else ""
-        )
         yield s.violation(
-            "{asks}: capturing the full iteration of a dropless MoE model is not implemented yet{stash}. Use "
+            "{asks}: capturing the full iteration of a dropless MoE model is not implemented yet. Use "
             "{cuda_graph_impl:flag} local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with "
             "{moe_pad_expert_input_to_capacity:flag}.",
             kind="later",
             asks=_graph_flag(s),
-            stash=stash,
         )
 
 
@@ -141,7 +135,6 @@ def check_experts_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation
         return
     for dest, reason in (
         ("moe_clone_hot_experts", "which experts are cloned is planned on the host."),
-        ("moe_paged_stash", "pages are assigned by the host."),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("overlap_moe_expert_parallel_comm", "another microbatch cannot run inside a graph."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),

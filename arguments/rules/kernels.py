@@ -38,6 +38,8 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         return "without --experimental-attention-variant gated_delta_net"
     if name == "sparse-attention" and s.experimental_attention_variant != "dsa":
         return "without --experimental-attention-variant dsa"
+    if name == "paged-stash" and not s.moe_paged_stash:
+        return "without --moe-paged-stash"
     if name == "norm" and s.normalization != "RMSNorm" and not s.qk_l2_norm:
         return f"there is no kernel for --normalization {s.normalization}"
     return None

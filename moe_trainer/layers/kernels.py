@@ -24,6 +24,7 @@ from moe_trainer.ops.cross_entropy import TORCH_LOGIT_KERNELS, LogitKernels
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.gated_delta_rule import gated_delta
 from moe_trainer.ops.grouped_gemm import GroupedGemms
+from moe_trainer.ops.paged_copy import TORCH_PAGE_KERNELS, PageKernels
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
@@ -45,6 +46,7 @@ _SOURCES = MappingProxyType(
         "grouped-gemm": ("ops.triton_grouped_gemm", ("grouped_gemms", "GROUPED_GEMMS")),
         "quantize": ("quantization.triton_quantize", ("quantize", "quantize_with_fallback")),
         "sparse-attention": ("ops.triton_absorbed_mla", ("sparse_attention", "STEPS")),
+        "paged-stash": ("ops.triton_paged_copy", ("paged_stash", "PAGE_KERNELS")),
     }
 )
 NAMES = tuple(_SOURCES)
@@ -67,6 +69,7 @@ class Kernels:
     logit_kernels: LogitKernels = TORCH_LOGIT_KERNELS
     sparse_attention: TileKernels = TORCH_TILE_KERNELS
     quantize: Callable[..., QuantizedTensor] = quantize
+    paged_stash: PageKernels = TORCH_PAGE_KERNELS
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, ActivationFns], ...] = ()
     grouped_gemms: GroupedGemms | None = None
     permutation: Callable[[], Permutation] | None = None

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from moe_trainer.memory.offload import ActivationOffload
-from moe_trainer.memory.paged_stash import PagedStash
+from moe_trainer.memory.paged_stash import PagedStash, StashGroup
 from moe_trainer.memory.recompute import RecomputedOutput, RecomputedTensor, ReplayCache, as_tuple, run_recomputed
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import Group
@@ -83,8 +83,6 @@ class ActivationPolicy:
         self._resident = {_address(x) for x in resident}
         if self.offload is not None:
             self.offload.begin_pass()
-        if self.stash is not None:
-            self.stash.begin_pass()
 
     def cached_for_recompute(self, compute: Callable[[], T]) -> T:
         """Compute a value; in the second pass of a region return that of the first."""
@@ -149,19 +147,24 @@ class ActivationPolicy:
             yield
 
     @contextlib.contextmanager
-    def stash_scope(self, buffer_size: int, num_used: int, balanced_size: int) -> Iterator[None]:
+    def stash_scope(self, buffer_size: int, num_used: int | Tensor, balanced_size: int) -> Iterator[StashGroup | None]:
         """Stash buffers that the experts of one layer save in this scope.
 
         Args:
             buffer_size: buffers of at least this many tokens are stashed.
-            num_used: tokens of a buffer that are in use.
+            num_used: tokens of a buffer that are in use; on the device integer [1].
             balanced_size: tokens received under perfect balance, see memory/paged_stash.py.
+
+        Yields:
+            The group, which the caller passes to join_stash; None without a stash.
         """
         if self.stash is None or not self.is_saving:
-            yield
+            yield None
             return
-        with self._storing(self.stash.open(buffer_size, num_used, balanced_size)):
-            yield
+        group = self.stash.open(buffer_size, num_used, balanced_size)
+        with self._storing(group.store):
+            yield group
+        group.close()
 
     @contextlib.contextmanager
     def _storing(self, store: StoreFn) -> Iterator[None]:

@@ -2,239 +2,379 @@
 
 With a budget for received tokens (moe/receive_buffer.py) every MoE layer computes in buffers of the worst case, and
 would save tensors of that size: layers x worst case. Instead the tokens in use are copied to pages of a fixed number
-of tokens when a buffer is saved, and the buffer serves the next layer. In backward a layer's tokens are copied back
-to buffers, and those of the layer before it start to come back (memory/offload.py, whose groups this uses), so two
-layers' buffers exist.
+of tokens, during the layer's combine, and the buffers serve the next layer. In backward they are copied back during
+the combine's gradient (`join_stash`). The tensors of a layer and microbatch are a group with one page table; all groups
+of a rank share the pages, so one layer uses what another leaves, and groups may end in any order: pipeline schedules.
 
-A pool holds pages of one token shape. Its free list is a ring: pages are taken at one end and freed at the other. It
-grows by a slab of factor * balanced size tokens for every layer that is stashed at the same time as others, so one
-layer uses what another leaves. --moe-paged-stash-buffer-size-factor-cuda is the factor of the device's pool; when it
-is full, pages of the host's pool (-cpu; pinned with CUDA) are used. Megatron-LM repeats the iteration without a stash
-when both are full; here the device's pool grows beyond its factor, and the log names the factor that would suffice.
+The first iteration stores exact copies and measures how many groups are in flight. From then on the memory is fixed:
+for each group factor * balanced size tokens, on the device (--moe-paged-stash-buffer-size-factor-cuda) and in pinned
+memory (-cpu), whose pages are used when the device's run out. Page tables, free pages and copies are on the device
+(ops/paged_copy.py): nothing waits for the host, and CUDA graphs can capture it. Captured copies use addresses of the
+memory, so graphs are valid for one `generation`.
 
-On CUDA copies run on one stream for each direction. Pages are freed in the order of the host; the device follows,
-because copies out wait for earlier copies back.
+With counts on the device a stash without enough pages sets `overflow`, which is read with the flags of the receive
+buffers; the iteration is repeated with counts on the host. Then the host knows what fits, the rest is copied exactly,
+nothing is lost, and the memory grows before the next iteration. Megatron-LM repeats without a stash.
 
 Shapes: buffers [C, ...] of which the first R tokens are used.
 """
 
-import functools
 import logging
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_trainer.memory.offload import OffloadedTensor, OffloadGroup, StreamedCopies, make_copy_streams
+from moe_trainer.ops.paged_copy import TORCH_PAGE_KERNELS, PageKernels, PageMemory, free_pages
 
 logger = logging.getLogger(__name__)
 
+Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shape of a token and dtype, for each tensor of a group."""
+FACTOR_STEPS = 1000  # logged factors are multiples of 1 / FACTOR_STEPS
+
 
 class PagePool:
-    """Pages for tokens of one shape and dtype in one memory.
+    """Pages for groups of one signature.
+
+    Attributes:
+        num_device, num_host: pages.
+        free_P: free pages (ops/paged_copy.py).
+        memories: of the tensors of a group.
+        num_groups, peak_groups: groups in flight.
+    """
+
+    def __init__(self, signature: Signature, device: torch.device, page_size: int, kernels: PageKernels):
+        self._signature, self._device, self._page_size, self._kernels = signature, device, page_size, kernels
+        self.balanced_size = 1
+        self.num_groups = self.peak_groups = 0
+        self._num_unknown = 0  # groups in flight whose numbers of tokens the host does not know
+        self._pages_in_flight = self._peak_pages = 0  # of the others, wherever they are
+        self._num_used = self._num_pinned = 0
+        self.has_overflowed = False
+        self._allocate(0, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages on the device, without the one that takes what has no page."""
+        return sum(memory.device[:-1].numel() * memory.device.element_size() for memory in self.memories)
+
+    @property
+    def sufficient_factor(self) -> float:
+        """Smallest factor of the device's pages with which everything so far would have fitted."""
+        pages_per_group = -(-max(0, self._peak_pages - self.num_host) // max(1, self.peak_groups))
+        return math.ceil(pages_per_group * self._page_size / self.balanced_size * FACTOR_STEPS) / FACTOR_STEPS
+
+    def begin_iteration(self, factor_device: float, factor_host: float) -> bool:
+        """Free all pages; return whether the memory has been replaced by a larger one."""
+        sizes = [
+            math.ceil(round(factor * self.balanced_size / self._page_size, 6)) * self.peak_groups
+            for factor in (factor_device, factor_host)
+        ]
+        num_host = max(self.num_host, sizes[1])
+        num_device = max(self.num_device, sizes[0], self._peak_pages - num_host if self.has_overflowed else 0)
+        self.num_groups = self._num_unknown = self._pages_in_flight = self._num_used = self._num_pinned = 0
+        self.has_overflowed = False
+        if (num_device, num_host) == (self.num_device, self.num_host):
+            self.free_P.fill_(1)
+            return False
+        self._allocate(num_device, num_host)
+        return True
+
+    def _allocate(self, num_device: int, num_host: int) -> None:
+        self.num_device, self.num_host, self.memories = num_device, num_host, ()  # frees the memory before
+        self.free_P = torch.ones(num_device + num_host + 1, dtype=torch.uint8, device=self._device)
+        self.memories = tuple(self._allocate_memory(*token) for token in self._signature)
+
+    def _allocate_memory(self, token_shape: torch.Size, dtype: torch.dtype) -> PageMemory:
+        def allocate(num_pages: int, **options: Any) -> Tensor:
+            return torch.empty(num_pages, self._page_size, *token_shape, dtype=dtype, **options)
+
+        if self._device.type == "cpu":
+            return PageMemory(allocate(self.num_device + self.num_host + 1))
+        host = None
+        if self._kernels.reaches_host and self.num_host:
+            host = allocate(self.num_host, pin_memory=True)
+        return PageMemory(allocate(self.num_device + 1, device=self._device), host)
+
+    def enter(self, num_pages: int | None, balanced_size: int) -> str:
+        """Count a group of a number of pages, None if the host does not know it; return where it is stored.
+
+        Returns:
+            "pages", "pinned" for an exact copy in pinned memory, "device" for one on the device.
+        """
+        self.balanced_size = max(self.balanced_size, balanced_size)
+        self.num_groups += 1
+        self.peak_groups = max(self.peak_groups, self.num_groups)
+        if num_pages is None:
+            self._num_unknown += 1
+            return "pages"
+        self._pages_in_flight += num_pages
+        self._peak_pages = max(self._peak_pages, self._pages_in_flight)
+        if num_pages == 0 or self._num_unknown or self.num_device == 0:
+            return "device"
+        if self._num_used + num_pages <= self.num_device:
+            self._num_used += num_pages
+            return "pages"
+        if self._num_pinned + num_pages <= self.num_host:
+            self._num_pinned += num_pages
+            return "pinned"
+        self.has_overflowed = True
+        return "device"
+
+    def leave(self, num_pages: int | None, place: str) -> None:
+        """Undo `enter`."""
+        self.num_groups -= 1
+        if num_pages is None:
+            self._num_unknown -= 1
+            return
+        self._pages_in_flight -= num_pages
+        if place == "pages":
+            self._num_used -= num_pages
+        elif place == "pinned":
+            self._num_pinned -= num_pages
+
+
+class StashedTensor:
+    """A tensor of a group between forward and backward; the node that saved it holds it."""
+
+    def __init__(self, group: "StashGroup", index: int, x: Tensor):
+        self._group, self.index = group, index
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.copy: Tensor | None = None  # if it is not in pages
+        self.restored: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        self._group.finish()
+        assert self.restored is not None
+        return self.restored
+
+
+class StashGroup:
+    """The tensors that one layer saves for one microbatch: stored when closed, copied back together."""
+
+    def __init__(self, stash: "PagedStash", buffer_size: int, num_used: int | Tensor, balanced_size: int):
+        self._stash, self._buffer_size = stash, buffer_size
+        self._num_used, self._balanced_size = num_used, balanced_size
+        self._tensors: list[weakref.ref[StashedTensor]] = []
+        self._sources: list[tuple[StashedTensor, Tensor]] = []  # until they have been copied
+        self._pool: PagePool | None = None
+        self._num_pages: int | None = None
+        self._place = ""
+        self._table_M: Tensor | None = None
+        self._event: Any = None
+        self._is_back = False
+
+    def store(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """Store a tensor when the group is closed; return how to fetch it, or None if it is not one of tokens."""
+        if x.dim() == 0 or x.shape[0] < max(1, self._buffer_size):
+            return None
+        stored = StashedTensor(self, len(self._sources), x)
+        self._tensors.append(weakref.ref(stored))
+        self._sources.append((stored, x.detach()))
+        return stored.get
+
+    def close(self) -> None:
+        """Start to copy the stored tensors."""
+        if not self._sources:
+            return
+        page_size = self._stash.page_size
+        self._pool = self._stash.get_pool(tuple((x.shape[1:], x.dtype) for _, x in self._sources))
+        if not isinstance(self._num_used, Tensor):
+            self._num_pages = -(-self._num_used // page_size)
+        self._place = self._pool.enter(self._num_pages, self._balanced_size)
+        if self._place == "device":
+            for stored, x in self._sources:
+                stored.copy = x[: self._num_used].clone()
+            self._sources.clear()
+        else:
+            self._event = self._stash.run_copies(self._copy_out)
+
+    def _copy_out(self) -> None:
+        assert self._pool is not None
+        if self._place == "pinned":
+            for stored, x in self._sources:
+                used = x[: self._num_used]
+                stored.copy = torch.empty_like(used, device="cpu", pin_memory=used.is_cuda).copy_(
+                    used, non_blocking=True
+                )
+            return
+        kernels, page_size = self._stash.kernels, self._stash.page_size
+        if not isinstance(self._num_used, Tensor):
+            self._num_used = torch.full((1,), self._num_used, device=self._pool.free_P.device)
+        length = -(-self._buffer_size // page_size) if self._num_pages is None else self._num_pages
+        self._table_M = kernels.allocate(self._pool.free_P, self._num_used, page_size, length, self._stash.overflow)
+        for (_, x), memory in zip(self._sources, self._pool.memories, strict=True):
+            kernels.copy_to_pages(x, memory, self._table_M)
+
+    def join(self) -> None:
+        """Make the computation wait for the copies, so that the buffers can be used again."""
+        self._stash.wait(self._event)
+        self._sources.clear()
+
+    def start_back(self) -> None:
+        """Start to copy back the tensors that are still referenced, and free the pages."""
+        if self._is_back or self._pool is None:
+            return
+        self.join()
+        self._is_back = True
+        self._pool.leave(self._num_pages, self._place)
+        alive = [stored for reference in self._tensors if (stored := reference()) is not None]
+        for stored in alive:  # here, because the computation uses and frees the memory
+            stored.restored = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+        self._event = self._stash.run_copies(lambda: self._copy_back(alive))
+
+    def _copy_back(self, alive: list[StashedTensor]) -> None:
+        assert self._pool is not None
+        if self._table_M is None:
+            for stored in alive:
+                stored.restored[: len(stored.copy)].copy_(stored.copy, non_blocking=True)
+                stored.restored[len(stored.copy) :].zero_()  # GEMMs may include the padding
+            return
+        for stored in alive:
+            memory = self._pool.memories[stored.index]
+            self._stash.kernels.copy_from_pages(stored.restored, memory, self._table_M, self._num_used)
+        free_pages(self._pool.free_P, self._table_M)
+
+    def finish(self) -> None:
+        """Make the computation wait until the tensors have been copied back."""
+        self.start_back()
+        self._stash.wait(self._event)
+        self._event = None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, group: StashGroup) -> Tensor:
+        ctx.group = group
+        group.join()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.group.start_back()
+        return grad, None
+
+
+def join_stash(y: Tensor, group: StashGroup | None) -> Tensor:
+    """Return y, the output of the layer or captured part that closed the group.
+
+    The computation waits for the group's copies here, and backward starts to copy back.
+    """
+    return y if group is None else _Join.apply(y, group)
+
+
+class PagedStash:
+    """The stash of a rank.
 
     Attributes:
         page_size: tokens of a page.
-        factor: size of a slab, as a multiple of the balanced size; 0 for a pool without pages.
-        num_users: tensors that have pages.
+        kernels: the copies.
+        overflow: int32 [1] on the device: pages were missing since the last `begin_iteration`.
+        generation: number of times that the memory has been replaced.
     """
 
     def __init__(
         self,
-        token_shape: torch.Size,
-        dtype: torch.dtype,
         device: torch.device,
-        page_size: int,
-        factor: float,
-        pinned: bool = False,
+        page_size: int = 64,
+        factor_device: float = 1.1,
+        factor_host: float = 0.0,
+        kernels: PageKernels | None = None,
     ):
-        self.page_size, self.factor = page_size, factor
-        self._token_shape, self._options = token_shape, {"dtype": dtype, "device": device, "pin_memory": pinned}
-        self._slabs: list[Tensor] = []  # of different sizes, [pages, page_size, ...]
-        self._free: deque[tuple[int, int]] = deque()  # (slab, page in it)
-        self._num_slabs = 0  # slabs added for users, without forced growth
-        self.num_users = 0
-
-    @property
-    def num_pages(self) -> int:
-        return sum(slab.shape[0] for slab in self._slabs)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_pages - len(self._free)
-
-    def allocate(self, num_tokens: int, balanced_size: int, force: bool = False) -> list[tuple[int, int]] | None:
-        """Allocate pages for tokens; return None if the pool is full, or grow it beyond its factor with `force`."""
-        num_pages = -(-num_tokens // self.page_size)
-        while len(self._free) < num_pages and self._num_slabs <= self.num_users and self.factor > 0:
-            self._grow(math.ceil(self.factor * balanced_size / self.page_size))
-            self._num_slabs += 1
-        if len(self._free) < num_pages:
-            if not force:
-                return None
-            self._grow(num_pages - len(self._free))
-        self.num_users += 1
-        return [self._free.popleft() for _ in range(num_pages)]
-
-    def free(self, pages: list[tuple[int, int]]) -> None:
-        """Free the pages of one `allocate`."""
-        self._free.extend(pages)
-        self.num_users -= 1
-
-    def _grow(self, num_pages: int) -> None:
-        self._free.extend((len(self._slabs), page) for page in range(num_pages))
-        self._slabs.append(torch.empty(num_pages, self.page_size, *self._token_shape, **self._options))
-
-    def views(self, pages: list[tuple[int, int]], num_tokens: int) -> list[tuple[Tensor, int, int]]:
-        """Return views of the pages, adjacent ones joined, as (memory, first token, end token)."""
-        runs: list[list[int]] = []  # slab, first page, number of pages
-        for slab, page in pages:
-            if runs and runs[-1][0] == slab and sum(runs[-1][1:]) == page:
-                runs[-1][2] += 1
-            else:
-                runs.append([slab, page, 1])
-        views, start = [], 0
-        for slab, first, count in runs:
-            stop = min(start + count * self.page_size, num_tokens)
-            memory = self._slabs[slab][first : first + count].flatten(0, 1)
-            views.append((memory[: stop - start], start, stop))
-            start = stop
-        return views
-
-
-class PagedTensor:
-    """Copy of a tensor's tokens in pages of a pool; `free` or garbage collection frees the pages, once."""
-
-    def __init__(self, pool: PagePool, pages: list[tuple[int, int]], x: Tensor, num_tokens: int):
-        self.pool, self.pages, self.num_tokens = pool, pages, num_tokens
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.free = weakref.finalize(self, pool.free, pages)
-        self.free.atexit = False
-
-    def views(self) -> list[tuple[Tensor, int, int]]:
-        return self.pool.views(self.pages, self.num_tokens)
-
-
-class PageCopies(StreamedCopies):
-    """Copies between one layer's buffers and pages, which may be those of a copy back in flight."""
-
-    waits_for_copies_back = True
-
-    def __init__(
-        self,
-        allocate_pages: Callable[[Tensor, int, int], tuple[PagePool, list]],
-        num_tokens: int,
-        balanced_size: int,
-        streams: tuple[Any, Any] | None,
-    ):
-        super().__init__(streams)
-        self._allocate_pages, self._num_tokens, self._balanced_size = allocate_pages, num_tokens, balanced_size
-
-    def allocate(self, x: Tensor) -> PagedTensor:
-        pool, pages = self._allocate_pages(x, self._num_tokens, self._balanced_size)
-        return PagedTensor(pool, pages, x, self._num_tokens)
-
-    def copy_out(self, destination: PagedTensor, x: Tensor) -> None:
-        for memory, start, stop in destination.views():
-            memory.copy_(x[start:stop], non_blocking=True)
-
-    def copy_back(self, destination: PagedTensor) -> Tensor:
-        x = torch.empty(destination.shape, dtype=destination.dtype, device=destination.device)
-        for memory, start, stop in destination.views():
-            x[start:stop].copy_(memory, non_blocking=True)
-        x[destination.num_tokens :].zero_()  # as before, because GEMMs may include the padding
-        destination.free()
-        return x
-
-
-class PagedStash:
-    """The stash of one model chunk; `num_overflows` counts how often both pools were full."""
-
-    def __init__(self, device: torch.device, page_size: int = 64, factor_device: float = 1.1, factor_host: float = 0.0):
-        """Create empty pools with `page_size` tokens per page; the factors are explained at the head of this file."""
-        self._device, self._page_size = device, page_size
-        self._factors = {"device": factor_device, "host": factor_host}
-        self._pools: dict[tuple, PagePool] = {}
-        self._streams = make_copy_streams(device)
-        self._last: OffloadGroup | None = None
-        self.num_overflows = 0
-        self._logged_factor = 0.0
+        """Create it without pages; the factors are explained at the head of this file."""
+        self._device, self.page_size, self.kernels = device, page_size, kernels or TORCH_PAGE_KERNELS
+        self._factors = factor_device, factor_host
+        self._pools: dict[Signature, PagePool] = {}
+        # one stream for all copies and changes of free pages, which are so in order
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._num_iterations = self.generation = self.num_overflows = 0
 
     @property
     def pools(self) -> tuple[PagePool, ...]:
         return tuple(self._pools.values())
 
-    def begin_pass(self) -> None:
-        """Begin the next forward pass, which starts a new chain of groups."""
-        self._last = None
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages on the device."""
+        return sum(pool.num_bytes for pool in self.pools)
 
-    def open(
-        self, buffer_size: int, num_used: int, balanced_size: int
-    ) -> Callable[[Tensor], Callable[[], Tensor] | None]:
-        """Return the function that stashes one layer's tensors and returns how to fetch them.
+    @property
+    def sufficient_factor(self) -> float:
+        """Smallest --moe-paged-stash-buffer-size-factor-cuda with which everything so far would have fitted."""
+        return max((pool.sufficient_factor for pool in self.pools), default=0.0)
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether pages were missing in this iteration, as far as the host knows."""
+        return any(pool.has_overflowed for pool in self.pools)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether this is the first iteration, which needs counts on the host."""
+        return self._num_iterations < 2
+
+    def why_host_counts(self) -> str | None:
+        """Return why the host needs the numbers of tokens; None if it does not."""
+        if self._device.type == "cuda" and self._factors[1] > 0 and not self.kernels.reaches_host:
+            return "without the Triton kernel paged-stash it copies pages to the host (--triton-kernels)"
+        return None
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration, in which no group of an earlier one is used: all pages are free, and the flag is unset.
+
+        Outside of graphs.
+        """
+        self._num_iterations += 1
+        self.overflow.zero_()
+        for pool in self.pools:
+            has_overflowed, before = pool.has_overflowed, pool.num_device
+            if pool.begin_iteration(*self._factors):
+                self.generation += 1
+            if has_overflowed:
+                self.num_overflows += 1
+                logger.warning(
+                    "the paged stash was full (%d pages of %d tokens, --moe-paged-stash-buffer-size-factor-cuda %g) "
+                    "and grows to %d pages; nothing is lost. A factor of %g would suffice",
+                    before,
+                    self.page_size,
+                    self._factors[0],
+                    pool.num_device,
+                    pool.sufficient_factor,
+                )
+
+    def open(self, buffer_size: int, num_used: int | Tensor, balanced_size: int) -> StashGroup:
+        """Return the group of a layer and microbatch.
 
         Args:
             buffer_size: tensors of at least this many tokens are stashed.
-            num_used: tokens that are copied.
-            balanced_size: unit of the pools' sizes.
+            num_used: tokens in use, which are stored; on the device integer [1].
+            balanced_size: unit of the sizes of the memory, in tokens.
         """
-        group = OffloadGroup(self._last)
-        copies = PageCopies(self._allocate_pages, num_used, balanced_size, self._streams)
+        return StashGroup(self, buffer_size, num_used, balanced_size)
 
-        def store(x: Tensor) -> Callable[[], Tensor] | None:
-            if x.dim() == 0 or x.shape[0] < buffer_size:
-                return None
-            stored = OffloadedTensor(x, group, copies)
-            group.add(stored)
-            self._last = group
-            return functools.partial(OffloadedTensor.get, stored)
+    def get_pool(self, signature: Signature) -> PagePool:
+        """Return the pages for groups of a signature."""
+        if signature not in self._pools:
+            self._pools[signature] = PagePool(signature, self._device, self.page_size, self.kernels)
+        return self._pools[signature]
 
-        return store
+    def run_copies(self, copy: Callable[[], None]) -> Any:
+        """Run copies behind what the current stream has; return their event, None without CUDA."""
+        if self._stream is None:
+            copy()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+            return self._stream.record_event()
 
-    def _pool(self, x: Tensor, where: str) -> PagePool:
-        key = (where, x.shape[1:], x.dtype)
-        if key not in self._pools:
-            on_host = where == "host"
-            self._pools[key] = PagePool(
-                x.shape[1:],
-                x.dtype,
-                torch.device("cpu") if on_host else self._device,
-                self._page_size,
-                self._factors[where],
-                pinned=on_host and self._streams is not None,
-            )
-        return self._pools[key]
-
-    def _allocate_pages(self, x: Tensor, num_tokens: int, balanced_size: int) -> tuple[PagePool, list[tuple[int, int]]]:
-        """Allocate pages for tokens of x, on the device if there are any, else on the host."""
-        device_pool = self._pool(x, "device")
-        pages = device_pool.allocate(num_tokens, balanced_size)
-        if pages is not None:
-            return device_pool, pages
-        if self._factors["host"] > 0:
-            host_pool = self._pool(x, "host")
-            pages = host_pool.allocate(num_tokens, balanced_size)
-            if pages is not None:
-                return host_pool, pages
-        before = device_pool.num_pages
-        pages = device_pool.allocate(num_tokens, balanced_size, force=True)
-        self.num_overflows += 1
-        num_stashed = device_pool.num_pages * self._page_size
-        sufficient = math.ceil(100 * num_stashed / (device_pool.num_users * balanced_size)) / 100
-        if sufficient <= self._logged_factor:
-            return device_pool, pages
-        self._logged_factor = sufficient
-        logger.warning(
-            "the paged stash is full (%d pages of %d tokens, --moe-paged-stash-buffer-size-factor-cuda %g) and grows "
-            "to %d pages; nothing is lost. A factor of %g would suffice",
-            before,
-            self._page_size,
-            self._factors["device"],
-            device_pool.num_pages,
-            sufficient,
-        )
-        return device_pool, pages
+    def wait(self, event: Any) -> None:
+        """Make the current stream wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)

@@ -16,7 +16,7 @@ from arguments.layer_pattern import is_linear
 from arguments.stage_layout import chunk_layouts, embedding_stages
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.errors import UserError
-from moe_trainer.layers.kernels import select_kernels, with_delta_rule
+from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.layers.layer_factory import select_layer_factory
 from moe_trainer.layers.qk_clip import track_max_logits
 from moe_trainer.memory.activations import ActivationPolicy
@@ -81,6 +81,7 @@ def build_chunks(
     overlap_executor = (
         AlternatingExecutor() if parallel.overlap_moe_expert_parallel_comm or parallel.has_wgrad_in_ep_overlap else None
     )
+    stash = _make_stash(args, device, kernels)
     chunks = []
     for layout in layouts[ps.pp.rank]:
         has_queue = parallel.has_deferred_wgrad or (parallel.has_deferred_head_wgrad and layout.has_loss)
@@ -97,7 +98,7 @@ def build_chunks(
                 device=device,
                 queue=queue,
                 overlap_executor=overlap_executor,
-                activations=functools.partial(_make_activation_policy, args, ps, device),
+                activations=functools.partial(_make_activation_policy, args, ps, device, stash),
                 graphs=CudaGraphs(
                     args.training.captured_modules if cuda else frozenset(),
                     device,
@@ -140,8 +141,26 @@ def _dispatch_buffer_spec(
     )
 
 
+def _make_stash(args: Arguments, device: torch.device, kernels: Kernels) -> PagedStash | None:
+    """Return the stash that the chunks of a rank share."""
+    moe = args.moe
+    if not moe.moe_paged_stash or device.type == "meta":
+        return None
+    return PagedStash(
+        device,
+        moe.moe_paged_stash_page_size,
+        moe.moe_paged_stash_buffer_size_factor_cuda,
+        moe.moe_paged_stash_buffer_size_factor_cpu,
+        kernels.paged_stash,
+    )
+
+
 def _make_activation_policy(
-    args: Arguments, ps: ParallelState, device: torch.device, stream: ShardRNG | None
+    args: Arguments,
+    ps: ParallelState,
+    device: torch.device,
+    stash: PagedStash | None,
+    stream: ShardRNG | None,
 ) -> ActivationPolicy:
     model, moe, training = args.model, args.moe, args.training
     offload, parts = None, training.offloaded_modules
@@ -157,14 +176,6 @@ def _make_activation_policy(
         )
     # forced logits do not count: they are drawn outside recomputed regions
     uses_global_rng = bool(model.hidden_dropout or model.attention_dropout or moe.moe_input_jitter_eps)
-    stash = None
-    if moe.moe_paged_stash and device.type != "meta":
-        stash = PagedStash(
-            device,
-            moe.moe_paged_stash_page_size,
-            moe.moe_paged_stash_buffer_size_factor_cuda,
-            moe.moe_paged_stash_buffer_size_factor_cpu,
-        )
     return ActivationPolicy(
         training.recomputed_modules,
         uses_global_rng=uses_global_rng,

@@ -19,6 +19,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.memory.paged_stash import StashGroup, join_stash
 from moe_trainer.moe.cloning import CloneRouting, ExpertCloner
 from moe_trainer.moe.dispatch.base import DispatchHints, DispatchState, KnownCounts, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
@@ -194,10 +195,11 @@ class MoELayer(nn.Module):
         x_RH, probs_R = yield_point(self.overlap_executor, self.queue, state.x_RH, state.probs_R)
         state = dispatcher.finish_token_dispatch(replace(state, x_RH=x_RH, probs_R=probs_R))
         state = dispatcher.dispatch_postprocess(state)
-        y_RH = self._run_experts(state, routed.shape[0] * routed.shape[1], clone_routing)
+        y_RH, group = self._run_experts(state, routed.shape[0] * routed.shape[1], clone_routing)
         y_RH, handle = dispatcher.start_token_combine(dispatcher.combine_preprocess(y_RH, state), state)
         (y_RH,) = yield_point(self.overlap_executor, self.queue, y_RH)
         y_TH = dispatcher.combine_postprocess(dispatcher.finish_token_combine(y_RH, handle, state), state)
+        y_TH = join_stash(y_TH, group)
         y_SBH = y_TH.view(*routed.shape[:2], y_TH.shape[1])
         if self.fc2_latent_proj is not None:
             y_SBH = self.fc2_latent_proj(y_SBH)
@@ -261,11 +263,9 @@ class MoELayer(nn.Module):
 
         `problem` is the dispatcher's.
         """
-        problem = problem or (
-            "--moe-paged-stash assigns pages there"
-            if self.activations.stash is not None
-            else self.experts.why_host_counts()
-        )
+        problem, stash = problem or self.experts.why_host_counts(), self.activations.stash
+        if problem is None and stash is not None:
+            problem = stash.why_host_counts()
         self.budget.allows_device_counts = problem is None
         return problem
 
@@ -284,8 +284,14 @@ class MoELayer(nn.Module):
             self.num_cloned_tokens += sum(clone.num_tokens for clone in clone_routing.clones)
         return clone_routing, known if self.dispatcher.uses_known_counts else None
 
-    def _run_experts(self, state: DispatchState, num_tokens: int, clone_routing: CloneRouting | None) -> Tensor:
-        """Run the local experts and clones on the received tokens; `num_tokens` is the number of local ones."""
+    def _run_experts(
+        self, state: DispatchState, num_tokens: int, clone_routing: CloneRouting | None
+    ) -> tuple[Tensor, StashGroup | None]:
+        """Run the local experts and clones on the received tokens; `num_tokens` is the number of local ones.
+
+        Returns:
+            The results, and the group of join_stash.
+        """
         x_RH, probs_R, counts_e = state.x_RH, state.probs_R, state.tokens_per_expert_e
         if self.budget is None:
             clone_weights = (
@@ -293,18 +299,21 @@ class MoELayer(nn.Module):
                 if clone_routing is None
                 else self.cloner.weight_exchange(clone_routing, self.activations.is_saving)
             )
-            return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights)
+            return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights), None
         if isinstance(counts_e, Tensor):
             if not self.activations.is_recomputing:
                 self.budget.note_overflow(state.overflow)
-            return self.experts(x_RH, probs_R, counts_e)
+            with self.activations.stash_scope(
+                x_RH.shape[0], counts_e.sum(0, keepdim=True), self.budget.balanced_size
+            ) as group:
+                return self.experts(x_RH, probs_R, counts_e), group
         num_received = x_RH.shape[0]
         needed = max(num_received, state.fixed_size if self.budget.allows_device_counts else 0)
         # cached, because the budget may have grown when a region is recomputed
         size = self.activations.cached_for_recompute(lambda: self.budget.size_for(num_tokens, needed))
-        with self.activations.stash_scope(size, num_received, self.budget.balanced_size):
+        with self.activations.stash_scope(size, num_received, self.budget.balanced_size) as group:
             y_CH = self.experts(pad_to_buffer(x_RH, size), pad_to_buffer(probs_R, size), counts_e, size - num_received)
-            return y_CH[:num_received]
+            return y_CH[:num_received], group
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
         return self.activations.recompute_region("shared_experts", self.shared_experts, x_SBH)

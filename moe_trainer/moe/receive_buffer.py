@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
+from moe_trainer.memory.paged_stash import PagedStash
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,12 @@ def get_receive_budgets(chunks: Iterable) -> list[ReceiveBudget]:
     return [layer.budget for chunk in chunks for layer in chunk.moe_layers() if layer.budget is not None]
 
 
+def get_stashes(chunks: Iterable) -> list[PagedStash]:
+    """Return the paged stashes of these model chunks, which usually share one."""
+    found = [layer.activations.stash for chunk in chunks for layer in chunk.moe_layers()]
+    return list({id(stash): stash for stash in found if stash is not None}.values())
+
+
 @contextlib.contextmanager
 def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, float]]]:
     """Record growth of budgets instead of logging it.
@@ -137,8 +144,14 @@ def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, fl
 
 @contextlib.contextmanager
 def leave_counts_on_device(chunks: Iterable, enabled: bool = True) -> Iterator[None]:
-    """Leave counts on the device in the layers that allow it; the caller must read `count_overflows` on exit."""
-    budgets = get_receive_budgets(chunks)
+    """Leave counts on the device in the layers that allow it; the caller must read `count_overflows` on exit.
+
+    An iteration runs in this scope: the paged stash begins here, whose first iteration has counts on the host.
+    """
+    budgets, stashes = get_receive_budgets(chunks), get_stashes(chunks)
+    for stash in stashes:
+        stash.begin_iteration()
+    enabled = enabled and not any(stash.is_measuring for stash in stashes)
     for budget in budgets:
         budget.reset()
         budget.counts_on_device = enabled and budget.allows_device_counts
@@ -150,8 +163,12 @@ def leave_counts_on_device(chunks: Iterable, enabled: bool = True) -> Iterator[N
 
 
 def count_overflows(chunks: Iterable, device: torch.device) -> Tensor:
-    """Return how many of this rank's layers dropped tokens in the last scope: fp64 [1] on the device."""
+    """Return how many of this rank's layers dropped tokens in the last scope: fp64 [1] on the device.
+
+    A paged stash without enough pages counts as one.
+    """
     flags = [flag for budget in get_receive_budgets(chunks) if (flag := budget.overflow) is not None]
+    flags += [stash.overflow for stash in get_stashes(chunks)]
     if not flags:
         return torch.zeros(1, dtype=torch.float64, device=device)
     return torch.cat(flags).count_nonzero().double().view(1)

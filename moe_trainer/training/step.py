@@ -31,6 +31,7 @@ from moe_trainer.moe.expert_loads import collect_expert_loads
 from moe_trainer.moe.receive_buffer import (
     count_overflows,
     get_receive_budgets,
+    get_stashes,
     leave_counts_on_device,
     record_budget_growth,
 )
@@ -343,23 +344,30 @@ def _num_overflowed_layers(ctx: TrainContext) -> Tensor:
 
 
 def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str, float, float]]) -> None:
-    """Adopt the largest factor of every layer after a repeated iteration, and log the one that suffices. Collective.
+    """Adopt the largest factor of every layer after a repeated iteration, and log the sufficient ones. Collective.
 
     `grown` is the result of record_budget_growth.
     """
     mine = [(after, before, name, ctx.ps.world.rank) for name, before, after in grown]
     budgets = get_receive_budgets(ctx.chunks)
-    gathered = collectives.all_gather_object((mine, {budget.name: budget.factor for budget in budgets}), ctx.ps.world)
+    full = [stash.sufficient_factor for stash in get_stashes(ctx.chunks) if stash.has_overflowed]
+    factors = {budget.name: budget.factor for budget in budgets}
+    gathered = collectives.all_gather_object((mine, factors, max(full, default=0.0)), ctx.ps.world)
     largest: dict[str, float] = {}
-    for _, factors in gathered:
+    for _, factors, _ in gathered:
         for name, factor in factors.items():
             largest[name] = max(factor, largest.get(name, factor))
     for budget in budgets:
         budget.adopt(largest[budget.name])
-    if ctx.ps.world.rank == 0:
-        after, before, name, rank = max(
-            (each for grown, _ in gathered for each in grown), default=(0.0, 0.0, "no layer", 0)
+    if ctx.ps.world.rank:
+        return
+    if stash_factor := max(factor for _, _, factor in gathered):
+        logger.warning(
+            f"iteration {state.iteration + 1}: the paged stash was full; nothing of it has taken effect, and it was "
+            f"repeated. --moe-paged-stash-buffer-size-factor-cuda {stash_factor:g} would have been enough"
         )
+    if any(grown for grown, _, _ in gathered):
+        after, before, name, rank = max(each for grown, _, _ in gathered for each in grown)
         logger.warning(
             f"iteration {state.iteration + 1}: experts received more rows than their budgets allow; nothing of it has "
             f"taken effect, and it was repeated with larger ones: the factor of {name} on rank {rank} grew from "

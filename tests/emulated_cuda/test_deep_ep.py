@@ -167,6 +167,7 @@ RECOMPUTE = (
         *RECOMPUTE,
         "--overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 16",
         "--moe-hybridep-pad-uneven-dispatch-inputs",
+        "--moe-paged-stash --moe-paged-stash-page-size 4",
     ],
 )
 def test_no_host_waits_in_training_with_a_budget(sources, flags):
@@ -176,7 +177,13 @@ def test_no_host_waits_in_training_with_a_budget(sources, flags):
         assert found == expects
 
 
-@pytest.mark.parametrize("flags", ["--moe-paged-stash", "--moe-permute-fusion-into-hybridep"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu 1",  # which needs Triton's kernel
+        "--moe-permute-fusion-into-hybridep",
+    ],
+)
 def test_settings_that_need_host_counts_still_wait(sources, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
         (f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2

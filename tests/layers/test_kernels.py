@@ -26,7 +26,7 @@ def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         select_kernels(OPTIONS["triton_kernels"].default, BackendPolicy(cuda=True))
     assert caplog.messages == [
-        "Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention"
+        "Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention, paged-stash"
     ]
 
 

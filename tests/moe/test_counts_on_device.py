@@ -14,6 +14,7 @@ from moe.test_receive_buffer import KINDS, run_passes
 from training.layouts import create_groups, make_argv, shallow
 
 from arguments import parse_args
+from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
 from moe_trainer.moe import receive_buffer
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
@@ -213,6 +214,48 @@ def test_device_counts_give_the_results_of_all_to_all(recompute):
     assert_equal(plain, ours[0], 1e-5)
 
 
+STASH = "--moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda"
+ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+
+
+def check_stash(ranks: int, flags: str, factor: float) -> list[dict]:
+    """Train with a stash: nothing but the iteration that measures has counts on the host."""
+    flags = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
+    plain = run_ranks(train, ranks, flags)
+    ours = run_ranks(train, ranks, f"{flags} {STASH} {factor}")
+    for one, other in zip(plain, ours, strict=True):
+        for name in ("losses", "norms", "evaluation"):
+            assert one[name] == other[name], name
+        assert set(other["reads"]) <= {"balancing.py"}, "in the last iteration"
+    assert_equal(plain[0], ours[0])
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, "--hidden-dropout 0.1"),
+        (
+            4,
+            "--moe-layer-freq 1 --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        ),
+        (4, ZERO_BUBBLE),
+    ],
+)
+def test_paged_stash_with_device_counts_changes_nothing(ranks, flags):
+    """With layers of multi-token prediction."""
+    for result in check_stash(ranks, flags, 3.0):
+        assert result["attempts"] == [False] * 3 and not result["log_lines"]
+
+
+def test_iteration_with_a_full_stash_is_repeated_exactly():
+    results = check_stash(2, RECOMPUTE[0], 0.5)
+    assert all(result["attempts"][:3] == [False, False, True] for result in results)
+    assert "iteration 2: the paged stash was full" in results[0]["log_lines"][0]
+    factor = results[0]["log_lines"][-1].split("--moe-paged-stash-buffer-size-factor-cuda ")[1].split()[0]
+    assert all(result["attempts"] == [False] * 3 for result in check_stash(2, RECOMPUTE[0], float(factor)))
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "small"),
     [
@@ -348,7 +391,8 @@ def test_step_records_use_host_counts():
 def test_device_counts_are_enabled_only_within_the_context():
     receive = ReceiveBudget("layer", 1.0, 2)
     receive.allows_device_counts = True
-    chunk = type("Chunk", (), {"moe_layers": lambda self: [type("Layer", (), {"budget": receive})]})()
+    layer = type("Layer", (), {"budget": receive, "activations": ActivationPolicy()})
+    chunk = type("Chunk", (), {"moe_layers": lambda self: [layer]})()
     assert not receive.counts_on_device
     with leave_counts_on_device([chunk]):
         assert receive.counts_on_device

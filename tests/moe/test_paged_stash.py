@@ -1,10 +1,11 @@
 """Paged stashing: bitwise equal to layers that keep their buffers; memory of the used pages and one worst-case buffer."""
 
-import gc
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import run_ranks
 from memory.measure import measure_retained
 from moe.layers import FFN, HIDDEN, by_name, cut, sections
@@ -14,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.memory.paged_stash import PagedStash, PagePool
+from moe_trainer.memory.paged_stash import PagedStash
+from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 
 CPU = torch.device("cpu")
@@ -25,37 +28,30 @@ WORST, SHARE = TOKENS * 2 * 3, TOKENS * 2
 WIDTH = HIDDEN + 2 * FFN + 1  # what an expert's rows keep: input, fc1's output, probability
 
 
-def make_pool(page=4, factor=1.0):
-    return PagePool(torch.Size([3]), torch.float32, CPU, page, factor)
+class FixedBuffers(LocalDispatcher):
+    """Receives into buffers of a fixed size with counts on the device; what follows the tokens is undefined."""
+
+    def dispatch_preprocess(self, x_TH, probs_TE, routing_TE, hints):
+        state = super().dispatch_preprocess(x_TH, probs_TE, routing_TE, hints)
+        rest = hints.buffer_size - state.x_RH.shape[0]
+        return replace(
+            state,
+            x_RH=F.pad(state.x_RH, (0, 0, 0, rest), value=torch.nan),
+            probs_R=F.pad(state.probs_R, (0, rest), value=torch.nan),
+            tokens_per_expert_e=state.handle.routes.counts_E,
+            overflow=torch.zeros(1, dtype=torch.int32),
+        )
+
+    def start_token_dispatch(self, state, cache_fn):
+        return state
+
+    def combine_preprocess(self, y_RH, state):
+        return y_RH[: state.handle.routes.row_R.shape[0]]
 
 
-def test_freed_pages_are_reused_as_a_ring():
-    pages = make_pool()
-    first, second = pages.allocate(9, 24), pages.allocate(4, 24)
-    assert (len(first), len(second), pages.num_pages, pages.num_used, pages.num_users) == (3, 1, 6, 4, 2)
-    pages.free(first)
-    third = pages.allocate(12, 24)
-    assert third == [(0, 4), (0, 5), (0, 0)], "pages that were given back come last"
-    assert [(piece.shape[0], start, stop) for piece, start, stop in pages.views(third, 11)] == [(8, 0, 8), (3, 8, 11)]
-
-
-def test_pool_grows_by_one_slab_per_user():
-    pages = make_pool(factor=1.5)
-    assert pages.num_pages == 0 and len(pages.allocate(8, 8)) == 2 and pages.num_pages == 3
-    assert len(pages.allocate(16, 8)) == 4 and pages.num_pages == 6, "what the first user left is used by the second"
-    assert pages.allocate(16, 8) is None and pages.num_users == 2
-    assert len(pages.allocate(16, 8, force=True)) == 4 and pages.num_used == pages.num_pages == 10
-    assert make_pool(factor=0.0).allocate(1, 8) is None
-    assert pages.allocate(0, 8) == [], "an expert without tokens"
-
-
-def test_views_do_not_span_two_slabs():
-    pages = make_pool(factor=1.0)
-    pages.allocate(12, 12), pages.allocate(12, 12)  # a slab of three pages for each
-    assert [(piece.shape[0], start, stop) for piece, start, stop in pages.views([(0, 0), (1, 1), (1, 2)], 12)] == [
-        (4, 0, 4),
-        (8, 4, 12),
-    ]
+def free_pages(stash):
+    """The numbers of free pages, and of all pages."""
+    return [(int(pool.free_P[:-1].sum()), pool.num_device + pool.num_host) for pool in stash.pools]
 
 
 def build_layers(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64, device=CPU, **changes):
@@ -86,25 +82,29 @@ def build_layers(count, ps=None, stash=None, factor=FACTOR, dtype=torch.float64,
     return made
 
 
-def begin(layers):
-    layers[0].activations.begin_pass()
-
-
 def run(layers, x):
-    begin(layers)
+    layers[0].activations.begin_pass()
     for layer in layers:
         x = x + layer(x)
     return x
 
 
-def tokens(dtype=torch.float64, seed=0):
-    return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+def tokens(dtype=torch.float64, seed=0, count=TOKENS):
+    x = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x[:count].to(dtype)
 
 
-def gradients(layers, microbatches=3):
+def gradients(layers, microbatches=3, counts=(TOKENS,)):
     """Outputs and gradients of microbatches that are in flight at the same time, in two orders of backward."""
-    weight = layers[0].router.weight
-    xs = [tokens(weight.dtype, seed).to(weight.device).requires_grad_() for seed in range(microbatches)]
+    weight, stash = layers[0].router.weight, layers[0].activations.stash
+    if stash is not None:
+        stash.begin_iteration()
+    for layer in layers:
+        layer.zero_grad()
+    xs = [
+        tokens(weight.dtype, seed, counts[seed % len(counts)]).to(weight.device).requires_grad_()
+        for seed in range(microbatches)
+    ]
     ys = [run(layers, x) for x in xs]
     for y in (ys[1], ys[0], *ys[2:]):
         (y * y).sum().backward()
@@ -113,6 +113,11 @@ def gradients(layers, microbatches=3):
         *(x.grad for x in xs),
         *(param.grad.clone() for layer in layers for param in layer.parameters()),
     ]
+
+
+def assert_same(ours, plain):
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 KINDS = {
@@ -131,68 +136,131 @@ KINDS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_paged_stash_gives_bitwise_equal_results(kind, dtype):
-    stash = PagedStash(CPU, PAGE, 1.2, 0.0)
-    plain, ours = (gradients(build_layers(3, stash=which, dtype=dtype, **KINDS[kind])) for which in (None, stash))
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert torch.equal(mine, theirs)
-    gc.collect()
-    assert stash.pools and all(pages.num_pages and not pages.num_used for pages in stash.pools), (
-        "every page was used and given back"
+    """In the first iteration, which measures, and in the second one, which uses pages."""
+    stash = PagedStash(CPU, PAGE, 1.2)
+    layers, plain = (
+        build_layers(3, stash=stash, dtype=dtype, **KINDS[kind]),
+        build_layers(3, dtype=dtype, **KINDS[kind]),
     )
+    for _ in range(2):
+        assert_same(gradients(layers), gradients(plain))
+    assert stash.generation and free_pages(stash), "there were pages"
+    assert all(free == total for free, total in free_pages(stash)), "every page was given back"
+
+
+@pytest.mark.parametrize("kind", ["grouped", "probabilities on the input"])
+@pytest.mark.parametrize(("device", "host", "page"), [(1.2, 0.0, 8), (0.5, 0.75, 8), (1.0, 0.0, 7)])
+def test_device_counts_give_bitwise_equal_results(device, host, page, kind):
+    """Microbatches of different sizes in buffers of one size; pages on the host are those behind the device's."""
+    changes, counts = KINDS["grouped"] | KINDS[kind], (TOKENS, 23, 9)
+    stash = PagedStash(CPU, page, device, host)
+    layers, plain = (build_layers(3, stash=which, dtype=torch.float32, **changes) for which in (stash, None))
+    expected = gradients(plain, counts=counts)
+    assert_same(gradients(layers, counts=counts), expected)
+    attach_dispatcher(layers, FixedBuffers(Permutation()))
+    for layer in layers:
+        layer.budget.counts_on_device = True
+    for _ in range(2):
+        assert_same(gradients(layers, counts=counts), expected)
+        assert not stash.overflow.any()
+    assert free_pages(stash) and all(free == total for free, total in free_pages(stash))
+
+
+def test_device_counts_without_enough_pages_set_the_flag():
+    """The next iteration, with counts on the host, loses nothing, and then there are enough pages."""
+    stash = PagedStash(CPU, PAGE, 0.5)
+    layers, plain = (build_layers(3, stash=which, dtype=torch.float32, **KINDS["grouped"]) for which in (stash, None))
+    expected, by_host = gradients(plain), layers[0].dispatcher
+    gradients(layers)
+    for on_device, overflows, generation in ((True, True, 1), (False, False, 1), (True, False, 2)):
+        attach_dispatcher(layers, FixedBuffers(Permutation()) if on_device else by_host)
+        for layer in layers:
+            layer.budget.counts_on_device = on_device
+        found = gradients(layers)
+        assert bool(stash.overflow) == overflows and stash.generation == generation
+        assert all(free == total for free, total in free_pages(stash)), "missing pages are not given back"
+        if not overflows:
+            assert_same(found, expected)
+        assert all(x.isfinite().all() for x in found)
 
 
 @pytest.mark.parametrize(("device", "host"), [(0.5, 1.0), (0.3, 0.3), (0.01, 0.0)])
 def test_full_pools_spill_to_host_or_grow(device, host, caplog):
     stash = PagedStash(CPU, PAGE, device, host)
+    layers, expected = build_layers(3, stash=stash), gradients(build_layers(3))
     with caplog.at_level(logging.WARNING):
-        plain, ours = (gradients(build_layers(3, stash=which)) for which in (None, stash))
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert torch.equal(mine, theirs)
+        for _ in range(3):
+            assert_same(gradients(layers), expected)
     assert (
         (stash.num_overflows > 0)
         == ("--moe-paged-stash-buffer-size-factor-cuda" in caplog.text)
         == (device + host < 1.0)
     )
-    used_host = any(where == "host" and pages.num_pages for (where, *_), pages in stash._pools.items())
-    assert used_host == (host > 0)
+    assert stash.num_overflows <= 1, "it has grown"
+    assert all(pool.num_host == (host > 0) * 9 * -(-host * SHARE // PAGE) for pool in stash.pools)
 
 
 def test_stash_factor_named_in_the_log_suffices(caplog):
     stash = PagedStash(CPU, 1, 0.3)  # pages of a row: nothing is rounded up
+    layers = build_layers(3, stash=stash)
     with caplog.at_level(logging.WARNING):
-        gradients(build_layers(3, stash=stash))
+        for _ in range(3):
+            gradients(layers)
     assert stash.num_overflows
     named = float(caplog.messages[-1].removesuffix(" would suffice").split()[-1])
     for factor, enough in ((named, True), (0.9 * named, False)):
         stash = PagedStash(CPU, 1, factor)
-        gradients(build_layers(3, stash=stash))
-        assert (stash.num_overflows == 0) == enough
+        layers = build_layers(3, stash=stash)
+        for _ in range(2):
+            gradients(layers)
+        assert stash.has_overflowed == (not enough)
+
+
+def test_more_layers_in_flight_have_more_pages():
+    """As when the batch size grows: the memory is that of the most groups so far."""
+    stash = PagedStash(CPU, PAGE, 1.0)
+    layers = build_layers(2, stash=stash)
+    sizes = []
+    for microbatches in (2, 2, 4, 2, 2):
+        gradients(layers, microbatches)
+        sizes.append((stash.generation, stash.pools[0].num_device))
+    group = SHARE // PAGE
+    assert sizes == [(0, 0), (1, 4 * group), (1, 4 * group), (2, 8 * group), (2, 8 * group)]
 
 
 def test_backward_restores_only_layers_of_its_own_pass():
     stash = PagedStash(CPU, PAGE, 1.2)
     layers = build_layers(2, stash=stash)
+    gradients(layers)
+    stash.begin_iteration()
     first = run(layers, tokens())
-    held = [pages.num_used for pages in stash.pools]
+    held = free_pages(stash)
     run(layers, tokens(seed=1)).sum().backward()
-    gc.collect()
-    assert [pages.num_used for pages in stash.pools] == held, "the first pass waits for its own backward"
+    assert free_pages(stash) == held, "the first pass waits for its own backward"
     first.sum().backward()
+    assert all(free == total for free, total in free_pages(stash))
 
 
 def test_restored_buffers_are_zero_after_their_rows():
     stash = PagedStash(CPU, PAGE, 1.2)
-    x = torch.cat([torch.randn(13, 3), torch.zeros(27, 3)])
-    assert torch.equal(stash.open(40, 13, 13)(x)(), x)
+    x = torch.cat([torch.randn(13, 3), torch.full((27, 3), torch.nan)])
+    expected = x.nan_to_num()
+    for num_used in (13, 13, torch.tensor([13])):
+        stash.begin_iteration()
+        group = stash.open(40, num_used, 13)
+        fetch = group.store(x)
+        group.close()
+        assert torch.equal(fetch(), expected)
 
 
-def test_pages_of_a_discarded_graph_are_freed():
-    stash = PagedStash(CPU, PAGE, 1.2)
-    y = run(build_layers(2, stash=stash), tokens())
-    assert all(pages.num_used for pages in stash.pools)
-    del y
-    gc.collect()
-    assert not any(pages.num_used for pages in stash.pools)
+def test_pages_of_a_discarded_graph_are_free_in_the_next_iteration():
+    stash = PagedStash(CPU, PAGE, 1.0)
+    layers = build_layers(2, stash=stash)
+    gradients(layers, 2)
+    for _ in range(3):
+        stash.begin_iteration()
+        run(layers, tokens()), run(layers, tokens())
+        assert [free for free, _ in free_pages(stash)] == [0] and not stash.has_overflowed
 
 
 def test_nothing_is_stashed_without_gradients():
@@ -229,11 +297,16 @@ def test_retained_bytes_are_the_used_pages(count):
     left, y = measure_retained(lambda: run(plain, tokens()))
     kept = sum(size for size, shape, _ in left.tensors if shape[0] == WORST)
     assert kept == count * WORST * WIDTH * 8, "without a stash: layers x worst case"
+    stash.begin_iteration()
+    run(ours, tokens()).sum().backward()
+    stash.begin_iteration()
     ours_left, z = measure_retained(lambda: run(ours, tokens()))
     assert not [shape for _, shape, _ in ours_left.tensors if shape[0] == WORST], "with it no buffer stays"
     pages = sum(-(-number // PAGE) for number in rows)
-    assert [which.num_used for which in stash.pools] == [pages] * 3
-    assert left.device - ours_left.device == kept - pages * PAGE * WIDTH * 8
+    assert free_pages(stash) == [(0, pages)]
+    assert stash.num_bytes == pages * PAGE * WIDTH * 8
+    tables = count * (SHARE // PAGE + 1) * 8  # and the number of tokens
+    assert left.device - ours_left.device == kept - tables
     assert torch.equal(y, z)
 
 
@@ -258,10 +331,13 @@ class _Peak(TorchDispatchMode):
 
 def _peaks(count, stash):
     layers = build_layers(count, stash=stash)
-    with _Peak() as forward:
-        y = run(layers, tokens())
-    with _Peak() as backward:
-        y.sum().backward()
+    for _ in range(1 if stash is None else 2):
+        if stash is not None:
+            stash.begin_iteration()
+        with _Peak() as forward:
+            y = run(layers, tokens())
+        with _Peak() as backward:
+            y.sum().backward()
     return forward.most, backward.most
 
 
@@ -270,26 +346,27 @@ def test_worst_case_buffers_in_forward_and_backward():
         _peaks(count, PagedStash(CPU, PAGE, 1.0)) for count in (1, 2, 5)
     )
     assert 0 < one == two == five, "one worst case, whatever the number of layers"
-    assert back_one < back_two == back_five <= 2 * back_one, "the layer before is brought back meanwhile, and no other"
+    assert 0 < back_one < back_two == back_five, "the same in backward; the first layer's input has no gradient"
     assert _peaks(5, None)[0] >= 4 * WORST * WIDTH * 8 + one - WORST * WIDTH * 8, (
         "without a stash every layer has its own"
     )
 
 
 def _one_rank(rank, n, layout):
-    ps, stash = ParallelState.create(n, rank, **layout), PagedStash(CPU, PAGE, 1.2)
+    ps, stash = ParallelState.create(n, rank, **layout), PagedStash(CPU, PAGE, 1.5)
     x = tokens(seed=rank)
     results = []
-    for which in (None, stash):
+    for which in (None, stash, stash):
         layers = build_layers(3, ps, which)
+        stash.begin_iteration()
         own = x.clone().requires_grad_()
         y = run(layers, own)
-        used = [pages.num_used for pages in stash.pools]
+        used = [total - free for free, total in free_pages(stash)]
         (y * y).sum().backward()
         results.append([y.detach(), own.grad, *(param.grad for layer in layers for param in layer.parameters())])
     rows = count_received_rows(layers, x)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
-    assert used == [sum(-(-number // PAGE) for number in rows)] * 3
+    assert_same(results[1], results[0]), assert_same(results[2], results[0])
+    assert used == [sum(-(-number // PAGE) for number in rows)]
     return rows
 
 

@@ -67,6 +67,13 @@ def permute():
         yield "sum_kernel", [HALF, I32, I32, I32, probs, HALF, probs, INT, INT, INT, Const(2048), Const(256)]
 
 
+def paged_copy():
+    yield "allocate_kernel", [BYTES, LONG, LONG, I32, INT, INT, INT, Const(4096)], {"num_warps": 8}
+    for host in (BYTES, Const(None)):
+        yield "copy_out_kernel", [BYTES, BYTES, host, LONG, INT, INT, INT, "i64", Const(8192)]
+        yield "copy_back_kernel", [BYTES, BYTES, host, LONG, LONG, *[INT] * 4, "i64", INT, Const(8192)]
+
+
 def router():
     deepseek = {"bias": FP32, "groups": [Const(8), Const(32), Const(4)], "tile": [Const(8), Const(256)], "k": Const(8)}
     mixtral = {
@@ -183,6 +190,7 @@ MODULES = (
     norm,
     rope,
     permute,
+    paged_copy,
     router,
     cross_entropy,
     grouped_gemm,
