@@ -17,16 +17,10 @@ COMBINATIONS = (
     # (flags, why)
     (
         "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
-        f"a graph of the full iteration needs padded experts (`{PADDED}`); dropless MoE, with or without a paged "
-        "stash, is captured module by module",
+        "sizes must not depend on the routing: a graph of the full iteration, and one of full layers "
+        "(`--cuda-graph-impl local`), needs HybridEP with `--moe-expert-rank-capacity-factor`, or padded experts "
+        f"(`{PADDED}`)",
     ),
-    (
-        f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED} --pipeline-model-parallel-size "
-        "2",
-        "the host waits for messages between stages, and for the collectives of `--overlap-grad-reduce`, "
-        "`--overlap-param-gather` and `--context-parallel-size`",
-    ),
-    ("--cuda-graph-impl local", f"full layers are captured only with padded experts (`{PADDED}`)"),
     (f"{GRAPHS} attn --fp4-format e2m1", "stochastic rounding has one generator per tensor"),
     (
         f"{GRAPHS} attn --use-torch-fsdp2",
@@ -36,10 +30,6 @@ COMBINATIONS = (
     (
         f"{GRAPHS} attn --fine-grained-activation-offloading --offload-modules core_attn",
         "tensors inside a graph are not offloaded; those outside are",
-    ),
-    (
-        f"{GRAPHS} attn --reset-attention-mask",
-        "which tiles attention computes depends on a batch's documents (`--dataloader-inter-document-masking` too)",
     ),
     (
         f"{GRAPHS} attn --attention-dropout 0.1 --recompute-granularity selective",

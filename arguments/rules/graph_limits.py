@@ -8,6 +8,7 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
+from arguments.rules.dispatcher import RANK_CAPACITY_BACKENDS
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
@@ -44,9 +45,18 @@ def _is_padded(s: Settings) -> bool:
     return s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity
 
 
+def has_fixed_receive_buffer(s: Settings) -> bool:
+    """Return whether dropless experts receive into a buffer whose size does not depend on the routing."""
+    return (
+        s.moe_expert_rank_capacity_factor is not None
+        and s.moe_token_dispatcher_type == "flex"
+        and s.moe_flex_dispatcher_backend in RANK_CAPACITY_BACKENDS
+    )
+
+
 def _iteration_varies(s: Settings) -> bool:
     """Return whether the full iteration is to be captured although experts receive varying numbers of tokens."""
-    if s.cuda_graph_impl != "full_iteration" or not s.num_experts or _is_padded(s):
+    if s.cuda_graph_impl != "full_iteration" or not s.num_experts or _is_padded(s) or has_fixed_receive_buffer(s):
         return False
     pattern = moe_pattern(s.moe_layer_freq, s.num_layers)
     return pattern is None or any(pattern) or bool(s.mtp_num_layers)
@@ -91,9 +101,11 @@ def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     """Report one reason only: removing another flag would not make such a graph possible."""
     if _iteration_varies(s):
         yield s.violation(
-            "{asks}: capturing the full iteration of a dropless MoE model is not implemented yet. Use "
-            "{cuda_graph_impl:flag} local --cuda-graph-modules attn moe_router, or --moe-expert-capacity-factor with "
-            "{moe_pad_expert_input_to_capacity:flag}.",
+            "{asks}: the full iteration of a dropless MoE model is captured with a fixed receive buffer only: use "
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep with "
+            "{moe_expert_rank_capacity_factor:flag}, --moe-expert-capacity-factor with "
+            "{moe_pad_expert_input_to_capacity:flag}, or {cuda_graph_impl:flag} local --cuda-graph-modules attn "
+            "moe_router.",
             kind="later",
             asks=_graph_flag(s),
         )
@@ -101,13 +113,12 @@ def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Viola
 
 def check_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     moe = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
-    if "layer" in _captured(s) and moe and not _is_padded(s):
+    if "layer" in _captured(s) and moe and not _is_padded(s) and not has_fixed_receive_buffer(s):
         what = f"without {s.flag(MODULES)} captures full layers"
         yield s.violation(
             "{asks} {what}, and the number of tokens per expert varies: use --moe-expert-capacity-factor with "
-            "--moe-pad-expert-input-to-capacity, or --cuda-graph-impl local --cuda-graph-modules attn moe_router "
-            "moe_preprocess. (A budget, --moe-expert-rank-capacity-factor, fixes the experts' buffers, but their "
-            "tokens are not captured yet.)",
+            "--moe-pad-expert-input-to-capacity, --moe-expert-rank-capacity-factor with the HybridEP dispatcher, or "
+            "--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess.",
             IMPL,
             "moe_pad_expert_input_to_capacity",
             kind="later",
@@ -131,16 +142,52 @@ def check_experts_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation
                 "moe_preprocess orders a fixed number of tokens, and padding adds to them.",
                 "moe_router_padding_for_quantization",
             )
-    if not s.num_experts or "moe" not in captured or not _is_padded(s):
+    if not s.num_experts or "moe" not in captured:
         return
+    if has_fixed_receive_buffer(s) and not _is_padded(s):
+        yield from _check_dropless_experts(s)
+    elif _is_padded(s):
+        yield from _check_padded_experts(s, f)
+
+
+def _check_dropless_experts(s: Settings) -> Iterator[Violation]:
+    """Report what needs token counts on the host, or runs another microbatch between two parts of a graph."""
+    for dest, is_on, reason in (
+        (
+            "moe_paged_stash_buffer_size_factor_cpu",
+            s.moe_paged_stash and s.moe_paged_stash_buffer_size_factor_cpu,
+            "pages of host memory are assigned by the host.",
+        ),
+        (
+            "moe_permute_fusion_into_hybridep",
+            s.moe_permute_fusion_into_hybridep,
+            "its fused combine needs counts on the host.",
+        ),
+        ("fp8", s.fp8, "the host reads the counts of fp8 experts."),
+        ("fp4", s.fp4, "the host reads the counts of fp4 experts."),
+        ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
+        (
+            "overlap_moe_expert_parallel_comm",
+            s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration",
+            "another microbatch cannot run inside a graph of a layer.",
+        ),
+    ):
+        if is_on:
+            yield _not_capturable(s, reason, dest)
+
+
+def _check_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     for dest, reason in (
         ("moe_clone_hot_experts", "which experts are cloned is planned on the host."),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
-        ("overlap_moe_expert_parallel_comm", "another microbatch cannot run inside a graph."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):
         if getattr(s, dest):
             yield _not_capturable(s, reason, dest)
+    if s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration":
+        yield _not_capturable(
+            s, "another microbatch cannot run inside a graph of a layer.", "overlap_moe_expert_parallel_comm"
+        )
     if s.moe_token_dispatcher_type != "alltoall" and (f.ep > 1 or f.etp > 1):
         yield _not_capturable(
             s,
@@ -191,14 +238,6 @@ def check_rng_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield _not_capturable(s, "stochastic rounding has one generator per tensor.", "fp4")
 
 
-def check_attention_capturable(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if "attn" not in _captured(s):
-        return
-    for dest in ("reset_attention_mask", "dataloader_inter_document_masking"):
-        if getattr(s, dest) and (dest != "reset_attention_mask" or s.create_attention_mask_in_dataloader):
-            yield _not_capturable(s, "which tiles attention computes depends on a batch's documents.", dest)
-
-
 def check_offload_and_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     captured = _captured(s)
     if not captured:
@@ -244,18 +283,13 @@ def check_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_full_iteration_communication(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+def check_full_iteration_communication(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Report a gather that starts before the graph: a graph waits for what it has launched itself."""
     if s.cuda_graph_impl != "full_iteration" or _iteration_varies(s):
         return
-    for dest, is_on, reason in (
-        ("pipeline_model_parallel_size", f.pp > 1, "the host waits for messages between pipeline stages."),
-        ("overlap_grad_reduce", s.overlap_grad_reduce, "the host counts which gradient buckets are complete."),
-        ("overlap_param_gather", s.overlap_param_gather, "the host waits for gathered parameters."),
-        (
-            "context_parallel_size",
-            f.cp > 1,
-            "the host starts the exchange of keys and values between context-parallel ranks.",
-        ),
-    ):
-        if is_on:
-            yield _not_capturable(s, reason, dest)
+    if s.overlap_param_gather_with_optimizer_step:
+        yield _not_capturable(
+            s,
+            "the graph gathers the parameters at its start, after the optimizer's step.",
+            "overlap_param_gather_with_optimizer_step",
+        )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list
+from arguments.rules.graph_limits import has_fixed_receive_buffer
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
@@ -74,10 +75,12 @@ def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     modules = _names(s.cuda_graph_modules)
     if s.cuda_graph_impl == "none":
         return
-    if "moe" in modules and not (s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity):
+    padded = s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity
+    if "moe" in modules and not padded and not has_fixed_receive_buffer(s):
         yield s.violation(
             "{cuda_graph_modules:flag} moe needs {moe_expert_capacity_factor:flag} and "
-            "{moe_pad_expert_input_to_capacity:flag}: a graph cannot hold a varying number of tokens."
+            "{moe_pad_expert_input_to_capacity:flag}, or {moe_expert_rank_capacity_factor:flag} with HybridEP: a graph "
+            "cannot hold a varying number of tokens."
         )
     if "moe" in modules and "moe_router" in modules:
         yield s.violation("{cuda_graph_modules:flag}: moe already contains moe_router; name one of them.")

@@ -46,15 +46,16 @@ class Batch:
     position_ids_BS: Tensor
     document_ids_BS: Tensor | None = None
 
-    def to(self, device, non_blocking: bool = True) -> Batch:
+    def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.
 
-        Document ids stay on the host, which needs the borders (Documents) and would have to wait for them.
+        Document ids stay on the host, which needs the borders (Documents) and would have to wait for them, unless
+        `with_documents`: a CUDA graph reads them on the device.
         """
         fields = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()
-            if value is not None and name != "document_ids_BS"
+            if value is not None and (with_documents or name != "document_ids_BS")
         }
         return replace(self, **fields)
 

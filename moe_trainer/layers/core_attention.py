@@ -48,6 +48,16 @@ class AttentionMask:
             return AttentionMask(documents=Documents.of(document_ids_BS, device))
         return None if attention_mask is None else AttentionMask(mask=~attention_mask)
 
+    @property
+    def graph_inputs(self) -> tuple[Tensor, ...]:
+        """Tensors that a captured part takes as inputs, because they change with the batch."""
+        return (self.documents.ids_BS,) if self.documents is not None and self.documents.is_static else ()
+
+    @staticmethod
+    def of_graph_inputs(*inputs: Tensor) -> "AttentionMask":
+        """Return the mask whose graph_inputs these are, in other memory."""
+        return AttentionMask(documents=Documents.of(*inputs))
+
 
 def make_attention_sinks(model: ModelArgs, name: str, tp: Group) -> Parameter | None:
     """Return the learned sinks (--softmax-type learnable) of the local query heads, [N / tp]; None without."""

@@ -71,12 +71,21 @@ class CudaGraphs:
         """Whether one of these parts is captured, in passes that use graphs."""
         return not self.parts.isdisjoint(parts)
 
+    def is_replayed(self, *parts: str) -> bool:
+        """Whether one of these parts is captured or replayed in the current pass."""
+        return self._slot is not None and self.is_captured(*parts)
+
     def begin_iteration(self, eager: bool = False) -> None:
         """Begin the next iteration, with `eager` without graphs."""
         if len(self._slots) > self._num_logged:
             self._log_memory()
         self._iterations += 1
         self._eager = eager or self._iterations <= self._eager_iterations
+
+    def drop(self) -> None:
+        """Drop all graphs and their memory; they are captured again where they are needed next."""
+        self._slots.clear()
+        self._slot, self._num_logged = None, 0
 
     def begin_pass(self, training: bool, grad_scale: float | Tensor) -> None:
         """Begin a forward pass of the chunk; `grad_scale` is the same for all passes in flight."""

@@ -85,11 +85,14 @@ class TransformerLayer(nn.Module):
         """Run the layer; `rope` is cos and sin, `grad_scale` the factor of the auxiliary losses' gradients."""
         scale = self.graphs.scale_tensor(grad_scale)
         forced = self.mlp.draw_forced_logits(x_SBH) if self.is_moe else ()
+        seen = () if visible is None else visible.graph_inputs
 
-        def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
-            return self._mlp_sublayer(self._attention_sublayer(x_SBH, rope, visible, scale), scale, forced)
+        def run(x_SBH: Tensor, *inputs: Tensor) -> Tensor:
+            own = AttentionMask.of_graph_inputs(*inputs[: len(seen)]) if seen else visible
+            x_SBH = self._attention_sublayer(x_SBH, rope, own, scale)
+            return self._mlp_sublayer(x_SBH, scale, inputs[len(seen) :])
 
-        return self.graphs.run("layer", run, [self], x_SBH, *forced)
+        return self.graphs.run("layer", run, [self], x_SBH, *seen, *forced)
 
     # Each sublayer is a function of tensors that graphs.run captures as a part; recompute and offload scopes are
     # inside.
@@ -97,14 +100,17 @@ class TransformerLayer(nn.Module):
     def _attention_sublayer(
         self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
     ) -> Tensor:
-        def run(x_SBH: Tensor) -> Tensor:
+        seen = () if visible is None else visible.graph_inputs
+
+        def run(x_SBH: Tensor, *seen: Tensor) -> Tensor:
+            own = AttentionMask.of_graph_inputs(*seen) if seen else visible
             with self.activations.offload_scope("attn_norm"):
                 normed, scope = self.activations.recompute_output("layernorm", self.input_layernorm, x_SBH)
             with scope:
-                y_SBH = self.self_attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
+                y_SBH = self.self_attention(normed, rope, own, *([grad_scale] if self.is_sparse else ()))
             return self._add_residual(x_SBH, normed, y_SBH)
 
-        return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH)
+        return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH, *seen)
 
     def _mlp_sublayer(self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...]) -> Tensor:
         """Run norm, MLP or experts, and residual; `forced` are logits that replace the router's, or nothing."""

@@ -207,8 +207,9 @@ class Transformer(nn.Module):
                 multiplier=model.mup_output_mult if model.use_mup else 1.0,
             )
         self.quantized = find_quantized_gemms(self)
-        # FSDP gathers weights per layer, and graphs read casts at fixed addresses
-        self.casts = () if args.parallel.has_sharded_params or self.graphs.parts else find_weight_casts(self)
+        # FSDP gathers weights per layer; a graph of a part would hold the first microbatch's cast or none
+        varies = args.parallel.has_sharded_params or not self.graphs.parts <= {"iteration"}
+        self.casts = () if varies else find_weight_casts(self)
 
     def generators(self) -> dict[str, torch.Generator]:
         """Return the RNGs to checkpoint; those that are equal on all ranks (forced expert biases) by global name."""
@@ -246,7 +247,8 @@ class Transformer(nn.Module):
             attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
             grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
             x_SBH: the previous chunk's output; None on the first one.
-            document_ids_BS: packed documents, instead of a mask; on the CPU (see Documents).
+            document_ids_BS: packed documents, instead of a mask; on the CPU, or in a captured iteration on the device
+                (see Documents).
 
         Returns:
             The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
@@ -260,12 +262,14 @@ class Transformer(nn.Module):
         elif self.layout.receives_depths and with_mtp:
             assert x_SBH is not None
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
+        self.graphs.begin_pass(self.training, grad_scale)
+        if document_ids_BS is not None and self.graphs.is_replayed("attn", "layer"):
+            document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device)
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
         self.activations.begin_pass(*(rope or ()))
-        self.graphs.begin_pass(self.training, grad_scale)
         assert x_SBH is not None
         x_SBH = self._layers(x_SBH, rope, visible, grad_scale)
         if self.decoder.final_layernorm is not None:

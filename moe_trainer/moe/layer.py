@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
             hints = DispatchHints(
                 None if clone_routing is None else clone_routing.expert_V,
                 known,
-                self.graphs.is_captured("moe", "layer", "iteration"),
+                self.captures_experts,
                 *self._fixed_buffer(routed.shape),
             )
             state = dispatcher.dispatch_preprocess(routed.x_SBH.flatten(0, 1), probs_TE, routing_TE, hints)
@@ -266,8 +266,19 @@ class MoELayer(nn.Module):
         problem, stash = problem or self.experts.why_host_counts(), self.activations.stash
         if problem is None and stash is not None:
             problem = stash.why_host_counts()
-        self.budget.allows_device_counts = problem is None
+        if problem is None:
+            self.budget.allow_device_counts(self.router.weight.device)
         return problem
+
+    @property
+    def has_device_counts(self) -> bool:
+        """Whether token counts may stay on the device."""
+        return self.budget is not None and self.budget.allows_device_counts
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether a CUDA graph holds the experts, so the number of their tokens must be fixed."""
+        return self.graphs.is_captured("moe", "layer", "iteration")
 
     def _fixed_buffer(self, shape: torch.Size) -> tuple[int | None, int]:
         """Return the size of the fixed receive buffer and the padding of experts in it; None, 1 without one."""

@@ -13,8 +13,9 @@ exchanges a slot of equal size with every rank. Tokens that do not fit are dropp
 the training loop reads the flags of all layers and ranks once per iteration, with the loss, and repeats an iteration
 that set one, with counts on the host. Then all ranks adopt the largest factor that a layer needed on any of them, so
 fixed buffers have the same size everywhere. The flags are read only there, so only there (`leave_counts_on_device`)
-the counts stay on the device. Megatron-Core also repeats the iteration: without any budget, then with the same budget
-again; it reads the flags by an extra wait.
+the counts stay on the device. A CUDA graph sets the same flags, whose memory is allocated when the model is built; a
+repeated iteration runs without graphs, which are captured again with the larger buffers. Megatron-Core also repeats
+the iteration: without any budget, then with the same budget again; it reads the flags by an extra wait.
 
 Shape letters: T local tokens, R routed tokens received, C tokens in the buffer, H hidden.
 """
@@ -56,6 +57,11 @@ class ReceiveBudget:
         self._overflow: Tensor | None = None
         self._max_tokens = 1
 
+    def allow_device_counts(self, device: torch.device) -> None:
+        """Let the counts stay on the device, and allocate the overflow flag there."""
+        self.allows_device_counts = True
+        self._overflow = torch.zeros(1, dtype=torch.int32, device=device)
+
     @property
     def balanced_size(self) -> int:
         """Routed tokens received under perfect balance, for the largest microbatch so far."""
@@ -94,19 +100,19 @@ class ReceiveBudget:
         self.factor = self.fixed_factor = factor
 
     def note_overflow(self, overflow: Tensor) -> None:
-        """Accumulate the overflow flag of a dispatch, integer [1], on the device."""
-        if self._overflow is None:
-            self._overflow = torch.zeros_like(overflow)
+        """Accumulate the overflow flag of a dispatch, int32 [1], on the device."""
+        assert self._overflow is not None, f"{self.name}: no flag was allocated"
         torch.maximum(self._overflow, overflow, out=self._overflow)
 
     @property
     def overflow(self) -> Tensor | None:
-        """Whether a flag was set since `reset`: integer [1] on the device, None without fixed buffers."""
+        """Whether a flag was set since `reset`: int32 [1] on the device, None if the counts are on the host."""
         return self._overflow
 
     def reset(self) -> None:
         """Clear the flags."""
-        self._overflow = None
+        if self._overflow is not None:
+            self._overflow.zero_()
 
 
 def get_receive_budgets(chunks: Iterable) -> list[ReceiveBudget]:

@@ -50,24 +50,30 @@ class Documents:
         earliest, latest: per position, the start of its document, minimum and maximum over B. With them blocks between
             documents are skipped, and blocks inside one need no mask.
         begins: document starts, if equal in all B sequences; else empty.
+        is_static: the host does not know the boundaries. All blocks of the causal rule are computed, with a mask, so a
+            CUDA graph serves all batches.
     """
 
     ids_BS: Tensor
     earliest: Sequence[int]
     latest: Sequence[int]
     begins: Sequence[int]
+    is_static: bool = False
 
     @staticmethod
     def of(ids_BS: Tensor, device: torch.device | None = None) -> "Documents":
         """Find the document boundaries.
 
         Args:
-            ids_BS: in (pinned) host memory; on a device this would synchronize.
+            ids_BS: in (pinned) host memory; on a device, where reading them would synchronize, the result is static.
             device: where attention computes.
 
         Raises:
             ValueError: if ids decrease along a sequence.
         """
+        if ids_BS.is_cuda:
+            length = ids_BS.shape[1]
+            return Documents(ids_BS, (0,) * length, (length,) * length, (), is_static=True)
         if (ids_BS[:, 1:] < ids_BS[:, :-1]).any():
             raise ValueError("document ids must not decrease along the sequence")
         begins_BS = torch.zeros_like(ids_BS)

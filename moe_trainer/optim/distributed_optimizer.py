@@ -7,7 +7,8 @@ ranks.
 
 With overlap all gathers are launched at once, in order of use, and run during the next forward: a hook before each
 module waits for the buckets of that module's parameters. The fixed order keeps the collectives of all ranks aligned
-whatever their forward does.
+whatever their forward does. A CUDA graph of the full iteration launches them itself, at its start (`defer`): a wait
+inside a graph is for what is launched inside.
 """
 
 import itertools
@@ -41,6 +42,20 @@ class ParamGather:
         self._launched = 0
         indices = {slot.param: index for index, (_, _, bucket) in enumerate(self._buckets) for slot in bucket.slots}
         self._hooks = _ForwardHooks(chunks, indices, self) if overlap else None
+        self._defers = self._is_due = False
+
+    def defer(self) -> None:
+        """Leave the gathers to `start_deferred` at the start of the next iteration, if they overlap it."""
+        self._defers = self.overlap
+
+    def start_deferred(self, always: bool = False) -> None:
+        """Launch the gathers that `start` has left; with `always` even if there was no update since the last ones."""
+        if self._is_due or (always and self._defers):
+            self._launch_all()
+
+    def mark_finished(self) -> None:
+        """Set the state after a replayed CUDA graph, which has gathered and waited without Python."""
+        self._is_due = False
 
     def leading(self, ready: Callable[[Bucket], bool]) -> list[Bucket]:
         """Return the first buckets in order of use, up to the first that is not ready."""
@@ -49,10 +64,29 @@ class ParamGather:
     def start(self, count: int | None = None) -> None:
         """Launch the gathers of all buckets that are not in flight, in order of use; without overlap also wait.
 
+        Deferred gathers (`defer`) are not launched yet.
+
         Args:
             count: launch only the first `count` gathers and do not wait; a second call launches the rest.
         """
-        stop_at = len(self._buckets) if count is None else count
+        if self._defers:
+            self._is_due = True
+            return
+        if count is None:
+            self._launch_all()
+        else:
+            self._launch(count)
+
+    def _launch_all(self) -> None:
+        self._launch(len(self._buckets))
+        self._launched, self._is_due = 0, False
+        if self._hooks is None or not self._hooks.ready():
+            self.wait_all()
+            return
+        for index in self._hooks.uncovered:
+            self.wait(index)
+
+    def _launch(self, stop_at: int) -> None:
         for index in range(self._launched, stop_at):
             layout, flat, bucket = self._buckets[index]
             start, stop = bucket.owned_range(layout.group, True)
@@ -60,15 +94,7 @@ class ParamGather:
                 flat[bucket.start : bucket.stop], flat[start:stop], layout.group, async_op=True
             )
             self.pending += 1
-        if count is not None:
-            self._launched = stop_at
-            return
-        self._launched = 0
-        if self._hooks is None or not self._hooks.ready():
-            self.wait_all()
-            return
-        for index in self._hooks.uncovered:
-            self.wait(index)
+        self._launched = stop_at
 
     def wait(self, index: int) -> None:
         """Wait for one bucket."""
@@ -78,7 +104,8 @@ class ParamGather:
             self.pending -= 1
 
     def wait_all(self) -> None:
-        """Wait for all buckets."""
+        """Wait for all buckets, also those that are not launched yet."""
+        self.start_deferred()
         if self.pending:
             for index in range(len(self._works)):
                 self.wait(index)

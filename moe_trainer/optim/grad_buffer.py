@@ -239,14 +239,12 @@ class DataParallelGrads:
                 pending.work.wait()
                 pending.work = None
 
-    def missing(self) -> list[set[Slot]]:
-        """Return, by bucket, the parameters without a gradient of this iteration."""
-        return [set(pending.stale) for pending in self._order]
-
-    def set_missing(self, missing: list[set[Slot]]) -> None:
-        """Restore `missing()` after a replayed CUDA graph, whose backward ran without hooks."""
-        for pending, slots in zip(self._order, missing):
-            pending.stale = set(slots)
+    def mark_finished(self) -> None:
+        """Set the state after finish(): a replayed CUDA graph has accumulated and reduced without hooks."""
+        for pending in self._order:
+            pending.stale.clear()
+        self._next = len(self._order)
+        self.num_finished += 1
 
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
         """Iterate over this rank's part of every main gradient, flat, in the same order on every rank; may be empty."""

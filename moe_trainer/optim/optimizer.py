@@ -235,6 +235,21 @@ class Optimizer:
             with self._timer("params-all-gather"):
                 self._gather.start()
 
+    def defer_param_gather(self) -> None:
+        """Let the next iteration launch the gathers that overlap it (`start_deferred_gather`): its graph holds them."""
+        if self._gather is not None:
+            self._gather.defer()
+
+    def start_deferred_gather(self, always: bool = False) -> None:
+        """Launch the gathers that the last update has left to this iteration; `always`: this is captured."""
+        if self._gather is not None:
+            self._gather.start_deferred(always)
+
+    def mark_params_gathered(self) -> None:
+        """Set the state after a replayed CUDA graph, which has gathered the parameters."""
+        if self._gather is not None:
+            self._gather.mark_finished()
+
     def zero_grad(self) -> None:
         """Start an iteration."""
         self._grads.zero()

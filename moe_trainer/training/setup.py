@@ -103,6 +103,9 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         schedule = build_schedule(args, runtime, chunks)
         if waiting := deadlocking_batch_sizes(args, ps.dp.size):
             raise ValueError("; ".join(waiting))
+    iteration_graph = _iteration_graph(args, runtime.device, chunks)
+    if iteration_graph is not None and optimizer is not None:
+        optimizer.defer_param_gather()
     return TrainContext(
         args=args,
         runtime=runtime,
@@ -118,7 +121,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         save_options=SaveOptions.from_args(args.output, _tokenizer_files(args)),
         timers=timers,
         profiler=Profiler(args.output, runtime.launch_env.rank),
-        iteration_graph=_iteration_graph(args, runtime.device, chunks),
+        iteration_graph=iteration_graph,
         dumps=Dumps(args.output, args.moe, runtime.launch_env.rank),
     )
 

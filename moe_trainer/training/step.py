@@ -103,6 +103,7 @@ def train_step(
         found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
         if found.overflowed:
             restart()
+            drop_graphs(ctx)
             with record_budget_growth(ctx.chunks) as grown:
                 found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
             agree_on_budgets(ctx, state, grown)
@@ -184,7 +185,7 @@ def forward_backward_reduce(
 
     `eager`: do not use CUDA graphs; intermediate results are read, so they must be complete. `repeated`: this is not
     the first evaluation of the iteration. `counts_on_host`: experts read their token counts and allocate enough space,
-    otherwise a buffer may be too small.
+    without CUDA graphs; otherwise a buffer may be too small.
     """
     args, ps = ctx.args, ctx.ps
     assert ctx.optimizer is not None and ctx.grads is not None
@@ -192,16 +193,14 @@ def forward_backward_reduce(
     start_iteration(ctx.chunks)
     reset_max_logits(ctx.chunks)
     begin_iteration(ctx.chunks, state.iteration)
+    eager = eager or counts_on_host
     for chunk in ctx.chunks:
         chunk.graphs.begin_iteration(eager=eager)
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
     grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ps.cp.size / num_microbatches)
-    defer_counts = ctx.may_lose_tokens and not (counts_on_host or eager)  # recorded tokens must be complete
-    with ctx.timers("forward-backward"), leave_counts_on_device(ctx.chunks, defer_counts):
+    defer_counts = ctx.may_lose_tokens and not eager  # recorded tokens must be complete
+    with leave_counts_on_device(ctx.chunks, defer_counts):
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
-    with ctx.timers("all-grads-sync"):
-        ctx.grads.finish()
-    finalize_grads(ctx.grads, ps, ctx.timers)
     sums = inject_error(ctx, state, sums, repeated)
     (loss_sum, tokens, *mtp), (num_overflowed,), indexer = _copy_to_host(
         _reduce_sums(ctx, sums, get_mtp_sums(ctx.chunks)),
@@ -220,29 +219,54 @@ def forward_backward_reduce(
     return StepEvaluation(sums, loss, tokens, norm, tuple(mtp), tuple(indexer))
 
 
+def drop_graphs(ctx: TrainContext) -> None:
+    """Drop the CUDA graphs, on all ranks together: their receive buffers are too small on some."""
+    if ctx.iteration_graph is not None:
+        ctx.iteration_graph.drop()
+    for chunk in ctx.chunks:
+        chunk.graphs.drop()
+
+
 def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
-    """Run the next training microbatches, as one CUDA graph if enabled and `eager` is not set.
+    """Run the next training microbatches and reduce the gradients, as one CUDA graph if enabled and not `eager`.
 
     Returns:
         As run_microbatches.
     """
-    size, source = ctx.args.training.micro_batch_size, ctx.train_batches
-    assert source is not None
+    size, source, optimizer, grads = ctx.args.training.micro_batch_size, ctx.train_batches, ctx.optimizer, ctx.grads
+    assert source is not None and optimizer is not None and grads is not None
+
+    def run(ctx: TrainContext, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
+        optimizer.start_deferred_gather(always=captured)
+        with ctx.timers("forward-backward"):
+            sums = run_microbatches(ctx, batches, num_microbatches, size, grad_scale)
+        with ctx.timers("all-grads-sync"):
+            grads.finish()
+        finalize_grads(grads, ctx.ps, ctx.timers)
+        if captured:
+            optimizer.wait_params()  # of modules that did not run: a graph ends with all communication finished
+        return sums
+
     if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=eager):
-        return run_microbatches(ctx, source, num_microbatches, size, grad_scale)
-    assert isinstance(ctx.grads, DataParallelGrads)  # fully sharded parameters exclude this graph
-    ctx.wait_params()
+        return run(ctx, source, grad_scale, captured=False)
+    buffers = grads
+    assert isinstance(buffers, DataParallelGrads)  # fully sharded parameters exclude this graph
+
+    def mark_finished() -> None:
+        optimizer.mark_params_gathered()
+        buffers.mark_finished()
+
     with ctx.timers("batch-generator"), as_user_error("data"):
-        batches = [next(source).to(ctx.runtime.device) for _ in range(num_microbatches)]
+        batches = [next(source).to(ctx.runtime.device, with_documents=True) for _ in range(num_microbatches)]
     untimed = replace(ctx, timers=Timers(0, trace=ctx.ps.trace))  # a timer synchronizes with the device
     scale = torch.full((), grad_scale, dtype=torch.float32, device=ctx.runtime.device)
-    return ctx.iteration_graph.run(
-        num_microbatches,
-        (scale, *batches),
-        lambda inputs: run_microbatches(untimed, iter(inputs[1:]), num_microbatches, size, inputs[0]),
-        state=ctx.grads.missing,
-        restore=ctx.grads.set_missing,
-    )
+    with ctx.timers("forward-backward"):
+        return ctx.iteration_graph.run(
+            num_microbatches,
+            (scale, *batches),
+            lambda inputs: run(untimed, iter(inputs[1:]), inputs[0], captured=True),
+            mark_finished,
+        )
 
 
 def run_microbatches(

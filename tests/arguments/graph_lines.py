@@ -8,6 +8,10 @@ EXPERTS = f"--cuda-graph-impl local --cuda-graph-modules moe {PADDED}"
 WHOLE = f"--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad {PADDED}"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+BUDGET = f"--expert-model-parallel-size 4 {HYBRIDEP} --moe-expert-rank-capacity-factor 1.5 --moe-grouped-gemm"
+EXPERTS_ALONE = "--cuda-graph-impl local --cuda-graph-modules moe"
+FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+DROPLESS = f"{FULL} {BUDGET}"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 UNSUPPORTED = (
     ("--cuda-graph-impl local", "", "--moe-pad-expert-input-to-capacity"),
@@ -37,16 +41,23 @@ UNSUPPORTED = (
     ),
     (f"{ATTN} --attention-dropout 0.1 --context-parallel-size 2", "", "--attention-dropout"),
     (f"{ATTN} --fp4-format e2m1", "", "--fp4-format"),
-    (f"{ATTN} --reset-attention-mask", "", "--reset-attention-mask"),
-    (f"{ATTN} --dataloader-inter-document-masking", "", "--dataloader-inter-document-masking"),
     (f"{ROUTER} --recompute-granularity selective --recompute-modules moe", "", "--recompute-modules"),
     (f"{ATTN} --cpu-offloading-num-layers 2", "", "--cpu-offloading-num-layers"),
     (f"{ATTN} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1", "", "--offload-modules"),
     (f"{ROUTER} --fine-grained-activation-offloading --offload-modules mlp_norm", "", "--offload-modules"),
     (f"{ATTN} --use-torch-fsdp2", "", "--use-torch-fsdp2"),
     (f"{ATTN} mamba", "", "--cuda-graph-modules"),
-    (f"{WHOLE} --pipeline-model-parallel-size 2", "", "--pipeline-model-parallel-size"),
-    (f"{WHOLE} --overlap-grad-reduce", "", "--overlap-grad-reduce"),
+    (
+        f"{WHOLE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--overlap-param-gather-with-optimizer-step --num-layers-per-virtual-pipeline-stage 1 "
+        "--pipeline-model-parallel-size 2",
+        "",
+        "--overlap-param-gather-with-optimizer-step",
+    ),
+    (f"{DROPLESS} --moe-paged-stash", "", "--moe-paged-stash"),
+    (f"{DROPLESS} --moe-permute-fusion-into-hybridep", "", "--moe-permute-fusion-into-hybridep"),
+    (f"{DROPLESS} --fp8-format e4m3", "", "--fp8-format"),
+    (f"{BUDGET} {EXPERTS_ALONE} --overlap-moe-expert-parallel-comm --bf16", "", "--overlap-moe-expert-parallel-comm"),
 )
 SUPPORTED = (
     ATTN,
@@ -76,6 +87,15 @@ SUPPORTED = (
     f"{WHOLE} {NO_DROPOUT} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2",
+    f"{ATTN} --reset-attention-mask",
+    f"{WHOLE} --dataloader-inter-document-masking",
+    f"{WHOLE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    f"{WHOLE} {NO_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--context-parallel-size 2",
+    DROPLESS,
+    f"{DROPLESS} {NO_DROPOUT} --overlap-moe-expert-parallel-comm --bf16",
+    f"{BUDGET} {EXPERTS_ALONE}",
+    f"{BUDGET} --cuda-graph-impl local",
 )
 NOT_CAPTURED = (
     (f"{PREPROCESS} --expert-model-parallel-size 4 {HYBRIDEP}", "hybridep"),

@@ -39,18 +39,17 @@ def test_no_note_when_all_modules_are_captured(added):
 
 def test_full_iteration_graph_of_dropless_experts_gives_one_error():
     flags = (
-        "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --overlap-grad-reduce "
-        "--pipeline-model-parallel-size 2 "
-        f"--expert-model-parallel-size 4 {HYBRIDEP} --moe-paged-stash --moe-expert-rank-capacity-factor 1.2 "
-        "--moe-router-force-load-balancing"
+        "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --fp4-format e2m1 "
+        f"--expert-model-parallel-size 4 {HYBRIDEP}"
     )
     found = not_implemented_violations(flags)
     assert len(found) == 1 and "dropless" in found[0].message
+    assert "--moe-expert-rank-capacity-factor" in found[0].message
     assert len(not_implemented_violations(f"{flags} {PADDED}")) > 1  # padded: the other obstacles
 
 
 def test_all_obstacles_are_reported_at_once():
-    found = not_implemented_violations(f"{ATTN} --reset-attention-mask --cpu-offloading-num-layers 2 --use-torch-fsdp2")
+    found = not_implemented_violations(f"{ATTN} --fp4-format e2m1 --cpu-offloading-num-layers 2 --use-torch-fsdp2")
     assert len([violation for violation in found if "--cuda-graph-impl" in violation.flags]) == 3
 
 

@@ -182,12 +182,36 @@ struct Graph {
   int64_t stream = 0;
 };
 Graph* capturing = nullptr;
-// Collectives of a replay: messages may cross, so no computation waits for an earlier one.
-std::vector<c10::intrusive_ptr<c10d::Work>> communicating;
+struct Range {  // of memory that a step reads or writes
+  const char *begin, *end;
+  bool write;
+};
+using Ranges = std::vector<Range>;
+// Communication of a replay. Messages may cross, and computation runs next to it: a step waits for the memory that it shares with it.
+struct Communication {
+  c10::intrusive_ptr<c10d::Work> work;
+  const Ranges* ranges;
+};
+std::vector<Communication> communicating;
 void arrive_all() {
-  for (auto& work : communicating) work->wait();
+  for (auto& each : communicating) each.work->wait();
   communicating.clear();
 }
+void arrive_at(const Ranges& ranges) {
+  auto keep = communicating.begin();
+  for (auto& each : communicating) {
+    bool shared = false;
+    for (auto& theirs : *each.ranges)
+      for (auto& ours : ranges) shared |= ours.begin < theirs.end && theirs.begin < ours.end && (ours.write || theirs.write);
+    if (shared) each.work->wait();
+    else {
+      if (&*keep != &each) *keep = std::move(each);
+      ++keep;
+    }
+  }
+  communicating.erase(keep, communicating.end());
+}
+Ranges touched;  // by the kernel written in Python that is being captured
 
 bool refuses() {
   if (!capturing || !capturing->of_thread || std::this_thread::get_id() == capturing->thread) return capturing;
@@ -278,6 +302,11 @@ std::pair<const char*, const char*> span(const Tensor& t) {
   int64_t last = 0;
   for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
   return {begin, begin + (last + 1) * t.itemsize()};
+}
+void add_range(Ranges& ranges, const Tensor& t, bool write) {
+  if (!t.defined() || !t.numel() || !t.has_storage()) return;
+  auto [begin, end] = span(t);
+  ranges.push_back({begin, end, write});
 }
 void touch(const Tensor& t, bool write, const std::string& what, int64_t line) {
   if (!t.defined() || !t.numel() || !t.has_storage()) return;
@@ -659,7 +688,12 @@ void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device
                 "CUDA error: a random operator (", plan.name, ") is captured with a generator that is not registered with the graph");
     if (!capturing->states.count(used)) capturing->states.emplace(used, std::make_pair(generator, generator.get_state()));
   }
+  const bool communicates = plan.name.rfind("c10d::", 0) == 0;
+  Ranges ranges;
   for (size_t i = 0; i < n; i++) {
+    // collectives do not declare all that they write
+    const bool written = plan.written[i] || (communicates && plan.name != "c10d::send");
+    each_tensor(arguments[i], [&](const Tensor& t) { add_range(ranges, t, written); });
     if (plan.written[i]) each_tensor(arguments[i], save_before);
     arguments[i] = map_tensors(arguments[i], frozen);
   }
@@ -667,13 +701,14 @@ void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device
   const size_t m = op.schema().returns().size(), first = stack->size() - m;
   std::vector<Tensor> kept;
   for (size_t i = 0; i < m; i++) each_tensor((*stack)[first + i], [&](const Tensor& t) { kept.push_back(frozen(t)); });
-  const bool communicates = plan.name.rfind("c10d::", 0) == 0;
-  capturing->steps.push_back([op, communicates, plan = &plan, device, arguments, kept] {
-    if (!communicates) arrive_all();
+  for (auto& t : kept) add_range(ranges, t, true);
+  auto shared = std::make_shared<Ranges>(std::move(ranges));
+  capturing->steps.push_back([op, shared, plan = &plan, device, arguments, kept] {
+    arrive_at(*shared);
     torch::jit::Stack again(arguments);
     run_on_host(op, *plan, device, &again);
     for (auto& value : again)
-      if (value.isCustomClass()) communicating.push_back(value.toCustomClass<c10d::Work>());
+      if (value.isCustomClass()) communicating.push_back({value.toCustomClass<c10d::Work>(), shared.get()});
     std::vector<Tensor> computed;
     for (auto& value : again) each_tensor(value, [&](const Tensor& t) { computed.push_back(t); });
     for (size_t i = 0; i < kept.size(); i++) copy_result(plan->name, computed[i], kept[i]);
@@ -778,7 +813,10 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (capturing) {
     if (out) save_before(self);
     Tensor to = frozen(self), from = frozen(source);
-    capturing->steps.push_back([to, from]() mutable { arrive_all(); copy_bytes(to, from); });
+    Ranges ranges;
+    add_range(ranges, from, false);
+    add_range(ranges, to, true);
+    capturing->steps.push_back([to, from, ranges]() mutable { arrive_at(ranges); copy_bytes(to, from); });
     copy_bytes(self, source);
     return self;
   }
@@ -883,8 +921,9 @@ void touch_all(at::TensorList tensors, const std::string& what) {
     record(operation);
   }
   if (shapes_only) return;
+  touched.clear();
   for (const Tensor& t : tensors) {
-    if (capturing) { save_before(t); frozen(t); }
+    if (capturing) { save_before(t); frozen(t); add_range(touched, t, true); }
     else { check_filled(t, true, what); if (check_races) touch(t, true, what, line); }
   }
 }
@@ -1047,7 +1086,7 @@ void ec_graph_end() {
   graph.states.clear();
 }
 int ec_is_capturing() { return capturing != nullptr; }
-void ec_graph_call(void (*call)(int64_t), int64_t number) { LOCKED; capturing->steps.push_back([call, number] { arrive_all(); call(number); }); }
+void ec_graph_call(void (*call)(int64_t), int64_t number) { LOCKED; capturing->steps.push_back([call, number, ranges = touched] { arrive_at(ranges); call(number); }); }
 int ec_graph_steps(void* graph) { return (int)static_cast<Graph*>(graph)->steps.size(); }
 int ec_graph_replay(void* graph, char* error, int size) {
   LOCKED;

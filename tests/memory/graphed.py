@@ -1,9 +1,13 @@
 """Trainings on a device with and without CUDA graphs, shared by the tests of graphs."""
 
+from collections import Counter
+
 import torch
-from training.layouts import MODEL, make_argv, shallow
+from memory.hybrid_ep_on_device import use_stand_in
+from training.layouts import MODEL, create_groups, make_argv, shallow
 
 from arguments import parse_args
+from moe_trainer.memory.graph_capture import CapturedGraph
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification import training_trace
 
@@ -64,3 +68,48 @@ def list_differences(eager, graphed) -> list[str]:
         if getattr(eager, name) != getattr(graphed, name)
     ]
     return found + [name for name, tensor in eager.weights.items() if not tensor.equal(graphed.weights[name])]
+
+
+def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int, crowded: int | None = None) -> list:
+    """For on_device, on several ranks: results of trainings, and the counts of every step.
+
+    With HybridEP's stand-in. crowded: in this step the first MoE layer sends all tokens to the same experts. Counts: captures, replays, and in the
+    last step waits of the host by file.
+    """
+    return [train_counted(argv, rank, create_groups(argv, rank, n), steps, crowded) for argv in argvs]
+
+
+def train_counted(argv: list[str], rank: int, ps: ParallelState, steps: int, crowded: int | None = None):
+    import emulation
+
+    use_stand_in()
+    torch.manual_seed(7)  # forced routing draws from the global generator
+    counts, step, capture, replay = [], training_trace.train_step, CapturedGraph.capture, CapturedGraph.replay
+
+    def counted_step(run, state, *rest):
+        counts.append(Counter())
+        if state.iteration == crowded:
+            run.chunks[0].moe_layers()[0].router.weight.data.zero_()
+        if state.iteration < steps - 1:
+            return step(run, state, *rest)
+        with emulation.Ledger(emulation.DEVICE()) as ledger:
+            result = step(run, state, *rest)
+        for (_, place), times in ledger.waits.items():
+            counts[-1][place.partition(":")[0]] += times
+        return result
+
+    def counted_capture(graph, run):
+        counts[-1]["captures"] += 1
+        return capture(graph, run)
+
+    def counted_replay(graph):
+        counts[-1]["replays"] += 1
+        return replay(graph)
+
+    training_trace.train_step = counted_step
+    CapturedGraph.capture, CapturedGraph.replay = counted_capture, counted_replay
+    try:
+        outcome = training_trace.train(parse_args(argv, ps.world.size), rank, ps, steps, device="cuda")
+    finally:
+        training_trace.train_step, CapturedGraph.capture, CapturedGraph.replay = step, capture, replay
+    return outcome, counts

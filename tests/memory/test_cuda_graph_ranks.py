@@ -2,14 +2,19 @@
 
 import pytest
 from emulated_cuda.run import on_device
-from memory.graphed import full, line, list_differences, local, same_accumulation_flags
-from training.layouts import train_ranks
+from memory.graphed import full, line, list_differences, local, same_accumulation_flags, train_ranks
 
 ROUTED = local("attn moe_router moe_preprocess")
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 FORCED = "--moe-router-force-load-balancing --recompute-granularity selective"
 PP2 = "--pipeline-model-parallel-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+DOCUMENTS = "--reset-attention-mask --reset-position-ids"
+DROPLESS = (
+    "--bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+    "--moe-expert-rank-capacity-factor 4"
+)
 # name -> (kind of model, mapping, flags of graphs); two ranks each
 CASES = {
     "pipeline": ("accumulation", PP2, ROUTED),
@@ -48,11 +53,46 @@ CASES = {
     "expert parallel, padded, full iteration": ("padded capacity", EP2, full()),
     "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
     "data parallel, full iteration": ("padded capacity", "--use-distributed-optimizer", full()),
+    "data parallel, overlapped, full iteration": ("padded capacity", OVERLAP, full()),
+    "pipeline, virtual stages, overlapped, full iteration": (
+        "padded capacity",
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 {OVERLAP} "
+        "--overlap-p2p-communication-warmup-flush",
+        full(),
+    ),
+    "pipeline, weight gradients that wait, full iteration": (
+        "padded capacity",
+        f"{PP2} --pipeline-schedule zero-bubble",
+        full(),
+    ),
+    "context parallel, documents, full iteration": (
+        "padded capacity",
+        f"--context-parallel-size 2 {DOCUMENTS}",
+        full(),
+    ),
+    "documents": ("plain", DOCUMENTS, local("attn")),
+    "dropless experts": ("plain", f"{DROPLESS} --moe-shared-expert-intermediate-size 8", local("attn moe")),
+    "dropless, full layers": ("plain", f"{DROPLESS} {DOCUMENTS}", local()),
+    "dropless, full iteration": ("deepseek", f"{DROPLESS} {OVERLAP}", full()),
+    "dropless, recompute, full iteration": (
+        "plain",
+        f"{DROPLESS} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        full(),
+    ),
+    "dropless, two passes in turns, full iteration": (
+        "plain",
+        f"{DROPLESS} --overlap-moe-expert-parallel-comm --global-batch-size 16 --delay-wgrad-compute "
+        "--transformer-impl transformer_engine --on-missing-backend fallback",
+        full(),
+    ),
 }
-HALVES = [list(CASES)[:8], list(CASES)[8:]]
+PARTS = [list(CASES)[:8], list(CASES)[8:17], list(CASES)[17:]]
+ONCE = {"training/step.py": 1, "optim/clip.py": 1, "moe/balancing.py": 1}
+"""Waits of an iteration: the losses, the norm, the statistics of the routers."""
 
 
-@pytest.mark.parametrize("names", HALVES, ids=["model", "data"])
+@pytest.mark.parametrize("names", PARTS, ids=["model", "data", "sizes and communication"])
 def test_graphed_training_on_two_ranks_equals_eager(names):
     argvs = [
         argv
@@ -60,5 +100,30 @@ def test_graphed_training_on_two_ranks_equals_eager(names):
         for plain in [[*line(*CASES[name][:2]), *same_accumulation_flags(CASES[name][2])]]
         for argv in (plain, [*plain, *CASES[name][2]])
     ]
-    outcomes = iter(on_device(train_ranks, argvs, 3, "cuda", ranks=2, devices=2)[0])
-    assert {name: found for name in names if (found := list_differences(next(outcomes), next(outcomes)))} == {}
+    outcomes = iter(on_device(train_ranks, argvs, 3, ranks=2, devices=2)[0])
+    found = {}
+    for name in names:
+        (eager, _), (graphed, counts) = next(outcomes), next(outcomes)
+        found[name] = list_differences(eager, graphed)
+        if counts[0]["captures"] or not counts[1]["captures"] or counts[2]["captures"] or not counts[2]["replays"]:
+            found[name].append(f"captures {counts}")
+        if CASES[name][2] == full():
+            assert counts[1]["captures"] == 1, name
+            waits = {file: times for file, times in counts[2].items() if file.endswith(".py")}
+            if waits != ONCE:
+                found[name].append(f"waits {waits}")
+    assert {name: differences for name, differences in found.items() if differences} == {}
+
+
+@pytest.mark.parametrize("graphs", [local("attn moe"), full()], ids=["experts", "full iteration"])
+def test_graphs_are_captured_again_when_a_buffer_was_too_small(graphs):
+    """A replay overflows in the third step: it is repeated without graphs, and the next one captures larger buffers."""
+    plain = [*line("plain", DROPLESS), *same_accumulation_flags(graphs)]
+    tight = [*plain, *graphs, "--moe-expert-rank-capacity-factor", "1.6"]
+    for rank, ((eager, _), (graphed, counts)) in enumerate(
+        on_device(train_ranks, [plain, tight], 5, 2, ranks=2, devices=2)
+    ):
+        assert rank or list_differences(eager, graphed) == []
+        captures, replays = ([step[what] for step in counts] for what in ("captures", "replays"))
+        assert captures[0] == captures[2] == captures[4] == 0 and captures[1] == captures[3] > 0
+        assert replays[2] == replays[4] > 0

@@ -209,13 +209,23 @@ def attach_dispatcher(
     fused_topk: Callable | None = None,
     balancing: Balancing | None = None,
 ) -> None:
-    """Set the dispatcher of every MoE layer of a model, and the kernels of its router."""
+    """Set the dispatcher of every MoE layer of a model, and the kernels of its router.
+
+    Raises:
+        ValueError: if a CUDA graph holds dropless experts whose token counts cannot stay on the device.
+    """
     problems = set()
     for layer in layers:
         layer.dispatcher = dispatcher
         layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
         if layer.budget is not None:
             problems.add(layer.allow_device_counts(dispatcher.fixed_buffer_problem))
+        if layer.captures_experts and layer.capacity is None and not layer.has_device_counts:
+            problem = next(iter(problems - {None}), "the dispatcher has no fixed receive buffer")
+            raise ValueError(
+                f"CUDA graphs of dropless experts need their token counts on the device, but they are on the host: "
+                f"{problem}; leave the experts out of --cuda-graph-modules, or pad them to capacity"
+            )
     for problem in sorted(problems - {None}):
         logger.info(
             "--moe-expert-rank-capacity-factor: every MoE layer still waits for token counts on the host: %s",
