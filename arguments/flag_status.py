@@ -191,7 +191,6 @@ NOT_IMPLEMENTED = MappingProxyType(
         "enable_full_sharding_in_hsdp": _FSDP_OUTER,
         "megatron_fsdp_main_params_dtype": MissingFeature("main parameters in another format than fp32"),
         "megatron_fsdp_main_grads_dtype": MissingFeature("main gradients in fp16", ("fp16",)),
-        "moe_flex_dispatcher_backend": MissingFeature("NCCL's token exchange", ("ncclep",)),
         "optimizer_cuda_graph": MissingFeature(
             "a CUDA graph of the optimizer step (learning rates, step count and the overflow check are on the host)"
         ),
@@ -214,7 +213,6 @@ NOT_IMPLEMENTED = MappingProxyType(
 TUNED_FEATURE = MappingProxyType(
     {
         "max_seqlen_per_dp_cp_rank": "hybrid_context_parallel",
-        "moe_ncclep_zero_copy": "moe_flex_dispatcher_backend",
         "fp8_quantizer_factory": "fp8_recipe",
         "fp4_quantizer_factory": "fp4_recipe",
     }
@@ -447,6 +445,8 @@ REQUIRES = (
     (("fp8_recipe=delayed",), "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     (("moe_router_load_balancing_type=quantile_balancing",), "moe_router_quantile_balancing_ema"),
     (("moe_token_dispatcher_type=flex",), "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),
+    (("moe_flex_dispatcher_backend=hierarchical",), "moe_hierarchical_domain_size"),
+    (("moe_flex_dispatcher_backend=ncclep",), "moe_ncclep_zero_copy"),
     (
         ("moe_flex_dispatcher_backend=hybridep",),
         "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
@@ -480,6 +480,7 @@ _BECAME = (
     ("--virtual-pipeline-model-parallel-size=1", "--num-virtual-stages-per-pipeline-rank {}"),
     ("--local_rank=1", "--local-rank {}"),
     ("--moe-hybridep-pad-variable-tokens", "--moe-hybridep-pad-uneven-dispatch-inputs"),
+    ("--moe-ncclep-use-symm-mem", "--moe-ncclep-zero-copy"),
     ("--dense-grouped-gemm", "--use-grouped-gemm-for-dense-mlp"),
     ("--log-moe-overload-factor", "--moe-per-layer-logging"),
     ("--expert-parallel=?", "--expert-model-parallel-size {}"),  # it was a switch; today a number is needed
@@ -557,7 +558,6 @@ _WITHOUT_EFFECT = (
     ),
     ("--linear-cp-mode=1", "without linear attention under context parallelism"),
     ("--cuda-graph-dynamic-microbatches", "without CUDA graphs"),
-    ("--moe-ncclep-static-shape --moe-ncclep-use-symm-mem", "without the flex dispatcher"),
     ("--num-residual-streams=1 --use-fused-mhc", "without --enable-hyper-connections"),
     ("--disable-grad-buffers-cpu-backup --disable-param-buffers-cpu-backup", "without optimizer offload"),
     ("--use-layer-wise-param-layout", "without --optimizer muon"),
@@ -614,6 +614,10 @@ _MISSING = (
 
 _REMOVED = (
     # (spellings, what to use instead)
+    (
+        "--moe-ncclep-static-shape",
+        "use --moe-expert-rank-capacity-factor F, which fixes the size of the receive buffer",
+    ),
     ("--moe-extended-tp", "use --expert-tensor-parallel-size N (1 does not shard experts)"),
     ("--moe-token-dropping", "use --moe-expert-capacity-factor F; without it no token is dropped"),
     ("--moe-router-topk-limited-devices=1", "use --moe-router-num-groups G with --moe-router-group-topk"),

@@ -136,8 +136,12 @@ class MoEArgs:
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
     """Method of sending tokens to the ranks that hold their experts: gather all, all-to-all, or a library (flex)."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
-    """Communication library of --moe-token-dispatcher-type flex."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical"] = "deepep"
+    """Communication library of --moe-token-dispatcher-type flex. hierarchical, of this program, needs none: it sends a
+    token once to every node that holds one of its experts, and distributes it there."""
+    moe_hierarchical_domain_size: int | None = None
+    """Number of consecutive ranks with fast links between them, for --moe-flex-dispatcher-backend hierarchical. Unset:
+    the environment's NVLINK_DOMAIN_SIZE, else the launcher's ranks per node. A flag of this program."""
     moe_enable_deepep: bool = False
     """Deprecated spelling of --moe-flex-dispatcher-backend deepep."""
     moe_flex_dispatcher_num_sms: int | None = None
@@ -157,7 +161,8 @@ class MoEArgs:
     moe_permute_fusion_into_hybridep: bool = False
     """Let HybridEP permute tokens during the exchange."""
     moe_ncclep_zero_copy: bool = False
-    """Let the NCCL EP backend write directly into the receiver's buffer."""
+    """Let the ncclep backend write directly into receive buffers in memory that is registered with NCCL; needs
+    --moe-expert-rank-capacity-factor."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
     """Format in which tokens are sent in the forward dispatch (Megatron-LM: ncclep; here: the alltoall dispatcher)."""
     moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
@@ -198,6 +203,10 @@ class MoEArgs:
     """Put the router's inputs into the trace, in bf16."""
     moe_routing_trace_dump_weights: bool = False
     """Save the router's weights at the start of the trace next to it."""
+
+    @property
+    def uses_hierarchical_dispatch(self) -> bool:
+        return self.moe_token_dispatcher_type == "flex" and self.moe_flex_dispatcher_backend == "hierarchical"
 
     @property
     def finermoe(self) -> ExpertGrid | None:

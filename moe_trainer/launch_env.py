@@ -6,6 +6,9 @@ In this order:
 * SLURM, inside an `srun` step: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID. Megatron-LM leaves this mapping to the
   container.
 * A single process. A batch script has SLURM variables too, but a plain `python pretrain_moe.py` in it is one process.
+
+Ranks per node: NVLINK_DOMAIN_SIZE (NVLink may join the GPUs of several hosts), else LOCAL_WORLD_SIZE of torchrun, else
+SLURM_STEP_TASKS_PER_NODE if the nodes have equally many.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class LaunchEnv:
     master_addr: str | None
     master_port: int | None
     source: str
+    ranks_per_node: int | None = None  # consecutive ranks with fast links between them; None: unknown
 
 
 def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
@@ -41,6 +45,7 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
             master_addr=env.get("MASTER_ADDR"),
             master_port=_number(env, "MASTER_PORT", None),
             source="RANK/WORLD_SIZE",
+            ranks_per_node=_number(env, "NVLINK_DOMAIN_SIZE", _number(env, "LOCAL_WORLD_SIZE", None)),
         )
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
@@ -53,6 +58,7 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
             # One port per job, so that two jobs on one node do not connect to each other.
             master_port=_number(env, "MASTER_PORT", 20000 + job % 20000),
             source="SLURM",
+            ranks_per_node=_number(env, "NVLINK_DOMAIN_SIZE", _tasks_per_node(env)),
         )
     else:
         return LaunchEnv(0, 1, 0, None, None, "single process")
@@ -63,6 +69,8 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
         )
     if launch.local_rank is not None and launch.local_rank < 0:
         raise ValueError(f"{launch.source}: LOCAL_RANK {launch.local_rank} is negative")
+    if launch.ranks_per_node is not None and launch.ranks_per_node < 1:
+        raise ValueError(f"{launch.source}: {launch.ranks_per_node} ranks per node (NVLINK_DOMAIN_SIZE)")
     if launch.master_port is not None and not 0 < launch.master_port < 65536:
         raise ValueError(f"environment variable MASTER_PORT must be from 1 to 65535, got {launch.master_port}")
     if launch.world_size > 1 and (not launch.master_addr or launch.master_port is None):
@@ -71,6 +79,12 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
             "torchrun or srun, or export the address and a free port of the first node"
         )
     return launch
+
+
+def _tasks_per_node(env: Mapping[str, str]) -> int | None:
+    """Return the tasks of every node of a SLURM step ("8(x4)"), None if they differ or are unknown."""
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(match[1]) if match else None
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None) -> int | None:

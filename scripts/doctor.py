@@ -9,7 +9,7 @@ python scripts/doctor.py --json
 """
 
 # Libraries are checked by the functions by which a run chooses them (layers/te.py, moe/dispatch/deepep.py,
-# hybridep.py), so the result is what a run does with --on-missing-backend. Every rank checks its own node.
+# hybridep.py, ncclep.py), so the result is what a run does with --on-missing-backend. Every rank checks its own node.
 # The self-test runs the collectives of moe_trainer/parallel on all ranks and compares every result. It comes first,
 # because forking after a library has initialized the GPU fails. A collective that hangs is reported by a timer.
 
@@ -42,7 +42,7 @@ MIN_TORCH_VERSION = (2, 11)
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = (
     "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
-    "triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
+    "ncclep triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
 ).split()
 PACKAGES = (  # distribution, module, effect of its absence
     ("numpy", "numpy", "nothing runs"),
@@ -157,8 +157,8 @@ def find_apex() -> Finding:
 
 
 def find_deep_ep() -> list[Finding]:
-    """Check both versions of DeepEP and HybridEP, which share one package name."""
-    from moe_trainer.moe.dispatch import deepep, hybridep
+    """Check both versions of DeepEP and HybridEP, which share one package name, and NCCL EP of TransformerEngine."""
+    from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 
     cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
     cost_v2 = "version 1 is used if installed; else as deepep"
@@ -167,6 +167,7 @@ def find_deep_ep() -> list[Finding]:
         Finding("deepep", version, deepep.problem("Buffer"), f"{cost} (--on-missing-backend)", deepep.INSTALL),
         Finding("deepep_v2", version, deepep.problem("ElasticBuffer"), cost_v2),
         Finding("hybridep", version, hybridep.problem(), "as deepep", hybridep.INSTALL),
+        Finding("ncclep", _version("transformer_engine"), ncclep.problem(), "as deepep", ncclep.INSTALL),
     ]
 
 

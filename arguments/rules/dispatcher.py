@@ -15,6 +15,7 @@ TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
 CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 RANK_CAPACITY_BACKENDS = ("hybridep", "ncclep")
+OTHER_THAN_DEEPEP = ("hybridep", "hierarchical")
 DEEPEP_SMS = 20
 
 
@@ -28,7 +29,7 @@ def resolve_negative_capacity(s: Settings, _f: DerivedSizes) -> None:
 
 
 def resolve_old_deepep_flag(s: Settings, _f: DerivedSizes) -> None:
-    if not s.moe_enable_deepep or s.moe_flex_dispatcher_backend == "hybridep":
+    if not s.moe_enable_deepep or s.moe_flex_dispatcher_backend in OTHER_THAN_DEEPEP:
         return
     s.set_derived(BACKEND, "deepep", "from --moe-enable-deepep")
 
@@ -51,12 +52,21 @@ def note_deepep_router_dtype(s: Settings, f: DerivedSizes) -> None:
 
 
 def note_deepep_padding(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and _is_deepep(s) and s.moe_router_padding_for_quantization and f.ep * f.etp > 1:
+    name = {"deepep": "DeepEP", "ncclep": "NCCL EP"}.get(s.moe_flex_dispatcher_backend)
+    is_flex = s.moe_token_dispatcher_type == "flex" and f.ep * f.etp > 1
+    if f.experts and name and is_flex and s.moe_router_padding_for_quantization:
         dest = "moe_router_padding_for_quantization"
         s.note(
-            f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: DeepEP sends a token to as many "
+            f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: {name} sends a token to as many "
             "experts as the router selects, so experts are not padded with further tokens; GEMMs that need padding use "
             "zeros."
+        )
+
+
+def note_hierarchical_sms(s: Settings, f: DerivedSizes) -> None:
+    if f.experts and _is_hierarchical(s) and s.moe_flex_dispatcher_num_sms is not None:
+        s.note_no_effect(
+            s.shown("moe_flex_dispatcher_num_sms"), "with the plain collectives of the hierarchical backend"
         )
 
 
@@ -67,6 +77,10 @@ def resolve_deepep_num_sms(s: Settings, _f: DerivedSizes) -> None:
 
 def _is_deepep(s: Settings) -> bool:
     return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "deepep"
+
+
+def _is_hierarchical(s: Settings) -> bool:
+    return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hierarchical"
 
 
 # Checks.
@@ -108,7 +122,7 @@ def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "{moe_enable_deepep} needs {moe_token_dispatcher_type:flag} flex, not {moe_token_dispatcher_type:value}."
         )
-    if s.moe_enable_deepep and s.moe_flex_dispatcher_backend == "hybridep":
+    if s.moe_enable_deepep and s.moe_flex_dispatcher_backend in OTHER_THAN_DEEPEP:
         yield s.violation(
             "{moe_enable_deepep} and {moe_flex_dispatcher_backend} contradict each other; keep the latter or use "
             "deepep."
@@ -126,11 +140,21 @@ def check_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             )
 
 
-def check_ncclep_needs_flex(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.moe_flex_dispatcher_backend == "ncclep" and s.moe_token_dispatcher_type != "flex":
+def check_backend_needs_flex(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.moe_flex_dispatcher_backend in ("ncclep", "hierarchical") and s.moe_token_dispatcher_type != "flex":
         yield s.violation(
             "{moe_flex_dispatcher_backend} needs {moe_token_dispatcher_type:flag} flex, not "
             "{moe_token_dispatcher_type:value}."
+        )
+
+
+def check_ncclep_zero_copy(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Megatron-LM checks it when the model is built."""
+    is_ncclep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "ncclep"
+    if s.moe_ncclep_zero_copy and is_ncclep and s.moe_expert_rank_capacity_factor is None:
+        yield s.violation(
+            "{moe_ncclep_zero_copy} needs {moe_expert_rank_capacity_factor:flag}: memory that is registered with NCCL "
+            "has a fixed size."
         )
 
 
@@ -222,8 +246,9 @@ def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation
         )
     if s.moe_token_dispatcher_type == "flex":
         yield s.violation(
-            "{moe_clone_hot_experts:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather: the buffers of "
-            "flex are sized for the experts of the model alone."
+            "{moe_clone_hot_experts:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather: the "
+            "libraries of flex size their buffers for the experts of the model alone, and hierarchical sums a token's "
+            "results by rank, so they would depend on the plan."
         )
     others = (
         ("fp8", "there is one scale per expert of the rank"),

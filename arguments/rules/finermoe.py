@@ -133,10 +133,10 @@ def check_finermoe_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
             accepted=", ".join(BALANCING),
             kinds=" ".join(strange),
         )
-    if s.moe_token_dispatcher_type == "flex":
+    if s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend != "hierarchical":
         yield s.violation(
-            "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather: the libraries of flex add full "
-            "outputs, not slices.",
+            "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather, or "
+            "{moe_flex_dispatcher_backend:flag} hierarchical: the libraries of flex add full outputs, not slices.",
             dest,
         )
     named = [name for name in s.triton_kernels if name in KERNELS]

@@ -82,7 +82,11 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     kind, reason = s.moe_token_dispatcher_type, None
     if kind == "flex" and f.ep * f.etp > 1:
         backend = s.moe_flex_dispatcher_backend
-        reason = f"the library of --moe-flex-dispatcher-backend {backend} orders the tokens inside its exchange"
+        reason = (
+            "the number of tokens for each node depends on the routing"
+            if backend == "hierarchical"
+            else f"the library of --moe-flex-dispatcher-backend {backend} orders the tokens inside its exchange"
+        )
     elif kind == "allgather" and f.ep * f.etp > 1:
         reason = "the allgather dispatcher gathers the tokens of all ranks before it orders them"
     elif s.moe_clone_hot_experts and f.ep > 1:

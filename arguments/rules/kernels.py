@@ -32,8 +32,8 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         name == "router" and balancing_types(s) in (["sinkhorn"], ["quantile_balancing"]) and s.moe_z_loss_coeff is None
     ):  # that loss has a kernel
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {balancing_types(s)[0]}"
-    if name == "permute" and _hybridep_permutes(s, f):
-        return "HybridEP sorts tokens itself"
+    if name == "permute" and (library := _sorting_library(s, f)):
+        return f"{library} sorts tokens itself"
     if name == "delta-rule" and s.experimental_attention_variant not in ("gdn", "gdn2"):
         return "without --experimental-attention-variant gated_delta_net"
     if name == "sparse-attention" and s.experimental_attention_variant != "dsa":
@@ -45,13 +45,15 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     return None
 
 
-def _hybridep_permutes(s: Settings, f: DerivedSizes) -> bool:
-    return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hybridep" and f.ep * f.etp > 1
+def _sorting_library(s: Settings, f: DerivedSizes) -> str | None:
+    if s.moe_token_dispatcher_type != "flex" or f.ep * f.etp == 1:
+        return None
+    return {"hybridep": "HybridEP", "ncclep": "NCCL EP"}.get(s.moe_flex_dispatcher_backend)
 
 
-def note_permute_fusion_with_hybridep(s: Settings, f: DerivedSizes) -> None:
-    if s.moe_permute_fusion and f.experts is not None and _hybridep_permutes(s, f):
-        s.note(f"{s.flag('moe_permute_fusion')}: HybridEP sorts tokens itself, so the fused kernels have no effect.")
+def note_permute_fusion_with_library(s: Settings, f: DerivedSizes) -> None:
+    if s.moe_permute_fusion and f.experts is not None and (library := _sorting_library(s, f)):
+        s.note(f"{s.flag('moe_permute_fusion')}: {library} sorts tokens itself, so the fused kernels have no effect.")
 
 
 def check_none_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -17,12 +17,18 @@ OVERLAP = "overlap_moe_expert_parallel_comm"
 
 def note_no_overlap(s: Settings, f: DerivedSizes) -> None:
     """Note where there is no exchange, or one call, so that nothing can overlap with it."""
+    ncclep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "ncclep"
+    why = "one call of NCCL EP sends and receives" if ncclep else None
     if s.moe_shared_expert_overlap and f.experts is not None and f.ep == f.etp == 1:
         s.note(
             f"{s.flag('moe_shared_expert_overlap')}: with all experts on every rank there is no exchange to overlap "
             "with."
         )
-    dest, why = "overlap_dispatch_backward_with_experts_wgrad", None
+        why = None
+    for dest in (OVERLAP, "moe_shared_expert_overlap"):
+        if getattr(s, dest) and why:
+            s.note(f"{s.flag(dest)}: {why}, so that nothing overlaps with it; the other dispatchers overlap.")
+    dest = "overlap_dispatch_backward_with_experts_wgrad"
     if s.moe_token_dispatcher_type == "allgather":
         why = "the allgather dispatcher gathers in one call"
     if f.ep == 1:

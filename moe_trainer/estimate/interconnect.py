@@ -6,8 +6,9 @@ network adapter, and a ring over several members of one domain uses the adapters
 
 Token exchange: an all-to-all sends a token once for every expert. DeepEP and HybridEP send it over the network once to
 every domain that has one of its experts, and distribute it there over NVLink; with group-limited routing it reaches
-fewer domains. Experts are assumed to be chosen evenly. The fractions of the links' peaks below follow from measured
-times of both (arXiv 2603.07685, table 7: hidden 7168, 4096 tokens, 256 experts, on H100 and GB200, with 8 to 64 ranks);
+fewer domains. Hierarchical dispatch sends as many rows by two all-to-alls, one after the other. Experts are assumed to
+be chosen evenly. The fractions of the links' peaks below follow from measured times of all-to-all and HybridEP (arXiv
+2603.07685, table 7: hidden 7168, 4096 tokens, 256 experts, on H100 and GB200, with 8 to 64 ranks);
 tests/estimate/test_interconnect.py compares the model with them, within 30 %.
 """
 
@@ -122,18 +123,23 @@ def exchange_seconds(args: Arguments, links: Interconnect, tokens: float, size: 
     topk = moe.moe_router_topk * processed_load(moe)
     reached, latency = hardware.constants.links, hardware.constants.latency
     nvlink, network = hardware.nvlink_gb_s * 1e9 * reached, hardware.network_gb_s * 1e9 * NETWORK * reached
-    seconds = 0.0
+    seconds, copies = 0.0, topk
     if ep > 1:
-        domains = max(1, ep * etp // hardware.domain)
+        hierarchical = moe.uses_hierarchical_dispatch
+        per_domain = (moe.moe_hierarchical_domain_size if hierarchical else None) or hardware.domain
+        domains = max(1, ep * etp // per_domain)
         outside = (domains - 1) / domains
         if moe.moe_token_dispatcher_type == "allgather":
             return links.ring(tokens * row * ep * etp, 1, ep * etp)
-        if moe.moe_token_dispatcher_type == "flex":
+        if moe.moe_token_dispatcher_type == "flex" and not (hierarchical and domains == 1):
             hit = expected_domains(domains, topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
             across = tokens * row * hit * outside / network
-            spread = tokens * row * expected_distinct(ep, topk) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK)
-            wide = moe.moe_flex_dispatcher_backend == "deepep" and min(ep, hardware.domain) > 8
-            seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread) + latency
+            spread = tokens * row * expected_distinct(ep, topk) * (1 - 1 / min(ep, per_domain)) / nvlink
+            wide = moe.moe_flex_dispatcher_backend == "deepep" and min(ep, per_domain) > 8
+            if hierarchical:
+                seconds, copies = across + spread / NVLINK_ALL_TO_ALL + 2 * latency, expected_distinct(ep, topk)
+            else:
+                seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread / NVLINK) + latency
         else:
             across = tokens * row * topk * outside / network
             within = (
@@ -141,5 +147,5 @@ def exchange_seconds(args: Arguments, links: Interconnect, tokens: float, size: 
             )
             seconds = max(across, within) + latency
     if etp > 1:
-        seconds += links.ring(tokens * topk * row * etp, 1, etp)
+        seconds += links.ring(tokens * copies * row * etp, 1, etp)
     return seconds

@@ -222,11 +222,14 @@ def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -
     overlaps = [False]
     if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap:
         overlaps.append(True)
+    spread = ep > 1 and ep * etp > hardware.domain
+    plain = [(backend, overlap) for backend in ("", *(["hierarchical"] if spread else [])) for overlap in overlaps]
     if etp > 1 or ep == 1:
-        return [("", overlap) for overlap in overlaps]
+        return plain
     # An all-to-all over NCCL hides little: it reached 133 of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
     backends = ("deepep", "hybridep") if hardware.is_blackwell else ("deepep",)
-    return [("", False), *((backend, overlap) for backend in backends for overlap in overlaps)]
+    plain = [(backend, overlap) for backend, overlap in plain if not overlap]
+    return [*plain, *((backend, overlap) for backend in backends for overlap in overlaps)]
 
 
 def parallel_shapes(args: Arguments, gpus: int, hardware: Hardware) -> Iterator[ParallelConfig]:

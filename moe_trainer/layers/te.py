@@ -56,6 +56,11 @@ def load() -> ModuleType:
     return importlib.import_module(PYTORCH)
 
 
+def load_expert_parallel() -> ModuleType:
+    """Import transformer_engine.pytorch.ep, NCCL's token exchange; check `problem` first."""
+    return importlib.import_module(f"{PYTORCH}.ep")
+
+
 RECIPES = MappingProxyType(
     {
         "tensorwise": ("Float8CurrentScaling", "is_fp8_available"),

@@ -102,6 +102,20 @@ class _Unpermute(torch.autograd.Function):
         return grad_TH.index_select(0, ctx.routes.token_R), None
 
 
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table_TX: Tensor, routes: PermuteMap, parts: int) -> Tensor:
+        num_tokens, width = table_TX.shape
+        ctx.routes, ctx.shape, ctx.cells = routes, table_TX.shape, (num_tokens * parts, width // parts)
+        return table_TX.reshape(ctx.cells).index_select(0, routes.cell_R)
+
+    @staticmethod
+    def backward(ctx, grad_RW: Tensor):
+        grad = grad_RW.new_zeros(ctx.cells)
+        grad[ctx.routes.cell_R] = grad_RW  # every cell occurs once
+        return grad.view(ctx.shape), None, None
+
+
 class _PermuteProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, probs_TE: Tensor, routes: PermuteMap) -> Tensor:
@@ -123,6 +137,14 @@ def permute(x_TH: Tensor, routes: PermuteMap) -> Tensor:
 def unpermute(y_RH: Tensor, routes: PermuteMap) -> Tensor:
     """Sum each token's copies and return y_TH; tokens without copies get zeros."""
     return _Unpermute.apply(y_RH, routes)
+
+
+def permute_rows(table_TX: Tensor, routes: PermuteMap, parts: int) -> Tensor:
+    """Return of every copy of a token the part of the token's row that belongs to the copy's column of the map.
+
+    Shapes: table_TX [T, parts * width], routes of a map [T, parts] -> [R, width].
+    """
+    return _PermuteRows.apply(table_TX, routes, parts)
 
 
 def permute_probs(probs_TE: Tensor, routes: PermuteMap) -> Tensor:

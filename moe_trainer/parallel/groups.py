@@ -33,6 +33,7 @@ def plan_groups(
     embedding_stages: Collection[int] | None = None,
     cp_levels: Sequence[int] | None = None,
     second_pipeline: bool = False,
+    ranks_per_node: int | None = None,
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
     """Return name -> (partition of the ranks into groups, lane).
 
@@ -48,6 +49,7 @@ def plan_groups(
         embedding_stages: pipeline ranks with the word embeddings; default: the first and the last.
         cp_levels: sizes of cp_a2a and cp_p2p; default: 1 and cp.
         second_pipeline: create a separate communicator for pp_second.
+        ranks_per_node: consecutive ranks with fast links between them, for ep_intra and ep_inter; default: all ranks.
 
     Raises:
         ValueError: see grid.make_layout.
@@ -62,9 +64,27 @@ def plan_groups(
         raise ValueError(f"hierarchical context-parallel sizes {a2a_size} * {p2p_size} are not cp = {cp}")
     inner, outer = split_groups(layout.groups("cp"), a2a_size)
     plans["cp_a2a"], plans["cp_p2p"] = (inner, "context"), (outer, "context")
+    ep_groups = layout.groups("ep")
+    inner, outer = split_groups(ep_groups, _members_per_node(ep_groups, ranks_per_node or world_size))
+    plans["ep_intra"], plans["ep_inter"] = (inner, "expert"), (outer, "expert")
     plans["pp_second"] = layout.groups("pp"), "second pipeline" if second_pipeline else "pipeline"
     plans["embedding"] = (_embedding_groups(layout, embedding_stages), "embedding")
     return plans
+
+
+def _members_per_node(groups: Sequence[Sequence[int]], ranks_per_node: int) -> int:
+    """Return the largest length by which all groups can be split into equal parts, each inside one node."""
+    size = len(groups[0])
+    return next(
+        length
+        for length in range(size, 0, -1)
+        if size % length == 0
+        and all(
+            ranks[start] // ranks_per_node == ranks[start + length - 1] // ranks_per_node
+            for ranks in groups
+            for start in range(0, size, length)
+        )
+    )
 
 
 def group_table(plans: Mapping[str, tuple[Sequence[Sequence[int]], str]]) -> str:

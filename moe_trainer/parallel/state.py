@@ -75,6 +75,8 @@ class ParallelState:
 
     * Dense grid: tp, cp, dp, pp; dp_cp reduces dense gradients; tp_cp and tp_dp_cp reduce router statistics.
     * Expert grid: etp, ep, edp (reduces expert gradients), tp_ep (etp x ep).
+    * ep_intra, ep_inter: ep inside a node, and across nodes with the same position in each; all of ep and one rank if
+      nodes are unknown.
     * dp_cp_inner, edp_inner: one instance of the distributed optimizer, which shards its state over it; dp_cp_outer,
       edp_outer: the ranks of all instances with the same shard.
     * cp_a2a, cp_p2p: the two levels of hierarchical context parallelism; otherwise one rank and all of cp.
@@ -100,6 +102,8 @@ class ParallelState:
     edp_outer: Group
     cp_a2a: Group
     cp_p2p: Group
+    ep_intra: Group
+    ep_inter: Group
     pp_second: Group
     embedding: Group
 

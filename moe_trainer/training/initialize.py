@@ -114,6 +114,8 @@ def check_same_flags(args: Arguments, launch_env: LaunchEnv) -> None:
         "world", tuple(range(launch_env.world_size)), launch_env.rank, launch_env.world_size, dist.group.WORLD
     )
     settings = {name: repr(value) for name, value in args.as_dict().items() if name not in _RANK_LOCAL_FLAGS}
+    if args.moe.uses_hierarchical_dispatch:  # the groups depend on it
+        settings["ranks per node"] = repr(launch_env.ranks_per_node)
     digests = collectives.all_gather_object(hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest(), world)
     if len(set(digests)) == 1:
         return
@@ -139,6 +141,8 @@ def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timede
         ValueError: if the sizes do not fit.
     """
     sizes = parallel_sizes(args)
+    if sizes["ranks_per_node"] is None and args.moe.uses_hierarchical_dispatch:
+        sizes["ranks_per_node"] = launch_env.ranks_per_node
     if args.parallel.print_groups and launch_env.rank == 0:
         table = group_table(plan_groups(launch_env.world_size, **sizes))
         print(f"groups of {launch_env.world_size} ranks:\n{table}", flush=True)

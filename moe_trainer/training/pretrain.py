@@ -22,6 +22,7 @@ from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.memory.host_allocator import tune_malloc
 from moe_trainer.metrics.console import arguments_block
+from moe_trainer.moe.dispatch.select import close_dispatchers
 from moe_trainer.parallel.state import close_groups
 from moe_trainer.resilience.flight_recorder import make_flight_recorder
 from moe_trainer.resilience.heartbeat import HeartbeatStore
@@ -123,6 +124,7 @@ def run_job(
     if args.output.save is not None and ctx.should_save and runtime.launch_env.rank == 0:
         release_lock(Path(args.output.save))
     monitors.close()
+    close_dispatchers(ctx.chunks)
     close_groups(runtime.ps)
     # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
     return ExitCode.RESTART if decision is not None and decision.interrupted and args.output.auto_resume else 0

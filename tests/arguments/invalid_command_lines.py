@@ -4,6 +4,9 @@ SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 DENSE = "--num-experts --moe-router-topk --moe-token-dispatcher-type"
 FINE, FREE = "--G-I 4 --G-O 2 --R-I 1 --R-O 2", "--num-experts --moe-router-topk"
 STASH = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"
+HIERARCHICAL, NCCLEP = (
+    f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {name}" for name in ("hierarchical", "ncclep")
+)
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DELTA = "--experimental-attention-variant gdn"
@@ -161,6 +164,10 @@ INVALID_LINES = (
     ("--moe-clone-hot-experts -1", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2", DENSE, "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2 --moe-token-dispatcher-type flex", "", "--moe-token-dispatcher-type"),
+    ("--moe-flex-dispatcher-backend hierarchical", "", "--moe-flex-dispatcher-backend"),
+    (f"{HIERARCHICAL} --moe-enable-deepep", "", "--moe-enable-deepep"),
+    (f"{HIERARCHICAL} --moe-hierarchical-domain-size 0", "", "--moe-hierarchical-domain-size"),
+    (f"{NCCLEP} --moe-ncclep-zero-copy", "", "--moe-ncclep-zero-copy"),
     ("--moe-clone-hot-experts 2 --fp8-format hybrid", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2 --fp4-format e2m1", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2 --overlap-moe-expert-parallel-comm", "", "--moe-clone-hot-experts"),
@@ -430,6 +437,9 @@ VALID_LINES = (
     ("--moe-router-topk 1 --moe-router-score-function sigmoid", "--moe-router-topk"),
     ("--moe-router-num-groups 3", ""),
     ("--moe-token-dispatcher-type flex --moe-deepep-num-sms 24", ""),
+    (f"{HIERARCHICAL} --moe-hierarchical-domain-size 4", ""),
+    (f"{FINE} {HIERARCHICAL}", FREE),
+    (f"{NCCLEP} --moe-expert-rank-capacity-factor 1.5 --moe-ncclep-zero-copy", ""),
     ("--eval-iters 0", "--eval-interval"),
     ("--train-samples 1000 --lr-warmup-samples 100", "--train-iters"),
     ("--lr-warmup-fraction 0.1", ""),

@@ -124,22 +124,6 @@ def test_experts_are_sharded_over_data_ranks(size, world_size, dispatcher):
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (
-            ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "ncclep"],
-            "--moe-flex-dispatcher-backend",
-        ),
-    ],
-)
-def test_missing_dispatcher_is_rejected_by_name(argv, flag):
-    errors = violations("--expert-model-parallel-size", "2", *argv, "--global-batch-size", "8", world_size=8)
-    later = [violation for violation in errors if violation.kind == "later"]
-    assert any(flag in violation.flags for violation in later)
-    assert not any("--expert-model-parallel-size" in violation.flags for violation in later)
-
-
-@pytest.mark.parametrize(
-    ("argv", "flag"),
-    [
         (["--enable-cuda-graph"], "--enable-cuda-graph"),
         (["--optimizer-cuda-graph"], "--optimizer-cuda-graph"),
     ],

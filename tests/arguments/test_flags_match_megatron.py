@@ -19,8 +19,10 @@ OWN = {
     "fim_data", "fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token", "fim_middle_token",
     "fim_suffix_token", "fim_pad_token", "fim_eod_token",
     "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power",
+    "moe_hierarchical_domain_size",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
+OWN_CHOICES = {"moe_flex_dispatcher_backend": ["hierarchical"]}
 
 
 def test_record_is_complete():
@@ -86,7 +88,8 @@ def test_flag_matches_megatron_record(record):
         assert option.takes == 0
         return
     assert option.takes == (1 if record["nargs"] is None else record["nargs"])
-    assert (None if option.choices is None else list(option.choices)) == record["choices"]
+    choices = record["choices"] and record["choices"] + OWN_CHOICES.get(record["dest"], [])
+    assert (None if option.choices is None else list(option.choices)) == choices
     if record["type"] in ("int", "float"):
         assert option.type_name == record["type"]
 

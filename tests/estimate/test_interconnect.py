@@ -43,6 +43,19 @@ def test_deepep_is_slower_than_hybridep_in_large_nvlink_domains():
         )
 
 
+def test_hierarchical_dispatch_sends_a_token_once_to_a_node():
+    """Over the network as DeepEP, then inside the node; in one node as an all-to-all."""
+    flags = "--preset deepseek_v3 --mock-data --global-batch-size 8192 --expert-model-parallel-size"
+    links, seconds = Interconnect(find_hardware("h100")), {}
+    for ep in (8, 32):
+        for backend in ("alltoall", "deepep", "hierarchical"):
+            dispatcher = "" if backend == "alltoall" else f"{FLEX} --moe-flex-dispatcher-backend {backend}"
+            args = parse_args([*f"{flags} {ep} {dispatcher}".split()], ep)
+            seconds[ep, backend] = exchange_seconds(args, links, 4096, 2)
+    assert seconds[8, "hierarchical"] == seconds[8, "alltoall"]
+    assert seconds[32, "deepep"] < seconds[32, "hierarchical"] < 0.8 * seconds[32, "alltoall"]
+
+
 def test_dispatch_and_combine_times_follow_the_widths_of_experts():
     """FineRMoE combines half-width rows; latent experts send narrow rows both ways; an all-gather sends full rows both ways."""
     links, flags = (

@@ -31,6 +31,8 @@ from moe_trainer.verification import training_trace
 
 RECORDED = {"github hybrid-ep": HYBRID_EP}
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+NCCLEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep"
+ZERO_COPY = "--moe-ncclep-zero-copy"
 FUSED = "--moe-permute-fusion-into-hybridep"
 PAD = "--moe-hybridep-pad-uneven-dispatch-inputs"
 RECOMPUTE = (
@@ -128,9 +130,10 @@ def train(
     if "flex" in argv and library:
         build.build_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
             RECORDED,
-            "HybridEP",
+            "NCCL EP" if "ncclep" in argv else "HybridEP",
             ps,
             max_tokens=rows.max_tokens,
+            moe_ncclep_zero_copy=ZERO_COPY in argv,
             moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
             moe_permute_fusion_into_hybridep=FUSED in argv,
         )[0]
@@ -204,11 +207,14 @@ def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(weight, other["weights"][name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_device_counts_give_the_results_of_all_to_all(recompute):
+@pytest.mark.parametrize(
+    ("flex", "recompute"),
+    [*((FLEX, how) for how in RECOMPUTE), (NCCLEP, RECOMPUTE[1]), (f"{NCCLEP} {ZERO_COPY}", RECOMPUTE[2])],
+)
+def test_device_counts_give_the_results_of_all_to_all(flex, recompute):
     dropout = f"--hidden-dropout 0.1 {recompute}"
     plain = run_ranks(train, 2, dropout)[0]
-    ours = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {dropout}")
+    ours = run_ranks(train, 2, f"{flex} --moe-expert-rank-capacity-factor 3 {dropout}")
     for result in ours:
         assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["log_lines"]
     assert_equal(plain, ours[0], 1e-5)
@@ -281,6 +287,18 @@ def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
     assert "iteration 2" in line and "repeated" in line and not any(result["log_lines"] for result in results[1:])
     assert "grew from 0.1 to " in line, "the factor that was in force"
     assert not any(result["grown"] for result in results), "one line is enough"
+
+
+def test_nccl_ep_iteration_with_lost_rows_is_repeated_exactly():
+    """Its buffer has a minimum, which is too small for the fullest rank; the repeated iteration raises it for all ranks."""
+    enough = run_ranks(train, 2, f"{NCCLEP} --moe-expert-rank-capacity-factor 3")
+    tight = run_ranks(train, 2, f"{NCCLEP} --moe-expert-rank-capacity-factor 0.3")
+    for rank, result in enumerate(tight):
+        assert enough[rank]["attempts"] == [False] * 3
+        assert result["attempts"][:3] == [False, True, False], "the first iteration is repeated, the second is not"
+        for name in ("losses", "norms", "evaluation"):
+            assert result[name] == enough[rank][name], name
+    assert_equal(enough[0], tight[0])
 
 
 def test_capacity_factor_named_in_the_log_suffices():

@@ -1,19 +1,28 @@
 """MoE layers and dispatchers over all mappings of a layer against the local one on all tokens: outputs and every gradient."""
 
+import logging
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_layer, build_shard, sections, total_grads
 
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
-DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
+DISPATCHERS = {
+    "alltoall": AllToAllDispatcher,
+    "allgather": AllGatherDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hierarchical"}
 KINDS = {
     "plain": {},
     "every expert": {"moe_router_topk": 8},
@@ -67,6 +76,10 @@ KINDS = {
 EVEN, UNEVEN, EMPTY, ONE, NONE = (6, 6, 6, 6), (5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0)
 
 
+def choose(dispatcher):
+    return FLEX if dispatcher == "hierarchical" else {"moe_token_dispatcher_type": dispatcher}
+
+
 def tokens(sizes, dtype):
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(2, sum(sizes), 1, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
@@ -91,6 +104,7 @@ class Layout:
     etp: int = 1
     sp: bool = False
     order: str = "tp-cp-ep-dp-pp"
+    nodes: int = 2
 
     def __str__(self):
         sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "ep", "etp") if getattr(self, name) > 1]
@@ -99,7 +113,16 @@ class Layout:
         )
 
     def state(self, rank: int) -> ParallelState:
-        return ParallelState.create(self.n, rank, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, order=self.order)
+        return ParallelState.create(
+            self.n,
+            rank,
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
+            order=self.order,
+            ranks_per_node=self.n // self.nodes,
+        )
 
 
 def _one_rank(rank, n, layout, kind, dispatchers, sizes, dtype):
@@ -108,11 +131,10 @@ def _one_rank(rank, n, layout, kind, dispatchers, sizes, dtype):
 
 
 def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
-    args = sections(
-        moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **KINDS[kind]
-    )
+    args = sections(moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **choose(dispatcher), **KINDS[kind])
     layer = build_shard(args, ps, dtype)
-    assert type(layer.dispatcher) is (DISPATCHERS[dispatcher] if ps.tp_ep.size > 1 else LocalDispatcher)
+    kind_of = AllToAllDispatcher if dispatcher == "hierarchical" and ps.ep_inter.size == 1 else DISPATCHERS[dispatcher]
+    assert type(layer.dispatcher) is (kind_of if ps.tp_ep.size > 1 else LocalDispatcher)
     xs, weights = tokens(sizes, dtype)
     # without sequence parallelism every rank of tp holds the rows of all
     mine = [rank] if layout.sp else ps.tp.ranks
@@ -188,6 +210,7 @@ FOLDED = (
     Layout(4, tp=2, cp=2, ep=2, etp=2, sp=True),
     Layout(4, tp=2, cp=2, ep=4),
     Layout(4, ep=2, etp=2, order="dp-ep-cp-tp-pp"),
+    Layout(4, ep=4, nodes=4),
 )
 
 
@@ -196,7 +219,11 @@ def test_experts_folded_over_tp_cp_and_dp_equal_one_process(layout):
     compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
 
-@pytest.mark.parametrize("layout", [Layout(8, tp=2, ep=4, etp=2, sp=True), Layout(8, tp=2, cp=2, ep=8)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(8, tp=2, ep=4, etp=2, sp=True), Layout(8, tp=2, cp=2, ep=8), Layout(8, ep=8, nodes=4)],
+    ids=str,
+)
 def test_eight_ranks_equal_one_process(layout):
     compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
 
@@ -238,11 +265,11 @@ def test_tensor_ranks_without_sequence_parallelism_train(layout):
     compare(layout, "drops", EVEN)
 
 
-def _overlapped(rank, n, layout):
+def _overlapped(rank, n, layout, dispatcher):
     """Outputs and gradients with and without the overlap, and what was in flight while the shared experts ran."""
     ps = layout.state(rank)
     args = sections(
-        moe_token_dispatcher_type="alltoall",
+        **choose(dispatcher),
         sequence_parallel=layout.sp,
         moe_aux_loss_coeff=0.1,
         moe_shared_expert_intermediate_size=20,
@@ -255,7 +282,8 @@ def _overlapped(rank, n, layout):
 
         def start_and_remember(*rest, start=start, handles=handles):
             sent = start(*rest)
-            handles.append(sent.handle.work)
+            work = sent.handle.work
+            handles.append(work[0] if dispatcher == "hierarchical" else work)
             return sent
 
         def look(*_, handles=handles):
@@ -273,10 +301,19 @@ def _overlapped(rank, n, layout):
     return in_flight
 
 
-@pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(2, tp=2, ep=2, sp=True), Layout(2, tp=2, ep=2)], ids=str)
-def test_overlapped_shared_experts_give_bitwise_equal_results(layout):
-    """In forward and backward. The state of the all-to-all is checked inside the shared experts."""
-    for in_flight in run_ranks(_overlapped, layout.n, layout):
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    [
+        (Layout(2, ep=2), "alltoall"),
+        (Layout(2, tp=2, ep=2, sp=True), "alltoall"),
+        (Layout(2, tp=2, ep=2), "alltoall"),
+        (Layout(4, ep=4), "hierarchical"),
+    ],
+    ids=str,
+)
+def test_overlapped_shared_experts_give_bitwise_equal_results(layout, dispatcher):
+    """In forward and backward. The state of the all-to-all (between nodes) is checked inside the shared experts."""
+    for in_flight in run_ranks(_overlapped, layout.n, layout, dispatcher):
         assert in_flight == [False, False, True, True]
 
 
@@ -300,7 +337,7 @@ def test_experts_not_divisible_by_expert_ranks_are_rejected():
 
 def _rows(rank, n, dispatcher):
     """Return the rows that the experts of a rank receive; every value encodes its source."""
-    ps = ParallelState.create(n, rank, ep=n)
+    ps = ParallelState.create(n, rank, ep=n, ranks_per_node=max(1, n // 2))
     num_tokens = 3 + rank
     generator = torch.Generator().manual_seed(rank)
     x_TH = (100.0 * rank + torch.arange(num_tokens)).unsqueeze(1).expand(-1, 2).contiguous()
@@ -329,7 +366,7 @@ def test_dispatched_rows_are_sorted_by_expert_rank_and_token(n, dispatcher):
 
 def _exchange(rank, n, dtype):
     x = torch.randn(4, 3).to(dtype).requires_grad_()
-    ps = ParallelState.create(n, rank, ep=n)
+    ps = ParallelState.create(n, rank, ep=n, ranks_per_node=1)
     probs = torch.tensor([[0.5, 0.0, 0.0, 0.5]] * 4, dtype=torch.float32, requires_grad=True)
     results = []
     for kind in DISPATCHERS.values():
@@ -341,10 +378,51 @@ def _exchange(rank, n, dtype):
         assert x.grad.dtype == dtype and probs.grad.dtype == torch.float32
         results.append((y.detach(), x.grad, probs.grad))
         x.grad = probs.grad = None
-    for ours, other in zip(*results):
-        assert torch.equal(ours, other)
+    for others in results[1:]:
+        assert all(torch.equal(ours, other) for ours, other in zip(results[0], others, strict=True))
     assert torch.equal(results[0][0], x)
 
 
 def test_half_precision_rows_with_fp32_probabilities():
     run_ranks(_exchange, 2, torch.bfloat16)
+
+
+def _count_rows_between_nodes(rank, n):
+    """Return the rows of tokens that leave the node in a forward and a backward pass, and what is expected."""
+    layout = Layout(n, ep=n)
+    ps, exchange, sent = layout.state(rank), dist.all_to_all_single, [0]
+
+    def counted(out, x, receive=None, send=None, group=None, async_op=False):
+        if x.dim() == 2 and x.shape[1] == HIDDEN:
+            ranks = dist.get_process_group_ranks(group)
+            sent[0] += sum(rows for peer, rows in zip(ranks, send, strict=True) if peer // 2 != rank // 2)
+        return exchange(out, x, receive, send, group=group, async_op=async_op)
+
+    dist.all_to_all_single = counted  # in a forked process
+    generator = torch.Generator().manual_seed(rank)
+    routing = torch.zeros(20, 8, dtype=torch.bool).scatter_(1, torch.rand(20, 8, generator=generator).topk(4)[1], True)
+    x, counts, experts = torch.randn(20, HIDDEN, requires_grad=True), [], []
+    for kind in (AllToAllDispatcher, HierarchicalDispatcher):
+        sent[0], dispatcher = 0, kind(ps, Permutation())
+        state = dispatcher.dispatch(x, routing.float(), routing)
+        experts.append((state.x_RH.detach(), state.probs_R.detach(), state.tokens_per_expert_e))
+        dispatcher.combine(state.x_RH, state).sum().backward()
+        counts.append(sent[0])
+    assert all(torch.equal(one, other) for one, other in zip(*(found[:2] for found in experts), strict=True))
+    assert experts[0][2] == experts[1][2]
+    other_node = routing[:, 4:] if rank < 2 else routing[:, :4]
+    return counts, int(other_node.sum()), int(other_node.any(1).sum())
+
+
+def test_token_crosses_to_a_node_once():
+    """Rows that leave the node, of tokens, results and both gradients; the experts get the same rows."""
+    counts, pairs, tokens = zip(*run_ranks(_count_rows_between_nodes, 4), strict=True)
+    flat, once = map(sum, zip(*counts, strict=True))
+    assert (flat, once) == (4 * sum(pairs), 4 * sum(tokens)) and once < 0.6 * flat
+
+
+def test_one_node_uses_the_all_to_all(caplog):
+    ps = replace(ParallelState.single(), **{name: replace(Group.single(name), size=4) for name in ("ep", "tp_ep")})
+    with caplog.at_level(logging.INFO):
+        assert type(build_dispatcher(sections(**FLEX).moe, ps)) is AllToAllDispatcher
+    assert "in one node" in caplog.text

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from harness import run_ranks
+from moe import fake_te_ep
 from moe.fake_deep_ep import Signatures, make_hybrid, make_v1, make_v2
 from moe.layers import HIDDEN, build_shard, sections
 from training.layouts import compare, make_argv, train
@@ -17,10 +18,12 @@ from training.layouts import compare, make_argv, train
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
-from moe_trainer.moe.dispatch import deepep, hybridep
+from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+from moe_trainer.moe.dispatch.base import DispatchHints
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.select import DispatchBufferSpec, build_dispatcher
+from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -32,6 +35,8 @@ VERSIONS = {
     "DeepEP 2": ("github main dd758ca (2026-07-14)", "deep_ep.buffers.elastic.ElasticBuffer"),
     "HybridEP": ("github hybrid-ep", "deep_ep.hybrid_ep_buffer.HybridEPBuffer"),
 }
+
+LIBRARIES = ("DeepEP 1.0", "DeepEP 2", "HybridEP", "NCCL EP")
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +61,24 @@ def make_fake_deep_ep(recorded: dict, version: str) -> tuple[ModuleType, Signatu
 
 def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
     """Made by the chooser, as on a CUDA device where that version is installed."""
-    module, signatures = make_fake_deep_ep(recorded, version)
-    sys.modules["deep_ep"] = module
-    backend = "hybridep" if version == "HybridEP" else "deepep"
+    if version == "NCCL EP":
+        backend, signatures = "ncclep", fake_te_ep.install()
+    else:
+        module, signatures = make_fake_deep_ep(recorded, version)
+        sys.modules["deep_ep"] = module
+        backend = "hybridep" if version == "HybridEP" else "deepep"
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
     width = (
         deepep.V2_HIDDEN_MULTIPLE if version == "DeepEP 2" else HIDDEN
     )  # of the buffer, which the stand-in does not hold rows against
     rows = DispatchBufferSpec(width, max_tokens, torch.bfloat16, torch.device("cpu"))
     made = build_dispatcher(moe, ps, rows, BackendPolicy(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"})))
-    assert type(made) is {"deepep": deepep.DeepEPDispatcher, "hybridep": hybridep.HybridEPDispatcher}[backend]
+    classes = {
+        "deepep": deepep.DeepEPDispatcher,
+        "hybridep": hybridep.HybridEPDispatcher,
+        "ncclep": ncclep.NcclEPDispatcher,
+    }
+    assert type(made) is classes[backend]
     return made, signatures
 
 
@@ -141,19 +154,19 @@ def assert_same_pair(plain, flex, tolerance, sums_exact):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [*VERSIONS, "NCCL EP"])
 def test_flex_rows_equal_all_to_all_bitwise(recorded, version, n):
     """At top-k up to 2 the combined rows and all gradients too; beyond, within 1e-6: a token's results are added rank by rank."""
     assert_same(n, recorded, version, [(topk, "plain", (6,) * n) for topk in (1, 2, 4)])
 
 
-@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+@pytest.mark.parametrize("version", LIBRARIES)
 def test_flex_with_empty_ranks_and_dropped_tokens(recorded, version):
     kinds = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "no tokens")
     assert_same(2, recorded, version, [(2, kind, (6, 6)) for kind in kinds])
 
 
-@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+@pytest.mark.parametrize("version", LIBRARIES)
 def test_flex_with_uneven_token_counts(recorded, version):
     """HybridEP needs equal numbers: its option fills up, or it would hang (modelscope/ms-swift issue 8393)."""
     assert_same(
@@ -164,7 +177,7 @@ def test_flex_with_uneven_token_counts(recorded, version):
     )
 
 
-@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+@pytest.mark.parametrize("version", LIBRARIES)
 def test_flex_in_half_precision(recorded, version):
     """Rows bit for bit; sums within a bf16 step: the local sum's kernel on CPU rounds ties away, an addition to even."""
     assert_same(2, recorded, version, [(2, "plain", (6, 6))], torch.bfloat16, 2.0**-6, False)
@@ -214,7 +227,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+@pytest.mark.parametrize("version", LIBRARIES)
 def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
     four = [name for name in LAYERS if name == "expert tensor ranks"]
     two = [name for name in LAYERS if name not in four]
@@ -335,6 +348,41 @@ def test_flags_are_passed_to_the_libraries(recorded):
     }
 
 
+def _nccl_ep_context(rank, n, zero_copy):
+    """Arguments of the contexts and of the last dispatch's buffer: without a fixed buffer, with one, and without again."""
+    ps = ParallelState.create(n, rank, ep=n)
+    options = {"moe_flex_dispatcher_num_sms": 12, "moe_ncclep_zero_copy": zero_copy}
+    made, signatures = flex_dispatcher({}, "NCCL EP", ps, max_tokens=40, **options)
+    made.context.budgets = [ReceiveBudget("first", 1.0, 2), ReceiveBudget("second", 1.5 + rank, 2)]
+    probs, routing = random_routing(rank, 40, 2, "plain")
+    found = []
+    for buffer_size in (None, 7, None):
+        x, probs_TE = torch.ones(40, HIDDEN, requires_grad=True), probs.clone().requires_grad_()
+        state = made.dispatch_preprocess(x, probs_TE, routing, DispatchHints(buffer_size=buffer_size))
+        state = made.dispatch_postprocess(made.token_dispatch(state))
+        y = made.combine(state.x_RH * 2, state)
+        y.sum().backward()
+        found.append((y.detach(), x.grad, len(state.x_RH), state.overflow))
+    assert all(torch.equal(y, found[0][0]) and torch.equal(grad, found[0][1]) for y, grad, *_ in found)
+    made.close()
+    calls = signatures.calls
+    contexts = [{**bound, "ep_group": None} for name, bound in calls if name == "ep_bootstrap"]
+    assert calls[-1][0] == "ep_finalize"
+    registered = sum(name == "symm_mem_alloc" for name, _ in calls)
+    return contexts, registered, [(num_rows, None if flag is None else int(flag)) for *_, num_rows, flag in found]
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_nccl_ep_has_one_context_for_each_mode(zero_copy):
+    """All ranks have the largest budget. The stand-in fails if what is sent with zero copy is not registered."""
+    plain = {"ep_group": None, "num_experts": 8, "max_tokens_per_rank": 64, "hidden_dim": HIDDEN, "num_topk": 2}
+    plain |= {"recv_capacity_per_rank": None, "max_num_sms": 12, "zero_copy": False, "drop_on_overflow": False}
+    fixed = {**plain, "recv_capacity_per_rank": 320, "zero_copy": zero_copy, "drop_on_overflow": True}
+    for contexts, registered, rows in run_ranks(_nccl_ep_context, 2, zero_copy):
+        assert contexts == [plain, fixed, plain] and registered == (3 if zero_copy else 0)
+        assert rows[1] == (320, 0) and rows[0] == rows[2] and rows[0][1] is None and rows[0][0] < 160
+
+
 def _fused(rank, n, recorded):
     ps = ParallelState.create(n, rank, ep=n)
     flex, signatures = flex_dispatcher(recorded, "HybridEP", ps, moe_permute_fusion_into_hybridep=True)
@@ -362,7 +410,7 @@ def without_deep_ep(monkeypatch):
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
 
 
-@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@pytest.mark.parametrize("backend", ["deepep", "hybridep", "ncclep"])
 def test_cpu_ranks_fall_back_to_all_to_all_with_one_log_line(without_deep_ep, caplog, backend):
     with caplog.at_level(logging.INFO):
         moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
@@ -424,6 +472,13 @@ def test_unsupported_row_width_of_deep_ep_2_is_rejected(recorded, monkeypatch):
         build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), BackendPolicy(cuda=True))
 
 
+def test_missing_nccl_ep_gives_install_instructions(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    moe = sections(**FLEX, moe_flex_dispatcher_backend="ncclep").moe
+    with pytest.raises(MissingBackendError, match="transformer_engine is not installed.*NVTE_BUILD_WITH_NCCL_EP=1"):
+        build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
+
+
 def test_one_expert_rank_uses_the_local_dispatcher(without_deep_ep):
     made = build_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, BackendPolicy("error", TYPED, True))
     assert type(made) is LocalDispatcher
@@ -447,7 +502,7 @@ def _train_with(rank, n, recorded, version, argv):
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
     ],
 )
-@pytest.mark.parametrize("version", ["DeepEP 1.0", "DeepEP 2", "HybridEP"])
+@pytest.mark.parametrize("version", LIBRARIES)
 def test_flex_training_equals_one_process(recorded, version, how):
     """Several layers share the buffer, whose size is that of the microbatch; gradients accumulate over microbatches.
 

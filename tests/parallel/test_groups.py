@@ -1,5 +1,6 @@
 """--print-groups: every group of a layout, from arithmetic alone."""
 
+import pytest
 from commands import run
 from training.tiny import MOCK, TINY
 
@@ -15,6 +16,23 @@ def test_table_lists_every_group_of_a_parallel_state():
     assert rows["pp"] == "[0 4] [1 5] [2 6] [3 7]"
     assert rows["ep"] == "[0-3] [4-7]"
     assert rows["edp"] == "each rank alone"
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "ranks_per_node", "intra", "inter"),
+    [
+        (8, {"ep": 8}, 4, "[0-3] [4-7]", "[0 4] [1 5] [2 6] [3 7]"),
+        (8, {"ep": 8}, None, "[0-7]", "each rank alone"),
+        (8, {"ep": 4}, 4, "[0-3] [4-7]", "each rank alone"),
+        (8, {"ep": 4, "etp": 2}, 4, "[0 2] [1 3] [4 6] [5 7]", "[0 4] [1 5] [2 6] [3 7]"),
+        (12, {"ep": 12}, 8, "[0-3] [4-7] [8-11]", "[0-8/4] [1-9/4] [2-10/4] [3-11/4]"),
+        (6, {"ep": 3}, 2, "each rank alone", "[0-2] [3-5]"),
+    ],
+)
+def test_expert_groups_are_split_at_nodes(world, sizes, ranks_per_node, intra, inter):
+    table = group_table(plan_groups(world, **sizes, ranks_per_node=ranks_per_node)).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
+    assert (rows["ep_intra"], rows["ep_inter"]) == (intra, inter)
 
 
 def test_table_of_1024_ranks_shows_strides():

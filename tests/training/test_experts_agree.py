@@ -5,6 +5,7 @@ from harness import run_ranks
 from training.layouts import assert_equal, make_argv, shallow, train_one_process, train_ranks
 
 TP2, CP2, SP = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--sequence-parallel"
+NODES = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hierarchical --moe-hierarchical-domain-size"
 SHARED = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
 # name: (ranks, kind, flags of the model, flags of the mapping)
 CASES = {
@@ -46,6 +47,20 @@ CASES = {
         f"{SHARED} --moe-shared-expert-overlap",
         f"{TP2} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --use-distributed-optimizer",
     ),
+    "four nodes, recomputed": (
+        4,
+        "deepseek",
+        f"{NODES} 1",
+        "--expert-model-parallel-size 4 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "two nodes of two ranks, shared expert during the exchange": (
+        4,
+        "accumulation",
+        f"{SHARED} --moe-shared-expert-overlap {NODES} 2",
+        f"{TP2} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+        "--recompute-granularity selective --recompute-modules mlp layernorm",
+    ),
     "flex on CPU ranks": (
         2,
         "plain",
@@ -73,7 +88,8 @@ NORMS = {
 )
 def test_folded_expert_parallelism_equals_one_process(name, dispatcher):
     n, kind, model, mapping = CASES[name]
-    plain = model.replace("--moe-shared-expert-overlap", "").replace("--moe-token-dispatcher-type flex", "")
+    plain = model.partition(NODES)[0].replace("--moe-shared-expert-overlap", "")
+    plain = plain.replace("--moe-token-dispatcher-type flex", "")
     choice = [] if "flex" in model else ["--moe-token-dispatcher-type", dispatcher]
     argv = [*shallow(make_argv(kind)), *model.split(), *mapping.split(), *choice]
     outcome, *others = [rank[0] for rank in run_ranks(train_ranks, n, [argv])]

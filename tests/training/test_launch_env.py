@@ -46,7 +46,21 @@ def test_slurm_step_variables_give_rank_and_master_address():
         "gpu003",
         "SLURM",
     )
-    assert place.master_port == 20012
+    assert place.master_port == 20012 and place.ranks_per_node is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "4", "NVLINK_DOMAIN_SIZE": "72"}, 72),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, 8),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x3),4"}, None),
+        ({"RANK": "0"}, None),
+    ],
+)
+def test_ranks_per_node_of_the_launcher(variables, expected):
+    assert read_launch_env(variables).ranks_per_node == expected
 
 
 def test_slurm_batch_script_is_one_process():

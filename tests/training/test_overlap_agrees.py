@@ -8,6 +8,7 @@ from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
 
 EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
+NODES = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hierarchical --moe-hierarchical-domain-size 1"
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
 DELAY = [*OVERLAP, "--delay-wgrad-compute", "--transformer-impl", "transformer_engine"]
 WGRAD_OVERLAP = ["--overlap-dispatch-backward-with-experts-wgrad"]
@@ -18,6 +19,7 @@ CASES = {
     "ep2": (2, "accumulation", EP2),
     "ep2, overlapped gradients": (2, "distributed optimizer, overlap", EP2),
     "ep2, deepseek": (2, "deepseek", EP2),
+    "ep2 of two nodes": (2, "accumulation", [*EP2, *NODES.split()]),
     "ep2, one microbatch": (2, "plain", [*EP2, "--global-batch-size", "4"]),
     "ep2 pp2 vpp2": (4, "accumulation", [*EP2, *VPP]),
     "ep2 pp2 vpp2, per-token loss, MTP": (

@@ -178,6 +178,10 @@ class TokenDispatcher(ABC):
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum the results of each token and restore token order."""
 
+    def close(self) -> None:
+        """Release what a library holds; called before the process groups are destroyed."""
+        return
+
     def dispatch(self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor) -> DispatchState:
         """Run the three phases of dispatch.
 

@@ -1,7 +1,7 @@
 """Selection of the dispatcher and of fused kernels, when the model is built."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,11 @@ from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import te
 from moe_trainer.layers.kernels import Kernels
-from moe_trainer.moe.dispatch import deepep, hybridep
+from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.moe.finermoe import SlicedPermutation
@@ -60,7 +61,15 @@ def build_dispatcher(
     kind = moe.moe_token_dispatcher_type
     if kind == "allgather":
         return AllGatherDispatcher(ps, permutation)
-    if kind == "flex" and (flex := _build_flex(moe, ps, buffer, backends, permutation)) is not None:
+    if moe.uses_hierarchical_dispatch:
+        if ps.ep_inter.size > 1:
+            return HierarchicalDispatcher(ps, permutation)
+        logger.info(
+            "--moe-flex-dispatcher-backend hierarchical: all expert ranks of a token are in one node (%d consecutive "
+            "ranks); using the alltoall dispatcher",
+            ps.ep.size * ps.etp.size,
+        )
+    elif kind == "flex" and (flex := _build_flex(moe, ps, buffer, backends, permutation)) is not None:
         return flex
     return AllToAllDispatcher(ps, permutation, mxfp8)
 
@@ -111,8 +120,10 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
 
 
 def _build_sliced_permutation(moe: MoEArgs, ps: ParallelState) -> SlicedPermutation:
-    """Build FineRMoE's permutation: of its own experts' columns for gathered tokens, otherwise of all columns."""
-    local_columns = moe.moe_token_dispatcher_type == "allgather" and ps.tp_ep.size > 1
+    """Build FineRMoE's permutation: of its own experts' columns where received tokens are permuted, else of all."""
+    local_columns = (moe.moe_token_dispatcher_type == "allgather" and ps.tp_ep.size > 1) or (
+        moe.uses_hierarchical_dispatch and ps.ep_inter.size > 1
+    )
     first = ps.ep.rank * (moe.num_experts // ps.ep.size) if local_columns else 0
     return SlicedPermutation(moe.finermoe.slices, moe.num_experts // moe.finermoe.slices, first)
 
@@ -152,9 +163,7 @@ def _build_flex(
 ) -> TokenDispatcher | None:
     """Build the flex dispatcher's backend; return None if the all-to-all replaces it."""
     name = moe.moe_flex_dispatcher_backend
-    adapter = {"deepep": deepep, "hybridep": hybridep}.get(name)
-    if adapter is None:
-        raise ValueError(f"--moe-flex-dispatcher-backend {name} is not available yet; use deepep or hybridep")
+    adapter = {"deepep": deepep, "hybridep": hybridep, "ncclep": ncclep}[name]
     problem, remedy = (
         "the library works on CUDA devices, and this rank computes on a CPU",
         "Use --moe-token-dispatcher-type alltoall",
@@ -189,6 +198,16 @@ def _build_flex(
             device=buffer.device,
             permutation=permutation,
         )
+    if name == "ncclep":
+        return ncclep.make_dispatcher(
+            ps,
+            topk=moe.moe_router_topk,
+            hidden_size=buffer.hidden_size,
+            num_experts=moe.num_experts,
+            max_tokens=buffer.max_tokens,
+            num_sms=num_sms,
+            zero_copy=moe.moe_ncclep_zero_copy,
+        )
     return hybridep.make_dispatcher(
         ps,
         hidden_size=buffer.hidden_size,
@@ -204,7 +223,7 @@ def _build_flex(
 
 
 def attach_dispatcher(
-    layers: Iterable,
+    layers: Sequence,
     dispatcher: TokenDispatcher,
     fused_topk: Callable | None = None,
     balancing: Balancing | None = None,
@@ -226,8 +245,17 @@ def attach_dispatcher(
                 f"CUDA graphs of dropless experts need their token counts on the device, but they are on the host: "
                 f"{problem}; leave the experts out of --cuda-graph-modules, or pad them to capacity"
             )
+    if isinstance(dispatcher, ncclep.NcclEPDispatcher):
+        dispatcher.context.budgets = [layer.budget for layer in layers if layer.budget is not None]
     for problem in sorted(problems - {None}):
         logger.info(
             "--moe-expert-rank-capacity-factor: every MoE layer still waits for token counts on the host: %s",
             problem,
         )
+
+
+def close_dispatchers(chunks: Iterable) -> None:
+    """Release what the libraries of the dispatchers hold, before the process groups are destroyed."""
+    for chunk in chunks:
+        for layer in chunk.moe_layers():
+            layer.dispatcher.close()
