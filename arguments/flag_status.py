@@ -119,8 +119,6 @@ NO_EFFECT = MappingProxyType(
         "exit_signal_handler_for_training": "it shortens the traceback of a stopped run; --exit-signal-handler saves "
         "first",
         "exit_signal_handler_for_dataloader": "data workers end with their rank",
-        "nvtx_ranges": "marks for nsys; use --use-pytorch-profiler for a profile",
-        "record_shapes": "marks for nsys; use --pytorch-profiler-collect-shapes for a profile",
         "barrier_with_L1_time": "timers never wait for other ranks here",
         # data
         "per_dataset_sequences_path": "the number of sequences is read from the index files, which is fast",
@@ -391,7 +389,8 @@ REQUIRES = (
     (("use_distributed_optimizer", "use_megatron_fsdp"), "num_distributed_optimizer_instances"),
     (
         ("profile",),
-        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler pytorch_profiler_collect_chakra",
+        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler pytorch_profiler_collect_chakra "
+        "record_shapes",
     ),
     (("record_memory_history",), "memory_snapshot_path"),
     (("error_injection_rate",), "error_injection_type"),

@@ -287,6 +287,6 @@ class OutputArgs:
     memory_snapshot_path: str = "snapshot.pickle"
     """File for the record of --record-memory-history."""
     record_shapes: bool = False
-    """Record shapes in nsys marks."""
+    """Mark every operator with the shapes of its inputs in a profile of nsys."""
     nvtx_ranges: bool = False
-    """Mark parts of the step for nsys."""
+    """Mark iterations, microbatches, layers and MoE phases for nsys, on CUDA devices."""

@@ -368,7 +368,7 @@ output_flags() {
     case ${PROFILE:-0} in
         0) ;;
         1 | nsys)
-            FLAGS+=(--profile --profile-step-start 23 --profile-step-end 25 --profile-ranks 0)
+            FLAGS+=(--profile --nvtx-ranges --profile-step-start 23 --profile-step-end 25 --profile-ranks 0)
             EXPORTS+=("NSYS_OUTPUT=$OUTPUT_PATH/nsys/$(basename "$MODEL" .yaml)-$(date +%Y%m%d-%H%M%S)") # rank.sh runs these ranks under nsys
             ;;
         torch) FLAGS+=(--profile --use-pytorch-profiler --profile-step-start 23 --profile-step-end 25 --profile-ranks 0) ;;

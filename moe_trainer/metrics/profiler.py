@@ -1,7 +1,8 @@
 """Profiling: `--profile` records the iterations [--profile-step-start, --profile-step-end) on selected ranks.
 
 With `--use-pytorch-profiler` torch's profiler writes a Chrome trace. Without it the range is marked for NVIDIA Nsight
-Systems (cudaProfilerStart/Stop), which exists on CUDA only, so CPU runs always use torch's profiler. With
+Systems (cudaProfilerStart/Stop), which exists on CUDA only, so CPU runs always use torch's profiler. --nvtx-ranges
+(metrics/nvtx.py) names parts of the step there, and --record-shapes every operator with the shapes it gets. With
 `--pytorch-profiler-collect-chakra` torch also writes an execution trace of the same iterations, the input of Chakra's
 tools.
 """
@@ -22,6 +23,8 @@ class Profiler:
         self._folder = Path(output.tensorboard_dir or output.save or ".") / "profile"
         self._torch_profiler: torch.profiler.profile | None = None
         self._execution: torch.profiler.ExecutionTraceObserver | None = None
+        self._operators: torch.autograd.profiler.emit_nvtx | None = None
+        self._record_shapes = output.record_shapes
         if self._active and (output.use_pytorch_profiler or not torch.cuda.is_available()):
             self._torch_profiler = torch.profiler.profile(
                 record_shapes=output.pytorch_profiler_collect_shapes,
@@ -41,12 +44,18 @@ class Profiler:
                 self._torch_profiler.start()
             else:
                 torch.cuda.cudart().cudaProfilerStart()
+                if self._record_shapes:
+                    self._operators = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+                    self._operators.__enter__()
 
     def after(self, iteration: int) -> Path | None:
         """Stop if `iteration` was the last to record, and return the trace file if one was written."""
         if not self._active or iteration != self._end:
             return None
         if self._torch_profiler is None:
+            if self._operators is not None:
+                self._operators.__exit__(None, None, None)
+                self._operators = None
             torch.cuda.cudart().cudaProfilerStop()
             return None
         self._torch_profiler.stop()

@@ -1,7 +1,8 @@
 """Named timers of the training step, with Megatron-LM's names, levels and report.
 
 A timer costs two clock reads (and, on CUDA, a device synchronization, which is why levels exist: a timer above the
-selected level does nothing). Reports go through `logging` as in Megatron-LM: minimum and maximum over ranks, or all.
+selected level takes no time). Each is a range for nsys, too, at any level. Reports go through `logging` as in
+Megatron-LM: minimum and maximum over ranks, or all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_trainer.metrics.nvtx import NvtxRanges
 from moe_trainer.parallel.trace import Trace
 
 LEVELS = tuple(
@@ -33,13 +35,20 @@ LEVELS = tuple(
 
 
 class Timers:
-    """A set of named timers. Those above `level` never run.
+    """A set of named timers. Those above `level` never run; all are marked with `ranges`.
 
     Raises:
         KeyError: for a name that is not in LEVELS, so that a typo does not become a silent timer.
     """
 
-    def __init__(self, level: int, synchronize: bool = False, trace: Trace | None = None):
+    def __init__(
+        self,
+        level: int,
+        synchronize: bool = False,
+        trace: Trace | None = None,
+        ranges: NvtxRanges | None = None,
+    ):
+        self.ranges = ranges or NvtxRanges()
         self._active = {name: timer_level <= level for timer_level, names in enumerate(LEVELS) for name in names}
         self._seconds: dict[str, float] = {}
         self._synchronize = synchronize
@@ -51,7 +60,8 @@ class Timers:
         active, outer, self._trace.phase = self._active[name], self._trace.phase, name
         begin = self._now() if active else 0.0
         try:
-            yield
+            with self.ranges(name):
+                yield
         finally:
             self._trace.phase = outer
             if active:

@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of what a chunk receives."""
 ForwardStep = Callable[[int, int, Tensor | None], tuple[Tensor, Result]]
-Timer = Callable[[str], contextlib.AbstractContextManager]
+NamedContext = Callable[[str], contextlib.AbstractContextManager]
 MAX_INFLIGHT_SENDS = 2
 
 
@@ -59,6 +59,8 @@ class ScheduleInputs(Generic[Result]):
         specs: by local chunk, shape and dtype of its input (ignored on the first chunk of the model).
         grad_scale: factor of each loss in the gradient (loss_scale * cp / num_microbatches, or loss_scale per token).
         accumulate: context of backwards that must not reduce gradients.
+        timer: context of a phase by its name.
+        mark: context of one action by a name with its microbatch and chunk.
         forward_only: run no backward; forward_step should not build graphs.
     """
 
@@ -67,7 +69,8 @@ class ScheduleInputs(Generic[Result]):
     specs: Sequence[Spec]
     grad_scale: float | Tensor = 1.0
     accumulate: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    timer: Timer = lambda name: contextlib.nullcontext()
+    timer: NamedContext = lambda name: contextlib.nullcontext()
+    mark: NamedContext = lambda name: contextlib.nullcontext()
     forward_only: bool = False
 
 
@@ -259,20 +262,33 @@ class _Execution(Generic[Result]):
         """Run a chunk forward."""
         x = self._arrived(action)
         with self.work.timer("forward-compute"):
-            self._forward(action, x)
+            self._forward_marked(action, x)
 
     def backward(self, action: Action) -> None:
         """Run a chunk backward, without the weight gradients if W actions compute them."""
         grad = self._arrived(action)
         with self.work.timer("backward-compute"):
-            self._backward(action, grad)
+            self._backward_marked(action, grad)
 
     def pair(self, step: Pair) -> None:
         """Run one chunk forward and one backward, alternating."""
         x, grad = self._arrived(step.forward), self._arrived(step.backward)
         with self.work.timer("forward-backward-compute"):
             assert self.schedule.pairs is not None
-            self.schedule.pairs.run(lambda: self._forward(step.forward, x), lambda: self._backward(step.backward, grad))
+            self.schedule.pairs.run(
+                lambda: self._forward_marked(step.forward, x), lambda: self._backward_marked(step.backward, grad)
+            )
+
+    def _mark(self, what: str, action: Action) -> contextlib.AbstractContextManager:
+        return self.work.mark(f"{what} microbatch {action.microbatch + 1} chunk {action.chunk}")
+
+    def _forward_marked(self, action: Action, x: Tensor | None) -> None:
+        with self._mark("forward", action):
+            self._forward(action, x)
+
+    def _backward_marked(self, action: Action, grad: Tensor | None) -> None:
+        with self._mark("backward", action):
+            self._backward(action, grad)
 
     def _forward(self, action: Action, x: Tensor | None) -> None:
         work, key = self.work, (action.chunk, action.microbatch)
@@ -313,7 +329,7 @@ class _Execution(Generic[Result]):
 
     def weight_grads(self, action: Action) -> None:
         """Compute the weight gradients that a backward deferred."""
-        with self._reduction(action), self.work.timer("backward-compute"):
+        with self._reduction(action), self.work.timer("backward-compute"), self._mark("weight gradients", action):
             self.pending.pop((action.chunk, action.microbatch)).run()
 
     def _reduction(self, action: Action) -> contextlib.AbstractContextManager:

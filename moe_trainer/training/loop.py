@@ -103,7 +103,8 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     ctx.profiler.before(iteration)
     ctx.monitors.start()
     learning_rate = 0.0 if ctx.learning_rate is None else ctx.learning_rate.lr(state.scheduled_samples)
-    result = (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, microbatches)
+    with ctx.timers.ranges(f"iteration {iteration}"):
+        result = (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, microbatches)
     state.iteration = iteration
     state.consumed_train_samples += samples
     if result.skipped is not None:

@@ -33,6 +33,7 @@ from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.memory.iteration_graph import IterationGraph
+from moe_trainer.metrics.nvtx import NvtxRanges, make_ranges
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.build import DTYPES, build_chunks
@@ -66,9 +67,13 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
     if vocab < size:
         raise UserError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({size})")
     print_rank_0(runtime, f" > padded vocab (size: {size}) with {vocab - size} dummy tokens (new size: {vocab})")
-    timers = Timers(args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace)
+    ranges = make_ranges(args.output.nvtx_ranges, runtime.device)
+    timers = Timers(
+        args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace, ranges=ranges
+    )
     with timers("model-and-optimizer-setup"):
         chunks = build_model(args, runtime, vocab)
+        mark_layers(ranges, chunks)
         grads, optimizer = None, None
         if args.has_frozen_weights:
             if args.parallel.has_sharded_params and ps.dp_cp.size > 1:
@@ -145,6 +150,30 @@ def build_model(args: Arguments, runtime: Runtime, vocab_size: int) -> list[Tran
             flush=True,
         )
     return chunks
+
+
+def mark_layers(ranges: NvtxRanges, chunks: list[Transformer]) -> None:
+    """Mark layers and the phases of MoE layers for nsys."""
+    for name, layer in named_transformer_layers(chunks):
+        ranges.mark_module(name, layer)
+        ranges.mark_module(f"{name}.self_attention", layer.self_attention)
+        ranges.mark_module(f"{name}.mlp", layer.mlp)
+        if layer.is_moe:
+            for part in ("router", "experts", "shared_experts"):
+                if (module := getattr(layer.mlp, part)) is not None:
+                    ranges.mark_module(f"{name}.mlp.{part}", module)
+    dispatchers = {layer.dispatcher: None for chunk in chunks for layer in chunk.moe_layers()}
+    for dispatcher in dispatchers:  # which layers share
+        ranges.mark_phases(
+            "dispatch",
+            dispatcher,
+            ("dispatch_preprocess", "start_token_dispatch", "finish_token_dispatch", "dispatch_postprocess"),
+        )
+        ranges.mark_phases(
+            "combine",
+            dispatcher,
+            ("combine_preprocess", "start_token_combine", "finish_token_combine", "combine_postprocess"),
+        )
 
 
 def _tokenizer_files(args: Arguments) -> tuple[Path, ...]:

@@ -310,6 +310,7 @@ def run_microbatches(
         grad_scale=grad_scale,
         accumulate=nullcontext if ctx.grads is None else ctx.grads.accumulate,
         timer=ctx.timers,
+        mark=ctx.timers.ranges,
         forward_only=forward_only,
     )
     with cached_weight_casts(chunks):

@@ -558,7 +558,7 @@ def test_other_model_zoo_variables_have_their_effect(tmp_path):
     flags, text = dry_run_flags(
         PR="mxfp8", OPTIMIZER_OFFLOAD="1", WANDB_API_KEY="secret", WANDB_PROJECT="ours", COMMENT="first", PROFILE="nsys"
     )
-    assert "--fp8-param-gather" not in flags and value(flags, "--wandb-project") == "ours"
+    assert "--fp8-param-gather" not in flags and value(flags, "--wandb-project") == "ours" and "--nvtx-ranges" in flags
     assert value(flags, "--wandb-exp-name") == "qwen3_30b_a3b-TP1PP1EP8CP1VPP1-MBS1GBS256-first"
     assert (
         "WANDB_MODE=online" in text
