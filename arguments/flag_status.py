@@ -35,7 +35,7 @@ NO_EFFECT = MappingProxyType(
         # the model and its kernels
         **_each(
             """use_fused_weighted_squared_relu masked_softmax_fusion bias_swiglu_fusion bias_dropout_fusion
-            apply_rope_fusion no_persist_layer_norm fused_residual_rmsnorm use_transformer_engine_op_fuser
+            apply_rope_fusion no_persist_layer_norm fused_residual_rmsnorm
             use_te_activation_func use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp
             disable_jit_fuser muon_use_syrk""",
             _KERNEL,
@@ -66,7 +66,7 @@ NO_EFFECT = MappingProxyType(
         "fp8_interval": "delayed scales are updated in every iteration, as in Megatron-LM, which ignores this flag",
         "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 weights are stored and gathered in the model's format, in a "
         "separate buffer; GEMMs quantize them",
-        **_each("moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size", _INTERLEAVING),
+        "moe_shared_expert_glu_interleave_size": _INTERLEAVING,
         **_each("moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias", _STORAGE),
         "moe_enable_routing_replay": "it lets another program supply the experts of every token, and pretraining has "
         "none; a recomputed layer always takes the experts of its first pass",
@@ -350,7 +350,7 @@ REQUIRES = (
         "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
         "moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
         "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash moe_routing_trace_path "
-        "save_tokens_per_expert_interval",
+        "save_tokens_per_expert_interval use_transformer_engine_op_fuser",
     ),
     (
         ("moe_routing_trace_path",),
@@ -393,6 +393,8 @@ REQUIRES = (
         "record_shapes",
     ),
     (("record_memory_history",), "memory_snapshot_path"),
+    (("use_transformer_engine_op_fuser",), "moe_mlp_glu_interleave_size"),
+    (("moe_grouped_gemm",), "use_transformer_engine_op_fuser"),
     (("error_injection_rate",), "error_injection_type"),
     (("check_for_nan_in_loss_and_grad",), "on_nan"),
     (("validate_only",), "check_files"),

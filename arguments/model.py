@@ -273,7 +273,7 @@ class ModelArgs:
     fused_residual_rmsnorm: bool = False
     """Fuse the residual addition with RMSNorm."""
     use_transformer_engine_op_fuser: bool = False
-    """Let TransformerEngine fuse the operations of a feed-forward layer."""
+    """Let TransformerEngine fuse fc1, activation and fc2 of the routed experts; token counts stay on the device."""
     use_te_activation_func: bool = False
     """Use TransformerEngine's activation function."""
     use_grouped_gemm_for_shared_expert: bool = False

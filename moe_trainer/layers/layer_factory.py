@@ -51,6 +51,8 @@ class LayerFactory:
         core_attention: see layers/core_attention.py; `select_layer_factory` binds the context-parallel groups.
         grouped_linear: (num_experts, in_features, out_features, *, save_original_input), without bias. The constructor,
             or its result, may be None: see layers/te_experts.py.
+        expert_mlp: (num_experts, (hidden, ffn, output)), without bias. The constructor, or its result, may be None: see
+            layers/te_ops.py.
         kernels: implementations of the small operations.
         queue: the chunk's weight-gradient queue; None if none is deferred.
         stream: the chunk's random stream of tensor-parallel shards; None if nothing is sharded.
@@ -68,6 +70,7 @@ class LayerFactory:
     norm: Callable[..., nn.Module]
     core_attention: Callable[..., nn.Module]
     grouped_linear: Callable[..., nn.Module | None] | None = None
+    expert_mlp: Callable[..., nn.Module | None] | None = None
     kernels: Kernels = Kernels()
     queue: WeightGradQueue | None = None
     stream: ShardRNG | None = None
@@ -119,12 +122,8 @@ class LayerFactory:
 
     def _linears(self, **options: object) -> dict[str, Callable[..., nn.Module]]:
         """Return the constructors of linears with further options bound."""
-        kinds = (
-            "column_linear",
-            "row_linear",
-            "replicated_linear",
-            *(("grouped_linear",) if self.grouped_linear is not None else ()),
-        )
+        optional = (kind for kind in ("grouped_linear", "expert_mlp") if getattr(self, kind) is not None)
+        kinds = ("column_linear", "row_linear", "replicated_linear", *optional)
         return {kind: functools.partial(getattr(self, kind), **options) for kind in kinds}
 
 
@@ -143,6 +142,7 @@ def select_layer_factory(
     precision: PrecisionArgs = PrecisionArgs(),
     defers: bool = False,
     stores: bool = False,
+    tensors_of_experts: frozenset[str] = frozenset(),
 ) -> LayerFactory:
     """Return the factory for --transformer-impl, with --cp-comm-type bound to the groups of `ps`.
 
@@ -153,6 +153,7 @@ def select_layer_factory(
         model, moe, precision: of the layers to build.
         defers: weight gradients may be deferred.
         stores: weights are stored in fp8.
+        tensors_of_experts: recomputed and offloaded modules inside the experts.
 
     Raises:
         MissingBackendError: if no fallback is allowed.
@@ -165,7 +166,7 @@ def select_layer_factory(
     )
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         return local
-    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers, stores)
+    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers, stores, tensors_of_experts)
 
 
 def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> bool:
@@ -191,6 +192,7 @@ def _fused(
     precision: PrecisionArgs,
     defers: bool,
     stores: bool,
+    tensors_of_experts: frozenset[str],
 ) -> LayerFactory:
     """Return TransformerEngine's factory, with local layers where it does not support the flags."""
 
@@ -224,6 +226,14 @@ def _fused(
 
         quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
         bf16 = precision.params_dtype_name == "bf16"
+        fused = model.use_transformer_engine_op_fuser and backends.should_use(
+            ("use_transformer_engine_op_fuser",),
+            flag="--use-transformer-engine-op-fuser",
+            problem=te_layers.expert_ops_problem(model, moe, tensors_of_experts),
+            remedy="Leave this flag out",
+            instead="experts without the library's operation fuser",
+            loud=True,
+        )
         named = "triton_kernels" in backends.typed and local.kernels.grouped_gemms is not None
         # the library's reads counts on the host, which a budget for received rows can do without
         plain = (
@@ -231,7 +241,7 @@ def _fused(
             and not named
             and moe.moe_expert_rank_capacity_factor is None
             and experts_problem(1) is None
-            if bf16
+            if bf16 and not fused
             else fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
         )
         if bf16 and not plain:
@@ -242,6 +252,10 @@ def _fused(
             "quantized_experts": quantized,
             "plain_experts": plain,
             "pad_multiple": te.pad_multiple(recipe) if quantized else 1,
+            "expert_ops": fused,
+            "interleave_size": moe.moe_mlp_glu_interleave_size,
+            "plain_host_problem": te_layers.host_counts_problem(precision, None, backends.capability, moe),
+            "quantized_host_problem": te_layers.host_counts_problem(precision, recipe, backends.capability, moe),
         }
     _log_unused_kernels(local.kernels, low, **experts)
     layers = te_layers.FusedLayers(
@@ -267,6 +281,7 @@ def _fused(
         row_linear=layers.row_linear,
         replicated_linear=layers.replicated_linear,
         grouped_linear=layers.grouped_linear,
+        expert_mlp=layers.expert_mlp,
         norm=layers.norm if norms_fit else local.norm,
         core_attention=layers.core_attention,
     )

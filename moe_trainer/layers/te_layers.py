@@ -19,13 +19,17 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
+from arguments.precision import PrecisionArgs
 from moe_trainer.estimate import te_support
+from moe_trainer.layers import te, te_ops
 from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_attention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_experts import FusedGroupedLinear
+from moe_trainer.layers.te_ops import FusedExpertMLP
 from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.quantization.config import QuantizationRecipe
 from moe_trainer.quantization.iteration import WeightCastCache
 
 NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
@@ -194,6 +198,47 @@ def experts_problem(
     return None
 
 
+def expert_ops_problem(model: ModelArgs, moe: MoEArgs, tensors_of_experts: frozenset[str]) -> str | None:
+    """Return why the experts cannot be a pipeline of the library's operations; None if they can.
+
+    Args:
+        tensors_of_experts: names of --recompute-modules and --offload-modules for what only the pipeline sees.
+    """
+    if missing := te.problem("ops", *te_ops.NAMES):
+        return missing
+    if model.add_bias_linear:
+        return "its pipeline of experts is used without biases (--disable-bias-linear)"
+    if moe.moe_apply_probs_on_input:
+        return "its pipeline multiplies the activation by the probability (--moe-apply-probs-on-input)"
+    if tensors_of_experts:
+        return f"its pipeline saves its own tensors for backward ({sorted(tensors_of_experts)[0]})"
+    size, ffn = moe.moe_mlp_glu_interleave_size, moe.moe_ffn_hidden_size or model.ffn_hidden_size
+    if size is not None and ffn % size:
+        return f"--moe-mlp-glu-interleave-size {size} does not divide the experts' width {ffn}"
+    if not model.swiglu or model.activation_func_clamp_value is not None or model.glu_linear_offset:
+        return "its pipeline of experts is for --swiglu without clamp and offset"
+    return None
+
+
+def host_counts_problem(
+    precision: PrecisionArgs, recipe: QuantizationRecipe | None, capability: tuple[int, int], moe: MoEArgs
+) -> str | None:
+    """Return why the library's pipeline of experts reads token counts on the host; None if it does not.
+
+    Args:
+        recipe: of the experts; None in high precision.
+    """
+    if recipe is None and (capability < (9, 0) or precision.params_dtype_name == "fp32"):
+        return "TransformerEngine reads them there before compute capability 9.0, and in fp32"
+    if recipe is None:
+        return None
+    if capability < (10, 0) or recipe.name not in ("mxfp8", "nvfp4"):
+        return f"TransformerEngine reads them there with {recipe.name} scaling on this device"
+    if not moe.moe_router_padding_for_quantization:
+        return "they are padded there without --moe-router-padding-for-quantization"
+    return None
+
+
 @dataclass(frozen=True)
 class FusedLayers:
     """Constructors of a layer factory, with the signatures of the local classes (layers/layer_factory.py).
@@ -205,6 +250,9 @@ class FusedLayers:
         stream: CUDA stream of context-parallel communication.
         quantized_experts, plain_experts: whether the library computes the experts of quantized and other layers.
         pad_multiple: of quantized experts' token counts.
+        expert_ops: experts that the library computes are one pipeline of its operations.
+        interleave_size: see FusedExpertMLP.
+        plain_host_problem, quantized_host_problem: why the pipeline reads token counts on the host.
     """
 
     library: ModuleType
@@ -216,6 +264,10 @@ class FusedLayers:
     quantized_experts: bool = False
     plain_experts: bool = False
     pad_multiple: int = 1
+    expert_ops: bool = False
+    interleave_size: int | None = None
+    plain_host_problem: str | None = None
+    quantized_host_problem: str | None = None
 
     def column_linear(self, *sizes: int, **options) -> nn.Module:
         return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, **options)
@@ -284,8 +336,8 @@ class FusedLayers:
         quantize=None,
         save_original_input: bool = False,
     ) -> nn.Module | None:
-        """Build one linear of all experts; None where the local experts compute."""
-        if not (self.plain_experts if quantize is None else self.quantized_experts):
+        """Build one linear of all experts; None where the local experts or a pipeline compute."""
+        if self.expert_ops or not (self.plain_experts if quantize is None else self.quantized_experts):
             return None
         context, multiple = (contextlib.nullcontext, 1) if quantize is None else (self.context, self.pad_multiple)
         return FusedGroupedLinear(
@@ -297,4 +349,21 @@ class FusedLayers:
             queue=queue,
             pad_multiple=multiple,
             save_original_input=save_original_input,
+        )
+
+    def expert_mlp(
+        self, num_experts: int, sizes: tuple[int, int, int], *, queue=None, quantize=None
+    ) -> nn.Module | None:
+        """Build the MLP of all experts; None where linears of the library or the local experts compute."""
+        if not self.expert_ops or not (self.plain_experts if quantize is None else self.quantized_experts):
+            return None
+        return FusedExpertMLP(
+            num_experts,
+            sizes,
+            library=self.library,
+            context=contextlib.nullcontext if quantize is None else self.context,
+            queue=queue,
+            pad_multiple=1 if quantize is None else self.pad_multiple,
+            interleave_size=self.interleave_size,
+            host_problem=self.plain_host_problem if quantize is None else self.quantized_host_problem,
         )

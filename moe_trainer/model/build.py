@@ -33,6 +33,8 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
+TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
+"""Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 # fp64 is for scripts/prove_layout.py
 DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64))
 
@@ -65,6 +67,7 @@ def build_chunks(
         precision=args.precision,
         defers=args.parallel.has_deferred_wgrad,
         stores=args.has_fp8_params,
+        tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
     )
     if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":
         backends.should_use(

@@ -27,7 +27,7 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.cloning import CloneWeightExchange
-from moe_trainer.moe.grouped_experts import grouped_expert_mlp
+from moe_trainer.moe.grouped_experts import grouped_expert_mlp, pipeline_expert_mlp
 from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp, get_activation_fns
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
@@ -94,6 +94,7 @@ class Experts(nn.Module):
         quantize: Callable[..., QuantizedGemms | None] | None = None,
         kernels: Kernels | None = None,
         grouped_linear: Callable[..., nn.Module | None] | None = None,
+        expert_mlp: Callable[..., nn.Module | None] | None = None,
     ):
         """Build the experts.
 
@@ -106,7 +107,7 @@ class Experts(nn.Module):
             activations: recompute and offload policy of the chunk.
             quantize: builds quantized GEMMs from (name, cut=, expert=).
             kernels: our kernels.
-            grouped_linear: the LayerFactory's, which may return None.
+            grouped_linear, expert_mlp: the LayerFactory's, which may return None.
 
         Raises:
             ValueError: if the experts or their width cannot be divided evenly.
@@ -141,8 +142,11 @@ class Experts(nn.Module):
         )
         self.linear_fc2 = _ExpertLinear(fc2, output_size, ffn, bias, residual_init(model), group=group, sharded_dim=1)
         self.quantized = None
+        self.pipeline = None
+        if expert_mlp is not None:
+            self.pipeline = expert_mlp(num_local, (input_size, ffn // ps.etp.size, output_size))
         self.grouped = self._build_grouped_linears(grouped_linear)
-        if quantize is not None and self.grouped is None:
+        if quantize is not None and self.grouped is None and self.pipeline is None:
             gemms = [
                 quantize(f"{name}.{linear}", is_sharded=True, is_expert=True) for linear in ("linear_fc1", "linear_fc2")
             ]
@@ -230,6 +234,8 @@ class Experts(nn.Module):
 
     def why_host_counts(self) -> str | None:
         """Return why the host needs the tokens of each expert; None if it does not."""
+        if self.pipeline is not None:
+            return self.pipeline.host_problem
         if self.grouped is not None:
             return "TransformerEngine's GroupedLinear reads them there"
         if self.quantized is not None:
@@ -245,6 +251,9 @@ class Experts(nn.Module):
     ) -> Tensor:
         inputs = x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e
         biases = {"b1_eG": self.linear_fc1.bias, "b2_eH": self._fc2_bias(self.linear_fc2.bias)}
+        if self.pipeline is not None and len(x_RH) > unused:
+            weights = self.linear_fc1.weight, self.linear_fc2.weight
+            return pipeline_expert_mlp(self.pipeline, x_RH, probs_R, weights, tokens_per_expert_e, unused)
         if self.grouped is not None and len(x_RH) > unused:
             return grouped_expert_mlp(
                 *inputs,

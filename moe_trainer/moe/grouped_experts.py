@@ -1,4 +1,4 @@
-"""The experts' MLP with a library's grouped linears: fc1 -> activation * probability -> fc2.
+"""The experts' MLP with a library's grouped linears, or a library's MLP: fc1 -> activation * probability -> fc2.
 
 The linears (layers/te_experts.py) need a multiple of tokens per expert, so tokens are padded with zeros and the results
 unpadded, unless --moe-router-padding-for-quantization has padded the routing. The activation is that of
@@ -9,6 +9,7 @@ width (2F when gated).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,17 @@ from moe_trainer.moe.padding import TokenPadding
 from moe_trainer.ops.expert_mlp import ActivationFns
 
 GroupedLinear = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+
+
+class ExpertPipeline(Protocol):
+    """MLP of all experts by a library (layers/te_ops.py)."""
+
+    pad_multiple: int
+    host_problem: str | None
+
+    def __call__(
+        self, x_PH: Tensor, probs_P: Tensor, w1_eGH: Tensor, w2_eHF: Tensor, counts: Sequence[int] | Tensor
+    ) -> Tensor: ...
 
 
 class _ActivationTimesProb(torch.autograd.Function):
@@ -78,6 +90,30 @@ def grouped_expert_mlp(
     if b2_eH is not None:
         bias_RH = _repeat_per_token(b2_eH, counts)
         y_RH = y_RH + (bias_RH if probs_R is None else (bias_RH * probs_R.unsqueeze(1)).to(bias_RH.dtype))
+    return F.pad(y_RH, (0, 0, 0, unused)) if unused else y_RH
+
+
+def pipeline_expert_mlp(
+    pipeline: ExpertPipeline,
+    x_RH: Tensor,
+    probs_R: Tensor,
+    weights: tuple[Tensor, Tensor],
+    counts: Sequence[int] | Tensor,
+    unused: int = 0,
+) -> Tensor:
+    """Run a library's MLP of all experts on their tokens, of which there must be at least one in all.
+
+    Args:
+        weights: of fc1 and fc2.
+        counts: tokens per expert: host integers, or a tensor on the device in multiples of the pipeline's pad_multiple.
+        unused: tokens at the end of x_RH that no expert has; 0 with counts on the device.
+    """
+    if isinstance(counts, Tensor):
+        return pipeline(x_RH, probs_R, *weights, counts)
+    num_tokens = x_RH.shape[0] - unused
+    padding = TokenPadding(counts, pipeline.pad_multiple, x_RH.device)
+    x_PH, probs_P = padding.pad(x_RH[:num_tokens]), padding.pad(probs_R[:num_tokens])
+    y_RH = padding.unpad(pipeline(x_PH, probs_P, *weights, padding.counts))
     return F.pad(y_RH, (0, 0, 0, unused)) if unused else y_RH
 
 

@@ -104,6 +104,7 @@ class MoELayer(nn.Module):
             factory.quantize,
             factory.kernels,
             factory.grouped_linear,
+            factory.expert_mlp,
         )
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if moe.moe_latent_size is not None:

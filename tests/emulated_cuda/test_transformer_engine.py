@@ -23,7 +23,7 @@ from moe_trainer.parallel.state import ParallelState
     ("capability", "which"),
     [
         ((9, 0), "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
-        ((10, 0), "products or mxfp8 or plain"),  # experts in bf16 are the library's here
+        ((10, 0), "products or mxfp8 or plain or pipeline"),  # experts in bf16 are the library's here
     ],
     ids=["9.0", "10.0"],
 )

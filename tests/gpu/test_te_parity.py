@@ -21,6 +21,7 @@ from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.layer_factory import LayerFactory, select_layer_factory
+from moe_trainer.moe.experts import Experts
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe
@@ -217,6 +218,96 @@ def test_te_fp8_training_is_close_to_local_fp8_training(flags):
     """GEMMs of the library and local ones round differently: equal up to the rounding."""
     one, other = (train(parse_flags(kind, flags), 0, ParallelState.single(), 2, device=DEVICE) for kind in KINDS)
     assert_close_training(one, other, 0.4 if flags == NVFP4 else 0.15)
+
+
+PIPELINE = "--use-transformer-engine-op-fuser"
+INTERLEAVED = "--moe-mlp-glu-interleave-size 32"
+MXFP8 = (
+    "--fp8-format e4m3 --fp8-recipe mxfp8 --moe-router-padding-for-quantization --moe-token-dispatcher-type alltoall"
+)
+PIPELINES = {
+    "plain": "",
+    "plain, interleaved": INTERLEAVED,
+    "mxfp8": MXFP8,
+    "mxfp8, interleaved": f"{MXFP8} {INTERLEAVED}",
+}
+
+
+def make_experts(flags: str) -> Experts:
+    args, ps = parse_flags("transformer_engine", flags), ParallelState.single()
+    factory = select_layer_factory(
+        "transformer_engine",
+        ps,
+        args.parallel.cp_comm_type,
+        BackendPolicy("error", cuda=True, capability=torch.cuda.get_device_capability()),
+        model=args.model,
+        moe=args.moe,
+        precision=args.precision,
+    )
+    precision = None
+    if args.precision.fp8:
+        precision = QuantizationConfig.from_args(args.precision, args.model, 1, ps)
+    factory = factory.for_chunk(precision=precision).for_layer(1)
+    return make_layer(
+        lambda: Experts(
+            args.model,
+            args.moe,
+            ps,
+            "experts",
+            quantize=factory.quantize,
+            kernels=factory.kernels,
+            grouped_linear=factory.grouped_linear,
+            expert_mlp=factory.expert_mlp,
+        )
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PIPELINES)
+def test_te_pipeline_of_experts_reads_counts_on_the_device(name):
+    """Outputs and gradients are those of the library's linears with counts on the host; what follows the counts is undefined."""
+    pipeline, linears = (make_experts(f"{PIPELINES[name]} {more}") for more in (PIPELINE, ""))
+    assert pipeline.why_host_counts() is None and pipeline.pipeline is not None and pipeline.grouped is None
+    counts, total, buffer = [256, 0, 128, 384], 768, 1024
+    x, probs = random(buffer, HIDDEN), torch.rand(buffer, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    x[total:] = torch.nan
+    on_device = torch.tensor(counts, device=DEVICE)
+    grad = random(buffer, HIDDEN, seed=7)
+    results = []
+    for experts, rows, given in ((pipeline, buffer, on_device), (linears, total, counts)):
+        inputs = [each[:rows].clone().requires_grad_() for each in (x, probs)]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if experts is pipeline else "default")
+        try:
+            y = experts(*inputs, given)
+            y.backward(grad[:rows])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append(
+            [y[:total].detach(), *(each.grad[:total] for each in inputs), *(p.grad for p in experts.parameters())]
+        )
+    assert_close_all(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain, interleaved", "mxfp8"])
+def test_te_pipeline_trains_like_its_linears(name):
+    one, other = (
+        train(parse_flags("transformer_engine", PIPELINES[name], more), 0, ParallelState.single(), 2, device=DEVICE)
+        for more in ("", PIPELINE)
+    )
+    assert_close_training(one, other, 0.15 if name == "mxfp8" else 5e-2)
+
+
+@pytest.mark.gpu
+def test_te_pipeline_defers_weight_gradients():
+    """Plain experts of a schedule that defers, with weight gradients of the library's own queue."""
+    flags = "--pipeline-schedule zero-bubble --on-missing-backend fallback"
+    one, other = (
+        train(parse_flags("transformer_engine", flags, more), 0, ParallelState.single(), 2, device=DEVICE)
+        for more in ("", f"{PIPELINE} --moe-mlp-glu-interleave-size 32")
+    )
+    assert_close_training(one, other)
 
 
 def assert_close_training(one, other, allowed: float = 5e-2) -> None:

@@ -7,6 +7,7 @@ file reads them.
 Shape letters: M rows, K columns.
 """
 
+import ctypes
 import functools
 import importlib
 import math
@@ -224,6 +225,54 @@ def quantize(x: Tensor, quantizer, output=None):
     if quantizer.internal:
         return storage(**made, fake_dtype=x.dtype)
     return full(**made, shape=x.shape, dtype=x.dtype, requires_grad=False, device=x.device)
+
+
+def read_on_device(numbers: Tensor) -> list:
+    """What a kernel reads from the device's memory, as host numbers; no wait."""
+    kernel = torch.empty(numbers.shape, dtype=numbers.dtype)
+    ctypes.memmove(kernel.data_ptr(), numbers.data_ptr(), numbers.numel() * numbers.element_size())
+    return kernel.tolist()
+
+
+def quantize_group(x: Tensor, quantizer, num_tensors: int, first_dims: Tensor):
+    """A grouped tensor of MXFP8: blocks of the whole, since all counts are multiples of a block."""
+    assert type(quantizer).__name__ == "MXFP8Quantizer", "other grouped casts are not emulated"
+    assert all(rows % 32 == 0 for rows in read_on_device(first_dims)), "counts that are no multiples of 32"
+    made = _mx(x.detach().float(), quantizer)
+
+    def flattened(name):
+        return None if made[name] is None else made[name].reshape(-1)
+
+    storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
+    return storage.GroupedTensorStorage(
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        num_tensors=num_tensors,
+        quantizer=quantizer,
+        data=flattened("rowwise_data"),
+        columnwise_data=flattened("columnwise_data"),
+        scale_inv=flattened("rowwise_scale_inv"),
+        columnwise_scale_inv=flattened("columnwise_scale_inv"),
+        first_dims=first_dims,
+        with_gemm_swizzled_scales=True,
+    )
+
+
+def numbers_of_group(grouped, rowwise: bool) -> Tensor:
+    """As `numbers`, of all matrices of a group."""
+    shape, quantizer = torch.Size(grouped.logical_shape), grouped.quantizer
+    data, scale = (
+        (grouped.rowwise_data, grouped.scale_inv)
+        if rowwise
+        else (grouped.columnwise_data, grouped.columnwise_scale_inv)
+    )
+    assert data is not None, "a GEMM reads data of a group that was not made"
+    name = "rowwise" if rowwise else "columnwise"
+    held = {
+        f"_{name}_data": data.view(shape),
+        f"_{name}_scale_inv": scale.view(quantizer.get_scale_shape(shape, not rowwise)),
+    }
+    return numbers(type("MXFP8TensorStorage", (), held | {"_fp8_dtype": quantizer.dtype})(), rowwise)
 
 
 def numbers(x, rowwise: bool) -> Tensor:

@@ -291,6 +291,65 @@ def _split_quantize(tensor, split_sections, quantizers, *_, **__):
 
 
 @_computed
+def _swiglu(input, quantizer):
+    _on_device(input)
+    gate, up = input.float().chunk(2, -1)
+    y = (torch.nn.functional.silu(gate) * up).to(input.dtype)
+    return y if quantizer is None else quantizer(y)
+
+
+@_computed
+def _dswiglu(grad, fwd_input, quantizer):
+    _on_device(grad, fwd_input)
+    assert grad.dtype == fwd_input.dtype and quantizer is None
+    (gate, up), d = fwd_input.float().chunk(2, -1), grad.float()
+    s = torch.sigmoid(gate)
+    return torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1).to(grad.dtype)
+
+
+@_computed
+def _splits_to_offsets(first_dims, logical_last_dim):
+    assert first_dims.is_cuda and first_dims.dtype == torch.int64
+    return torch.nn.functional.pad(first_dims.cumsum(0), (1, 0)) * logical_last_dim
+
+
+@_computed
+def _group_quantize(tensor, quantizer, num_tensors, first_dims, *_):
+    return te_quantizers.quantize_group(tensor, quantizer, num_tensors, first_dims)
+
+
+def _parts(grouped, last):
+    """Matrices of a grouped tensor: the numbers that a GEMM reads that contracts the last or the first dimension."""
+    rows = te_quantizers.read_on_device(grouped.first_dims)
+    shape = grouped.logical_shape
+    assert sum(rows) <= shape[0], (rows, shape)
+    if grouped.quantizer is None:
+        whole = grouped.rowwise_data.view(shape).float()
+    else:
+        whole = te_quantizers.numbers_of_group(grouped, last)
+    return whole[: sum(rows)].split(rows)
+
+
+def _grouped_gemm(
+    A, transa, B, transb, D, bias, bias_scale, alpha, beta, setup, workspace, split_accumulator, sm_count
+):
+    """Rows of the counts only, which the device reads: what follows them in the output stays as it is."""
+    assert bias is None and bias_scale is None and all(x.is_cuda for x in (alpha, beta, setup, workspace))
+    accumulate = bool(te_quantizers.read_on_device(beta)[0])
+    b_parts = _parts(B, not transb)
+    if isinstance(A, list):
+        a_parts = [te_quantizers.numbers(a, transa) if hasattr(a, "_fp8_dtype") else a.float() for a in A]
+        rows = te_quantizers.read_on_device(D.first_dims)
+        outs = D.rowwise_data.view(D.logical_shape)[: sum(rows)].split(rows)
+    else:
+        a_parts, outs = _parts(A, transa), D
+    for a, b, out in zip(a_parts, b_parts, outs, strict=True):
+        y = (b.t() if transb else b) @ (a.t() if transa else a)
+        _put(y.to(out.dtype), out, accumulate)
+    return D
+
+
+@_computed
 def _bgrad_quantize(input, quantizer):
     return _flat(input).float().sum(0).to(input.dtype), _quantize(input, quantizer)
 
@@ -307,6 +366,9 @@ _COMPUTED |= {
     "get_cudnn_version": lambda: 91400,
     "get_cublasLt_version": lambda: 130200,
     "get_num_cublas_streams": lambda: 4,
+    "get_grouped_gemm_setup_workspace_size": lambda num_tensors: 256 * num_tensors,
+    "te_general_grouped_gemm_for_discrete_in": _grouped_gemm,
+    "te_general_grouped_gemm_for_discrete_out": _grouped_gemm,
     "is_non_tn_fp8_gemm_supported": lambda *_: torch.cuda.get_device_capability() >= (10, 0),
     "get_fused_attn_backend": lambda *_, **__: NVTE_Fused_Attn_Backend.NVTE_No_Backend,  # noqa: F821 - declared by the sources
 }

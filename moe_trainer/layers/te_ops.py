@@ -1,0 +1,156 @@
+"""The experts' MLP as one pipeline of TransformerEngine's operations (--use-transformer-engine-op-fuser).
+
+fc1, SwiGLU times the probability, and fc2 become one `ops.Sequential`, which the library may replace by fused kernels.
+From compute capability 9.0 (bf16) and 10.0 (MXFP8, NVFP4) it reads token counts on the device, so the host waits for
+none. Its kernel for all three in one needs --moe-mlp-glu-interleave-size 32, then fc1's gate and up alternate in blocks
+of that many rows: ours are [gate; up], so the weight is rearranged in every call.
+
+The operations take a weight per expert; ours are one parameter. A call shows them views of the stack as parameters,
+and makes the pipeline of them, which notes its parameters when it is made. Casts of
+weights are repeated with every microbatch, since operations know no first one.
+
+Shape letters: R tokens sorted by expert, e local experts, H hidden, F expert FFN width, G = 2F.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import Parameter
+
+from moe_trainer.layers.te_experts import stacked
+from moe_trainer.memory.host_read import integer_tensor
+from moe_trainer.ops.expert_mlp import compute_or_defer
+from moe_trainer.parallel.weight_grads import WeightGradQueue
+
+NAMES = ("Sequential", "GroupedLinear", "ScaledSwiGLU")
+"""What the pipeline takes from transformer_engine.pytorch.ops."""
+
+
+class _Unstacked(torch.autograd.Function):
+    """Per-expert weights in the library's order of rows; backward restores ours, or returns `collect()`."""
+
+    @staticmethod
+    def forward(ctx, weight_eNK: Tensor, interleave_size: int | None, collect: Callable[[], Tensor | None] | None):
+        ctx.set_materialize_grads(False)
+        ctx.interleave_size, ctx.collect = interleave_size, collect
+        return interleave(weight_eNK, interleave_size).unbind(0)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None):
+        if ctx.collect is not None:
+            return ctx.collect(), None, None
+        found = [grad for grad in grads if grad is not None]
+        return separate(stacked(found), ctx.interleave_size) if found else None, None, None
+
+
+def interleave(w_eNK: Tensor, size: int | None) -> Tensor:
+    """Reorder rows from [gate; up] to alternating blocks of gate and up; the same tensor without a size."""
+    return w_eNK if size is None else w_eNK.unflatten(1, (2, -1, size)).transpose(1, 2).flatten(1, 3)
+
+
+def separate(w_eNK: Tensor, size: int | None) -> Tensor:
+    """Invert `interleave`."""
+    return w_eNK if size is None else w_eNK.unflatten(1, (-1, 2, size)).transpose(1, 2).flatten(1, 3)
+
+
+class _Pipeline(nn.Module):
+    """fc1, activation and fc2, as one Sequential that is made when its parameters are known."""
+
+    def __init__(self, library: ModuleType, *operations: nn.Module):
+        super().__init__()
+        self.make, self.operations = library.ops.Sequential, nn.ModuleList(operations)
+
+    def forward(self, x_RH: Tensor, counts_e: Tensor, probs_R: Tensor) -> Tensor:
+        return self.make(*self.operations)(x_RH, counts_e, probs_R, counts_e)
+
+
+class FusedExpertMLP(nn.Module):
+    """fc2(SwiGLU(fc1(x)) * probability) for the tokens of every expert, without biases.
+
+    Args:
+        context: in which the GEMMs run.
+        queue: of the chunk; None if no weight gradient is deferred.
+        pad_multiple: of token counts.
+        interleave_size: rows of gate and up that alternate in the library's weight; None: all of gate come first.
+        host_problem: why the library reads token counts on the host; None if it does not.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        sizes: tuple[int, int, int],
+        *,
+        library: ModuleType,
+        context: Callable[[], AbstractContextManager],
+        queue: WeightGradQueue | None = None,
+        pad_multiple: int = 1,
+        interleave_size: int | None = None,
+        host_problem: str | None = None,
+    ):
+        """`sizes` are the widths H, F of this rank and the output's."""
+        super().__init__()
+        self.context, self.queue, self.pad_multiple = context, queue, pad_multiple
+        self.interleave_size, self.host_problem = interleave_size, host_problem
+        hidden, ffn, output = sizes
+        fc1, fc2 = (
+            library.ops.GroupedLinear(
+                num_experts,
+                reads,
+                makes,
+                bias=False,
+                device="meta",
+                dtype=torch.float32,
+                delay_wgrad_compute=queue is not None,
+            )
+            for reads, makes in ((hidden, 2 * ffn), (ffn, output))
+        )
+        pipeline = _Pipeline(library, fc1, library.ops.ScaledSwiGLU(interleave_size), fc2)
+        self._hidden = pipeline, fc1, fc2  # a tuple: the model has no parameters of theirs
+
+    def forward(
+        self, x_RH: Tensor, probs_R: Tensor, w1_eGH: Parameter, w2_eHF: Parameter, counts_e: Sequence[int] | Tensor
+    ) -> Tensor:
+        """Return y_RH. Counts are multiples of pad_multiple; rows after the last expert's are undefined."""
+        if not isinstance(counts_e, Tensor):
+            counts_e = integer_tensor(counts_e, x_RH.device)
+        pipeline, fc1, fc2 = self._hidden
+        weights = {}
+        for index, (linear, weight) in enumerate(((fc1, w1_eGH), (fc2, w2_eHF))):
+            _set_placeholders(linear, weight)
+            size = self.interleave_size if linear is fc1 else None
+            collect = None if self.queue is None else self._collector(linear, weight, size)
+            for expert, view in enumerate(_Unstacked.apply(weight, size, collect)):
+                weights[f"operations.{2 * index}.weight{expert}"] = view
+        with self.context():
+            return functional_call(pipeline, weights, (x_RH, counts_e, probs_R))
+
+    def _collector(self, linear: nn.Module, weight: Parameter, size: int | None) -> Callable[[], Tensor | None]:
+        def run_deferred() -> Tensor:
+            """Run the oldest deferred weight gradient of the library."""
+            views = {f"weight{expert}": view for expert, view in enumerate(weight.detach().unbind(0))}
+            functional_call(_Deferred(linear), {f"linear.{name}": view for name, view in views.items()}, ())
+            return separate(stacked([view.grad for view in views.values()]), size)
+
+        return lambda: compute_or_defer(self.queue, weight, run_deferred)
+
+
+def _set_placeholders(linear: nn.Module, weight_eNK: Tensor) -> None:
+    """Give an operation parameters without contents, from which its backward takes the device."""
+    if linear.weight0.device != weight_eNK.device:
+        for expert in range(len(weight_eNK)):
+            linear.register_parameter(f"weight{expert}", Parameter(weight_eNK.new_empty(0)))
+
+
+class _Deferred(nn.Module):
+    """The deferred weight gradient of one operation, as a call."""
+
+    def __init__(self, linear: nn.Module):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self) -> None:
+        self.linear.backward_dw()
