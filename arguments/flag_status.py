@@ -27,7 +27,7 @@ _INTERLEAVING = (
 _FSDP = (
     "a buffer setting of Megatron's FSDP; torch's fully_shard manages its own buffers, and results do not depend on it"
 )
-_OVERLAP = "a setting of TransformerEngine's communication overlap; results do not depend on it"
+_OVERLAP = "only versions of TransformerEngine before 1.5 read it; --tp-comm-overlap-ag and -rs replace it"
 _ASYNC = "the background writer needs no such tuning here"
 
 NO_EFFECT = MappingProxyType(
@@ -71,12 +71,7 @@ NO_EFFECT = MappingProxyType(
         "moe_enable_routing_replay": "it lets another program supply the experts of every token, and pretraining has "
         "none; a recomputed layer always takes the experts of its first pass",
         # communication
-        "tp_comm_overlap": "the gathers and scatters of backward always overlap with its GEMMs",
-        **_each(
-            """tp_comm_overlap_cfg tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
-            tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_comm_bootstrap_backend""",
-            _OVERLAP,
-        ),
+        **_each("tp_comm_split_ag tp_comm_split_rs", _OVERLAP),
         "clone_scatter_output_in_embedding": "each rank's part of the embedding output is always a separate tensor",
         "ep_overlap_early_attn_memory_release": "attention memory is always freed as its backward runs",
         "high_priority_a2a_comm_stream": "tokens are exchanged on the communicator's stream; results do not depend on "
@@ -374,6 +369,11 @@ REQUIRES = (
     (
         ("use_megatron_fsdp",),
         "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype",
+    ),
+    (
+        ("tp_comm_overlap",),
+        "tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad "
+        "tp_comm_bulk_wgrad tp_comm_bootstrap_backend",
     ),
     (("fp16",), "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     (

@@ -100,25 +100,26 @@ class ParallelArgs:
 
     # ---- tensor-parallel communication
     tp_comm_overlap: bool = False
-    """Overlap tensor-parallel communication with the GEMMs."""
+    """Overlap the communication of sequence parallelism with the GEMMs, in chunks."""
     tp_comm_overlap_cfg: str | None = None
-    """YAML file with details of --tp-comm-overlap."""
+    """YAML file with settings of --tp-comm-overlap by GEMM, as TransformerEngine reads them; the local layers read the
+    numbers of chunks of reduce-scatters."""
     tp_comm_bulk_wgrad: bool = flag(True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"))
-    """Overlap the weight-gradient GEMM with communication as one block."""
+    """Overlap the weight-gradient GEMM with the reduce-scatter, in TransformerEngine's layers. Local ones always do."""
     tp_comm_bulk_dgrad: bool = flag(True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"))
-    """Overlap the input-gradient GEMM with communication as one block."""
+    """Overlap the input-gradient GEMM with the all-gather, in TransformerEngine's layers. Local ones always do."""
     tp_comm_overlap_ag: bool = flag(True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"))
-    """Overlap the all-gather with its GEMM."""
+    """Overlap the all-gather before a GEMM with it, as a ring."""
     tp_comm_overlap_rs: bool = flag(True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"))
-    """Overlap the reduce-scatter with its GEMM."""
+    """Overlap the reduce-scatter after a GEMM with it, in chunks."""
     tp_comm_overlap_rs_dgrad: bool = False
-    """Overlap the reduce-scatter with the input-gradient GEMM."""
+    """Overlap the reduce-scatter with the input-gradient GEMM, in chunks."""
     tp_comm_split_ag: bool = flag(True, off=("--no-tp-comm-split-ag", "--disable-tp-comm-split-ag"))
     """Split the all-gather into pieces."""
     tp_comm_split_rs: bool = flag(True, off=("--no-tp-comm-split-rs", "--disable-tp-comm-split-rs"))
     """Split the reduce-scatter into pieces."""
     tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = "nccl"
-    """Communication library that sets up the overlap."""
+    """Communication library that sets up the buffers of TransformerEngine's layers."""
     clone_scatter_output_in_embedding: bool = flag(
         True, off=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding")
     )

@@ -107,6 +107,15 @@ def check_dispatch_backward_overlap(s: Settings, _f: DerivedSizes) -> Iterator[V
             yield s.violation("{overlap_dispatch_backward_with_experts_wgrad} cannot be combined with {:flag}.", other)
 
 
+def note_quantized_tp_overlap(s: Settings, _f: DerivedSizes) -> None:
+    """Note where the local linears do not chunk their communication."""
+    if s.tp_comm_overlap and (s.fp8 or s.fp4):
+        s.note(
+            f"{s.flag('tp_comm_overlap')}: linears with operands in fp8 or fp4 overlap in TransformerEngine's layers "
+            "only; every chunk would quantize the weight again."
+        )
+
+
 def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_param_gather:
         return

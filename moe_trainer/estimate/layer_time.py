@@ -367,12 +367,12 @@ class LayerTime:
         tp_comm, (cp_comm, overlapped) = self._tensor_parallel(is_moe), self._context_parallel()
         core += matrices + indexer
         compute = self._elapsed(attention + mlp + core + 2 * saved + permute, host)
-        forward = PassTime(compute, exchange, tp_comm, cp_comm - min(overlapped, core))
-        # backward gathers the input again; the gradient's collectives overlap the wgrad GEMM
-        overlapped_tp = min(tp_comm, attention + (0.0 if is_moe else mlp))
+        gemms = attention + (0.0 if is_moe else mlp)
+        exposed_tp, exposed_tp_back = self._exposed_tensor_parallel(tp_comm, gemms)
+        forward = PassTime(compute, exchange, exposed_tp, cp_comm - min(overlapped, core))
         compute = self._elapsed(2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute, 2 * host)
         cp_comm_back = 2 * cp_comm - min(2 * overlapped, core_back)
-        backward = PassTime(compute, exchange, 1.5 * tp_comm - 0.5 * overlapped_tp, cp_comm_back)
+        backward = PassTime(compute, exchange, exposed_tp_back, cp_comm_back)
         if is_moe:
             forward, backward = self._apply_overlap(forward, backward)
         if "full" in self.recomputed:
@@ -383,6 +383,24 @@ class LayerTime:
         elif not is_moe and "mlp" in self.recomputed:
             recomputed += PassTime(mlp)
         return forward, backward + recomputed + PassTime(self._recompute_seconds(is_moe))
+
+    def _exposed_tensor_parallel(self, comm: float, gemms: float) -> tuple[float, float]:
+        """Return the exposed seconds of tensor-parallel communication in forward and in backward.
+
+        Args:
+            comm: all-gathers and reduce-scatters of forward, half each.
+            gemms: of the linears that communicate, in forward.
+        """
+        # backward gathers the input again, and the gradient's collectives overlap the wgrad GEMM
+        backward = 1.5 * comm - 0.5 * min(comm, gemms)
+        parallel = self.args.parallel
+        if not parallel.tp_comm_overlap:
+            return comm, backward
+        # rings hide all of a gather, four chunks all of a scatter but the last one
+        hideable = (0.5 if parallel.tp_comm_overlap_ag else 0.0) + (0.375 if parallel.tp_comm_overlap_rs else 0.0)
+        if parallel.tp_comm_overlap_ag:
+            backward = 1.5 * comm - min(1.5 * comm, 2 * gemms)
+        return comm - min(hideable * comm, gemms), backward
 
     def _elapsed(self, device: float, host: float) -> float:
         """Return the seconds of kernels that run for `device` and are launched in `host` seconds."""

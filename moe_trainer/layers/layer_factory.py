@@ -27,6 +27,7 @@ from moe_trainer.layers.core_attention import CoreAttention
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.tp_overlap import TpOverlap
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
@@ -143,6 +144,7 @@ def select_layer_factory(
     defers: bool = False,
     stores: bool = False,
     tensors_of_experts: frozenset[str] = frozenset(),
+    overlap: TpOverlap | None = None,
 ) -> LayerFactory:
     """Return the factory for --transformer-impl, with --cp-comm-type bound to the groups of `ps`.
 
@@ -154,6 +156,7 @@ def select_layer_factory(
         defers: weight gradients may be deferred.
         stores: weights are stored in fp8.
         tensors_of_experts: recomputed and offloaded modules inside the experts.
+        overlap: of tensor-parallel linears.
 
     Raises:
         MissingBackendError: if no fallback is allowed.
@@ -164,9 +167,17 @@ def select_layer_factory(
         kernels=kernels,
         core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)),
     )
+    if overlap is not None:
+        local = replace(
+            local,
+            column_linear=functools.partial(ColumnParallelLinear, overlap=overlap),
+            row_linear=functools.partial(RowParallelLinear, overlap=overlap),
+        )
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         return local
-    return _fused(local, ps, cp_comm_types, backends, model, moe, precision, defers, stores, tensors_of_experts)
+    return _fused(
+        local, ps, cp_comm_types, backends, model, moe, precision, defers, stores, tensors_of_experts, overlap
+    )
 
 
 def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> bool:
@@ -193,6 +204,7 @@ def _fused(
     defers: bool,
     stores: bool,
     tensors_of_experts: frozenset[str],
+    overlap: TpOverlap | None,
 ) -> LayerFactory:
     """Return TransformerEngine's factory, with local layers where it does not support the flags."""
 
@@ -259,7 +271,14 @@ def _fused(
         }
     _log_unused_kernels(local.kernels, low, **experts)
     layers = te_layers.FusedLayers(
-        te.load(), ps, tuple(cp_comm_types), te.autocast(recipe) if low else None, attends, stream, **experts
+        te.load(),
+        ps,
+        tuple(cp_comm_types),
+        te.autocast(recipe) if low else None,
+        attends,
+        stream,
+        overlap=overlap,
+        **experts,
     )
     named = (
         "triton_kernels" in backends.typed

@@ -8,9 +8,13 @@ Weights are [out_features, in_features]. Column linears shard the output feature
 | column, sequence parallel | all-gather of x | all-gather of x again, reduce-scatter of the input gradient |
 | row | all-reduce | - |
 | row, sequence parallel | reduce-scatter | all-gather of the output gradient |
+
+Backward's communication overlaps GEMMs, but for the last row. With --tp-comm-overlap the collectives of the rows with
+sequence parallelism are chunked, so that all of them overlap (tp_overlap.py).
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.layers.init import Init, make_parameter
+from moe_trainer.layers.tp_overlap import LinearOverlap, TpOverlap, gather_and_multiply, multiply_and_scatter
 from moe_trainer.ops import main_grad
 from moe_trainer.ops.gemms import LinearGemms, UnquantizedGemms
 from moe_trainer.parallel.collectives import all_reduce
@@ -48,6 +53,7 @@ def column_grads(
     gemms: LinearGemms | None,
     *,
     needs: tuple[bool, bool],
+    input_grad_chunks: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and weight of y = x W^T, W sharded along its output features.
 
@@ -57,16 +63,21 @@ def column_grads(
         grad: [..., out / size], of y.
         x: as the layer received it: the local tokens with sequence_parallel.
         needs: which of the two gradients to compute.
+        input_grad_chunks: of the reduce-scatter of an unquantized input gradient.
 
     Returns:
         Two gradients; None where not needed or deferred.
     """
     needs_x, needs_weight = needs
     gemms = gemms or UnquantizedGemms()
+    grad_x: Tensor | None
+    reduced: Any
     whole, gathered, grad_x, reduced = x, None, None, None
     if sequence_parallel and needs_weight:
         whole, gathered = gather_rows(x, group, async_op=True)
-    if needs_x:
+    if needs_x and input_grad_chunks > 1:
+        grad_x, reduced = multiply_and_scatter(grad, weight, group, input_grad_chunks, transposed=True)
+    elif needs_x:
         grad_whole = gemms.input_grad(grad, weight)
         if sequence_parallel:
             grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
@@ -83,18 +94,20 @@ def column_grads(
 
 
 # Saved for backward are the local tokens of x, never the gathered ones: they are gathered again while the input
-# gradient is computed, and the input gradient is reduced while the weight gradient is computed. All communication but
-# forward's overlaps GEMMs, for one more all-gather. Gradients go to the weight object that forward was given:
-# `saved_tensors` may return another object where saved tensors pass through hooks (memory/activations.py). Quantized
-# GEMMs take operands as they are at the GEMM: communication is in high precision.
+# gradient is computed, and the input gradient is reduced while the weight gradient is computed. Gradients go to the
+# weight object that forward was given: `saved_tensors` may return another object where saved tensors pass through hooks
+# (memory/activations.py). Quantized GEMMs take operands as they are at the GEMM: communication is in high precision.
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, queue, gemms):
+    def forward(ctx, x, weight, bias, group, sequence_parallel, queue, gemms, overlap):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        ctx.plan = group, sequence_parallel, queue, gemms
+        ctx.plan, ctx.overlap = (group, sequence_parallel, queue, gemms), overlap
+        if overlap.gathers:
+            y = gather_and_multiply(x, weight, group)[0]
+            return y if bias is None else y.add_(bias)
         whole = gather_rows(x, group)[0] if sequence_parallel else x
         if gemms is None:
             return F.linear(whole, weight, bias)
@@ -104,42 +117,47 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
-        grad_x, grad_weight = column_grads(grad, x, weight, *ctx.plan, needs=ctx.needs_input_grad[:2])
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        needs = ctx.needs_input_grad
+        chunks = ctx.overlap.input_grad_chunks
+        grad_x, grad_weight = column_grads(grad, x, weight, *ctx.plan, needs=needs[:2], input_grad_chunks=chunks)
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def column_parallel_gemm(
     x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool, gemms: LinearGemms
 ) -> Tensor:
     """Return y = x W^T with the given GEMMs, W sharded along its output features."""
-    return _Column.apply(x, weight, None, group, sequence_parallel, None, gemms)
+    return _Column.apply(x, weight, None, group, sequence_parallel, None, gemms, LinearOverlap())
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group, sequence_parallel, queue, gemms):
+    def forward(ctx, x, weight, group, sequence_parallel, queue, gemms, overlap):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        ctx.plan = group, sequence_parallel, queue, gemms
+        ctx.plan = group, sequence_parallel, queue, gemms, overlap
+        if overlap.output_chunks > 1:
+            y, reduced = multiply_and_scatter(x, weight, group, overlap.output_chunks)
+            reduced.wait()
+            return y
         partial = gemms.output(x, weight)
         return reduce_scatter_rows(partial, group)[0] if sequence_parallel else all_reduce(partial, group)
 
     @staticmethod
     def backward(ctx, grad):
         (x, _), weight = ctx.saved_tensors, ctx.weight
-        group, sequence_parallel, queue, gemms = ctx.plan
-        if sequence_parallel:
+        group, sequence_parallel, queue, gemms, overlap = ctx.plan
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = None
+        if overlap.gathers and needs_x:
+            grad_x, grad = gather_and_multiply(grad, weight, group, transposed=True, keep_rows=True)
+        elif sequence_parallel:
             grad = gather_rows(grad, group)[0]
-        grad_weight = _weight_grad(weight, grad, x, queue, gemms) if ctx.needs_input_grad[1] else None
-        return (
-            gemms.input_grad(grad, weight) if ctx.needs_input_grad[0] else None,
-            grad_weight,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_weight = _weight_grad(weight, grad, x, queue, gemms) if needs_weight else None
+        if needs_x and grad_x is None:
+            grad_x = gemms.input_grad(grad, weight)
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 class _Linear(nn.Module):
@@ -150,6 +168,8 @@ class _Linear(nn.Module):
         sequence_parallel: activations between blocks are sharded by tokens; no effect in a group of one.
         queue: receives weight gradients while it is active.
         quantize: makes quantized GEMMs from (name, is_sharded=).
+        overlap: chunks of communication next to the GEMMs, under sequence parallelism. Quantized GEMMs are not divided:
+            every chunk would quantize the weight again.
     """
 
     sharded_dim: int | None = None
@@ -167,6 +187,7 @@ class _Linear(nn.Module):
         parts: int = 1,
         queue: WeightGradQueue | None = None,
         quantize: Callable[..., QuantizedGemms] | None = None,
+        overlap: TpOverlap | None = None,
     ):
         super().__init__()
         self.group, self.queue = group, queue
@@ -200,11 +221,14 @@ class _Linear(nn.Module):
             self.bias = make_parameter((shape[0],), ParamInfo((f"{name}.bias",), init="zeros", **cut))
         is_sharded = self.sharded_dim is not None or self.sequence_parallel
         self.quantized = None if quantize is None else quantize(name, is_sharded=is_sharded)
+        is_chunked = overlap is not None and self.sequence_parallel and self.quantized is None
+        self.overlap = overlap.for_linear(name, group.size) if overlap is not None and is_chunked else LinearOverlap()
 
     def _forward_local(self, x: Tensor) -> Tensor:
         if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
             return F.linear(x, self.weight, self.bias)
-        return _Column.apply(x, self.weight, self.bias, self._local_group, False, self.queue, self.quantized)
+        one = LinearOverlap()
+        return _Column.apply(x, self.weight, self.bias, self._local_group, False, self.queue, self.quantized, one)
 
     def quantized_weights(self) -> Iterator[tuple[Parameter, QuantizedGemms]]:
         """Yield the weight with its GEMMs, if they are quantized here."""
@@ -236,7 +260,8 @@ class ColumnParallelLinear(_Linear):
         """Map x [S, ..., in] (S / size tokens with sequence_parallel) to y [S, ..., out / size]."""
         if self.group.size == 1:
             return self._forward_local(x)
-        y = _Column.apply(x, self.weight, self.bias, self.group, self.sequence_parallel, self.queue, self.quantized)
+        options = self.group, self.sequence_parallel, self.queue, self.quantized, self.overlap
+        y = _Column.apply(x, self.weight, self.bias, *options)
         return self.gathered(y) if self.gather_output else y
 
     def gathered(self, y: Tensor) -> Tensor:
@@ -254,7 +279,7 @@ class RowParallelLinear(_Linear):
         if self.group.size == 1:
             return self._forward_local(x)
         gemms = self.quantized or UnquantizedGemms()
-        y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue, gemms)
+        y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue, gemms, self.overlap)
         return y if self.bias is None else y + self.bias
 
 

@@ -9,7 +9,7 @@ Shape letters: T tokens, E experts, R routed tokens (token, expert pairs), H hid
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
@@ -110,6 +110,38 @@ def pad_multiple(recipe: QuantizationRecipe) -> int:
     if problem("quantization", name):
         return recipe.alignment
     return getattr(importlib.import_module(f"{PYTORCH}.quantization"), name)(_made(recipe))
+
+
+def initialize_userbuffers(
+    shape: tuple[int, int],
+    tp_size: int,
+    dtype: torch.dtype,
+    *,
+    quantized: bool,
+    unquantized: bool,
+    config: Mapping[str, object],
+    backend: str,
+) -> None:
+    """Allocate the buffers through which the library's linears overlap tensor-parallel communication. Collective.
+
+    The library has one set for each process, made once.
+
+    Args:
+        shape: (tokens of a microbatch, hidden size) before tensor parallelism.
+        quantized, unquantized: whether there are linears with and without quantized operands.
+        config: settings by GEMM.
+        backend: of torch.distributed, to exchange the buffers' addresses.
+    """
+    base = importlib.import_module(f"{PYTORCH}.module.base")
+    modes = base.UserBufferQuantizationMode
+    base.initialize_ub(
+        list(shape),
+        tp_size,
+        quantization_modes=[mode for mode, used in ((modes.FP8, quantized), (modes.NONE, unquantized)) if used],
+        dtype=dtype,
+        ub_cfgs=dict(config),
+        bootstrap_backend=backend,
+    )
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, Ro
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_experts import FusedGroupedLinear
 from moe_trainer.layers.te_ops import FusedExpertMLP
+from moe_trainer.layers.tp_overlap import GEMM_NAMES, TpOverlap
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.quantization.config import QuantizationRecipe
 from moe_trainer.quantization.iteration import WeightCastCache
@@ -49,6 +50,24 @@ def _share(fused: nn.Module, layer: nn.Module) -> nn.Module:
     return fused
 
 
+def userbuffer_options(name: str, overlap: TpOverlap | None) -> dict[str, str | bool]:
+    """Return the arguments of the library's Linear that overlap its communication through user buffers.
+
+    The library has buffers for the GEMMs of four linears only.
+    """
+    gemm = GEMM_NAMES.get(name.rpartition(".")[2])
+    if overlap is None or gemm is None:
+        return {}
+    return {
+        "ub_name": gemm,
+        "ub_overlap_ag": overlap.gathers,
+        "ub_overlap_rs": overlap.scatters,
+        "ub_overlap_rs_dgrad": overlap.scatters_input_grads,
+        "ub_bulk_dgrad": overlap.bulk_dgrad,
+        "ub_bulk_wgrad": overlap.bulk_wgrad,
+    }
+
+
 class _FusedLinear:
     """A local linear whose forward is the library's.
 
@@ -62,6 +81,7 @@ class _FusedLinear:
     def __init__(self, in_features: int, out_features: int, *, library: ModuleType, context: Context, **options):
         super().__init__(in_features, out_features, **options)
         self.context, self.casts = context, WeightCastCache()
+        overlap = userbuffer_options(options["name"], options.get("overlap")) if self.sequence_parallel else {}
         group = Group.single(self.group.name) if self.mode is None else self.group
         self.fused = _share(
             library.Linear(
@@ -74,6 +94,7 @@ class _FusedLinear:
                 params_dtype=torch.float32,
                 parallel_mode=self.mode,
                 device="meta",
+                **(overlap if self.mode is not None else {}),
             ),
             self,
         )
@@ -253,6 +274,7 @@ class FusedLayers:
         expert_ops: experts that the library computes are one pipeline of its operations.
         interleave_size: see FusedExpertMLP.
         plain_host_problem, quantized_host_problem: why the pipeline reads token counts on the host.
+        overlap: of tensor-parallel linears.
     """
 
     library: ModuleType
@@ -268,12 +290,13 @@ class FusedLayers:
     interleave_size: int | None = None
     plain_host_problem: str | None = None
     quantized_host_problem: str | None = None
+    overlap: TpOverlap | None = None
 
     def column_linear(self, *sizes: int, **options) -> nn.Module:
-        return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, **options)
+        return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, overlap=self.overlap, **options)
 
     def row_linear(self, *sizes: int, **options) -> nn.Module:
-        return self._linear(RowParallelLinear, FusedRowLinear, *sizes, **options)
+        return self._linear(RowParallelLinear, FusedRowLinear, *sizes, overlap=self.overlap, **options)
 
     def replicated_linear(self, *sizes: int, **options) -> nn.Module:
         return self._linear(ReplicatedLinear, FusedReplicatedLinear, *sizes, **options)

@@ -16,9 +16,11 @@ from arguments.layer_pattern import is_linear
 from arguments.stage_layout import chunk_layouts, embedding_stages
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.errors import UserError
+from moe_trainer.layers import te
 from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.layers.layer_factory import select_layer_factory
 from moe_trainer.layers.qk_clip import track_max_logits
+from moe_trainer.layers.tp_overlap import TpOverlap
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.memory.offload import ActivationOffload
@@ -56,6 +58,7 @@ def build_chunks(
     kernels = select_kernels(args.precision.triton_kernels, backends)
     if any(is_linear(args.model, number) for number in range(args.model.num_layers)):
         kernels = with_delta_rule(kernels, args.precision.triton_kernels, args.model, dtype, backends)
+    overlap = TpOverlap.from_args(args.parallel)
     factory = select_layer_factory(
         args.precision.transformer_impl,
         ps,
@@ -68,7 +71,10 @@ def build_chunks(
         defers=args.parallel.has_deferred_wgrad,
         stores=args.has_fp8_params,
         tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
+        overlap=overlap,
     )
+    if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":
+        _initialize_userbuffers(args, ps, dtype, overlap)
     if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":
         backends.should_use(
             ("dsa_kernel_backend",),
@@ -131,6 +137,23 @@ def build_chunks(
     if device.type == "cpu" and any(chunk.quantized for chunk in chunks):
         logger.info("fp8 and fp4 GEMMs on CPU are computed in fp32 from quantized operands (slower, equal results)")
     return chunks
+
+
+def _initialize_userbuffers(args: Arguments, ps: ParallelState, dtype: torch.dtype, overlap: TpOverlap) -> None:
+    """Make TransformerEngine's buffers for the linears of a microbatch."""
+    precision = args.precision
+    tokens = (args.data.seq_length or 1) * (args.training.micro_batch_size or 1) // ps.cp.size
+    quantized = bool(precision.fp8 or precision.fp4)
+    ends = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    te.initialize_userbuffers(
+        (tokens, args.model.hidden_size),
+        ps.tp.size,
+        dtype,
+        quantized=quantized,
+        unquantized=not quantized or precision.first_last_layers_bf16 and any(ends),
+        config=overlap.config,
+        backend=args.parallel.tp_comm_bootstrap_backend,
+    )
 
 
 def _dispatch_buffer_spec(

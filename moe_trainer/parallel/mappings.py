@@ -41,11 +41,12 @@ def gather_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor
 
 def reduce_scatter_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, object]:
     """Reduce-scatter along dimension 0, without autograd; returns as gather_rows."""
-    out = x.new_empty(_rows_per_rank(x, group), *x.shape[1:])
+    out = x.new_empty(rows_per_rank(x, group), *x.shape[1:])
     return out, reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)
 
 
-def _rows_per_rank(x: Tensor, group: Group) -> int:
+def rows_per_rank(x: Tensor, group: Group) -> int:
+    """Return the size of a rank's even shard along dimension 0."""
     if x.shape[0] % group.size:
         raise ValueError(f"{x.shape[0]} rows do not divide evenly over the {group.size} ranks of {group.name}")
     return x.shape[0] // group.size
@@ -53,7 +54,7 @@ def _rows_per_rank(x: Tensor, group: Group) -> int:
 
 def local_rows(x: Tensor, group: Group) -> Tensor:
     """Return a view of this rank's shard along dimension 0."""
-    size = _rows_per_rank(x, group)
+    size = rows_per_rank(x, group)
     return x.narrow(0, group.rank * size, size)
 
 
@@ -101,7 +102,7 @@ def _reduce_scatter_columns(x: Tensor, group: Group) -> Tensor:
 
 
 def _exchange_columns_for_rows(x: Tensor, group: Group) -> Tensor:
-    parts = x.new_empty(group.size, _rows_per_rank(x, group), *x.shape[1:])
+    parts = x.new_empty(group.size, rows_per_rank(x, group), *x.shape[1:])
     all_to_all_flat(parts.view(-1), x.contiguous().view(-1), group)
     return parts.movedim(0, -2).flatten(-2)
 

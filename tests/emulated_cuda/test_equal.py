@@ -21,6 +21,7 @@ OFFLOAD = (
     "--offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
 )
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
+CHUNKED = "--tp-comm-overlap --tp-comm-overlap-rs-dgrad"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor"
@@ -58,7 +59,7 @@ CASES = {
         1,
     ),
     "per-token loss, MTP": ("per-token loss, MTP, distributed optimizer", "", "", 1),
-    "tp 2, sp": ("plain", "", TP2, 2),
+    "tp 2, sp, overlapped": ("plain", "", f"{TP2} {CHUNKED}", 2),
     "pp 2": ("plain", "", "--pipeline-model-parallel-size 2", 2),
     "pp 2, vpp 2": ("plain", "", VPP2, 2),
     "cp 2": ("plain", "", "--context-parallel-size 2", 2),
@@ -113,7 +114,7 @@ CASES = {
     "fsdp, tp 2, ep 2": (
         "plain",
         "",
-        f"{FSDP} {TP2} {ALLTOALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        f"{FSDP} {TP2} {CHUNKED} {ALLTOALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         4,
     ),
     "fsdp, pp 2, vpp 2, cp 2, etp 2": (

@@ -166,3 +166,16 @@ def test_host_waits_on_expert_parallel_ranks(flags, per_layer):
     for found in on_device(count, flags, ranks=2, devices=2):
         found = {key: times for key, times in found.items() if "collectives" not in key}
         assert found == expected(flags, per_layer, MICROBATCHES // 2)
+
+
+CHUNKED = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-rs-dgrad "
+    "--expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
+)
+
+
+@pytest.mark.parametrize(("flags", "ranks", "data_ranks"), [(CHUNKED, 2, 1)])
+def test_overlapped_and_sharded_communication_adds_no_waits(flags, ranks, data_ranks):
+    for found in on_device(count, flags, ranks=ranks, devices=ranks):
+        found = {key: times for key, times in found.items() if "collectives" not in key}
+        assert found == expected(flags, 1, MICROBATCHES // data_ranks)

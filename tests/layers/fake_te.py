@@ -24,6 +24,14 @@ from moe_trainer.model import build
 
 PYTORCH = "transformer_engine.pytorch"
 RECIPE = "transformer_engine.common.recipe"
+USERBUFFERS = f"{PYTORCH}.module.base.initialize_ub"
+SHAPES = [["shape", None], ["tp_size", None], ["use_fp8", "False"], ["quantization_modes", "None"]]
+# of TransformerEngine 2.17.1; the recorded signatures are of modules
+USERBUFFER_SIGNATURE = [
+    *SHAPES,
+    *([name, "None"] for name in ("dtype", "ub_cfgs", "bootstrap_backend")),
+    ["with_cublasmp", "False"],
+]
 
 
 def install(monkeypatch, modules: dict) -> None:
@@ -129,10 +137,15 @@ class FakeTransformerEngine:
         recipe.Format = type("Format", (), {"HYBRID": "HYBRID", "E4M3": "E4M3"})
         for name in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
             setattr(recipe, name, _recipe(self, name))
+        module, base = make_module(f"{PYTORCH}.module"), make_module(f"{PYTORCH}.module.base")
+        self.recorded.recorded[USERBUFFERS] = USERBUFFER_SIGNATURE
+        base.UserBufferQuantizationMode = type("UserBufferQuantizationMode", (), {"NONE": "none", "FP8": "fp8"})
+        base.initialize_ub = lambda *args, **kwargs: self.recorded.bind(USERBUFFERS, args, kwargs)
+        pytorch.module, module.base = module, base
         package, common = make_module("transformer_engine"), make_module("transformer_engine.common")
         package.pytorch, package.common, common.recipe = pytorch, common, recipe
         pytorch.quantization = quantization
-        return {made.__name__: made for made in (package, pytorch, common, recipe, quantization)}
+        return {made.__name__: made for made in (package, pytorch, common, recipe, quantization, module, base)}
 
 
 def _available(double: FakeTransformerEngine, kind: str):

@@ -23,6 +23,7 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_layers import FusedNorm
+from moe_trainer.layers.tp_overlap import TpOverlap
 from moe_trainer.model import build
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -94,7 +95,7 @@ def train_and_list_calls(rank, n, argvs, steps):
 @pytest.mark.parametrize(
     ("kind", "model", "mapping"),
     [
-        ("deepseek", "", f"{TP2} --sequence-parallel {PARTS}"),
+        ("deepseek", "", f"{TP2} --sequence-parallel --tp-comm-overlap {PARTS}"),
         ("plain", "", TP2),
         (
             "biases, tied head",
@@ -280,6 +281,57 @@ def select_factory(
         defers=defers,
         **more,
     )
+
+
+CONFIG = {"proj_fprop": {"num_splits": 2}}
+
+
+def test_tp_comm_overlap_goes_through_userbuffers(fake_package):
+    """Linears that have buffers get them; experts and others do not."""
+    two = replace(ParallelState.single(), tp=Group("tp", (0, 1), 0, 2))
+    factory = select_factory(ps=two, overlap=TpOverlap(scatters=False, bulk_dgrad=False, config=CONFIG))
+    options = {"group": two.tp, "init": Init("normal", 1.0), "sequence_parallel": True}
+    made = (
+        ("column", "linear_qkv"),
+        ("row", "linear_proj"),
+        ("column", "linear_q_up_proj"),
+        ("replicated", "linear_fc1"),
+    )
+    found = []
+    for kind, name in made:
+        getattr(factory, f"{kind}_linear")(8, 8, name=f"decoder.layers.0.{name}", **options)
+        _, arguments = fake_package.recorded.calls[-1]
+        found.append({name.removeprefix("ub_"): value for name, value in arguments.items() if name.startswith("ub_")})
+    common = {
+        "overlap_ag": True,
+        "overlap_rs": False,
+        "overlap_rs_dgrad": False,
+        "bulk_dgrad": False,
+        "bulk_wgrad": True,
+    }
+    assert found == [{"name": "qkv", **common}, {"name": "proj", **common}, {}, {}]
+
+
+def test_userbuffers_are_allocated_once_for_both_formats(fake_package, monkeypatch, tmp_path):
+    file = tmp_path / "overlap.yaml"
+    file.write_text("proj_fprop: {num_splits: 2}")
+    flags = (
+        f"{TP2} --sequence-parallel --tp-comm-overlap --tp-comm-overlap-cfg {file} --bf16 --fp8-format e4m3 --fp8-recipe "
+        "tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --tp-comm-bootstrap-backend gloo"
+    )
+    args = parse_args(te_argv("plain", flags), 2)
+    ps = replace(ParallelState.single(), tp=Group("tp", (0, 1), 0, 2))
+    build._initialize_userbuffers(args, ps, torch.bfloat16, TpOverlap.from_args(args.parallel))
+    _, call = fake_package.recorded.calls[-1]
+    tokens = args.data.seq_length * args.training.micro_batch_size
+    assert call == {
+        "shape": [tokens, args.model.hidden_size],
+        "tp_size": 2,
+        "quantization_modes": ["fp8", "none"],
+        "dtype": torch.bfloat16,
+        "ub_cfgs": CONFIG,
+        "bootstrap_backend": "gloo",
+    }
 
 
 def test_deferred_weight_gradients_use_local_linears(fake_package, caplog):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arguments.model import ModelArgs
-from moe_trainer.layers import linear, vocab
+from arguments.parallel import ParallelArgs
+from moe_trainer.layers import linear, tp_overlap, vocab
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.init import Init
@@ -27,6 +28,7 @@ from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary
+from moe_trainer.layers.tp_overlap import LinearOverlap, OverlapFileError, TpOverlap
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
@@ -202,6 +204,11 @@ CASES = {
 }
 
 
+CHUNKED = [
+    name for name in CASES if name.startswith(("column", "row", "mlp", "attention, bias", "latent attention, b"))
+]
+
+
 def _cut(full_tensor: Tensor, dim: int, rank: int, n: int, parts: int = 1) -> Tensor:
     return torch.cat([part.chunk(n, dim)[rank] for part in full_tensor.chunk(parts, dim)], dim)
 
@@ -246,9 +253,14 @@ def _local(full_tensor: Tensor, state: str, group: Group, parts: int = 1) -> Ten
     return _cut(full_tensor, 0 if state == ROWS else -1, group.rank, group.size, parts if state == COLUMNS else 1)
 
 
-def _run(case: Case, ps: ParallelState, sp: bool, queue: WeightGradQueue | None = None) -> tuple[Tensor, Tensor, dict]:
+def _run(
+    case: Case, ps: ParallelState, sp: bool, queue: WeightGradQueue | None = None, overlap: LinearOverlap | None = None
+) -> tuple[Tensor, Tensor, dict]:
     """(output, gradient of the input, {name: (info, gradient)}) of this rank for <random weights, output>."""
     layer = _fill(case.make(ps, sp))
+    for module in layer.modules() if overlap is not None else ():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.overlap = overlap
     if queue is not None:
         for module in layer.modules():
             if hasattr(module, "queue"):
@@ -272,9 +284,16 @@ def _run(case: Case, ps: ParallelState, sp: bool, queue: WeightGradQueue | None 
     return y.detach(), x.grad, {param.info.names[0]: (param.info, param.grad) for param in layer.parameters()}
 
 
+# three chunks of a rank's four rows differ in size
+OVERLAPPED = {f"{name}, overlapped": LinearOverlap(True, 3, chunks) for name, chunks in (("bulk", 1), ("rs dgrad", 2))}
+
+
 def _on_ranks(rank, n, sp):
     ps = ParallelState.create(n, rank, tp=n)
-    return {name: _run(case, ps, sp) for name, case in CASES.items()}
+    found = {name: _run(case, ps, sp) for name, case in CASES.items()}
+    for how, overlap in OVERLAPPED.items() if sp else ():
+        found |= {(name, how): _run(CASES[name], ps, sp, overlap=overlap) for name in CHUNKED}
+    return found
 
 
 @functools.cache
@@ -325,6 +344,14 @@ def _assert_equal(case: Case, results: list, expected: tuple, sp: bool) -> None:
 def test_layer_on_ranks_equals_one_process(n, sp, name):
     results = [report[name] for report in _ranks(n, sp)]
     _assert_equal(CASES[name], results, _run(CASES[name], ParallelState.single(), False), sp)
+
+
+@pytest.mark.parametrize("how", OVERLAPPED)
+@pytest.mark.parametrize("n", [2, 4])
+def test_chunked_communication_equals_one_process(n, how):
+    for name in CHUNKED:
+        results = [report[name, how] for report in _ranks(n, True)]
+        _assert_equal(CASES[name], results, _run(CASES[name], ParallelState.single(), False), True)
 
 
 def _deferred(rank, n, sp):
@@ -419,6 +446,78 @@ def test_backward_communication_overlaps_its_gemms(name, sp, expected, monkeypat
     with _GemmLog(log):
         y.backward(torch.ones_like(y))
     assert " / ".join(log) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        (
+            "column",
+            "exchange / GEMM / exchange done / GEMM",
+            "gather / GEMM / scatter / GEMM / scatter / gather done / GEMM / scatter done / scatter done",
+        ),
+        (
+            "row",
+            "GEMM / scatter / GEMM / scatter / scatter done / scatter done",
+            "exchange / GEMM / exchange done / GEMM / GEMM",
+        ),
+    ],
+)
+def test_chunked_communication_overlaps_all_gemms(name, forward, backward, monkeypatch):
+    """As above: each GEMM but the last in a row runs while the next rows are on their way."""
+    log = []
+
+    def started(what):
+        log.append(what)
+        return SimpleNamespace(wait=lambda: log.append(f"{what} done"))
+
+    def gather(x, group, async_op=False):
+        return torch.cat([x, x]), started("gather")
+
+    monkeypatch.setattr(linear, "gather_rows", gather)
+    monkeypatch.setattr(tp_overlap, "exchange", lambda messages, group: started("exchange"))
+    monkeypatch.setattr(tp_overlap, "reduce_scatter_flat", lambda *args, **options: started("scatter"))
+    case, two = CASES[name], replace(ParallelState.single(), tp=Group("tp", (0, 1), 0, 2))
+    layer = _fill(case.make(two, True))
+    layer.overlap = LinearOverlap(True, 2, 2)
+    rows, width = (S // 2, case.width) if case.x == ROWS else (S, case.width // 2)
+    x = torch.randn(rows, B, width, dtype=torch.float64, requires_grad=True)
+    with _GemmLog(log):
+        y = layer(x)
+        assert " / ".join(log) == forward
+        log.clear()
+        y.backward(torch.ones_like(y))
+    assert " / ".join(log) == backward
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("proj: {num_splits: 2}", "proj is no GEMM"),
+        ("proj_fprop: 2", "proj_fprop is no table"),
+        ("proj_fprop: {num_splits: 0}", "num_splits 0 must be"),
+        ("[proj_fprop]", "no table of GEMMs"),
+        ("a: [", "--tp-comm-overlap-cfg .*overlap.yaml: while parsing"),
+    ],
+)
+def test_overlap_file_is_checked(tmp_path, text, message):
+    file = tmp_path / "overlap.yaml"
+    file.write_text(text)
+    with pytest.raises(OverlapFileError, match=message):
+        TpOverlap.from_args(ParallelArgs(tp_comm_overlap=True, tp_comm_overlap_cfg=str(file)))
+
+
+def test_overlap_file_sets_the_chunks_of_reduce_scatters(tmp_path):
+    file = tmp_path / "overlap.yaml"
+    file.write_text("proj_fprop: {num_splits: 3}\nfc1_dgrad: {method: ring_exchange}")
+    flags = {"tp_comm_overlap": True, "tp_comm_overlap_cfg": str(file), "tp_comm_overlap_rs_dgrad": True}
+    overlap = TpOverlap.from_args(ParallelArgs(**flags))
+    names = ("linear_proj", "linear_fc1", "linear_fc2")
+    assert [overlap.for_linear(f"decoder.layers.0.{name}", 2) for name in names] == [
+        LinearOverlap(True, 3, 4),
+        LinearOverlap(True, 4, 2),
+        LinearOverlap(True, 4, 4),
+    ]
 
 
 @pytest.mark.parametrize(
