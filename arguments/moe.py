@@ -164,10 +164,11 @@ class MoEArgs:
     """Let the ncclep backend write directly into receive buffers in memory that is registered with NCCL; needs
     --moe-expert-rank-capacity-factor."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    """Format in which tokens are sent in the forward dispatch (Megatron-LM: ncclep; here: the alltoall dispatcher)."""
+    """Format in which tokens are sent in the forward dispatch (Megatron-LM: ncclep; here also alltoall and flex with
+    deepep or hybridep)."""
     moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = "bf16"
-    """Format in which gradients are sent in the backward of combine (Megatron-LM: ncclep; here: the alltoall
-    dispatcher)."""
+    """Format in which gradients are sent in the backward of combine (Megatron-LM: ncclep; here also alltoall and flex
+    with deepep or hybridep)."""
     moe_permute_fusion: bool = False
     """Use fused kernels for the permutation of tokens."""
     moe_router_fusion: bool = False

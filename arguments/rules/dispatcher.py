@@ -7,6 +7,7 @@ follow Megatron-LM's checks (commit d98e8a64, validate_args and TransformerConfi
 
 import math
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.settings import Settings, Violation
@@ -14,6 +15,8 @@ from arguments.settings import Settings, Violation
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
 CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+MXFP8_WIDTHS = MappingProxyType({"deepep": 128, "hybridep": 512})
+"""Multiples of channels that a library sends in 8 bits: one 4-byte scale for 128, and HybridEP copies 4 of them."""
 RANK_CAPACITY_BACKENDS = ("hybridep", "ncclep")
 OTHER_THAN_DEEPEP = ("hybridep", "hierarchical")
 DEEPEP_SMS = 20
@@ -131,12 +134,24 @@ def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Ours: Megatron-LM has these for its ncclep backend only."""
+    width = s.moe_latent_size or s.hidden_size
+    multiple = MXFP8_WIDTHS.get(s.moe_flex_dispatcher_backend, 1) if s.moe_token_dispatcher_type == "flex" else 1
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
-        if s.values[dest] != "bf16" and s.moe_token_dispatcher_type != "alltoall":
+        if s.values[dest] == "bf16":
+            continue
+        if s.moe_token_dispatcher_type == "allgather":
             yield s.violation(
-                "{} needs {moe_token_dispatcher_type:flag} alltoall here, not {moe_token_dispatcher_type:value}: the "
-                "other dispatchers carry bf16.",
+                "{} needs {moe_token_dispatcher_type:flag} alltoall or flex, not {moe_token_dispatcher_type:value}, "
+                "which carries bf16.",
                 dest,
+            )
+        elif width and width % multiple:
+            yield s.violation(
+                "{} over {moe_flex_dispatcher_backend:flag} {moe_flex_dispatcher_backend:value} needs tokens of a "
+                "multiple of {multiple} channels (--hidden-size, or --moe-latent-size), not {width}.",
+                dest,
+                multiple=multiple,
+                width=width,
             )
 
 

@@ -40,6 +40,10 @@ On 256 GB200, DeepSeek-V3 went from 830 to 944 TFLOP/s when HybridEP replaced De
 """
 
 
+MXFP8_BYTES = 1 + 1 / 32
+"""Bytes of an element that is sent in MXFP8 (quantization/mxfp8_rowwise.py)."""
+
+
 def dispatcher_name(moe: MoEArgs) -> str:
     """Return the token dispatcher, by its backend if it is flex."""
     return moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
@@ -102,17 +106,27 @@ def processed_load(moe: MoEArgs, load: float = 1.0) -> float:
     return capacity if moe.moe_pad_expert_input_to_capacity else min(load, capacity)
 
 
-def dispatch_combine_seconds(args: Arguments, links: Interconnect, tokens: float, size: int) -> float:
-    """Return the seconds of dispatch and combine.
+def dispatch_combine_seconds(
+    args: Arguments, links: Interconnect, tokens: float, size: int, backward: bool = False
+) -> float:
+    """Return the seconds of dispatch and combine, or of their gradients.
 
-    An all-to-all returns rows as wide as the output of an expert; the other dispatchers return full rows.
+    An all-to-all returns rows as wide as the output of an expert; the other dispatchers return full rows. What goes to
+    the experts may be sent in MXFP8.
     """
-    reads, makes = args.moe.expert_widths(args.model.hidden_size)
-    back = makes if args.moe.moe_token_dispatcher_type == "alltoall" else reads
-    return sum(exchange_seconds(args, links, tokens, size, width) for width in (reads, back))
+    moe = args.moe
+    reads, makes = moe.expert_widths(args.model.hidden_size)
+    back = makes if moe.moe_token_dispatcher_type == "alltoall" else reads
+    there: float = size
+    if (moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype) == "mxfp8":
+        there = MXFP8_BYTES
+    sizes = (size, there) if backward else (there, size)
+    return sum(exchange_seconds(args, links, tokens, each, width) for each, width in zip(sizes, (reads, back)))
 
 
-def exchange_seconds(args: Arguments, links: Interconnect, tokens: float, size: int, width: int | None = None) -> float:
+def exchange_seconds(
+    args: Arguments, links: Interconnect, tokens: float, size: float, width: int | None = None
+) -> float:
     """Return the seconds of the dispatch or combine of a rank's `tokens` among the expert ranks.
 
     `size`: bytes of an element. `width`: of a row, by default that of an expert's input.

@@ -356,10 +356,13 @@ class LayerTime:
     def passes(self, is_moe: bool) -> tuple[PassTime, PassTime]:
         """Return forward and backward of one layer, with recompute; the exchange of tokens is a separate part."""
         if is_moe:
-            exchange = dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size)
+            exchange, exchange_back = (
+                dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size, backward)
+                for backward in (False, True)
+            )
             mlp, permute = self._routed_experts() + self._shared_experts(), self._permute()
         else:
-            exchange, mlp, permute = 0.0, self._mlp(self.model.ffn_hidden_size), 0.0
+            exchange, exchange_back, mlp, permute = 0.0, 0.0, self._mlp(self.model.ffn_hidden_size), 0.0
         attention = self._attention_gemms()
         (core, core_back), (matrices, indexer) = self._core_attention(), self._indexer()
         saved = self.sizes.bare_layer(is_moe) / self.memory_bandwidth  # seconds to write or read all saved tensors
@@ -372,7 +375,7 @@ class LayerTime:
         forward = PassTime(compute, exchange, exposed_tp, cp_comm - min(overlapped, core))
         compute = self._elapsed(2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute, 2 * host)
         cp_comm_back = 2 * cp_comm - min(2 * overlapped, core_back)
-        backward = PassTime(compute, exchange, exposed_tp_back, cp_comm_back)
+        backward = PassTime(compute, exchange_back, exposed_tp_back, cp_comm_back)
         if is_moe:
             forward, backward = self._apply_overlap(forward, backward)
         if "full" in self.recomputed:

@@ -1,4 +1,7 @@
-"""MXFP8 rows packed into bytes for communication: an E4M3 byte per element, then an E8M0 byte per 32 elements.
+"""MXFP8 rows for communication: an E4M3 byte per element and an E8M0 byte per 32 elements.
+
+They travel as one row of bytes (`pack`), or as two tables for libraries that send elements of one byte and an fp32
+scale for 128 of them (`split`): four E8M0 bytes take the place of one such scale. Libraries copy them bit by bit.
 
 A row is rounded by itself, so the result does not depend on the rank that packs it, and packing unpacked rows is exact.
 bf16 and fp32 represent all values exactly.
@@ -22,19 +25,39 @@ def row_nbytes(width: int) -> int:
 
 def pack(x_RH: Tensor) -> Tensor:
     """Round rows to MXFP8 and return them as uint8 [R, row_nbytes(H)]."""
-    rounded = quantize(x_RH, ROW_SCALING)
-    return torch.cat(
-        [rounded.values.float().to(E4M3.dtype).view(torch.uint8), rounded.inverse.to(_SCALES).view(torch.uint8)], 1
-    )
+    return torch.cat([table.view(torch.uint8) for table in _tables(x_RH)], 1)
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Return the values [R, width] of packed rows."""
-    inverse = packed[:, width:].contiguous().view(_SCALES).float()
-    values = packed[:, :width].contiguous().view(E4M3.dtype).float()
-    return (values * expand_scales(inverse, ROW_SCALING, values.shape)).to(dtype)
+    return _values(packed[:, :width].contiguous().view(E4M3.dtype), packed[:, width:].contiguous(), dtype)
+
+
+SPLIT_MULTIPLE = 4 * ROW_SCALING.cols
+"""Widths that `split` takes are multiples of it."""
+
+
+def split(x_RH: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to MXFP8; return E4M3 elements [R, H] and scales, fp32 with the bits of four E8M0, [R, H / 128]."""
+    values, scales = _tables(x_RH)
+    return values, scales.view(torch.float32)
+
+
+def join(values_RH: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows [R, H] of the tables of `split`."""
+    return _values(values_RH, scales, dtype)
 
 
 def round_to_mxfp8(x_RH: Tensor) -> Tensor:
     """Return rows rounded as by pack and unpack."""
     return quantize(x_RH, ROW_SCALING).dequantized().to(x_RH.dtype)
+
+
+def _tables(x_RH: Tensor) -> tuple[Tensor, Tensor]:
+    rounded = quantize(x_RH, ROW_SCALING)
+    return rounded.values.float().to(E4M3.dtype), rounded.inverse.to(_SCALES)
+
+
+def _values(values_RH: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    inverse = scales.view(_SCALES).float()
+    return (values_RH.float() * expand_scales(inverse, ROW_SCALING, values_RH.shape)).to(dtype)

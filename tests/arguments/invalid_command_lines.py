@@ -152,7 +152,9 @@ INVALID_LINES = (
      "--moe-flex-dispatcher-backend"),
     ("--moe-flex-dispatcher-backend ncclep", "", "--moe-flex-dispatcher-backend"),
     ("--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type allgather", "", "--moe-dispatch-fwd-dtype"),
-    ("--moe-combine-bwd-dtype mxfp8 --moe-token-dispatcher-type flex", "", "--moe-combine-bwd-dtype"),
+    ("--moe-combine-bwd-dtype mxfp8 --moe-token-dispatcher-type flex --hidden-size 192", "", "--moe-combine-bwd-dtype"),
+    ("--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+     "--hidden-size 256", "", "--moe-dispatch-fwd-dtype"),
     ("--moe-token-dispatcher-type flex --moe-deepep-num-sms 24 --moe-hybridep-num-sms 32", "", "--moe-deepep-num-sms"),
     ("--moe-shared-expert-intermediate-size 0", "", "--moe-shared-expert-intermediate-size"),
     ("--moe-shared-expert-intermediate-size 512 --moe-shared-expert-overlap --moe-token-dispatcher-type allgather", "",

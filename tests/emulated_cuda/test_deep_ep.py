@@ -15,7 +15,7 @@ import torch
 from emulated_cuda.run import HERE, check_races, environment, on_device
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
 
-HIDDEN, RANKS = 256, 2
+HIDDEN, RANKS = 512, 2
 BACKENDS = ("deepep", "hybridep")
 SETTINGS = {"EP_SUPPRESS_NCCL_CHECK": "1", "EP_NCCL_ROOT_DIR": "/usr", "CUDA_HOME": "/usr"}
 """What version 2 looks for when it is imported."""
@@ -78,7 +78,7 @@ def compare_with_alltoall(
     x, weight = torch.randn(2, sizes[rank], HIDDEN, generator=torch.Generator().manual_seed(rank)).cuda()
     return [
         run(dispatcher, x.bfloat16(), probs, routing, weight)
-        for dispatcher in (AllToAllDispatcher(ps, Permutation()), library)
+        for dispatcher in (AllToAllDispatcher(ps, Permutation(), library.mxfp8), library)
     ]
 
 
@@ -101,6 +101,11 @@ CASES = {
     "nothing for the last rank": (2, (16, 16), "nothing for the last rank"),
     "drops": (2, (16, 16), "drops"),
     "no tokens": (2, (16, 16), "no tokens"),
+}
+MXFP8 = {
+    "forward": {"moe_dispatch_fwd_dtype": "mxfp8"},
+    "backward": {"moe_combine_bwd_dtype": "mxfp8"},
+    "both": {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8"},
 }
 
 
@@ -125,6 +130,15 @@ def test_library_equals_all_to_all(sources, backend, case):
     ):
         assert plain[:3] == library[:3]
         same_results(plain, library)
+
+
+@pytest.mark.parametrize("which", MXFP8)
+@pytest.mark.parametrize("backend", [*BACKENDS, "hybridep, fused"])
+def test_mxfp8_over_the_library_equals_all_to_all(sources, backend, which):
+    changes = MXFP8[which] | {"moe_permute_fusion_into_hybridep": "fused" in backend}
+    name, case = backend.partition(",")[0], (1, (16, 16), "drops")
+    for plain, library in on_device(compare_with_alltoall, sources, name, *case, changes, devices=RANKS, ranks=RANKS):
+        assert plain == library  # a token has one expert: there are no sums
 
 
 def same_results(plain: list, library: list) -> None:

@@ -6,6 +6,7 @@ import pytest
 from emulated_cuda.run import on_device
 from emulated_cuda.test_deep_ep import (
     CASES,
+    MXFP8,
     RANKS,
     check_parity,
     compare_with_alltoall,
@@ -46,6 +47,15 @@ def test_library_equals_all_to_all(sources, deterministic, case):
         assert plain[0] == library[0] and by_expert(*plain[:3]) == by_expert(*library[:3])
         assert not deterministic or plain[:3] == library[:3]
         same_results(plain, library)
+
+
+@pytest.mark.parametrize("which", MXFP8)
+def test_mxfp8_over_the_library_equals_all_to_all(sources, which):
+    changes = MXFP8[which] | {"deterministic": True}
+    for plain, library in on_device(
+        compare_with_alltoall, sources, "deepep", 1, (16, 16), "drops", changes, devices=RANKS, ranks=RANKS
+    ):
+        assert plain == library
 
 
 @pytest.mark.parametrize(

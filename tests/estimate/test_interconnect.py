@@ -81,6 +81,17 @@ def test_dispatch_and_combine_times_follow_the_widths_of_experts():
     )
 
 
+@pytest.mark.parametrize("flag", ["--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"])
+def test_each_pass_sends_half_the_bytes_where_its_flag_says_mxfp8(flag):
+    links = Interconnect(find_hardware("h100"))
+    words = f"--preset deepseek_v3 --mock-data --expert-model-parallel-size 32 --global-batch-size 8192 {FLEX}".split()
+    args, half = parse_args(words, 32), parse_args([*words, flag, "mxfp8"], 32)
+    for backward in (False, True):
+        whole, found = (dispatch_combine_seconds(each, links, 4096, 2, backward) for each in (args, half))
+        is_rounded = backward == (flag == "--moe-combine-bwd-dtype")
+        assert found == pytest.approx(whole * (0.5 + 33 / 128 if is_rounded else 1.0), rel=0.01)
+
+
 def test_expected_number_of_domains_per_token():
     assert expected_distinct(1, 8) == 1 and expected_distinct(1000, 1) == pytest.approx(1)
     assert expected_domains(2, 8, None, None) == pytest.approx(2 * (1 - 0.5**8))

@@ -6,7 +6,7 @@ when their event is waited for, and an event can be waited for once, so that a m
 Meaning: a token goes once to every rank that holds one of its experts (number // experts per rank), tokens of a rank in their order,
 ranks one after the other. Received numbers are counted from the receiver's first expert, -1 for experts of other ranks; in version 2 the
 weight of a -1 is whatever was in memory (here NaN). combine adds what comes back from several ranks in rank order, and adds weights
-column by column.
+column by column. Dispatched tokens may be a pair of tables: elements of one byte, and their scales of four.
 """
 
 import inspect
@@ -37,6 +37,9 @@ HYBRID_EP = {
             "handle non_blocking fuse_permute_dispatch"
         ),
     ],
+    f"{_CLASS}.update_template_config": _optional(
+        "hidden_dim num_of_tokens_per_rank num_local_experts pad_multiple use_fp8 fuse_permute_dispatch"
+    ),
     f"{_CLASS}.combine_with_unpermute": [
         ["*", None],
         ["hidden", None],
@@ -108,7 +111,21 @@ class Route:
         self.counts = [int((self.idx_NK == expert).sum()) for expert in range(self.num_local)]
 
     def send(self, table: torch.Tensor) -> torch.Tensor:
+        if table.element_size() == 1:  # gloo sends no float8
+            return self._send(table.view(torch.uint8)).view(table.dtype)
+        return self._send(table)
+
+    def _send(self, table: torch.Tensor) -> torch.Tensor:
         return torch.cat(exchange([table[tokens] for tokens in self.to_rank], self.group))
+
+    def send_tokens(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        if isinstance(x, torch.Tensor):
+            assert x.element_size() > 1 and x.is_contiguous()
+            return [self.send(x)]
+        values, scales = x
+        assert values.element_size() == 1 and scales.element_size() == 4 and len(values) == len(scales)
+        assert values.is_contiguous() and scales.is_contiguous() and scales.shape[1] <= 128
+        return [self.send(table) for table in x]
 
     def bring_back(self, table: torch.Tensor) -> torch.Tensor:
         total = table.new_zeros(self.num_tokens, *table.shape[1:])
@@ -119,13 +136,22 @@ class Route:
 
 def deferred(like: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
     """Return tensors that get the values of `like` when the event is waited for; before that they hold invalid values."""
-    outs = [torch.full_like(t, torch.nan if t.is_floating_point() else -99) for t in like]
+    outs = [
+        t.new_empty(t.shape).view(torch.uint8).fill_(255).view(t.dtype)
+        if t.element_size() == 1
+        else torch.full_like(t, torch.nan if t.is_floating_point() else -99)
+        for t in like
+    ]
 
     def fill():
         for out, value in zip(outs, like):
             out.copy_(value)
 
     return outs, Event(fill)
+
+
+def one_or_pair(tables: list[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return tables[0] if len(tables) == 1 else tuple(tables)
 
 
 def make_v1(recorded: Signatures, prefix: str):
@@ -174,20 +200,20 @@ def make_v1(recorded: Signatures, prefix: str):
 
         def dispatch(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.dispatch", args, kwargs)
-            assert bound["x"].is_contiguous() and isinstance(bound["previous_event"], Event)
+            assert isinstance(bound["previous_event"], Event)
             assert bound["async_finish"] and bound["allocate_on_comm_stream"]
             if "handle" in bound:
                 assert not {"topk_idx", "topk_weights", "num_tokens_per_rank"} & set(bound)
-                (x,), event = deferred([bound["handle"].send(bound["x"])])
-                return x, None, None, bound["handle"].counts, bound["handle"], event
+                x, event = deferred(bound["handle"].send_tokens(bound["x"]))
+                return one_or_pair(x), None, None, bound["handle"].counts, bound["handle"], event
             layout = [bound[f"num_tokens_per_{what}"] for what in ("rank", "rdma_rank", "expert")]
             assert layout == ["per rank", "per rdma rank", "per expert"]
             weights = bound["topk_weights"]
             assert weights.dtype == torch.float32 and weights.is_contiguous()
             way = Route(bound["topk_idx"], bound["is_token_in_rank"][1], self.group)
             received = way.send(weights).masked_fill(way.idx_NK < 0, 0.0)
-            (x, idx, received), event = deferred([way.send(bound["x"]), way.idx_NK, received])
-            return x, idx, received, way.counts, way, event
+            (idx, received, *x), event = deferred([way.idx_NK, received, *way.send_tokens(bound["x"])])
+            return one_or_pair(x), idx, received, way.counts, way, event
 
         def combine(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.combine", args, kwargs)
@@ -224,12 +250,10 @@ def make_v2(recorded: Signatures, prefix: str):
                 handle = bound["handle"]
                 assert not {"topk_idx", "topk_weights"} & set(bound) and not bound.get("do_cpu_sync")
                 assert bound["num_experts"] == handle.num_experts and bound["num_sms"] > 0
-                (x,), event = deferred([handle.way.send(bound["x"])])
-                return x, handle.way.idx_NK, None, handle, event
-            assert (
-                bound["x"].shape[0] <= self.bound["num_max_tokens_per_rank"]
-                and bound["topk_weights"].dtype == torch.float32
-            )
+                x, event = deferred(handle.way.send_tokens(bound["x"]))
+                return one_or_pair(x), handle.way.idx_NK, None, handle, event
+            x = bound["x"] if isinstance(bound["x"], torch.Tensor) else bound["x"][0]
+            assert x.shape[0] <= self.bound["num_max_tokens_per_rank"] and bound["topk_weights"].dtype == torch.float32
             way = Route(bound["topk_idx"], bound["num_experts"], self.group)
             handle = SimpleNamespace(
                 way=way,
@@ -238,8 +262,8 @@ def make_v2(recorded: Signatures, prefix: str):
                 num_recv_tokens_per_expert_list=way.counts,
             )
             weights = way.send(bound["topk_weights"]).masked_fill(way.idx_NK < 0, torch.nan)
-            (x, idx, weights), event = deferred([way.send(bound["x"]), way.idx_NK, weights])
-            return x, idx, weights, handle, event
+            (idx, weights, *x), event = deferred([way.idx_NK, weights, *way.send_tokens(bound["x"])])
+            return one_or_pair(x), idx, weights, handle, event
 
         def combine(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.combine", args, kwargs)
@@ -264,16 +288,11 @@ def make_hybrid(recorded: Signatures, prefix: str):
             hidden = bound["hidden"]
             if "handle" in bound:
                 assert "routing_map" not in bound
-                (way, _), probs = bound["handle"], bound.get("probs")
+                (way, use_fp8, _), probs = bound["handle"], bound.get("probs")
                 assert bound.get("num_permuted_tokens") == way.num_rows, "the handle does not keep the number of rows"
                 assert bound.get("non_blocking", False) == way.limited
-                return (
-                    self.rows(way, hidden),
-                    None if probs is None else self.weights(way, probs),
-                    None,
-                    None,
-                    bound["handle"],
-                )
+                x, scales = self.tokens(way, use_fp8, bound)
+                return x, None if probs is None else self.weights(way, probs), scales, None, bound["handle"]
             routing, probs = bound["routing_map"], bound["probs"]
             assert routing.dtype == torch.bool and probs.dtype == torch.float32
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.group))]
@@ -296,12 +315,26 @@ def make_hybrid(recorded: Signatures, prefix: str):
             # beyond the limit rows are dropped, expert by expert; the counts are of those that are left
             way.expert, way.token = way.expert[: way.num_rows], way.token[: way.num_rows]
             counts = way.expert.bincount(minlength=way.num_local)
-            return self.rows(way, hidden), self.weights(way, probs), None, counts, (way, flag)
+            use_fp8 = self.update_template_config(use_fp8=bound.get("use_fp8"))
+            x, scales = self.tokens(way, use_fp8, bound)
+            return x, self.weights(way, probs), scales, counts, (way, use_fp8, flag)
+
+        def update_template_config(self, *args, **kwargs):
+            """The kernels' configuration: whether they send elements of one byte."""
+            return bool(recorded.bind(f"{prefix}.update_template_config", args, kwargs)["use_fp8"])
+
+        def tokens(self, way, use_fp8, bound):
+            hidden, scales = bound["hidden"], bound.get("scaling_factor")
+            assert hidden.is_contiguous() and (hidden.element_size() == 1) == use_fp8 == (scales is not None)
+            if scales is not None:
+                assert scales.dtype == torch.float32 and scales.shape == (len(hidden), hidden.shape[1] // 128)
+                scales = self.rows(way, scales)
+            return self.rows(way, hidden), scales
 
         @staticmethod
         def rows(way, hidden):
             """Rows for the experts; what is behind them is undefined."""
-            rows = hidden.new_full((way.num_rows, hidden.shape[1]), torch.nan)
+            rows = hidden.new_full((way.num_rows, hidden.shape[1]), 255 if hidden.element_size() == 1 else torch.nan)
             rows[: len(way.token)] = way.send(hidden)[way.token]
             return rows
 
@@ -313,7 +346,7 @@ def make_hybrid(recorded: Signatures, prefix: str):
 
         def combine_with_unpermute(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.combine_with_unpermute", args, kwargs)
-            (way, _), hidden, probs = bound["handle"], bound["hidden"], bound.get("probs")
+            (way, _, _), hidden, probs = bound["handle"], bound["hidden"], bound.get("probs")
             used = len(way.token)
             tokens = hidden.new_zeros(len(way.local), hidden.shape[1]).index_add(0, way.token, hidden[:used])
             if probs is None:

@@ -183,6 +183,36 @@ def test_flex_in_half_precision(recorded, version):
     assert_same(2, recorded, version, [(2, "plain", (6, 6))], torch.bfloat16, 2.0**-6, False)
 
 
+MXFP8 = {
+    "forward": {"moe_dispatch_fwd_dtype": "mxfp8"},
+    "backward": {"moe_combine_bwd_dtype": "mxfp8"},
+    "both": {"moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8"},
+}
+
+
+def _run_mxfp8(rank, n, recorded, version):
+    """As _run_alltoall_and_flex, in 8 bits, for every choice of directions."""
+    ps, results = ParallelState.create(n, rank, ep=n), []
+    for changes in MXFP8.values():
+        probs, routing = random_routing(rank, 6, 2, "drops")
+        x, weight = torch.randn(2, 6, 512, generator=torch.Generator().manual_seed(rank))
+        flex, _ = flex_dispatcher(recorded, version, ps, **changes)
+        dispatchers = AllToAllDispatcher(ps, Permutation(), flex.mxfp8), flex, AllToAllDispatcher(ps, Permutation())
+        results.append([run_dispatcher(dispatcher, x, probs, routing, weight) for dispatcher in dispatchers])
+    return results
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_mxfp8_over_flex_equals_the_all_to_all(recorded, version):
+    """Bit for bit, in each direction; and other numbers than without it."""
+    for rank in run_ranks(_run_mxfp8, 2, recorded, version):
+        for ours, theirs, unrounded in rank:
+            assert_same_pair(ours, theirs, 0.0, True)
+            assert not all(
+                torch.equal(one, other) for one, other in zip(ours, unrounded) if isinstance(one, torch.Tensor)
+            )
+
+
 def _layers(rank, n, recorded, version, cases):
     return [
         _layer(rank, ParallelState.create(n, rank, **sizes), recorded, version, changes) for sizes, changes in cases

@@ -8,6 +8,9 @@ unless runs are deterministic); a token's results are summed rank by rank, which
 backward of a dispatch is a combine of the gradients, and that of a combine a dispatch with the same handle. Start and
 finish are separate autograd nodes, so work overlaps the exchange in backward too.
 
+Dispatches carry MXFP8 where asked (mxfp8_transport.py): the library takes elements of one byte with 4-byte scales. It
+combines bf16 only.
+
 DeepEP up to version 1.2 (`Buffer`) and version 2 (`ElasticBuffer`) are adapted by `BufferV1` and `BufferV2`. Only
 this file and hybridep.py import deep_ep, and only when it is selected.
 
@@ -32,6 +35,14 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
+from moe_trainer.moe.dispatch.mxfp8_transport import (
+    HIGH_PRECISION,
+    Mxfp8Transport,
+    Payload,
+    from_payload,
+    placeholder,
+    to_payload,
+)
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
@@ -47,7 +58,7 @@ class DispatchOutput:
     Valid after event.current_stream_wait(). `handle` is the library's, for combine and for later dispatches.
     """
 
-    x_NH: Tensor
+    x_NH: Payload
     idx_NK: Tensor
     weights_NK: Tensor
     counts_e: list[int]
@@ -61,7 +72,7 @@ class BufferV1:
     def __init__(self, buffer: Any):
         self.buffer = buffer
 
-    def dispatch(self, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor, num_experts: int) -> DispatchOutput:
+    def dispatch(self, x_TH: Payload, idx_TK: Tensor, weights_TK: Tensor, num_experts: int) -> DispatchOutput:
         """Start to send every token to the ranks of its experts."""
         per_rank, per_rdma_rank, per_expert, in_rank, event = self.buffer.get_dispatch_layout(
             idx_TK, num_experts, previous_event=self.buffer.capture(), async_finish=True, allocate_on_comm_stream=True
@@ -80,7 +91,7 @@ class BufferV1:
         )
         return DispatchOutput(x_NH, idx_NK, weights_NK, list(counts_e), handle, event)
 
-    def dispatch_with_handle(self, x_TH: Tensor, handle: Any) -> tuple[Tensor, Any]:
+    def dispatch_with_handle(self, x_TH: Payload, handle: Any) -> tuple[Payload, Any]:
         """Start to send tokens with the handle of an earlier dispatch. Return x_NH and the event to wait for."""
         x_NH, _, _, _, _, event = self.buffer.dispatch(
             x_TH, handle=handle, previous_event=self.buffer.capture(), async_finish=True, allocate_on_comm_stream=True
@@ -105,7 +116,7 @@ class BufferV2:
     def __init__(self, buffer: Any, num_sms: int = 0):
         self.buffer, self.num_sms = buffer, num_sms
 
-    def dispatch(self, x_TH: Tensor, idx_TK: Tensor, weights_TK: Tensor, num_experts: int) -> DispatchOutput:
+    def dispatch(self, x_TH: Payload, idx_TK: Tensor, weights_TK: Tensor, num_experts: int) -> DispatchOutput:
         x_NH, idx_NK, weights_NK, handle, event = self.buffer.dispatch(
             x_TH,
             topk_idx=idx_TK,
@@ -120,7 +131,7 @@ class BufferV2:
         )
         return DispatchOutput(x_NH, idx_NK, weights_NK, list(handle.num_recv_tokens_per_expert_list), handle, event)
 
-    def dispatch_with_handle(self, x_TH: Tensor, handle: Any) -> tuple[Tensor, Any]:
+    def dispatch_with_handle(self, x_TH: Payload, handle: Any) -> tuple[Payload, Any]:
         x_NH, _, _, _, event = self.buffer.dispatch(
             x_TH,
             num_experts=handle.num_experts,
@@ -146,13 +157,14 @@ class BufferV2:
 class _DispatchHandle:
     """State of one dispatch: the library's handle, what arrived besides the tokens, and the event in flight."""
 
-    def __init__(self, buffer: BufferV1 | BufferV2, num_experts: int):
-        self.buffer, self.num_experts = buffer, num_experts
+    def __init__(self, buffer: BufferV1 | BufferV2, num_experts: int, mxfp8: Mxfp8Transport):
+        self.buffer, self.num_experts, self.mxfp8 = buffer, num_experts, mxfp8
         self.library_handle: Any = None
         self.idx_NK: Tensor | None = None
         self.counts_e: list[int] = []
         self.event: Any = None
-        self.gradients: tuple[Tensor, ...] = ()
+        self.received: Payload | None = None
+        self.gradients: tuple[Any, ...] = ()
 
     def wait(self) -> None:
         self.event.current_stream_wait()
@@ -162,19 +174,19 @@ class _DispatchHandle:
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle, cache_fn, x_TH, weights_TK, idx_TK):
-        ctx.handle, outputs = handle, []
+        ctx.handle, outputs, sent = handle, [], to_payload(x_TH, handle.mxfp8.dispatch)
 
         def dispatch() -> tuple[Any, Tensor, Tensor, list[int]]:
-            outputs.append(handle.buffer.dispatch(x_TH, idx_TK, weights_TK, handle.num_experts))
+            outputs.append(handle.buffer.dispatch(sent, idx_TK, weights_TK, handle.num_experts))
             return outputs[0].handle, outputs[0].idx_NK, outputs[0].weights_NK, outputs[0].counts_e
 
         handle.library_handle, handle.idx_NK, weights_NK, handle.counts_e = cache_fn(dispatch)
         if outputs:
-            handle.event = outputs[0].event
-            return outputs[0].x_NH, weights_NK
-        # a recomputed region: the host knows the counts already
-        x_NH, handle.event = handle.buffer.dispatch_with_handle(x_TH, handle.library_handle)
-        return x_NH, weights_NK.detach()
+            handle.received, handle.event = outputs[0].x_NH, outputs[0].event
+        else:  # a recomputed region: the host knows the counts already
+            handle.received, handle.event = handle.buffer.dispatch_with_handle(sent, handle.library_handle)
+            weights_NK = weights_NK.detach()
+        return placeholder(handle.received, x_TH.dtype), weights_NK
 
     @staticmethod
     def backward(ctx, *_):
@@ -189,7 +201,9 @@ class _FinishDispatch(torch.autograd.Function):
     def forward(ctx, handle, x_NH, weights_NK):
         ctx.handle = handle
         handle.wait()
-        return x_NH.view_as(x_NH), weights_NK.view_as(weights_NK)
+        received, handle.received = handle.received, None
+        x_NH = x_NH.view_as(x_NH) if isinstance(received, Tensor) else from_payload(received, x_NH.dtype)
+        return x_NH, weights_NK.view_as(weights_NK)
 
     @staticmethod
     def backward(ctx, grad_x, grad_weights):
@@ -203,7 +217,7 @@ class _FinishDispatch(torch.autograd.Function):
 class _StartCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle, y_NH):
-        ctx.handle = handle
+        ctx.handle, ctx.dtype = handle, y_NH.dtype
         y_TH, _, handle.event = handle.buffer.combine(y_NH, handle.library_handle)
         return y_TH
 
@@ -211,8 +225,8 @@ class _StartCombine(torch.autograd.Function):
     def backward(ctx, *_):
         handle = ctx.handle  # _FinishCombine.backward has started the dispatch of the gradient
         handle.wait()
-        (grad_NH,), handle.gradients = handle.gradients, ()
-        return None, grad_NH
+        (received,), handle.gradients = handle.gradients, ()
+        return None, from_payload(received, ctx.dtype)
 
 
 class _FinishCombine(torch.autograd.Function):
@@ -225,9 +239,8 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TH):
         handle = ctx.handle
-        *handle.gradients, handle.event = handle.buffer.dispatch_with_handle(
-            grad_TH.contiguous(), handle.library_handle
-        )
+        sent = to_payload(grad_TH.contiguous(), handle.mxfp8.gradients)
+        *handle.gradients, handle.event = handle.buffer.dispatch_with_handle(sent, handle.library_handle)
         return None, grad_TH
 
 
@@ -270,8 +283,15 @@ class DeepEPDispatcher(TokenDispatcher):
 
     supports_routing_padding = False  # the library takes top-k experts per token
 
-    def __init__(self, ps: ParallelState, buffer: BufferV1 | BufferV2, topk: int, permutation: Permutation):
-        self.permutation = permutation
+    def __init__(
+        self,
+        ps: ParallelState,
+        buffer: BufferV1 | BufferV2,
+        topk: int,
+        permutation: Permutation,
+        mxfp8: Mxfp8Transport = HIGH_PRECISION,
+    ):
+        self.permutation, self.mxfp8 = permutation, mxfp8
         self.etp_expansion = EtpExpansion(ps)
         self.topk = topk * ps.etp.size
         self.buffer = buffer
@@ -282,9 +302,8 @@ class DeepEPDispatcher(TokenDispatcher):
         """Convert the routing to top-k indices."""
         routing_TV = self.etp_expansion.expand(routing_TE)
         idx_TK, weights_TK = dense_to_topk(self.etp_expansion.expand(probs_TE), routing_TV, self.topk)
-        return DispatchState(
-            x_TH.contiguous(), weights_TK, [], _DeepEPState(idx_TK, _DispatchHandle(self.buffer, routing_TV.shape[1]))
-        )
+        handle = _DispatchHandle(self.buffer, routing_TV.shape[1], self.mxfp8)
+        return DispatchState(x_TH.contiguous(), weights_TK, [], _DeepEPState(idx_TK, handle))
 
     def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
         """Start to send the tokens and wait for the counts; a recomputed pass reuses the handle of the first."""
@@ -341,6 +360,7 @@ def make_dispatcher(
     deterministic: bool,
     device: torch.device,
     permutation: Permutation,
+    mxfp8: Mxfp8Transport = HIGH_PRECISION,
 ) -> DeepEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices.
 
@@ -354,6 +374,7 @@ def make_dispatcher(
         deterministic: receive tokens in the same order every time (version 1 always does).
         device: of the model.
         permutation: local permutation.
+        mxfp8: what is sent in 8 bits. The buffers are for bf16, which is also sent.
 
     Raises:
         ValueError: if the library does not support the hidden size.
@@ -378,11 +399,11 @@ def make_dispatcher(
             num_topk=topk * ps.etp.size,
             deterministic=deterministic,
         )
-        return DeepEPDispatcher(ps, BufferV2(buffer, num_sms if num_sms_asked else 0), topk, permutation)
+        return DeepEPDispatcher(ps, BufferV2(buffer, num_sms if num_sms_asked else 0), topk, permutation, mxfp8)
     if num_sms is not None:
         deep_ep.Buffer.set_num_sms(num_sms)
     buffer = deep_ep.Buffer(group.handle, *_buffer_bytes(deep_ep.Buffer, group, 2 * hidden_size))
-    return DeepEPDispatcher(ps, BufferV1(buffer), topk, permutation)
+    return DeepEPDispatcher(ps, BufferV1(buffer), topk, permutation, mxfp8)
 
 
 def _buffer_bytes(library: Any, group: Group, token_bytes: int) -> tuple[int, int]:

@@ -3,8 +3,9 @@
 The library takes the dense routing map and probabilities, sends each token once to every rank that needs it, and
 sorts what it receives by local expert; combine sums a token's results on the rank and between ranks. This file adds
 the gradients: that of a dispatch is a combine, and that of a combine a dispatch with the same handle. The order of
-tokens is the all-to-all's. The library works on the current stream; its calls run here on a stream of their own, so
-that other work overlaps with them from start_* to finish_*, in backward too.
+tokens is the all-to-all's. Dispatches carry MXFP8 where asked (mxfp8_transport.py); the library combines bf16 only.
+It works on the current stream; its calls run here on a stream of their own, so that other work overlaps with them from
+start_* to finish_*, in backward too.
 
 With a fixed receive buffer the counts stay on the device and nothing waits for the host. Tokens that do not fit are
 dropped and set a flag, which the training loop reads once per iteration (training/step.py).
@@ -20,6 +21,7 @@ R routed tokens, H hidden.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,8 +38,10 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
+from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport, from_payload, to_payload
 from moe_trainer.ops.fixed_slots import padded_size
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.quantization.quantize import E4M3
 
 FUSED_NEEDS_COUNTS = (
     "the fused combine of --moe-permute-fusion-into-hybridep, unlike the fused dispatch, has no argument for a fixed "
@@ -99,8 +103,9 @@ class _Exchange:
         fused: bool,
         buffer_size: int | None,
         pad_multiple: int,
+        mxfp8: Mxfp8Transport,
     ):
-        self.buffer, self.stream, self.num_local = buffer, stream, num_local
+        self.buffer, self.stream, self.num_local, self.mxfp8 = buffer, stream, num_local, mxfp8
         self.buffer_size = None if buffer_size is None else padded_size(buffer_size, num_local, pad_multiple)
         self.dispatch_options: dict[str, Any] = {"fuse_permute_dispatch": True} if fused else {}
         self.combine_options: dict[str, Any] = {"fuse_unpermute_combine": True} if fused else {}
@@ -127,35 +132,69 @@ class _Exchange:
     def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_LibraryHandle, Tensor, Tensor]:
         """Dispatch by a routing map. Without a fixed buffer the host waits for the counts."""
         size = {} if self.buffer_size is None else {"num_permuted_tokens": self.buffer_size}
-        x_RH, probs_R, _, counts_e, handle = self.buffer.dispatch_with_permute(
-            hidden=hidden,
+        is_rounded = self.mxfp8.dispatch
+        x_RH, probs_R, scales, counts_e, handle = self.buffer.dispatch_with_permute(
+            **_payload(hidden, is_rounded),
             routing_map=routing,
             probs=probs,
             num_of_experts_per_rank=self.num_local,
+            use_fp8=is_rounded,
             **size,
             **self.dispatch_options,
         )
+        x_RH = _received(x_RH, scales, hidden.dtype)
         if self.buffer_size is not None:
             return _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1]), x_RH, probs_R
         counts_e = counts_e.tolist()
         return _LibraryHandle(handle, sum(counts_e), counts_e), x_RH, probs_R
 
-    def dispatch_with_handle(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Dispatch along the routes of the earlier dispatch."""
-        return self.buffer.dispatch_with_permute(
-            hidden=hidden,
+    def dispatch_with_handle(
+        self, hidden: Tensor, probs: Tensor | None = None, *, is_rounded: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Dispatch along the routes of the earlier dispatch; in 8 bits where `is_rounded`."""
+        handle = self.library.handle
+        if is_rounded != self.mxfp8.dispatch:
+            handle = self._handle_of(hidden, is_rounded)
+        x_RH, probs_R, scales, *_ = self.buffer.dispatch_with_permute(
+            **_payload(hidden, is_rounded),
             probs=probs,
             num_of_experts_per_rank=self.num_local,
             num_permuted_tokens=self.library.num_received,
-            handle=self.library.handle,
+            handle=handle,
             **self.dispatch_options,
-        )[:2]
+        )
+        return _received(x_RH, scales, hidden.dtype), probs_R
+
+    def _handle_of(self, hidden: Tensor, is_rounded: bool) -> tuple:
+        """Return the handle with the kernels for the other element type; routes do not depend on it."""
+        *routes, _, overflow = self.library.handle
+        config = self.buffer.update_template_config(
+            hidden_dim=hidden.shape[1],
+            num_of_tokens_per_rank=hidden.shape[0],
+            num_local_experts=self.num_local,
+            use_fp8=is_rounded,
+            fuse_permute_dispatch=self.dispatch_options.get("fuse_permute_dispatch", False),
+        )
+        return *routes, config, overflow
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the sums of each token's results along the routes of the dispatch."""
         return self.buffer.combine_with_unpermute(
             hidden=hidden, probs=probs, handle=self.library.handle, **self.combine_options
         )
+
+
+def _payload(hidden: Tensor, is_rounded: bool) -> dict[str, Tensor]:
+    """Return the library's arguments for tokens: in 8 bits their bytes and scales."""
+    if not is_rounded:
+        return {"hidden": hidden}
+    values, scales = to_payload(hidden, True)
+    return {"hidden": values.view(torch.uint8), "scaling_factor": scales}
+
+
+def _received(x_RH: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the tokens of what the library has received."""
+    return x_RH if scales is None else from_payload((x_RH.view(E4M3.dtype), scales), dtype)
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -170,7 +209,8 @@ class _StartDispatch(torch.autograd.Function):
 
         exchange.library = cache_fn(dispatch)
         # without outputs this is a recomputed region: the host knows the counts already
-        return tuple(outputs) or exchange.start(exchange.dispatch_with_handle, x_TH, probs_TV)
+        again = partial(exchange.dispatch_with_handle, is_rounded=exchange.mxfp8.dispatch)
+        return tuple(outputs) or exchange.start(again, x_TH, probs_TV)
 
     @staticmethod
     def backward(ctx, *_):
@@ -218,7 +258,8 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TH):
         exchange = ctx.exchange
-        exchange.gradients = exchange.start(exchange.dispatch_with_handle, grad_TH.contiguous())
+        dispatch = partial(exchange.dispatch_with_handle, is_rounded=exchange.mxfp8.gradients)
+        exchange.gradients = exchange.start(dispatch, grad_TH.contiguous())
         return None, grad_TH
 
 
@@ -234,9 +275,17 @@ class _HybridEPState:
 class HybridEPDispatcher(TokenDispatcher):
     """Send each token once to every rank of tp_ep that holds one of its experts; the library sorts."""
 
-    def __init__(self, ps: ParallelState, buffer: Any, *, fused: bool = False, pad_to: int | None = None):
+    def __init__(
+        self,
+        ps: ParallelState,
+        buffer: Any,
+        *,
+        fused: bool = False,
+        pad_to: int | None = None,
+        mxfp8: Mxfp8Transport = HIGH_PRECISION,
+    ):
         """Store the buffer; inputs are padded to `pad_to` tokens, the same number on all ranks."""
-        self.group = ps.tp_ep
+        self.group, self.mxfp8 = ps.tp_ep, mxfp8
         self.etp_expansion = EtpExpansion(ps)
         self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
         self._stream = _CommStream()
@@ -253,7 +302,9 @@ class HybridEPDispatcher(TokenDispatcher):
                 F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV)
             )
         num_local = routing_TV.shape[1] // self.group.size
-        exchange = _Exchange(self.buffer, self._stream, num_local, self.fused, hints.buffer_size, hints.pad_multiple)
+        exchange = _Exchange(
+            self.buffer, self._stream, num_local, self.fused, hints.buffer_size, hints.pad_multiple, self.mxfp8
+        )
         handle = _HybridEPState(routing_TV.contiguous(), exchange, num_tokens)
         return DispatchState(x_TH.contiguous(), probs_TV.contiguous(), [], handle)
 
@@ -299,6 +350,7 @@ def make_dispatcher(
     num_blocks_unpermute: int | None,
     fused: bool,
     pad_uneven: bool,
+    mxfp8: Mxfp8Transport = HIGH_PRECISION,
 ) -> HybridEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices; options that are None are left to the library.
 
@@ -319,4 +371,4 @@ def make_dispatcher(
         num_local_experts=num_experts // ps.ep.size,
         **{name: value for name, value in options.items() if value is not None},
     )
-    return HybridEPDispatcher(ps, buffer, fused=fused, pad_to=max_tokens if pad_uneven else None)
+    return HybridEPDispatcher(ps, buffer, fused=fused, pad_to=max_tokens if pad_uneven else None, mxfp8=mxfp8)

@@ -22,7 +22,10 @@ from moe_trainer.parallel.collectives import (
     start_all_to_all,
 )
 from moe_trainer.parallel.state import Group
-from moe_trainer.quantization.mxfp8_rowwise import pack, round_to_mxfp8, unpack
+from moe_trainer.quantization.mxfp8_rowwise import join, pack, round_to_mxfp8, split, unpack
+
+Payload = Tensor | tuple[Tensor, Tensor]
+"""What a library sends: tokens, or the tables of mxfp8_rowwise.split."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,23 @@ class Mxfp8Transport:
 
 
 HIGH_PRECISION = Mxfp8Transport()
+
+
+def to_payload(x_RH: Tensor, is_rounded: bool) -> Payload:
+    """Return what a library sends for tokens."""
+    return split(x_RH) if is_rounded else x_RH
+
+
+def from_payload(payload: Payload, dtype: torch.dtype) -> Tensor:
+    """Return the tokens of what a library has received."""
+    return payload if isinstance(payload, Tensor) else join(*payload, dtype)
+
+
+def placeholder(payload: Payload, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of the tokens' shape while they are in flight; without data if they are rounded."""
+    if isinstance(payload, Tensor):
+        return payload
+    return torch.zeros(1, dtype=dtype, device=payload[0].device).expand(payload[0].shape)
 
 
 class RoundToMxfp8(torch.autograd.Function):

@@ -69,7 +69,7 @@ def build_dispatcher(
             "ranks); using the alltoall dispatcher",
             ps.ep.size * ps.etp.size,
         )
-    elif kind == "flex" and (flex := _build_flex(moe, ps, buffer, backends, permutation)) is not None:
+    elif kind == "flex" and (flex := _build_flex(moe, ps, buffer, backends, permutation, mxfp8)) is not None:
         return flex
     return AllToAllDispatcher(ps, permutation, mxfp8)
 
@@ -160,6 +160,7 @@ def _build_flex(
     buffer: DispatchBufferSpec | None,
     backends: BackendPolicy,
     permutation: Permutation,
+    mxfp8: Mxfp8Transport,
 ) -> TokenDispatcher | None:
     """Build the flex dispatcher's backend; return None if the all-to-all replaces it."""
     name = moe.moe_flex_dispatcher_backend
@@ -197,6 +198,7 @@ def _build_flex(
             deterministic=buffer.deterministic,
             device=buffer.device,
             permutation=permutation,
+            mxfp8=mxfp8,
         )
     if name == "ncclep":
         return ncclep.make_dispatcher(
@@ -219,6 +221,7 @@ def _build_flex(
         num_blocks_unpermute=moe.moe_hybridep_num_blocks_unpermute,
         fused=moe.moe_permute_fusion_into_hybridep,
         pad_uneven=moe.moe_hybridep_pad_uneven_dispatch_inputs,
+        mxfp8=mxfp8,
     )
 
 

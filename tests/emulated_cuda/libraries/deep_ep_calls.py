@@ -1,6 +1,7 @@
 """What calls of DeepEP 1's and 2's compiled parts share: events, checks of tensors, and the part that runs on the communication stream."""
 
 import torch
+import torch.distributed as dist
 from emulation import DEVICE
 
 
@@ -11,6 +12,14 @@ def check(dtype, *tensors):
         assert tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == dtype, (
             f"a kernel for {dtype} is given {actual}"
         )
+
+
+def exchange(table, sizes, arriving, group):
+    """Send rows; those of one byte as they are."""
+    arrived = table.new_empty(sum(arriving), *table.shape[1:])
+    kind = torch.uint8 if table.element_size() == 1 else table.dtype
+    dist.all_to_all_single(arrived.view(kind), table.contiguous().view(kind), arriving, sizes, group=group)
+    return arrived
 
 
 class Event:

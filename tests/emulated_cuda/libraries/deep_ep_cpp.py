@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deep_ep_calls import Event, Work, check
+from deep_ep_calls import Event, Work, check, exchange
 from emulation import DEVICE
 from pybind import Declarations
 
@@ -17,6 +17,9 @@ SOURCES = Path(os.environ["DEEP_EP_SOURCES"], "csrc")
 declared = Declarations(
     "\n".join((SOURCES / name).read_text() for name in ("config.hpp", "event.hpp", "deep_ep.hpp", "deep_ep.cpp"))
 )
+
+
+MOST_SCALES = 128  # kNumMaxScales of config.hpp, for which buffers have space
 
 
 class _Config:
@@ -99,7 +102,11 @@ class _Buffer:
         check(torch.bool, in_rank)
         _check_rows(x)
         assert config._sms % 2 == 0 and in_rank.shape == (len(x), self._size)
-        assert scales is None and worst == 0 and not nvfp4 and sf is None, "not emulated"
+        assert worst == 0 and not nvfp4 and sf is None, "not emulated"
+        assert (scales is None) == (x.element_size() > 1)
+        if scales is not None:
+            check(torch.float32, scales)
+            assert scales.dim() == 2 and len(scales) == len(x) and scales.shape[1] <= MOST_SCALES
         assert self._bytes >= config.get_nvl_buffer_size_hint(x.shape[1] * x.element_size(), self._size)
         assert (idx_TK is None) == (weights is None)
         if again:
@@ -115,7 +122,8 @@ class _Buffer:
                 and len(x) == len(idx_TK)
                 and idx_TK.shape[1] <= 32
             )
-        with self._work(previous_event, async_, on_comm_stream, x, in_rank, idx_TK, weights, cached_ranks) as work:
+        given = x, scales, in_rank, idx_TK, weights, cached_ranks
+        with self._work(previous_event, async_, on_comm_stream, *given) as work:
             tokens = [in_rank[:, rank].nonzero().flatten() for rank in range(self._size)]
             sizes = [len(part) for part in tokens]
             if again:
@@ -128,10 +136,11 @@ class _Buffer:
                 ranks, arriving = table.cumsum(0).int(), table[:, self._rank].tolist()
             order = torch.cat(tokens)
             (x_NH,) = work.made(self._exchange(x[order], sizes, arriving))
+            received = None if scales is None else work.made(self._exchange(scales[order], sizes, arriving))[0]
             if again:
                 outcome = (
                     x_NH,
-                    None,
+                    received,
                     None,
                     None,
                     None,
@@ -155,7 +164,19 @@ class _Buffer:
                 idx_NK, weights_NK, ranks, channel, source, head = work.made(
                     idx_NK, weights_NK, ranks, channel, source, head
                 )
-                outcome = (x_NH, None, None, idx_NK, weights_NK, counts, ranks, channel, channel.clone(), source, head)
+                outcome = (
+                    x_NH,
+                    received,
+                    None,
+                    idx_NK,
+                    weights_NK,
+                    counts,
+                    ranks,
+                    channel,
+                    channel.clone(),
+                    source,
+                    head,
+                )
         if not again:  # the host waits for the counts
             DEVICE().wait("intranode_dispatch", x.device.index, self._stream.cuda_stream)
         return *outcome, work.event
@@ -194,9 +215,7 @@ class _Buffer:
         return Work(self._stream, previous_event, async_, EventHandle, inputs)
 
     def _exchange(self, table, sizes, arriving):
-        arrived = table.new_empty(sum(arriving), *table.shape[1:])
-        dist.all_to_all_single(arrived, table.contiguous(), arriving, sizes, group=self._group)
-        return arrived
+        return exchange(table, sizes, arriving, self._group)
 
 
 Config = declared.make("Config", _Config)

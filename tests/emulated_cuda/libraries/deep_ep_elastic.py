@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deep_ep_calls import Event, Work, check
+from deep_ep_calls import Event, Work, check, exchange
 from emulation import DEVICE
 from pybind import Declarations
 
@@ -47,13 +47,15 @@ def _align(number, unit):
     return -(-number // unit) * unit
 
 
-def _token_bytes(hidden_bytes, num_topk, with_metadata):
+def _token_bytes(hidden_bytes, num_topk, with_metadata, scale_bytes=0):
     assert hidden_bytes % 32 == 0
-    return hidden_bytes + _align(8 * num_topk + (4 * (1 + num_topk) if with_metadata else 0), 32)
+    return (
+        hidden_bytes + _align(scale_bytes, 32) + _align(8 * num_topk + (4 * (1 + num_topk) if with_metadata else 0), 32)
+    )
 
 
-def _dispatch_bytes(max_tokens, hidden, num_topk, element_size, num_ranks):
-    return num_ranks * max_tokens * _token_bytes(hidden * element_size, num_topk, True)
+def _dispatch_bytes(max_tokens, hidden, num_topk, element_size, num_ranks, num_scales=0):
+    return num_ranks * max_tokens * _token_bytes(hidden * element_size, num_topk, True, 4 * num_scales)
 
 
 def _combine_bytes(max_tokens, hidden, num_topk, num_ranks, multiple_reduction):
@@ -123,13 +125,19 @@ class _Elastic:
     ):
         again = cached_rows is not None
         self._check_call(x, idx_TK, num_sms, max_tokens, previous_event, on_comm_stream)
-        assert (
-            sf is None and stats is None and before_epilogue is None and not (expand or zero_padding or column_major)
-        ), "not emulated"
+        assert stats is None and before_epilogue is None and not (expand or zero_padding or column_major), (
+            "not emulated"
+        )
         assert num_experts % self._size == 0 and not (again and cpu_sync)
         num_topk, num_local = idx_TK.shape[1], num_experts // self._size
         assert idx_TK.shape[0] == len(x)
-        assert _dispatch_bytes(max_tokens, x.shape[1], num_topk, x.element_size(), self._size) <= self._bytes
+        assert (sf is None) == (x.element_size() > 1)
+        if sf is not None:
+            assert sf.is_cuda and sf.element_size() == 4 and sf.dim() == 2 and len(sf) == len(x)
+        num_scales = 0 if sf is None else sf.shape[1]
+        assert (
+            _dispatch_bytes(max_tokens, x.shape[1], num_topk, x.element_size(), self._size, num_scales) <= self._bytes
+        )
         if weights is not None:
             check(torch.float32, weights)
             assert weights.dim() == 2 and len(weights) == len(x)
@@ -145,7 +153,7 @@ class _Elastic:
             previous_event,
             async_,
             EventHandle,
-            [x, idx_TK, weights, cached_slots, cached_ranks, cached_metadata],
+            [x, sf, idx_TK, weights, cached_slots, cached_ranks, cached_metadata],
         ) as work:
             holder_TK = torch.where(idx_TK < 0, -1, idx_TK // num_local)
             slots_TK = cached_slots if again else self._slots(holder_TK, max_tokens)
@@ -158,6 +166,7 @@ class _Elastic:
                 dist.all_gather(list(table.unbind(0)), table.new_tensor(sizes), group=self._group)
                 arriving = table[:, self._rank].tolist()
             x_NH = self._exchange(x[order], sizes, arriving)
+            sf_N = None if sf is None else self._exchange(sf[order], sizes, arriving)
             idx_NK = self._exchange(idx_TK[order], sizes, arriving) - self._rank * num_local
             idx_NK = torch.where((idx_NK < 0) | (idx_NK >= num_local), -1, idx_NK)
             weights_NK = None if weights is None else self._exchange(weights[order], sizes, arriving)
@@ -181,17 +190,18 @@ class _Elastic:
                 metadata[:, 1] = torch.repeat_interleave(torch.tensor(arriving, device=x.device)) * num_topk + lane
                 copied = idx_TK.clone() if copy_idx else None
                 num_rows, num_expanded = len(x_NH), sum(counts)
+                assert cpu_sync or sf is None, "not emulated"
                 if not cpu_sync:  # as many rows as there may be
                     num_rows, counts = max_tokens * self._size, []
                     x_NH, idx_NK, metadata = (_filled(table, num_rows) for table in (x_NH, idx_NK, metadata))
                     weights_NK = None if weights is None else _filled(weights_NK, num_rows)
-            made = [x_NH, idx_NK, weights_NK, copied, ranks, experts, unaligned, metadata, slots_TK]
+            made = [x_NH, sf_N, idx_NK, weights_NK, copied, ranks, experts, unaligned, metadata, slots_TK]
             work.made(*(tensor for tensor in made if tensor is not None))
         if cpu_sync:
             DEVICE().wait("ElasticBuffer.dispatch", x.device.index, _comm_stream().cuda_stream)
         return (
             x_NH,
-            None,
+            sf_N,
             idx_NK,
             weights_NK,
             copied,
@@ -298,9 +308,7 @@ class _Elastic:
         return parts
 
     def _exchange(self, table, sizes, arriving):
-        arrived = table.new_empty(sum(arriving), *table.shape[1:])
-        dist.all_to_all_single(arrived, table.contiguous(), arriving, sizes, group=self._group)
-        return arrived
+        return exchange(table, sizes, arriving, self._group)
 
 
 def _filled(table, num_rows):

@@ -28,7 +28,8 @@ class _Allocator:
 
 class _Config:
     def is_valid(self, fuse_permute_dispatch=False):
-        return self.hidden_dim % 8 == 0 and self.num_of_experts_per_rank > 0
+        multiple = 512 if self.token_data_type == UINT8 else 16
+        return self.hidden_dim % multiple == 0 and self.num_of_experts_per_rank > 0
 
 
 class _Configurer:
@@ -132,18 +133,23 @@ class _Buffer:
         self, hidden, probs, scaling_factor, handle, pad_multiple, fuse_permute_dispatch, non_blocking, with_probs
     ):
         assert hidden.is_cuda and hidden.is_contiguous() and hidden.shape[1] == handle.config.hidden_dim
-        assert hidden.element_size() == 2 and len(hidden) == handle.num_of_tokens_per_rank
-        x = torch.empty((handle.num_permuted_tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device).fill_(
-            torch.nan
-        )
+        is_bytes = handle.config.token_data_type == UINT8
+        assert hidden.element_size() == 2 - is_bytes and len(hidden) == handle.num_of_tokens_per_rank
+        tables = [hidden]
+        if is_bytes:
+            assert scaling_factor.is_cuda and scaling_factor.is_contiguous() and scaling_factor.dtype == torch.float32
+            assert scaling_factor.shape == (len(hidden), hidden.shape[1] // 128)
+            tables.append(scaling_factor)
+        x, scales = (*(self._undefined(table, handle.num_permuted_tokens) for table in tables), None)[:2]
         token, expert, place = self._ways(handle, pad_multiple, len(x))
-        x[place] = self._gather(hidden)[token]
+        for table, received in zip(tables, (x, scales), strict=False):
+            received[place] = self._gather(table)[token]
         if not with_probs:
-            return x, None, None
+            return x, None, scales
         self._check_probs(probs)
         weights = torch.full((len(x),), torch.nan, device=x.device)
         weights[place] = self._gather(probs)[token, self._rank * handle.config.num_of_experts_per_rank + expert]
-        return x, weights, None
+        return x, weights, scales
 
     @one_kernel
     def combine_with_unpermute(self, hidden, probs, handle, pad_multiple, fuse_unpermute_combine, with_probs):
@@ -159,6 +165,11 @@ class _Buffer:
         table = torch.zeros((total, num_local * self._size), device=hidden.device)
         table[token, self._rank * num_local + expert] = probs[place]
         return x, self._scatter(table).sum(0)
+
+    @staticmethod
+    def _undefined(table, num_rows):
+        value = 255 if table.dtype == torch.uint8 else torch.nan
+        return torch.full((num_rows, table.shape[1]), value, dtype=table.dtype, device=table.device)
 
     @staticmethod
     def _check_probs(probs):
