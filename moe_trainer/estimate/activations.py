@@ -13,8 +13,9 @@ recomputed region); for a view the full storage. Not counted: weights, the batch
 only during an operator. Embedding and head are not layers; their logits are counted with the loss
 (ops/cross_entropy.py).
 
-The layers are this program's own. What Transformer Engine's layers save instead (quantized inputs with their scales;
-row maps of their fused kernels) is not listed; memory.py accounts for fp8 inputs.
+The layers are this program's own, which save inputs of quantized GEMMs quantized (saved_quantized.py). What Transformer
+Engine's layers save instead (quantized inputs with their scales; row maps of their fused kernels) is not listed;
+memory.py accounts for fp8 inputs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
 from arguments.training import is_offloaded
 from moe_trainer.estimate.saved_attention import grouped_attention, latent_attention, linear_attention
 from moe_trainer.estimate.saved_mlp import experts, mlp, recompute_cache
+from moe_trainer.estimate.saved_quantized import with_quantized_inputs
 from moe_trainer.estimate.saved_tensor import INDEX, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ _READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
 
 def _layer(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield everything that a layer saves, in the order of forward."""
-    entries = _all_tensors(layer)
+    entries = with_quantized_inputs(layer, _all_tensors(layer))
     return _warmup_tensors(layer, entries) if layer.model.dsa_indexer_warmup else entries
 
 
@@ -154,7 +156,7 @@ def _mtp_tensors(layer: LayerSizes, offload: _Offload) -> Iterator[SavedTensor]:
         return
     yield from layer.norm("", "enorm", *shape, layer.residual)
     yield from layer.norm("", "hnorm", *shape, layer.size)
-    yield SavedTensor("joined", (layer.rows, 2 * layer.hidden), layer.size)
+    yield from with_quantized_inputs(layer, [SavedTensor("joined", (layer.rows, 2 * layer.hidden), layer.size)])
     for entry in offload.mark(_layer(layer), is_complete=False):
         yield replace(entry, name=f"mtp_model_layer.{entry.name}")
     yield from layer.norm("", "final_layernorm", *shape, layer.residual)

@@ -11,8 +11,8 @@ of sparse attention train on; with full sharding the gathered layer and the pref
 CUDA graphs are resident for every microbatch in flight.
 
 In fp8, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
-experts that of their second GEMM too; this program's own layers save the first unquantized, as activations.py lists
-them, and recompute the second. Flags determine which of them compute (te_support.py), assuming that the package is
+experts that of their second GEMM too; this program's own experts save the first, as saved_quantized.py lists it, and
+recompute the second. Flags determine which of them compute (te_support.py), assuming that the package is
 installed. Otherwise both are taken to save the same; Transformer Engine's attention saves less where values are
 narrower than keys (ours pads them and its output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of
 latent attention err on the safe side.
@@ -51,11 +51,13 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.hardware import Hardware
 
 QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
-"""Inputs of quantized GEMMs.
+"""Inputs of GEMMs that Transformer Engine's layers are taken to save quantized.
 
-Transformer Engine's layers save them quantized, with a scale for at most 32 elements (in fp4 for 16).
+Attention's output and the one input of several down projections are saved as they are (save_original_input): plans
+of its layers count a byte too little for an element of these, which the fitted constants of step times include.
 """
 QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
+"""Of an element that Transformer Engine's layers save: a scale for at most 32 elements, in fp4 for 16."""
 SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
 """Of an element that Transformer Engine casts; its other recipes have a scale for thousands of elements."""
 BLOCK, QUERY_BLOCK = 1 << 27, 512
@@ -227,16 +229,20 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     """Return what Transformer Engine's layers keep of their weights between microbatches.
 
     Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (layers/te_experts.py:
-    WeightCastCache). With a single scale per weight, Blackwell needs the first only.
+    WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are stored in fp8 are
+    the first.
     """
     linears, experts = te_quantizes(args)
     if args.parallel.has_sharded_params or args.training.captured_modules or not (linears or experts):
         return 0.0
     recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
-    once = args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
+    copies = 2 - (
+        args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
+    )
+    copies -= args.has_fp8_params  # the weights themselves are the first
     size = (0.5 if args.precision.fp4 else 1.0) + SCALE_BYTES.get(recipe, 0.0)
     held = fp8_params_on_rank(plain, chunks)
-    return (1 if once else 2) * size * (linears * held.dense + experts * held.expert)
+    return max(0, copies) * size * (linears * held.dense + experts * held.expert)
 
 
 def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:

@@ -1,6 +1,6 @@
 """Which GEMMs Transformer Engine can compute, as far as flags tell, for the layer factory and memory plans.
 
-Otherwise this program's own layers compute them and save the inputs unquantized. What the package, the device and the
+Otherwise this program's own layers compute them. What the package, the device and the
 widths allow is checked where they are known (layers/te.py, layers/te_layers.py).
 """
 
@@ -14,15 +14,10 @@ if TYPE_CHECKING:
     from arguments.precision import PrecisionArgs
 
 
-def recipe_problem(precision: PrecisionArgs, stores: bool) -> str | None:
-    """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested.
-
-    `stores`: weights are stored in fp8.
-    """
+def recipe_problem(precision: PrecisionArgs) -> str | None:
+    """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested."""
     if not precision.fp8 and not precision.fp4:
         return None
-    if stores:
-        return "it would keep their weights in bf16 (--fp8-param-gather)"
     if precision.te_precision_config_file is not None:
         return "it has one recipe, and these layers have several (--te-precision-config-file)"
     if precision.fp8 and precision.fp8_recipe == "delayed":
@@ -48,7 +43,7 @@ def te_quantizes(args: Arguments) -> tuple[bool, bool]:
     """Return whether it computes quantized GEMMs of (linears, experts), if it can be used at all."""
     precision, moe = args.precision, args.moe
     fits = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
-    fits = fits and recipe_problem(precision, args.has_fp8_params) is None
+    fits = fits and recipe_problem(precision) is None
     experts = (
         fits
         and bool(moe.num_experts)

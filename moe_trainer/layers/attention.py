@@ -107,6 +107,7 @@ class SelfAttention(nn.Module):
             name=f"{name}.linear_qkv",
             init=hidden_init(model),
             bias=model.add_bias_linear or model.add_qkv_bias,
+            save_original_input="layernorm" in self.activations.recomputed,
             **options,
         )
         queries = heads // groups * self.head_dim
@@ -124,7 +125,12 @@ class SelfAttention(nn.Module):
         self.softmax_offset = make_attention_sinks(model, name, tp)
         options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(
-            heads * self.head_dim, model.hidden_size, name=f"{name}.linear_proj", **options
+            heads * self.head_dim,
+            model.hidden_size,
+            name=f"{name}.linear_proj",
+            # attention saves its output too, unless it is recomputed
+            save_original_input="core_attn" not in self.activations.recomputed and not self.gated,
+            **options,
         )
 
     def _qk_norm(self, model: ModelArgs, factory: LayerFactory, name: str) -> nn.Module | None:

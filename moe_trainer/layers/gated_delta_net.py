@@ -104,7 +104,12 @@ class GatedDeltaNet(nn.Module):
         cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         self.in_proj = factory.column_linear(
-            model.hidden_size, sum(sizes), name=f"{name}.in_proj", init=hidden_init(model), **options
+            model.hidden_size,
+            sum(sizes),
+            name=f"{name}.in_proj",
+            init=hidden_init(model),
+            save_original_input="layernorm" in self.activations.recomputed,
+            **options,
         )
         self.in_proj.weight.info = replace(
             get_param_info(self.in_proj.weight), parts=6, part_sizes=sizes, part_names=PROJECTIONS
@@ -116,7 +121,12 @@ class GatedDeltaNet(nn.Module):
         # one gain for all heads, of which this rank sees some
         self.out_norm = factory.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
         self.out_proj = factory.row_linear(
-            value_rows, model.hidden_size, name=f"{name}.out_proj", init=residual_init(model), **options
+            value_rows,
+            model.hidden_size,
+            name=f"{name}.out_proj",
+            init=residual_init(model),
+            save_original_input="gdn_norm_out" in self.activations.recomputed,
+            **options,
         )
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:

@@ -46,8 +46,9 @@ class LayerFactory:
 
     Attributes:
         column_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel, parts,
-            gather_output).
-        row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel).
+            gather_output, save_original_input).
+        row_linear, replicated_linear: (in_features, out_features, *, name, group, init, bias, sequence_parallel,
+            save_original_input).
         norm: (size, model, *, name, partial).
         core_attention: see layers/core_attention.py; `select_layer_factory` binds the context-parallel groups.
         grouped_linear: (num_experts, in_features, out_features, *, save_original_input), without bias. The constructor,
@@ -223,7 +224,7 @@ def _fused(
     # loud: the GEMMs are what fp8 and fp4 are asked for
     low = recipe is not None and fits(
         f"linears and experts with {recipe.name} scaling",
-        te_support.recipe_problem(precision, stores) or te.recipe_problem(recipe),
+        te_support.recipe_problem(precision) or te.recipe_problem(recipe),
         loud=True,
     )
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
@@ -241,7 +242,9 @@ def _fused(
         fused = model.use_transformer_engine_op_fuser and backends.should_use(
             ("use_transformer_engine_op_fuser",),
             flag="--use-transformer-engine-op-fuser",
-            problem=te_layers.expert_ops_problem(model, moe, tensors_of_experts),
+            problem="it cannot take weights that are stored in fp8"
+            if stores
+            else te_layers.expert_ops_problem(model, moe, tensors_of_experts),
             remedy="Leave this flag out",
             instead="experts without the library's operation fuser",
             loud=True,
@@ -278,6 +281,7 @@ def _fused(
         attends,
         stream,
         overlap=overlap,
+        stores=stores,
         **experts,
     )
     named = (

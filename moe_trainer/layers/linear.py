@@ -31,10 +31,11 @@ from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.gemms import QuantizedGemms
+from moe_trainer.quantization.saved_input import SavedInput
 
 
 def _weight_grad(
-    weight: Parameter, grad: Tensor, x: Tensor, queue: WeightGradQueue | None, gemms: LinearGemms
+    weight: Parameter, grad: Tensor, x: Tensor | SavedInput, queue: WeightGradQueue | None, gemms: LinearGemms
 ) -> Tensor | None:
     """Return a weight gradient; None if it is deferred or already in the main gradient."""
     if queue is not None and queue.active:
@@ -45,7 +46,7 @@ def _weight_grad(
 
 def column_grads(
     grad: Tensor,
-    x: Tensor,
+    x: Tensor | SavedInput,
     weight: Parameter,
     group: Group,
     sequence_parallel: bool,
@@ -61,7 +62,7 @@ def column_grads(
 
     Args:
         grad: [..., out / size], of y.
-        x: as the layer received it: the local tokens with sequence_parallel.
+        x: as the layer received it, or quantized: the local tokens with sequence_parallel.
         needs: which of the two gradients to compute.
         input_grad_chunks: of the reduce-scatter of an unquantized input gradient.
 
@@ -74,7 +75,7 @@ def column_grads(
     reduced: Any
     whole, gathered, grad_x, reduced = x, None, None, None
     if sequence_parallel and needs_weight:
-        whole, gathered = gather_rows(x, group, async_op=True)
+        gathered = _start_gather(x, group)
     if needs_x and input_grad_chunks > 1:
         grad_x, reduced = multiply_and_scatter(grad, weight, group, input_grad_chunks, transposed=True)
     elif needs_x:
@@ -85,7 +86,7 @@ def column_grads(
             grad_x, reduced = grad_whole, all_reduce(grad_whole, group, async_op=True)
     grad_weight = None
     if gathered is not None:
-        gathered.wait()
+        whole = gathered()
     if needs_weight:
         grad_weight = _weight_grad(weight, grad, whole, queue, gemms)
     if reduced is not None:
@@ -93,22 +94,59 @@ def column_grads(
     return grad_x, grad_weight
 
 
+def _start_gather(x: Tensor | SavedInput, group: Group) -> Callable[[], Tensor | SavedInput]:
+    """Start to gather the tokens of all ranks; return a function that waits for them."""
+    if isinstance(x, Tensor):
+        whole, work = gather_rows(x, group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return whole
+
+        return wait
+    found = [gather_rows(table, group, async_op=True) for table in x.token_tables]
+
+    def wait_for_tables() -> SavedInput:
+        for _, work in found:
+            work.wait()
+        return x.joined([table.unflatten(0, (group.size, -1)) for table, _ in found])
+
+    return wait_for_tables
+
+
+def _save(ctx: Any, x: Tensor, quantized: SavedInput | None, weight: Parameter) -> None:
+    """Save the input for the weight gradient, quantized where it is given so."""
+    tables = (x,) if quantized is None else (quantized.values, quantized.inverse)
+    ctx.save_for_backward(weight, *tables)
+    ctx.input_format = None if quantized is None else quantized.form
+
+
+def _saved(ctx: Any) -> Tensor | SavedInput:
+    _, *tables = ctx.saved_tensors
+    return tables[0] if ctx.input_format is None else SavedInput(*tables, ctx.input_format)
+
+
 # Saved for backward are the local tokens of x, never the gathered ones: they are gathered again while the input
 # gradient is computed, and the input gradient is reduced while the weight gradient is computed. Gradients go to the
 # weight object that forward was given: `saved_tensors` may return another object where saved tensors pass through hooks
-# (memory/activations.py). Quantized GEMMs take operands as they are at the GEMM: communication is in high precision.
+# (memory/activations.py). Quantized GEMMs take operands as they are at the GEMM: communication is in high precision,
+# except for inputs that are saved quantized (quantization/saved_input.py).
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, queue, gemms, overlap):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, bias, group, sequence_parallel, queue, gemms, saves, overlap):
         ctx.weight = weight
         ctx.plan, ctx.overlap = (group, sequence_parallel, queue, gemms), overlap
         if overlap.gathers:
+            _save(ctx, x, None, weight)
             y = gather_and_multiply(x, weight, group)[0]
             return y if bias is None else y.add_(bias)
         whole = gather_rows(x, group)[0] if sequence_parallel else x
+        quantized = gemms.saved_input(whole) if saves and gemms is not None and ctx.needs_input_grad[1] else None
+        if quantized is not None and sequence_parallel:
+            quantized = quantized.shard(group.rank, group.size)
+        _save(ctx, x, quantized, weight)
         if gemms is None:
             return F.linear(whole, weight, bias)
         y = gemms.output(whole, weight)
@@ -116,25 +154,26 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x, _), weight = ctx.saved_tensors, ctx.weight
         needs = ctx.needs_input_grad
         chunks = ctx.overlap.input_grad_chunks
-        grad_x, grad_weight = column_grads(grad, x, weight, *ctx.plan, needs=needs[:2], input_grad_chunks=chunks)
+        grad_x, grad_weight = column_grads(
+            grad, _saved(ctx), ctx.weight, *ctx.plan, needs=needs[:2], input_grad_chunks=chunks
+        )
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def column_parallel_gemm(
     x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool, gemms: LinearGemms
 ) -> Tensor:
     """Return y = x W^T with the given GEMMs, W sharded along its output features."""
-    return _Column.apply(x, weight, None, group, sequence_parallel, None, gemms, LinearOverlap())
+    return _Column.apply(x, weight, None, group, sequence_parallel, None, gemms, False, LinearOverlap())
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group, sequence_parallel, queue, gemms, overlap):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, group, sequence_parallel, queue, gemms, saves, overlap):
+        _save(ctx, x, gemms.saved_input(x) if saves and ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight
         ctx.plan = group, sequence_parallel, queue, gemms, overlap
         if overlap.output_chunks > 1:
@@ -146,7 +185,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x, _), weight = ctx.saved_tensors, ctx.weight
+        x, weight = _saved(ctx), ctx.weight
         group, sequence_parallel, queue, gemms, overlap = ctx.plan
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = None
@@ -157,7 +196,7 @@ class _Row(torch.autograd.Function):
         grad_weight = _weight_grad(weight, grad, x, queue, gemms) if needs_weight else None
         if needs_x and grad_x is None:
             grad_x = gemms.input_grad(grad, weight)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None, None
 
 
 class _Linear(nn.Module):
@@ -170,6 +209,8 @@ class _Linear(nn.Module):
         quantize: makes quantized GEMMs from (name, is_sharded=).
         overlap: chunks of communication next to the GEMMs, under sequence parallelism. Quantized GEMMs are not divided:
             every chunk would quantize the weight again.
+        save_original_input: save the input itself for backward, not its quantized form: it is recomputed, or something
+            else keeps it anyway.
     """
 
     sharded_dim: int | None = None
@@ -188,6 +229,7 @@ class _Linear(nn.Module):
         queue: WeightGradQueue | None = None,
         quantize: Callable[..., QuantizedGemms] | None = None,
         overlap: TpOverlap | None = None,
+        save_original_input: bool = False,
     ):
         super().__init__()
         self.group, self.queue = group, queue
@@ -223,12 +265,16 @@ class _Linear(nn.Module):
         self.quantized = None if quantize is None else quantize(name, is_sharded=is_sharded)
         is_chunked = overlap is not None and self.sequence_parallel and self.quantized is None
         self.overlap = overlap.for_linear(name, group.size) if overlap is not None and is_chunked else LinearOverlap()
+        self.saves_quantized = self.quantized is not None and not save_original_input
+
+    def _plan(self) -> tuple:
+        """Return the queue, the GEMMs, and whether the quantized input is saved."""
+        return self.queue, self.quantized, self.saves_quantized and torch.is_grad_enabled()
 
     def _forward_local(self, x: Tensor) -> Tensor:
         if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
             return F.linear(x, self.weight, self.bias)
-        one = LinearOverlap()
-        return _Column.apply(x, self.weight, self.bias, self._local_group, False, self.queue, self.quantized, one)
+        return _Column.apply(x, self.weight, self.bias, self._local_group, False, *self._plan(), LinearOverlap())
 
     def quantized_weights(self) -> Iterator[tuple[Parameter, QuantizedGemms]]:
         """Yield the weight with its GEMMs, if they are quantized here."""
@@ -260,7 +306,7 @@ class ColumnParallelLinear(_Linear):
         """Map x [S, ..., in] (S / size tokens with sequence_parallel) to y [S, ..., out / size]."""
         if self.group.size == 1:
             return self._forward_local(x)
-        options = self.group, self.sequence_parallel, self.queue, self.quantized, self.overlap
+        options = self.group, self.sequence_parallel, *self._plan(), self.overlap
         y = _Column.apply(x, self.weight, self.bias, *options)
         return self.gathered(y) if self.gather_output else y
 
@@ -278,8 +324,9 @@ class RowParallelLinear(_Linear):
         """Map x [S, ..., in / size] to y [S, ..., out], or [S / size, ..., out] with sequence_parallel."""
         if self.group.size == 1:
             return self._forward_local(x)
-        gemms = self.quantized or UnquantizedGemms()
-        y = _Row.apply(x, self.weight, self.group, self.sequence_parallel, self.queue, gemms, self.overlap)
+        queue, gemms, saves = self._plan()
+        options = self.group, self.sequence_parallel, queue, gemms or UnquantizedGemms(), saves, self.overlap
+        y = _Row.apply(x, self.weight, *options)
         return y if self.bias is None else y + self.bias
 
 

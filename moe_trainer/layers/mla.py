@@ -70,8 +70,18 @@ class MultiLatentAttention(nn.Module):
         key_dim = self.nope_dim + self.rope_dim
         init, options = hidden_init(model), {"group": ps.tp, "sequence_parallel": sequence_parallel}
 
+        # down projections read one input; norms, recomputed projections and indexers keep latents
+        keeps_latents = (
+            not model.qk_layernorm
+            or "mla_up_proj" in factory.activations.recomputed
+            or model.experimental_attention_variant == "dsa"
+        )
+
         def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
-            return make(in_features, out_features, name=f"{name}.{leaf}", init=init, **options)
+            original = make is down or leaf == "linear_q_proj" or keeps_latents
+            return make(
+                in_features, out_features, name=f"{name}.{leaf}", init=init, save_original_input=original, **options
+            )
 
         def norm(size: int, leaf: str) -> nn.Module | None:
             partial = sequence_parallel and ps.tp.size > 1
@@ -115,7 +125,12 @@ class MultiLatentAttention(nn.Module):
         self.softmax_offset = make_attention_sinks(model, name, ps.tp)
         options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(
-            heads * self.value_dim, model.hidden_size, name=f"{name}.linear_proj", **options
+            heads * self.value_dim,
+            model.hidden_size,
+            name=f"{name}.linear_proj",
+            # attention saves its output too, unless it is recomputed
+            save_original_input="core_attn" not in factory.activations.recomputed,
+            **options,
         )
 
     def _query_latent(self, x_SBH: Tensor) -> Tensor:

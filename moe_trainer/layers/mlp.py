@@ -30,6 +30,7 @@ class MLP(nn.Module):
         name: global name, e.g. "decoder.layers.0.mlp".
         group: shards the inner features, gate and up separately.
         sequence_parallel: see layers/linear.py.
+        save_original_input: of fc1, see layers/linear.py.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class MLP(nn.Module):
         factory: LayerFactory,
         bias: bool,
         sequence_parallel: bool = False,
+        save_original_input: bool = False,
     ):
         super().__init__()
         activation = make_activation(model)
@@ -53,6 +55,7 @@ class MLP(nn.Module):
             name=f"{name}.linear_fc1",
             init=hidden_init(model),
             parts=activation.in_per_out,
+            save_original_input=save_original_input or "layernorm" in factory.activations.recomputed,
             **options,
         )
         self.linear_fc2 = factory.row_linear(

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.ops.permute import Permutation, PermuteMap
+from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.gemms import QuantizationRecipe
 from moe_trainer.quantization.quantize import E5M2
 
@@ -99,6 +101,43 @@ def _made(recipe: QuantizationRecipe) -> object:
     if recipe.name == "nvfp4":
         return made()
     return made(fp8_format=recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3)
+
+
+def weight_tensors(weight: Fp8Weight, dtype: torch.dtype, with_transpose: bool) -> list[Tensor]:
+    """Return the matrices of a weight that is stored in fp8 as the library's tensors, which share its bytes.
+
+    Args:
+        dtype: what they present themselves as.
+        with_transpose: make the transposed copy that a device needs for the gradient of the input.
+    """
+    library = load()
+    kind, device = library.DType.kFloat8E4M3, weight.codes.device
+    common = {"fp8_dtype": kind, "dtype": dtype, "requires_grad": False, "device": device}
+    if weight.scaling.per_tensor:
+        quantizer = library.Float8CurrentScalingQuantizer(kind, device=device, rowwise=True, columnwise=with_transpose)
+    else:
+        quantizer = library.Float8BlockQuantizer(kind, rowwise=True, columnwise=with_transpose, block_scaling_dim=2)
+    made = []
+    for index, codes in enumerate(weight.codes):
+        options = {**common, "shape": codes.shape, "quantizer": quantizer}
+        if weight.scaling.per_tensor:
+            inverse = weight.inverse_e[index : index + 1]
+            tensor = library.Float8Tensor(data=codes, fp8_scale_inv=inverse, **options)
+        else:
+            inverse = weight.inverse_e[index]
+            rows, columns = quantizer.get_scale_shape(codes.shape, False)
+            inverse = F.pad(inverse, (0, columns - inverse.shape[1], 0, rows - inverse.shape[0]))
+            tensor = library.Float8BlockwiseQTensor(
+                rowwise_data=codes,
+                rowwise_scale_inv=inverse,
+                columnwise_data=None,
+                columnwise_scale_inv=None,
+                is_2D_scaled=True,
+                **options,
+            )
+        tensor.update_usage(rowwise_usage=True, columnwise_usage=with_transpose)
+        made.append(tensor)
+    return made
 
 
 def pad_multiple(recipe: QuantizationRecipe) -> int:

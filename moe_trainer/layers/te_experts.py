@@ -2,6 +2,7 @@
 
 The library wants a tensor per expert; ours are one parameter [e, N, K]. The module loses its own parameters and gets
 views of the stack during a call. Their gradients reach the stack as one tensor, without a copy if they are contiguous.
+Where the stack is stored in fp8 (--fp8-param-gather), it gets tensors of the library that share the stack's bytes.
 Biases are added between the GEMMs (moe/grouped_experts.py). Deferred weight gradients use the library's
 delay_wgrad_compute, a first-in first-out queue; a pass that does not defer runs one entry, and since all are summed it
 may be another pass's. Token counts are multiples of `pad_multiple`.
@@ -9,7 +10,7 @@ may be another pass's. Token counts are multiples of `pad_multiple`.
 Shape letters: R tokens sorted by expert, e local experts, N output width, K input width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 
@@ -17,26 +18,75 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from moe_trainer.layers import te
 from moe_trainer.ops.expert_mlp import compute_or_defer
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.iteration import WeightCastCache
 
 
 class _Unstacked(torch.autograd.Function):
-    """Per-expert views of a stacked weight; backward stacks their gradients, or returns `collect()`."""
+    """Per-expert views of a stacked weight, or `tensors`; backward stacks their gradients, or returns `collect()`."""
 
     @staticmethod
-    def forward(ctx, weight_eNK: Tensor, collect: Callable[[], Tensor | None] | None):
+    def forward(ctx, weight_eNK: Tensor, collect: Callable[[], Tensor | None] | None, tensors: Sequence[Tensor] | None):
         ctx.set_materialize_grads(False)
         ctx.collect, ctx.shape = collect, weight_eNK.shape[1:]
         ctx.none = weight_eNK.new_empty(0)
-        return weight_eNK.unbind(0)
+        return weight_eNK.unbind(0) if tensors is None else tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         if ctx.collect is not None:
-            return ctx.collect(), None
-        return stacked([ctx.none.new_zeros(ctx.shape) if grad is None else grad for grad in grads]), None
+            return ctx.collect(), None, None
+        return stacked([ctx.none.new_zeros(ctx.shape) if grad is None else grad for grad in grads]), None, None
+
+
+def unstacked(
+    weight_eNK: Tensor, collect: Callable[[], Tensor | None] | None, tensors: Sequence[Tensor] | None
+) -> tuple[Tensor, ...]:
+    """Return per-expert views of a stacked weight, or the library's tensors of them; see _Unstacked."""
+    shown = _Unstacked.apply(weight_eNK, collect, tensors)
+    if tensors is not None and weight_eNK.requires_grad and torch.is_grad_enabled():
+        for tensor in shown:
+            tensor.requires_grad_()  # the library's tensors remember what they were made with
+    return shown
+
+
+class StoredWeight:
+    """The library's tensors of a weight that is stored in fp8; kept as long as casts are.
+
+    They share the weight's bytes. Their transposes do not, so they are new after every change of the weight.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def tensors(self, weight: Parameter, is_first: bool | None, training: bool) -> list[Tensor] | None:
+        """Return the tensors, in training with transposes; None if the weight is not stored in fp8.
+
+        is_first: see WeightCastCache.
+        """
+        stored = getattr(weight, "fp8_weight", None)
+        if stored is None:
+            return None
+        if is_first is not False:
+            self._kept = te.weight_tensors(stored, weight.dtype, training)
+        found = self._kept
+        if is_first is None:
+            self._kept = []
+        return found
+
+
+@contextmanager
+def showing(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give a module attributes in this scope."""
+    for name, weight in weights.items():
+        setattr(module, name, weight)
+    try:
+        yield
+    finally:
+        for name in weights:
+            delattr(module, name)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -61,6 +111,7 @@ class FusedGroupedLinear(nn.Module):
         queue: of the chunk; None if no weight gradient is deferred.
         pad_multiple: of token counts.
         save_original_input: save x itself for backward, not its quantized form, so that it can be recomputed.
+        stores: weights are stored in fp8.
     """
 
     def __init__(
@@ -74,8 +125,10 @@ class FusedGroupedLinear(nn.Module):
         queue: WeightGradQueue | None = None,
         pad_multiple: int = 1,
         save_original_input: bool = False,
+        stores: bool = False,
     ):
         super().__init__()
+        self.stores, self.stored = stores, StoredWeight()
         self.context, self.queue, self.pad_multiple, self.casts = context, queue, pad_multiple, WeightCastCache()
         self.fused = library.GroupedLinear(
             num_experts,
@@ -102,8 +155,10 @@ class FusedGroupedLinear(nn.Module):
             if self.queue is None
             else lambda: compute_or_defer(self.queue, weight_eNK, lambda: self._defer(weight_eNK))
         )
-        with self.context(), self._showing(_Unstacked.apply(weight_eNK, collect)):
-            return self.fused(x_RK, list(counts_e), is_first_microbatch=self.casts.is_first())
+        is_first = self.casts.is_first()
+        tensors = self.stored.tensors(weight_eNK, is_first, self.training)
+        with self.context(), self._showing(unstacked(weight_eNK, collect, tensors)):
+            return self.fused(x_RK, list(counts_e), is_first_microbatch=is_first)
 
     def _defer(self, weight_eNK: Parameter) -> Tensor:
         """Run the oldest deferred weight gradient of the library."""
@@ -112,12 +167,5 @@ class FusedGroupedLinear(nn.Module):
             self.fused.backward_dw()
         return stacked([view.grad for view in views])
 
-    @contextmanager
-    def _showing(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        for name, weight in zip(self._names, weights, strict=True):
-            setattr(self.fused, name, weight)
-        try:
-            yield
-        finally:
-            for name in self._names:
-                delattr(self.fused, name)
+    def _showing(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return showing(self.fused, dict(zip(self._names, weights, strict=True)))

@@ -26,7 +26,7 @@ from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_atte
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.te_experts import FusedGroupedLinear
+from moe_trainer.layers.te_experts import FusedGroupedLinear, StoredWeight, showing, unstacked
 from moe_trainer.layers.te_ops import FusedExpertMLP
 from moe_trainer.layers.tp_overlap import GEMM_NAMES, TpOverlap
 from moe_trainer.parallel.state import Group, ParallelState
@@ -78,8 +78,18 @@ class _FusedLinear:
 
     mode: str | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, library: ModuleType, context: Context, **options):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        library: ModuleType,
+        context: Context,
+        save_original_input: bool = False,
+        **options,
+    ):
         super().__init__(in_features, out_features, **options)
+        self.stored = StoredWeight()
         self.context, self.casts = context, WeightCastCache()
         overlap = userbuffer_options(options["name"], options.get("overlap")) if self.sequence_parallel else {}
         group = Group.single(self.group.name) if self.mode is None else self.group
@@ -95,13 +105,21 @@ class _FusedLinear:
                 parallel_mode=self.mode,
                 device="meta",
                 **(overlap if self.mode is not None else {}),
+                save_original_input=save_original_input,
             ),
             self,
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        is_first = self.casts.is_first()
+        tensors = self.stored.tensors(self.weight, is_first, self.training)
         with self.context():
-            return self.fused(x, is_first_microbatch=self.casts.is_first())
+            if tensors is None:
+                return self.fused(x, is_first_microbatch=is_first)
+            self.fused._parameters.pop("weight", None)  # the parameter is this layer's, and has no values
+            (weight,) = unstacked(self.weight.unsqueeze(0), None, tensors)
+            with showing(self.fused, {"weight": weight}):
+                return self.fused(x, is_first_microbatch=is_first)
 
 
 class FusedColumnLinear(_FusedLinear, ColumnParallelLinear):
@@ -275,6 +293,7 @@ class FusedLayers:
         interleave_size: see FusedExpertMLP.
         plain_host_problem, quantized_host_problem: why the pipeline reads token counts on the host.
         overlap: of tensor-parallel linears.
+        stores: quantized weights are stored in fp8.
     """
 
     library: ModuleType
@@ -291,6 +310,7 @@ class FusedLayers:
     plain_host_problem: str | None = None
     quantized_host_problem: str | None = None
     overlap: TpOverlap | None = None
+    stores: bool = False
 
     def column_linear(self, *sizes: int, **options) -> nn.Module:
         return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, overlap=self.overlap, **options)
@@ -347,6 +367,8 @@ class FusedLayers:
         if queue is not None or (quantize is not None and self.context is None):
             return local(*sizes, queue=queue, quantize=quantize, **options)
         context = contextlib.nullcontext if quantize is None else self.context
+        if self.stores:
+            options["quantize"] = quantize  # how the weight is stored
         return fused(*sizes, library=self.library, context=context, **options)
 
     def grouped_linear(
@@ -372,6 +394,7 @@ class FusedLayers:
             queue=queue,
             pad_multiple=multiple,
             save_original_input=save_original_input,
+            stores=self.stores and quantize is not None,
         )
 
     def expert_mlp(

@@ -146,7 +146,8 @@ class Experts(nn.Module):
         if expert_mlp is not None:
             self.pipeline = expert_mlp(num_local, (input_size, ffn // ps.etp.size, output_size))
         self.grouped = self._build_grouped_linears(grouped_linear)
-        if quantize is not None and self.grouped is None and self.pipeline is None:
+        # a library's linears need to know how weights are stored in fp8
+        if quantize is not None and self.pipeline is None and (self.grouped is None or self.grouped[0].stores):
             gemms = [
                 quantize(f"{name}.{linear}", is_sharded=True, is_expert=True) for linear in ("linear_fc1", "linear_fc2")
             ]
@@ -268,10 +269,15 @@ class Experts(nn.Module):
         with self.activations.offload_scope(
             "expert_fc1",
             "moe_act",
-            which=lambda x: "expert_fc1" if x.untyped_storage().data_ptr() == x_storage else "moe_act",
+            # quantized tokens are bytes
+            which=lambda x: (
+                "expert_fc1" if x.dtype == torch.uint8 or x.untyped_storage().data_ptr() == x_storage else "moe_act"
+            ),
         ):
             options = {**biases, "queue": self.queue, "activation_fns": self.activation_fns, "unused": unused}
             if self.quantized is not None:
+                # pages hold rows
+                options["saves_quantized"] = self.activations.stash is None
                 return quantized_expert_mlp(*inputs, self.activation, tuple(self.quantized), **options)
             options |= {"allow_grouped": self.allow_grouped, "gemms": self.gemms}
             return expert_mlp(*inputs, self.activation, **options)
@@ -304,6 +310,7 @@ class SharedExperts(MLP):
             factory=factory,
             bias=False,
             sequence_parallel=sequence_parallel,
+            save_original_input=True,  # the router saves it too
         )
         self.gate_weight = None
         if moe.moe_shared_expert_gate:

@@ -137,7 +137,12 @@ class MoELayer(nn.Module):
         # tokens differ between ranks of tp, with or without sequence parallelism between blocks
         options = {"group": ps.tp, "bias": model.add_bias_linear, "sequence_parallel": True}
         self.fc1_latent_proj = factory.replicated_linear(
-            model.hidden_size, latent, name=f"{name}.fc1_latent_proj", init=hidden_init(model), **options
+            model.hidden_size,
+            latent,
+            name=f"{name}.fc1_latent_proj",
+            init=hidden_init(model),
+            save_original_input=True,  # the router saves it too
+            **options,
         )
         self.fc2_latent_proj = factory.replicated_linear(
             latent, model.hidden_size, name=f"{name}.fc2_latent_proj", init=residual_init(model), **options

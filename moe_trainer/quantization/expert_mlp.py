@@ -1,7 +1,8 @@
 """Experts' MLP with quantized GEMMs: ops/expert_mlp.py with the GEMMs of quantization/gemms.py.
 
 The tokens of every expert are quantized separately, like its weights. A scale for a full tensor covers one expert's
-tokens (with delayed scaling: the layer's). Activations between the GEMMs stay in high precision. The GEMMs of all
+tokens (with delayed scaling: the layer's). Activations between the GEMMs stay in high precision. Tokens are saved for
+backward as the weight gradient reads them, quantized (saved_input.py). The GEMMs of all
 experts are requested as one sequence, which runs one by one or in a single call of the device (scaled_grouped.py).
 Weight gradients are computed expert by expert.
 
@@ -19,11 +20,12 @@ from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_acti
 from moe_trainer.ops.grouped_gemm import expert_ranges
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
+from moe_trainer.quantization.saved_input import SavedInput, StackedInputs
 
 
 class _QuantizedExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, gemms, queue):
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, gemms, queue, saves_quantized):
         fc1, fc2 = gemms
         h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), x_RH.new_zeros(x_RH.shape[0], w2.shape[1])
         found = [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
@@ -45,29 +47,36 @@ class _QuantizedExpertMLP(torch.autograd.Function):
             y_RH[rows] = y
             if b2 is not None:
                 y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
-        ctx.save_for_backward(x_RH, probs_R, h_RG, w1, w2, b2)
+        inputs = [fc1.saved_input(x_RH[rows]) for _, rows in found] if saves_quantized else []
+        stack = SavedInput.stack(inputs) if inputs and None not in inputs else None
+        ctx.save_for_backward(*((x_RH, None) if stack is None else stack[:2]), probs_R, h_RG, w1, w2, b2)
         ctx.plan = counts, activation, gemms, queue, (w1, w2), b1 is not None
+        ctx.shape, ctx.stacked = x_RH.shape, None if stack is None else stack[2:]
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
-        x_RH, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
+        x, inverse, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
         counts, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
-        grad_x, grad_p = torch.zeros_like(x_RH), None if probs_R is None else torch.zeros_like(probs_R)
+        grad_x, grad_p = grad_RH.new_zeros(ctx.shape), None if probs_R is None else torch.zeros_like(probs_R)
         grad_b1 = w1.new_zeros(w1.shape[:2]) if has_b1 else None
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
         of_w1: dict[int, Callable[[], Tensor]] = {}
         of_w2: dict[int, Callable[[], Tensor]] = {}
         grad_RH = grad_RH.contiguous()
         found = [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
+        if ctx.stacked is None:
+            inputs = (x[rows] for _, rows in found)
+        else:
+            inputs = StackedInputs(x, inverse, *ctx.stacked).parts()
 
         def through_activation():
             given = ((grad_RH[rows], fc2.expert_weight(w2, expert)) for expert, rows in found)
-            for (expert, rows), grad_a in zip(found, fc2.input_grads(given)):
+            for (expert, rows), x_of_expert, grad_a in zip(found, inputs, fc2.input_grads(given)):
                 p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows]
                 a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, grad_a)
                 of_w2[expert] = fc2.make_wgrad_fn(grad_y, a)
-                of_w1[expert] = fc1.make_wgrad_fn(grad_h, x_RH[rows])
+                of_w1[expert] = fc1.make_wgrad_fn(grad_h, x_of_expert)
                 if grad_b1 is not None:
                     torch.sum(grad_h, 0, out=grad_b1[expert])
                 if b2 is not None:
@@ -86,7 +95,7 @@ class _QuantizedExpertMLP(torch.autograd.Function):
                 weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
             )
         )
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
 
 
 def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
@@ -113,11 +122,13 @@ def quantized_expert_mlp(
     queue: Any = None,
     activation_fns: ActivationFns | None = None,
     unused: int = 0,
+    saves_quantized: bool = True,
 ) -> Tensor:
     """Run every expert on its tokens.
 
     Args:
         gemms: of fc1 and fc2. Everything else as expert_mlp.expert_mlp.
+        saves_quantized: save quantized tokens for backward (saved_input.py).
 
     Raises:
         ValueError: if the counts do not add up to R.
@@ -129,4 +140,6 @@ def quantized_expert_mlp(
         )
     probs_R = None if probs_R is None else probs_R.contiguous()
     fns, weights = activation_fns or get_activation_fns(activation), (w1_eGH, b1_eG, w2_eHF, b2_eH)
-    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, tuple(counts), fns, gemms, queue)
+    saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
+    plan = tuple(counts), fns, gemms, queue, saves_quantized
+    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, *plan)

@@ -32,6 +32,7 @@ from moe_trainer.quantization.quantize import (
     compute_scale,
     quantize,
 )
+from moe_trainer.quantization.saved_input import SavedInput
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
 from moe_trainer.quantization.scaled_mm import scaled_mm
 
@@ -150,6 +151,9 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
         """Return one weight of the stack."""
         return weights_eNK[expert]
 
+    def saved_input(self, x_RK: Tensor) -> None:
+        """Return None: x itself is saved for backward."""
+
 
 class QuantizedGemms(nn.Module):
     """GEMMs of one linear, or of all experts of one, which share the state of delayed scaling.
@@ -257,25 +261,35 @@ class QuantizedGemms(nn.Module):
         ]
         yield from native_grouped_mm(*zip(*both)).split([rows.values.shape[0] for rows, _ in both])
 
+    def saved_input(self, x_RK: Tensor) -> SavedInput | None:
+        """Return x as make_wgrad_fn takes it, for backward; None if x itself is to be saved."""
+        if not self.recipe.wgrad or not self.training:
+            return None
+        x_KR = x_RK.reshape(-1, x_RK.shape[-1]).t()
+        return SavedInput.of(self.quantizer(x_KR, self.recipe.x_t, self._scale(X)))
+
     def weight_grad(self, grad_RN: Tensor, x_RK: Tensor) -> Tensor:
         """Return grad^T @ x over all leading dimensions."""
         return self.make_wgrad_fn(grad_RN, x_RK)()
 
-    def make_wgrad_fn(self, grad_RN: Tensor, x_RK: Tensor) -> Callable[[], Tensor]:
-        """Return a function that computes grad^T @ x, with the noise and scales of this moment."""
-        grad_NR, x_KR = (tensor.reshape(-1, tensor.shape[-1]).t() for tensor in (grad_RN, x_RK))
+    def make_wgrad_fn(self, grad_RN: Tensor, x: Tensor | SavedInput) -> Callable[[], Tensor]:
+        """Return a function that computes grad^T @ x, with the noise and scales of this moment.
+
+        x [R, K], or what `saved_input` has made of it.
+        """
+        grad_NR = grad_RN.reshape(-1, grad_RN.shape[-1]).t()
         self._note(GRAD, grad_RN)
         if not self.recipe.wgrad:
-            return lambda: grad_NR @ x_KR.t()
+            return lambda: grad_NR @ x.reshape(-1, x.shape[-1])
         noise = self._noise(self.recipe.grad_t, "weight", grad_RN.device)
         scales = self._scale(GRAD), self._scale(X)
 
         def compute() -> Tensor:
-            grad, x = (
-                self.quantizer(grad_NR, self.recipe.grad_t, scales[0], noise),
-                self.quantizer(x_KR, self.recipe.x_t, scales[1]),
-            )
-            return quantized_mm(grad, x, grad_RN.dtype)
+            grad = self.quantizer(grad_NR, self.recipe.grad_t, scales[0], noise)
+            if isinstance(x, SavedInput):
+                return quantized_mm(grad, x.operand(), grad_RN.dtype)
+            x_t = self.quantizer(x.reshape(-1, x.shape[-1]).t(), self.recipe.x_t, scales[1])
+            return quantized_mm(grad, x_t, grad_RN.dtype)
 
         return compute
 

@@ -23,6 +23,8 @@ CASES = {
     "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --recompute-granularity selective "
     "--recompute-modules moe_act layernorm",
     "Qwen3": "--preset qwen3_30b_a3b --seq-length 4096 --num-layers 3 --expert-model-parallel-size 8 --use-distributed-optimizer",
+    "Qwen3, MXFP8": "--preset qwen3_30b_a3b --seq-length 2048 --num-layers 2 --expert-model-parallel-size 32 --use-distributed-optimizer "
+    "--fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl local",
     "DeepSeek-V3, recompute": "--preset deepseek_v3 --seq-length 4096 --num-layers 4 --moe-layer-freq ([0]*2+[1]*2) --expert-model-parallel-size 32 "
     "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe_act",
     "Qwen3-Next, full recompute": "--preset qwen3_next_80b_a3b --seq-length 2048 --num-layers 3 --linear-attention-freq [0]*3 "
@@ -84,14 +86,14 @@ def states_with(argv: list[str], once: bool) -> int:
     return found[1]
 
 
-def test_memory_plan_of_fp8_weights():
+@pytest.mark.parametrize("stored", ["", "--fp8-param-gather --use-distributed-optimizer"])
+def test_memory_plan_of_fp8_weights(stored):
     argv = [
         *make_argv("plain"),
         *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(),
-        "--num-layers",
-        "2",
+        *f"--num-layers 2 {stored}".split(),
     ]
     args = parse_args(argv, 1)
     kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], matrices_only(args, 64), find_hardware("h100"))
     with_casts, without = (te_package.on_device(states_with, argv, once) for once in (True, False))
-    assert with_casts - without == pytest.approx(kept, rel=0.03)  # and scales
+    assert with_casts - without == pytest.approx(kept, rel=0.05)  # and scales

@@ -183,6 +183,58 @@ def test_layers_with_delayed_scaling_train_like_local_ones():
     assert (other - one).norm() <= 0.4 * one.norm()  # the first iteration, whose scales are 1
 
 
+def stored_weights(recipe: str) -> list[tuple[bool, bool, bool, bool]]:
+    """For every matrix of a stack: equal bytes, scales and transposes of the library's own cast, and shared memory."""
+    from moe_trainer.layers import te
+    from moe_trainer.quantization.fp8_weight import Fp8Weight
+    from moe_trainer.quantization.gemms import make_recipe
+
+    values = torch.randn(2, 256, 192, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
+    stored = Fp8Weight(values.shape, make_recipe(recipe).weight, values.dtype, values.device)
+    stored.bind(
+        torch.zeros(values.numel(), dtype=torch.uint8, device="cuda"), torch.zeros(stored.num_blocks, device="cuda")
+    )
+    stored.update_amax(values.flatten(), 0)
+    stored.compute_scales()
+    stored.cast(values.flatten(), 0)
+    found, names = [], ("_data", "_scale_inv", "_transpose")
+    if recipe == "blockwise":
+        names = "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data"
+    for index, tensor in enumerate(te.weight_tensors(stored, values.dtype, True)):
+        theirs = tensor._quantizer(values[index])
+        equal = [torch.equal(getattr(tensor, name), getattr(theirs, name)) for name in names]
+        found.append((*equal, getattr(tensor, names[0]).data_ptr() == stored.codes[index].data_ptr()))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_weights_stored_in_fp8_are_the_tensors_of_the_library(recipe):
+    assert te_package.on_device(stored_weights, recipe) == [(True,) * 4] * 2
+
+
+def train_stored(flags: str) -> tuple[list[float], dict, int, int]:
+    """As train_with; then how often a weight's tensors were made for the library."""
+    from moe_trainer.layers import te
+
+    make, made = te.weight_tensors, []
+    te.weight_tensors = lambda *args: made.append(None) or make(*args)
+    return *train_with(0, 1, flags), len(made)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_layers_of_the_library_compute_with_weights_stored_in_fp8(recipe):
+    """As with weights that the library casts. In two steps and an evaluation a layer's two linears and two stacks get tensors."""
+    flags = f"--use-distributed-optimizer --fp8-recipe {recipe} --hidden-size 128 --ffn-hidden-size 128"
+    losses, grads, _, made = te_package.on_device(train_stored, f"{flags} --fp8-param-gather")
+    expected, cast, _, none = te_package.on_device(train_stored, flags)
+    assert made == 3 * LAYERS * 4 and none == 0
+    assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=0.01)
+    apart = {name: float((grads[name] - grad).norm() / grad.norm()) for name, grad in cast.items()}
+    assert max(apart.values()) <= 1e-3, apart
+    recomputed, _, _, made = te_package.on_device(train_stored, f"{flags} --fp8-param-gather {RECOMPUTE}")
+    assert recomputed == losses and made == 3 * LAYERS * 4
+
+
 def count_waits() -> dict[str, int]:
     return count(0, 1, f"{FP8} --num-layers {LAYERS_OF_WAITS}")
 

@@ -230,9 +230,13 @@ STORED = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
 
 @pytest.mark.parametrize(
     "flags",
-    ["--use-torch-fsdp2", "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard"],
+    [
+        "--use-distributed-optimizer",
+        "--use-torch-fsdp2",
+        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy no_shard",
+    ],
 )
-def test_fp8_param_gather_falls_back_without_a_note(fake_package, caplog, flags):
+def test_fp8_param_gather_keeps_the_library_without_a_note(fake_package, caplog, flags):
     with caplog.at_level(logging.INFO):
         fused = FirstLayers(fake_package, "--bf16", f"{STORED} {flags}")
     assert "--fp8-param-gather" not in caplog.text and fused.linears == ["FusedRowLinear"] * 4
@@ -243,7 +247,6 @@ def test_fp8_param_gather_falls_back_without_a_note(fake_package, caplog, flags)
     [
         ("--fp8-format hybrid --fp8-recipe delayed", "updates delayed scales with every microbatch"),
         ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
-        (f"{STORED} --use-distributed-optimizer", "would keep their weights in bf16 (--fp8-param-gather)"),
         ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
     ],
 )

@@ -98,6 +98,15 @@ KINDS = {
     "latent experts, shared": (f"{GROUPED} --moe-latent-size 20 --moe-shared-expert-intermediate-size 40 --moe-router-pre-softmax",
                                (*FEW, "moe_act")),
     "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act")),
+    "blockwise": (
+        f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --moe-shared-expert-intermediate-size 40 --moe-layer-freq ([0]*1+[1]*2)",
+        (*FEW, "core_attn", "offload large", "pages")),
+    "tensorwise, first and last in bf16": (
+        f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 {QUERIES} --attention-output-gate", ("all kept",)),
+    "latent, mxfp8": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+        ("all kept", "mla_up_proj", "shared_experts", "all parts", "offload everything")),
+    "gated DeltaNet, nvfp4": (f"{GROUPED} {DELTA} --bf16 --fp4-format e2m1", ("all kept", "gdn_norm_out")),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
     "latent, long": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),

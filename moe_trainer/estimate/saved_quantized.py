@@ -1,0 +1,99 @@
+"""Inputs that quantized linears save in 8 or 4 bits (moe_trainer/quantization/saved_input.py).
+
+This program's own linears and experts do; what Transformer Engine's save is in memory.py. A recipe for single layers
+(--te-precision-config-file) is not considered.
+
+Shape letters: R tokens, K channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from arguments.layer_pattern import is_linear
+from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
+from moe_trainer.estimate.te_support import te_quantizes
+
+if TYPE_CHECKING:
+    from arguments import Arguments
+
+BLOCKS = MappingProxyType({"blockwise": 128, "mxfp8": 32, "nvfp4": 16})
+"""Tokens that share a scale; with other recipes all do."""
+_ALWAYS = ("linear_proj.x", "out_proj.x", "mlp.linear_fc2.x", "shared_experts.linear_fc2.x", "fc2_latent_proj.x")
+
+
+def with_quantized_inputs(layer: LayerSizes, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
+    """Yield what a layer saves, with the inputs that wait in 8 or 4 bits and their scales instead of those in full."""
+    recipe = _recipe(layer)
+    linears, experts = (False, False) if layer.cpu else te_quantizes(layer.args)
+    for entry in entries:
+        by_library = experts if entry.name.startswith("experts.") else linears
+        if recipe is None or by_library or not _is_saved_quantized(layer, entry.name, recipe):
+            yield entry
+        else:
+            yield from _quantized(entry, recipe, layer.num_experts // layer.ep if entry.name == "experts.x" else 1)
+
+
+def _recipe(layer: LayerSizes) -> str | None:
+    """Return the recipe of a layer's weight gradients, None if they are not quantized."""
+    precision, count = layer.args.precision, layer.model.num_layers
+    if not (precision.fp4 or (precision.fp8 and precision.fp8_wgrad)):
+        return None
+    if precision.first_last_layers_bf16 and layer.number < count:
+        first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+        if not first <= layer.number < count - last:
+            return None
+    return "nvfp4" if precision.fp4 else precision.fp8_recipe
+
+
+def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
+    model, parts = layer.model, layer.parts
+    keeps_latents = _keeps_latents(layer.args)
+    if name == "experts.x":
+        return not layer.moe.moe_paged_stash
+    if name in _ALWAYS:
+        return True
+    if name == "core_attn.y":
+        is_projected = not (is_linear(model, layer.number) or model.attention_output_gate)
+        return is_projected and "core_attn" in parts
+    latent = model.multi_latent_attention
+    of_columns = {
+        "joined": True,
+        "normed": not latent or is_linear(model, layer.number),
+        "pre_mlp.normed": not layer.is_moe and "mlp" not in parts,
+        "q_latent": not keeps_latents,
+        "kv_latent": not keeps_latents,
+    }
+    return of_columns.get(name, False) and _can_shard(layer, recipe)
+
+
+def _keeps_latents(args: Arguments) -> bool:
+    """Return whether something else than the up projections keeps latents (layers/mla.py)."""
+    model = args.model
+    is_sparse = model.experimental_attention_variant == "dsa"
+    return not model.qk_layernorm or "mla_up_proj" in args.training.recomputed_modules or is_sparse
+
+
+def _can_shard(layer: LayerSizes, recipe: str) -> bool:
+    """Return whether a rank's tokens of a sequence shard have scales of their own."""
+    if layer.tp == 1 or not layer.args.parallel.sequence_parallel:
+        return True
+    return recipe != "nvfp4" and layer.rows % BLOCKS.get(recipe, 1) == 0
+
+
+def _quantized(entry: SavedTensor, recipe: str, groups: int) -> Iterator[SavedTensor]:
+    """Yield values and scales of an input; `groups` of its tokens are quantized apart, evenly many in each."""
+    tokens, channels = math.prod(entry.shape[:-1]), entry.shape[-1]
+    block = BLOCKS.get(recipe)
+    num_blocks = groups * -(-tokens // (groups * block)) if block else groups
+    if recipe == "nvfp4":
+        yield replace(entry, shape=(channels, num_blocks * 8), itemsize=1)
+        yield replace(entry, name=f"{entry.name}.scales", shape=(channels, num_blocks), itemsize=WIDE)
+        return
+    yield replace(entry, itemsize=1)
+    shape = (channels, num_blocks) if block else (num_blocks,)
+    yield replace(entry, name=f"{entry.name}.scales", shape=shape, itemsize=1 if block else WIDE)

@@ -1,0 +1,104 @@
+"""The input of a quantized linear as it waits for the weight gradient: quantized already, in 8 or 4 bits.
+
+The weight gradient reads x transposed, with blocks along the tokens. That operand follows from x alone, so it is made
+in forward and saved instead of x: the numbers are the same, and bf16 takes twice the memory. Inputs that are
+recomputed, or that something else keeps for backward anyway, are saved as they are (layers/linear.py:
+save_original_input).
+
+Shape letters: R tokens, K input width, B blocks, G ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_trainer.quantization.quantize import POWER_OF_TWO, TWO_LEVEL, QuantizedTensor, Scaling
+from moe_trainer.quantization.scaled_layouts import pack_e2m1, unpack_e2m1
+
+
+class InputFormat(NamedTuple):
+    """How an input is quantized; dtype: of the operand's values where they are wider than their format."""
+
+    scaling: Scaling
+    dtype: torch.dtype
+
+
+class SavedInput(NamedTuple):
+    """A quantized matrix x^T.
+
+    Args:
+        values: bytes [K, R] of the format; E2M1: two numbers in a byte, [K, R / 2].
+        inverse: () or [K, B]; powers of two as bytes of E8M0, otherwise fp32.
+    """
+
+    values: Tensor
+    inverse: Tensor
+    form: InputFormat
+
+    @staticmethod
+    def of(x: QuantizedTensor) -> "SavedInput":
+        """Return an operand in as few bytes as hold it exactly."""
+        scaling, inverse = x.scaling, x.inverse
+        values = pack_e2m1(x.values) if scaling.fmt.dtype is None else x.values.to(scaling.fmt.dtype)
+        if scaling.scales == POWER_OF_TWO:
+            inverse = inverse.to(torch.float8_e8m0fnu).view(torch.uint8)
+        return SavedInput(values.view(torch.uint8), inverse, InputFormat(scaling, x.values.dtype))
+
+    def operand(self) -> QuantizedTensor:
+        """Return the operand."""
+        scaling, dtype = self.form
+        fmt, inverse = scaling.fmt, self.inverse
+        values = unpack_e2m1(self.values) if fmt.dtype is None else self.values.view(fmt.dtype)
+        if dtype == torch.float64:
+            values = values.to(dtype)
+        if scaling.scales == POWER_OF_TWO:
+            inverse = inverse.view(torch.float8_e8m0fnu).float()
+        return QuantizedTensor(values, inverse, scaling)
+
+    @property
+    def token_tables(self) -> tuple[Tensor, ...]:
+        """Tables with columns for tokens: values, and scales of blocks."""
+        return (self.values,) if self.form.scaling.per_tensor else (self.values, self.inverse)
+
+    def shard(self, rank: int, count: int) -> "SavedInput | None":
+        """Return the tokens of a rank, copied; None if they do not end with blocks or share a scale beyond these."""
+        scaling = self.form.scaling
+        num_tokens = self.values.shape[1] // count
+        if scaling.scales == TWO_LEVEL or (not scaling.per_tensor and num_tokens % scaling.cols):
+            return None
+        return self._of_tables([table.chunk(count, 1)[rank].contiguous() for table in self.token_tables])
+
+    def joined(self, tables_GKC: Sequence[Tensor]) -> "SavedInput":
+        """Return the tokens of all ranks, whose token_tables these are."""
+        return self._of_tables([table.transpose(0, 1).flatten(1) for table in tables_GKC])
+
+    @staticmethod
+    def stack(parts: "Sequence[SavedInput]") -> "StackedInputs":
+        """Copy inputs of several weights into two flat tensors."""
+        return StackedInputs(
+            torch.cat([part.values.flatten() for part in parts]),
+            torch.cat([part.inverse.flatten() for part in parts]),
+            tuple((part.values.shape, part.inverse.shape) for part in parts),
+            parts[0].form,
+        )
+
+    def _of_tables(self, tables: Sequence[Tensor]) -> "SavedInput":
+        return self._replace(**dict(zip(("values", "inverse"), tables)))
+
+
+class StackedInputs(NamedTuple):
+    """Saved inputs of several weights, with the shapes of their values and scales."""
+
+    values: Tensor
+    inverse: Tensor
+    shapes: tuple[tuple[torch.Size, torch.Size], ...]
+    form: InputFormat
+
+    def parts(self) -> Iterator[SavedInput]:
+        """Yield the inputs."""
+        sizes = ([shape[which].numel() for shape in self.shapes] for which in (0, 1))
+        tables = (table.split(size) for table, size in zip((self.values, self.inverse), sizes))
+        for values, inverse, shape in zip(*tables, self.shapes):
+            yield SavedInput(values.view(shape[0]), inverse.view(shape[1]), self.form)
