@@ -1,0 +1,66 @@
+"""Hierarchical dispatch, and NCCL EP over its stand-in, on emulated devices: host waits, races, results."""
+
+import pytest
+import torch
+from emulated_cuda.run import check_races, on_device
+from emulated_cuda.test_deep_ep import run
+from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
+
+EXPERTS = "--bf16 --moe-token-dispatcher-type flex --expert-model-parallel-size"
+NODES = f"{EXPERTS} 4 --moe-flex-dispatcher-backend hierarchical --moe-hierarchical-domain-size 2"
+NCCLEP = f"{EXPERTS} 2 --moe-flex-dispatcher-backend ncclep"
+BUDGET = f"{NCCLEP} --moe-expert-rank-capacity-factor 3"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def count_waits(rank: int, n: int, flags: str) -> dict[str, int]:
+    """Waits of a training iteration."""
+    from moe import fake_te_ep
+
+    fake_te_ep.install()
+    return {key: times for key, times in count(rank, n, flags).items() if key.startswith("train")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "files"),
+    [
+        (NODES, 4, ["memory/host_read.py"]),
+        (f"{NODES} {RECOMPUTE}", 4, ["memory/host_read.py"]),
+        (NCCLEP, 2, ["moe/dispatch/ncclep.py", "memory/activations.py"]),
+        (BUDGET, 2, []),
+        (f"{BUDGET} --moe-ncclep-zero-copy {RECOMPUTE}", 2, []),
+    ],
+)
+def test_host_waits_of_a_layer(flags, ranks, files):
+    """Once in each of the files. NCCL EP without a budget waits for the number of tokens, then for the experts' counts."""
+    expects = {key: times for key, times in expected("", 0, 0).items() if key.startswith("train")}
+    expects |= {f"train {file}": LAYERS * MICROBATCHES // ranks for file in files}
+    for found in on_device(count_waits, flags, ranks=ranks, devices=ranks):
+        assert found == expects
+
+
+def compare_with_alltoall(rank: int, n: int, topk: int, kind: str) -> list:
+    """Results of the all-to-all and of hierarchical dispatch over two nodes, with race checks."""
+    from moe.test_flex import random_routing
+
+    from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+    from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
+    from moe_trainer.ops.permute import Permutation
+    from moe_trainer.parallel.state import ParallelState
+
+    check_races()
+    ps = ParallelState.create(n, rank, ep=n, ranks_per_node=2)
+    probs, routing = (table.cuda() for table in random_routing(rank, 5 + rank, topk, kind))
+    x, weight = torch.randn(2, 5 + rank, 16, generator=torch.Generator().manual_seed(rank)).cuda()
+    return [
+        run(kind_of(ps, Permutation()), x, probs, routing, weight)
+        for kind_of in (AllToAllDispatcher, HierarchicalDispatcher)
+    ]
+
+
+@pytest.mark.parametrize(("topk", "kind"), [(4, "plain"), (2, "drops"), (2, "no tokens")])
+def test_hierarchical_dispatch_equals_all_to_all_without_races(topk, kind):
+    for plain, hierarchical in on_device(compare_with_alltoall, topk, kind, ranks=4, devices=4):
+        assert plain[:3] == hierarchical[:3], "counts, rows and probabilities of the experts"
+        for ours, theirs in zip(plain[3:], hierarchical[3:], strict=True):
+            torch.testing.assert_close(torch.tensor(theirs), torch.tensor(ours), atol=2e-6, rtol=2e-6)
