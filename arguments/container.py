@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from arguments import schema
 from arguments.data import DataArgs
@@ -69,23 +69,42 @@ class Arguments:
         return self.is_eval_only or self.optimizer.freeze_all_layers
 
     @property
-    def has_fp8_params(self) -> bool:
-        """Whether the weights of quantized layers are stored in fp8 (--fp8-param-gather).
+    def stored_weight_format(self) -> Literal["fp8", "mxfp8", "nvfp4"] | None:
+        """Format in which the weights of quantized layers are stored (--fp8-param-gather, --fp4-param-gather).
 
-        Not with full sharding, on any number of ranks: then one process computes with the same weights. MXFP8 weights
-        cannot be stored once for both GEMMs (quantization/fp8_weight.py: can_store_in_fp8).
+        None for the model's format: with full sharding, on any number of ranks (then one process computes with the same
+        weights), and with a factory, which may give every layer another format. MXFP8 weights cannot be stored once for
+        both GEMMs (quantization/fp8_weight.py: can_store_once): they are stored twice, and gathered in the model's
+        format through the gradient buffer, or in the model's format.
         """
         precision, parallel = self.precision, self.parallel
         is_fully_sharded = parallel.use_torch_fsdp2 or (
             parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "optim"
         )
-        return bool(
-            precision.fp8
-            and precision.fp8_param_gather
-            and precision.fp8_recipe not in ("mxfp8", "custom")
-            and parallel.use_distributed_optimizer
-            and not is_fully_sharded
-        )
+        if not parallel.use_distributed_optimizer or is_fully_sharded:
+            return None
+        if precision.fp4 and precision.fp4_param_gather and precision.fp4_recipe == "nvfp4":
+            return "nvfp4"
+        if not (precision.fp8 and precision.fp8_param_gather) or precision.fp8_recipe == "custom":
+            return None
+        if precision.fp8_recipe != "mxfp8":
+            return "fp8"
+        reuses = precision.reuse_grad_buf_for_mxfp8_param_ag and not parallel.use_megatron_fsdp
+        return "mxfp8" if reuses else None
+
+    @property
+    def has_fp8_params(self) -> bool:
+        """Whether the weights of quantized layers are stored in 8 or 4 bits."""
+        return self.stored_weight_format is not None
+
+    @property
+    def replaces_te_weights(self) -> bool:
+        """Whether weights are stored in a form that TransformerEngine's layers do not take.
+
+        They take fp8 weights as they are; they hold MXFP8 weights in the model's format, and cast them once per
+        iteration.
+        """
+        return self.stored_weight_format == "nvfp4"
 
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""

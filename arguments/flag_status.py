@@ -64,8 +64,6 @@ NO_EFFECT = MappingProxyType(
         "delay_offload_until_cuda_graph": "offloaded tensors are outside CUDA graphs and are sent from the first "
         "iteration on",
         "fp8_interval": "delayed scales are updated in every iteration, as in Megatron-LM, which ignores this flag",
-        "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 weights are stored and gathered in the model's format, in a "
-        "separate buffer; GEMMs quantize them",
         "moe_shared_expert_glu_interleave_size": _INTERLEAVING,
         **_each("moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias", _STORAGE),
         "moe_enable_routing_replay": "it lets another program supply the experts of every token, and pretraining has "
@@ -173,7 +171,6 @@ class MissingFeature:
 
 _WEIGHT_SHARDS = MissingFeature("weight-sharded tensor parallelism", harmless=(1,))
 _FSDP_OUTER = MissingFeature("sharding over the instances of fully sharded data parallelism")
-_QUANTIZER = MissingFeature("user-defined TransformerEngine quantizers", ("custom",))
 _SHARED_SELECTION = MissingFeature("reuse of an earlier layer's key selection")
 
 NOT_IMPLEMENTED = MappingProxyType(
@@ -187,9 +184,6 @@ NOT_IMPLEMENTED = MappingProxyType(
         "optimizer_cuda_graph": MissingFeature(
             "a CUDA graph of the optimizer step (learning rates, step count and the overflow check are on the host)"
         ),
-        "fp8_recipe": _QUANTIZER,
-        "fp4_recipe": _QUANTIZER,
-        "fp4_param_gather": MissingFeature("fp4 parameter storage"),
         "experimental_attention_variant": MissingFeature("gated DeltaNet 2", ("gdn2",)),
         "dsa_indexer_topk_freq": _SHARED_SELECTION,
         "dsa_indexer_skip_topk_offset": _SHARED_SELECTION,
@@ -206,8 +200,6 @@ NOT_IMPLEMENTED = MappingProxyType(
 TUNED_FEATURE = MappingProxyType(
     {
         "max_seqlen_per_dp_cp_rank": "hybrid_context_parallel",
-        "fp8_quantizer_factory": "fp8_recipe",
-        "fp4_quantizer_factory": "fp4_recipe",
     }
 )
 """Destination that only tunes a missing feature -> the destination that requests it."""
@@ -363,6 +355,8 @@ REQUIRES = (
     ),
     (("fp8",), "fp8_recipe fp8_wgrad fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     (("fp4",), "fp4_recipe"),
+    (("fp8_recipe=custom",), "fp8_quantizer_factory"),
+    (("fp4_recipe=custom",), "fp4_quantizer_factory"),
     (("fp8", "fp4"), "first_last_layers_bf16 te_precision_config_file"),
     (("first_last_layers_bf16",), "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),

@@ -77,9 +77,11 @@ class PrecisionArgs:
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format")
     """Compute linear layers in fp8: e4m3 for all tensors, or hybrid with gradients in e5m2."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
-    """Method of computing fp8 scales."""
+    """Method of computing fp8 scales. custom: --fp8-quantizer-factory chooses."""
     fp8_quantizer_factory: str | None = None
-    """Python path of a factory for custom fp8 quantizers."""
+    """Python path (package.module.function) of a function that chooses the format of every tensor with --fp8-recipe
+    custom. It gets a role (module_type, tensor_type, name) and returns tensorwise, blockwise, mxfp8, nvfp4 or
+    high_precision for the local layers, or a quantizer for TransformerEngine's."""
     fp8_margin: int = 0
     """Powers of two that are left free below the largest fp8 number."""
     fp8_interval: int = 1
@@ -93,9 +95,12 @@ class PrecisionArgs:
     fp8_output_proj: bool = False
     """Compute the output layer in fp8 as well."""
     fp8_param_gather: bool = False
-    """Store and gather the parameters in fp8."""
+    """Store and gather the weights of quantized layers in fp8. MXFP8: in the model's format, unless
+    --reuse-grad-buf-for-mxfp8-param-ag is given."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
-    """Gather mxfp8 parameters through the gradient buffer."""
+    """With --fp8-param-gather and --fp8-recipe mxfp8: gather weights in the model's format through the memory of the
+    gradients, and store them in MXFP8 only, by rows and by columns (2.06 bytes per element), so that no GEMM quantizes
+    a weight. TransformerEngine's layers keep theirs in the model's format."""
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in bf16 when others are quantized."""
     num_layers_at_start_in_bf16: int = 1
@@ -105,11 +110,12 @@ class PrecisionArgs:
     fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
     """Compute linear layers in fp4."""
     fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"
-    """Method of computing fp4 scales."""
+    """Method of computing fp4 scales. custom: --fp4-quantizer-factory chooses."""
     fp4_quantizer_factory: str | None = None
-    """Python path of a factory for custom fp4 quantizers."""
+    """As --fp8-quantizer-factory, with --fp4-recipe custom."""
     fp4_param_gather: bool = False
-    """Store and gather the parameters in fp4."""
+    """Store and gather the weights of quantized layers in NVFP4: half a byte per element and scales of 16 x 16
+    blocks."""
     te_precision_config_file: str | None = None
     """YAML file that sets the format of each layer for TransformerEngine."""
 

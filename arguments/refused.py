@@ -43,12 +43,6 @@ COMBINATIONS = (
         "with the all-to-all, as in Megatron-LM: the number of local tokens depends on the routing; the same holds for "
         "`--moe-router-padding-for-quantization`",
     ),
-    ("--optimizer muon --chunked-optimizer-state-offload", "Muon keeps its fp32 state on the device"),
-    (
-        "--optimizer muon --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather",
-        "Muon updates full matrices in the model's format; it works with `--fp8-recipe mxfp8`, whose weights stay in "
-        "bf16",
-    ),
     (
         "--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-schedule zero-bubble --pipeline-model-parallel-size "
         "2",

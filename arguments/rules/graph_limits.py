@@ -240,6 +240,10 @@ def check_rng_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
     if captured and s.fp4:
         yield _not_capturable(s, "stochastic rounding has one generator per tensor.", "fp4")
+    if captured and s.fp8 and s.fp8_recipe == "custom":
+        yield _not_capturable(
+            s, "a factory may choose NVFP4, whose gradients are rounded stochastically.", "fp8_recipe"
+        )
 
 
 def check_offload_and_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -132,25 +132,8 @@ def check_non_adam_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 
 def check_muon(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Check Muon's coefficients and offload.
-
-    The latter is ours: a matrix is updated unsharded, in fp32, on the device. MXFP8 weights stay in the model's format
-    with --fp8-param-gather, so Muon updates them as any others.
-    """
-    if s.optimizer not in ("muon", "dist_muon"):
-        return
-    if s.muon_coefficient_type not in MUON_COEFFICIENTS:
+    if s.optimizer in ("muon", "dist_muon") and s.muon_coefficient_type not in MUON_COEFFICIENTS:
         yield s.violation("{muon_coefficient_type} must be one of {accepted}.", accepted=", ".join(MUON_COEFFICIENTS))
-    for dest, is_on in (
-        ("chunked_optimizer_state_offload", s.chunked_optimizer_state_offload),
-        ("fp8_param_gather", s.fp8_param_gather and not (s.fp8 and s.fp8_recipe == "mxfp8")),
-    ):
-        if is_on:
-            yield s.violation(
-                "{:flag} needs {optimizer:flag} adam, sgd or lion, not {optimizer:value}: Muon keeps its fp32 state on "
-                "the device and updates full matrices.",
-                dest,
-            )
 
 
 def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -157,13 +157,7 @@ def check_gather_with_optimizer_step(s: Settings, f: DerivedSizes) -> Iterator[V
 def note_gather_after_step(s: Settings, _f: DerivedSizes) -> None:
     """Note where parameters cannot be gathered while others are updated."""
     for other, reason in (
-        ("fp8_param_gather", "fp8 parameters are computed from all main parameters after the step"),
-        ("qk_clip", "an iteration with clipped attention logits gathers after the step"),
-        ("optimizer_cpu_offload", "parameters updated on the host are gathered after the step"),
+        ("optimizer_cpu_offload", "the host updates its share last, and these parameters are gathered after that"),
     ):
-        if (
-            s.overlap_param_gather_with_optimizer_step
-            and getattr(s, other)
-            and not (other == "fp8_param_gather" and s.fp8_recipe == "mxfp8")
-        ):
+        if s.overlap_param_gather_with_optimizer_step and getattr(s, other):
             s.note(f"{s.flag('overlap_param_gather_with_optimizer_step')} with {s.flag(other)}: {reason}.")

@@ -47,16 +47,30 @@ def note_no_quantized_layers(s: Settings, _f: DerivedSizes) -> None:
 
 
 def note_unquantized_params(s: Settings, _f: DerivedSizes) -> None:
-    if not (s.fp8 and s.fp8_param_gather):
+    gather, recipe = (f"{FP4}_param_gather", "fp4_recipe") if s.fp4 else (f"{FP8}_param_gather", "fp8_recipe")
+    if not ((s.fp8 or s.fp4) and getattr(s, gather)):
         return
     wide = "are stored and gathered in the model's format here; GEMMs quantize them."
-    if s.fp8_recipe == "mxfp8":
-        s.note(f"{s.shown('fp8_recipe')} with {s.flag('fp8_param_gather')}: MXFP8 weights {wide}")
-    elif s.use_torch_fsdp2 or s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim":
-        s.note(
-            f"{s.flag('fp8_param_gather')} with "
-            f"{s.flag('use_torch_fsdp2' if s.use_torch_fsdp2 else 'use_megatron_fsdp')}: these weights {wide}"
+    if s.use_torch_fsdp2 or s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim":
+        parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
+        s.note(f"{s.flag(gather)} with {s.flag(parent)}: these weights {wide}")
+    elif getattr(s, recipe) == "custom":
+        s.note(f"{s.shown(recipe)} with {s.flag(gather)}: weights whose formats a factory chooses {wide}")
+    elif s.fp8 and s.fp8_recipe == "mxfp8" and (not s.reuse_grad_buf_for_mxfp8_param_ag or s.use_megatron_fsdp):
+        s.note(f"{s.shown('fp8_recipe')} with {s.flag(gather)}: MXFP8 weights {wide}")
+
+
+def note_unused_grad_buffer(s: Settings, _f: DerivedSizes) -> None:
+    dest = "reuse_grad_buf_for_mxfp8_param_ag"
+    if getattr(s, dest) and (s.fp8_recipe != "mxfp8" or s.use_megatron_fsdp or s.use_torch_fsdp2):
+        reason = (
+            f"weights of {s.shown('fp8_recipe')} are gathered in fp8"
+            if s.fp8_recipe != "mxfp8"
+            else "gradients have no flat buffer"
+            if s.use_torch_fsdp2
+            else "as in Megatron-LM, Megatron-FSDP gathers into its own buffers"
         )
+        s.note(f"{s.flag(dest)} has no effect: {reason}.")
 
 
 def note_main_params_dtype(s: Settings, _f: DerivedSizes) -> None:
@@ -112,6 +126,17 @@ def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
     for dest in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if not 0 <= getattr(s, dest) <= (s.num_layers or 0):
             yield s.violation("{} must be from 0 to {num_layers}.", dest)
+
+
+def check_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    for fmt in (FP8, FP4):
+        recipe, factory = f"{fmt}_recipe", f"{fmt}_quantizer_factory"
+        if not getattr(s, fmt) or getattr(s, recipe) != "custom":
+            continue
+        if not getattr(s, factory):
+            yield s.violation("{:shown} needs {:flag}.", recipe, factory)
+        if s.te_precision_config_file is not None:
+            yield s.violation("{te_precision_config_file:flag} cannot be combined with {:shown}: both choose.", recipe)
 
 
 def check_fp8_output_proj(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -239,9 +239,9 @@ def check_layer_offload(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.optimizer_cpu_offload:
         return
-    if not s.use_precision_aware_optimizer:
+    if not s.use_precision_aware_optimizer and s.optimizer not in ("muon", "dist_muon"):  # which has no such state
         yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
-    if s.fp8_param_gather and s.fp8_recipe != "delayed":
+    if s.fp8_param_gather and s.fp8_recipe != "delayed" and s.optimizer not in ("muon", "dist_muon"):
         yield s.violation(
             "{optimizer_cpu_offload} with {fp8_param_gather} needs {fp8_recipe:flag} delayed, not {fp8_recipe:value}."
         )

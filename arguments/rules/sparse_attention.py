@@ -21,6 +21,7 @@ FROZEN = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
     ("fp8_param_gather", "fp8 weights have their values in the optimizer's state, and frozen ones have none"),
+    ("fp4_param_gather", "fp4 weights have their values in the optimizer's state, and frozen ones have none"),
 )
 
 

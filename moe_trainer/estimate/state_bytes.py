@@ -4,10 +4,10 @@ What every parameter costs on a rank that holds it, and what is sharded over dat
 and moments of the distributed optimizer, or everything under full sharding. Dense parameters are sharded over dp x cp,
 experts over their own data-parallel ranks, in both cases within one instance of the optimizer.
 
-Counted separately are weights stored in fp8 (--fp8-param-gather), whose main parameters are complete because no bf16
-copy holds half of them, and with --optimizer muon the tables of embeddings and head, which its second rule updates;
-vectors are counted as matrices. Not counted are the padding of buffers, one fp32 scale per tensor in a format with
-scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_offload.py).
+Counted separately are weights stored in 8 or 4 bits (--fp8-param-gather, --fp4-param-gather), whose main parameters are
+complete because no bf16 copy holds half of them, and with --optimizer muon the tables of embeddings and head, which its
+second rule updates; vectors are counted as matrices. Not counted are the padding of buffers, one fp32 scale per tensor
+in a format with scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_offload.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from arguments.stage_layout import parallel_sizes
 if TYPE_CHECKING:
     from arguments import Arguments
 
-FP8_BLOCK_ELEMENTS = 128 * 128
-FP8_BLOCK_SCALE_BYTES = 12
+BLOCK_ELEMENTS = MappingProxyType({"blockwise": 128 * 128, "nvfp4": 16 * 16})
+BLOCK_SCALE_BYTES = 12
 """Scale of a block, its inverse, and the largest magnitude that both are computed from."""
 _BYTES = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
@@ -57,7 +57,7 @@ def state_bytes(
 ) -> StateBytes:
     """Return the bytes of a dense or expert parameter on a rank.
 
-    `stored`: the weight is stored in fp8. `table`: the parameter belongs to the embeddings or the head.
+    `stored`: the weight is stored in 8 or 4 bits. `table`: the parameter belongs to the embeddings or the head.
 
     Raises:
         ValueError: if the optimizer's state is unknown.
@@ -106,8 +106,8 @@ def rank_state_bytes(
 ) -> StateBytes:
     """Return all bytes of a rank with these numbers of dense and expert parameters.
 
-    `stored`: how many of each are stored in fp8. `tables`: how many of the dense ones belong to the embeddings and the
-    head.
+    `stored`: how many of each are stored in 8 or 4 bits. `tables`: how many of the dense ones belong to the embeddings
+    and the head.
     """
     counts: tuple[tuple[Literal["dense", "expert"], bool, bool, int], ...] = (
         ("dense", False, False, dense - stored[0] - tables),
@@ -127,9 +127,13 @@ def has_known_state(args: Arguments) -> bool:
 
 
 def fp8_param_bytes(args: Arguments) -> float:
-    """Return the bytes of a weight stored in fp8, with its share of the block's scales but no scale per tensor."""
-    has_blocks = args.precision.fp8_recipe == "blockwise"
-    return 1.0 + (FP8_BLOCK_SCALE_BYTES / FP8_BLOCK_ELEMENTS if has_blocks else 0.0)
+    """Return the bytes of a stored weight, with its share of the block's scales but no scale per tensor."""
+    stored = args.stored_weight_format
+    if stored == "mxfp8":
+        return 2 * (1 + 1 / 32)  # by rows and by columns
+    recipe = "nvfp4" if stored == "nvfp4" else args.precision.fp8_recipe
+    scales = BLOCK_SCALE_BYTES / BLOCK_ELEMENTS[recipe] if recipe in BLOCK_ELEMENTS else 0.0
+    return (0.5 if stored == "nvfp4" else 1.0) + scales
 
 
 def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:

@@ -13,6 +13,7 @@ from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params
 from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
+from moe_trainer.estimate.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -25,6 +26,9 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
     for chunks in chunk_layouts(args.model, args.parallel):
         held = params.stage(chunks)
         stored = fp8_params_on_rank(plain, chunks) if args.has_fp8_params else ParamsPerRank(0, 0)
+        if args.stored_weight_format == "mxfp8":
+            linears, experts = te_quantizes(args)  # Transformer Engine's layers keep theirs in the model's format
+            stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
         if args.model.dsa_indexer_warmup:
             states.append(_indexer_warmup_state(args, world_size, held, chunks))
             continue
@@ -52,7 +56,7 @@ def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
 
 
 def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
-    """Return the weights that a rank stores in fp8 with --fp8-param-gather."""
+    """Return the weights of quantized layers, which --fp8-param-gather and --fp4-param-gather store."""
     model, precision = plain.model, plain.args.precision
     first = last = 0
     if precision.first_last_layers_bf16:

@@ -14,10 +14,15 @@ if TYPE_CHECKING:
     from arguments.precision import PrecisionArgs
 
 
-def recipe_problem(precision: PrecisionArgs) -> str | None:
-    """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested."""
+def recipe_problem(precision: PrecisionArgs, replaces_weights: bool) -> str | None:
+    """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested.
+
+    `replaces_weights`: Arguments.replaces_te_weights.
+    """
     if not precision.fp8 and not precision.fp4:
         return None
+    if replaces_weights:
+        return "it would keep their weights in bf16 (--fp4-param-gather)"
     if precision.te_precision_config_file is not None:
         return "it has one recipe, and these layers have several (--te-precision-config-file)"
     if precision.fp8 and precision.fp8_recipe == "delayed":
@@ -43,7 +48,7 @@ def te_quantizes(args: Arguments) -> tuple[bool, bool]:
     """Return whether it computes quantized GEMMs of (linears, experts), if it can be used at all."""
     precision, moe = args.precision, args.moe
     fits = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
-    fits = fits and recipe_problem(precision) is None
+    fits = fits and recipe_problem(precision, args.replaces_te_weights) is None
     experts = (
         fits
         and bool(moe.num_experts)

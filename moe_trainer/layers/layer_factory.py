@@ -143,7 +143,7 @@ def select_layer_factory(
     moe: MoEArgs = MoEArgs(),
     precision: PrecisionArgs = PrecisionArgs(),
     defers: bool = False,
-    stores: bool = False,
+    stored_format: str | None = None,
     tensors_of_experts: frozenset[str] = frozenset(),
     overlap: TpOverlap | None = None,
 ) -> LayerFactory:
@@ -155,7 +155,7 @@ def select_layer_factory(
     Args:
         model, moe, precision: of the layers to build.
         defers: weight gradients may be deferred.
-        stores: weights are stored in fp8.
+        stored_format: Arguments.stored_weight_format.
         tensors_of_experts: recomputed and offloaded modules inside the experts.
         overlap: of tensor-parallel linears.
 
@@ -177,7 +177,7 @@ def select_layer_factory(
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         return local
     return _fused(
-        local, ps, cp_comm_types, backends, model, moe, precision, defers, stores, tensors_of_experts, overlap
+        local, ps, cp_comm_types, backends, model, moe, precision, defers, stored_format, tensors_of_experts, overlap
     )
 
 
@@ -203,7 +203,7 @@ def _fused(
     moe: MoEArgs,
     precision: PrecisionArgs,
     defers: bool,
-    stores: bool,
+    stored_format: str | None,
     tensors_of_experts: frozenset[str],
     overlap: TpOverlap | None,
 ) -> LayerFactory:
@@ -224,7 +224,7 @@ def _fused(
     # loud: the GEMMs are what fp8 and fp4 are asked for
     low = recipe is not None and fits(
         f"linears and experts with {recipe.name} scaling",
-        te_support.recipe_problem(precision) or te.recipe_problem(recipe),
+        te_support.recipe_problem(precision, stored_format == "nvfp4") or te.recipe_problem(recipe),
         loud=True,
     )
     attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
@@ -243,7 +243,7 @@ def _fused(
             ("use_transformer_engine_op_fuser",),
             flag="--use-transformer-engine-op-fuser",
             problem="it cannot take weights that are stored in fp8"
-            if stores
+            if stored_format == "fp8"
             else te_layers.expert_ops_problem(model, moe, tensors_of_experts),
             remedy="Leave this flag out",
             instead="experts without the library's operation fuser",
@@ -281,7 +281,7 @@ def _fused(
         attends,
         stream,
         overlap=overlap,
-        stores=stores,
+        stores=stored_format == "fp8",
         **experts,
     )
     named = (

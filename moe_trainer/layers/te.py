@@ -69,13 +69,19 @@ RECIPES = MappingProxyType(
         "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
         "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
         "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
+        "custom": ("CustomRecipe", "is_fp8_available"),
     }
 )
 """Our name of a recipe -> the library's class, and its question whether the device can do it."""
 
+CUSTOM_ALIGNMENT = 128
+"""Multiple of an expert's token count that every quantizer of the library takes."""
+
 
 def recipe_problem(recipe: QuantizationRecipe) -> str | None:
     """Return why the package or the device cannot run a recipe that the flags allow; None if it can."""
+    if recipe.custom is not None and recipe.custom.names_formats():
+        return "the factory names formats of this program's own layers"
     kind, available = RECIPES[recipe.name]
     if missing := problem("", "autocast", available):
         return missing
@@ -100,6 +106,8 @@ def _made(recipe: QuantizationRecipe) -> object:
     made = getattr(recipes, RECIPES[recipe.name][0])
     if recipe.name == "nvfp4":
         return made()
+    if recipe.custom is not None:
+        return made(qfactory=recipe.custom.factory)
     return made(fp8_format=recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3)
 
 
@@ -145,6 +153,8 @@ def pad_multiple(recipe: QuantizationRecipe) -> int:
 
     Check `recipe_problem` first.
     """
+    if recipe.custom is not None:
+        return CUSTOM_ALIGNMENT
     name = "get_align_size_for_quantization"
     if problem("quantization", name):
         return recipe.alignment

@@ -69,7 +69,7 @@ def build_chunks(
         moe=args.moe,
         precision=args.precision,
         defers=args.parallel.has_deferred_wgrad,
-        stores=args.has_fp8_params,
+        stored_format=args.stored_weight_format,
         tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
         overlap=overlap,
     )

@@ -67,7 +67,7 @@ class FlatLayout:
         group: ranks that reduce the gradients and shard the state.
         outer: ranks that hold the same elements in the other instances of the distributed optimizer; gradients are
             reduced over it second.
-        is_fp8: the model stores the parameters in fp8 only (fp8_params.py).
+        is_fp8: the model stores the parameters in 8 or 4 bits only (fp8_params.py).
         has_whole_params: no parameter spans two ranks' parts.
     """
 
@@ -135,7 +135,8 @@ def plan_layouts(
     layouts = []
     for (kind, dtype, device, is_fp8, has_whole_params), members in kinds.items():
         group, outer = groups[kind]
-        align = math.lcm(group.size, BUCKET_ALIGN)
+        # a rank's part of a bucket ends with a full byte, also with two elements in each
+        align = math.lcm(group.size * (2 if is_fp8 else 1), BUCKET_ALIGN)
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
         is_sharded = parallel.use_distributed_optimizer

@@ -13,7 +13,7 @@ inside a graph is for what is launched inside.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -22,25 +22,42 @@ from moe_trainer.optim.buckets import Bucket, FlatLayout
 from moe_trainer.parallel import collectives
 
 
+class GatherBuffer(NamedTuple):
+    """Flat model parameters of a layout.
+
+    Args:
+        flat: one number per parameter, or one byte for several.
+        finish: called with every bucket that has been gathered.
+    """
+
+    layout: FlatLayout
+    flat: Tensor
+    finish: Callable[[Bucket], None] | None = None
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """Return what holds elements [start, stop) of the layout."""
+        per_item = self.layout.size // self.flat.numel()
+        return self.flat[start // per_item : stop // per_item]
+
+
 class ParamGather:
     """All-gathers the model parameters of all buckets from the shards that the ranks have updated."""
 
-    def __init__(self, params: Sequence[tuple[FlatLayout, Tensor]], chunks: Sequence[nn.Module], overlap: bool):
+    def __init__(self, params: Sequence[GatherBuffer], chunks: Sequence[nn.Module], overlap: bool):
         """Sort the buckets in order of use.
 
         Args:
-            params: layouts and their flat model parameters.
             chunks: modules whose forward waits for the gathers, with overlap.
         """
         self.overlap = overlap
-        self._buckets: list[tuple[FlatLayout, Tensor, Bucket]] = sorted(
-            ((layout, flat, bucket) for layout, flat in params for bucket in layout.buckets),
-            key=lambda entry: min(slot.position for slot in entry[2].slots),
+        self._buckets: list[tuple[GatherBuffer, Bucket]] = sorted(
+            ((buffer, bucket) for buffer in params for bucket in buffer.layout.buckets),
+            key=lambda entry: min(slot.position for slot in entry[1].slots),
         )
         self._works: list[Any] = [None] * len(self._buckets)
         self.pending = 0  # launched gathers that have not been waited for
         self._launched = 0
-        indices = {slot.param: index for index, (_, _, bucket) in enumerate(self._buckets) for slot in bucket.slots}
+        indices = {slot.param: index for index, (_, bucket) in enumerate(self._buckets) for slot in bucket.slots}
         self._hooks = _ForwardHooks(chunks, indices, self) if overlap else None
         self._defers = self._is_due = False
 
@@ -59,7 +76,7 @@ class ParamGather:
 
     def leading(self, ready: Callable[[Bucket], bool]) -> list[Bucket]:
         """Return the first buckets in order of use, up to the first that is not ready."""
-        return list(itertools.takewhile(ready, (bucket for _, _, bucket in self._buckets)))
+        return list(itertools.takewhile(ready, (bucket for _, bucket in self._buckets)))
 
     def start(self, count: int | None = None) -> None:
         """Launch the gathers of all buckets that are not in flight, in order of use; without overlap also wait.
@@ -88,10 +105,10 @@ class ParamGather:
 
     def _launch(self, stop_at: int) -> None:
         for index in range(self._launched, stop_at):
-            layout, flat, bucket = self._buckets[index]
-            start, stop = bucket.owned_range(layout.group, True)
+            buffer, bucket = self._buckets[index]
+            owned, group = bucket.owned_range(buffer.layout.group, True), buffer.layout.group
             self._works[index] = collectives.all_gather_flat(
-                flat[bucket.start : bucket.stop], flat[start:stop], layout.group, async_op=True
+                buffer.span(bucket.start, bucket.stop), buffer.span(*owned), group, async_op=True
             )
             self.pending += 1
         self._launched = stop_at
@@ -102,6 +119,9 @@ class ParamGather:
         if work is not None:
             work.wait()
             self.pending -= 1
+            buffer, bucket = self._buckets[index]
+            if buffer.finish is not None:
+                buffer.finish(bucket)
 
     def wait_all(self) -> None:
         """Wait for all buckets, also those that are not launched yet."""

@@ -9,30 +9,32 @@ from torch import Tensor
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.buckets import Bucket, FlatLayout
-from moe_trainer.optim.fp8_params import Fp8Params
+from moe_trainer.optim.fp8_params import Fp8Params, QuantizedParams
 from moe_trainer.optim.grad_buffer import GradBuffer
+from moe_trainer.optim.mx_params import MxParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, Segment
 from moe_trainer.optim.param_groups import get_param_group
 from moe_trainer.optim.state_plan import plan_state
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.quantization.mx_weight import MxWeight
 
 
 class FlatShard(OptimizerShard):
     """This rank's main parameters, main gradients and moments of one layout.
 
     Attributes:
-        model: flat buffer of all model parameters of the layout; None if the model stores them in fp8.
-        fp8: the fp8 parameters, if the model stores them.
+        model: flat buffer of all model parameters of the layout; None if the model stores them in fewer bits.
+        quantized: the parameters in fewer bits, if the model stores them so.
     """
 
     def __init__(self, buffer: GradBuffer, settings: OptimizerArgs, ps: ParallelState):
-        """Flatten the parameters and allocate the state. With fp8 storage only the state has the values."""
+        """Flatten the parameters and allocate the state. With storage in fewer bits only the state has the values."""
         self.layout: FlatLayout = buffer.layout
         self.has_whole_params, self.has_fp8_params = self.layout.has_whole_params, self.layout.is_fp8
         self.device = self.layout.device
         self.model: Tensor | None = self.layout.flatten_params()
-        self.fp8: Fp8Params | None = None
+        self.quantized: QuantizedParams | None = None
         self.buffer = buffer
         ranges = [bucket.owned_range(self.layout.group, buffer.is_sharded) for bucket in self.layout.buckets]
         # per bucket, the owned range in the buffer and the same elements in the flat state
@@ -52,24 +54,27 @@ class FlatShard(OptimizerShard):
         self.allocate_state(plan, size, torch.uint8 if self.has_fp8_params else self.layout.dtype)
         self.sync_main_params(from_model=True)
         if self.has_fp8_params:
-            self.fp8 = Fp8Params(self, self.layout, size)
+            is_mx = isinstance(next(iter(self.layout.slots)).param.fp8_weight, MxWeight)
+            self.quantized = (
+                MxParams(self, self.layout, size, buffer.flat) if is_mx else Fp8Params(self, self.layout, size)
+            )
             self.model = None
 
     @property
     def gather_buffer(self) -> Tensor:
         """The stored model parameters of all ranks, flat: the buffer that data-parallel ranks gather."""
-        if self.fp8 is not None:
-            return self.fp8.codes
+        if self.quantized is not None:
+            return self.quantized.gather_buffer
         assert self.model is not None
         return self.model
 
     def model_at(self, start: int, stop: int) -> Tensor:
         """Return the model's elements of a range inside one bucket's owned range; live.
 
-        fp8 parameters have such elements only while weights are loaded.
+        Quantized parameters have such elements only while weights are loaded.
         """
-        if self.fp8 is not None:
-            return self.fp8.loadable_at(start, stop)
+        if self.quantized is not None:
+            return self.quantized.loadable_at(start, stop)
         assert self.model is not None
         return self.model[self._in_buffer(start, stop)]
 
@@ -78,8 +83,8 @@ class FlatShard(OptimizerShard):
         return self.buffer.flat[self._in_buffer(start, stop)]
 
     def write_to_model(self, start: int, stop: int, values: Tensor) -> None:
-        """Write new values to the model; fp8 parameters are quantized together (`Fp8Params.quantize_to_model`)."""
-        if self.fp8 is None:
+        """Write new values to the model; others are quantized later (`QuantizedParams.quantize_to_model`)."""
+        if self.quantized is None:
             super().write_to_model(start, stop, values)
 
     def bucket_at(self, start: int) -> Bucket:

@@ -1,9 +1,10 @@
-"""Parameters that the model stores in fp8 only (--fp8-param-gather; quantization/fp8_weight.py).
+"""Parameters that the model stores in 8 or 4 bits only (--fp8-param-gather, --fp4-param-gather).
 
-The fp32 main parameters of a rank's shard are the only values; every rank has the fp8 bytes of all shards. After a step
-`quantize_to_model` casts the shard directly to fp8: maximum magnitudes of the shard, their maximum over the ranks that
-hold the other shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any
-parameters (distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima.
+The fp32 main parameters of a rank's shard are the only values; every rank has the bytes of all shards. After a step
+`quantize_to_model` casts the shard directly: maximum magnitudes of the shard, their maximum over the ranks that hold
+the other shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any
+parameters (distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima
+(quantization/fp8_weight.py, fp4_weight.py). MXFP8 parameters are gathered in the model's format: mx_params.py.
 
 Other code reads the values through the parameter's accessor, in the parameter's own dtype, rounded from the main
 parameters, so checkpoints and exports do not depend on how weights are stored. Loading exposes this rank's shard in
@@ -12,57 +13,51 @@ that dtype (`loadable`); the optimizer then takes the main parameters from it, u
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_trainer.optim.buckets import FlatLayout, Slot
+from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard
 from moe_trainer.optim.state_storage import StateStorage, copy_to
 from moe_trainer.parallel import collectives
 from moe_trainer.quantization.fp8_weight import Fp8Weight
 
 
-class Fp8Params:
-    """fp8 bytes of all parameters of a layout, made from the main parameters of a shard.
+class QuantizedParams(ABC):
+    """All parameters of a layout, which the model stores in fewer bits, with their values in a shard's main parameters.
 
     Args:
         size: elements of the shard's flat state.
+
+    Attributes:
+        gather_buffer: what data-parallel ranks gather, flat.
+        finish_gather: completes the parameters of a bucket after its all-gather, if anything is left to do.
     """
+
+    gather_buffer: Tensor
+    finish_gather: Callable[[Bucket], None] | None = None
 
     def __init__(self, shard: OptimizerShard, layout: FlatLayout, size: int):
         self._shard, self._layout, self._size = shard, layout, size
         self._loadable: Tensor | None = None
         self._offsets = [part.offset for part in shard.param_shards]
-        self.codes = layout.allocate(torch.uint8)
         local = {part.slot: part for part in shard.param_shards}
-        weights = [slot.param.fp8_weight for slot in layout.slots]
-        sizes = [weight.num_blocks for weight in weights]
-        self._amax = torch.zeros(sum(sizes), device=layout.device)
-        for slot, weight, amax in zip(layout.slots, weights, self._amax.split(sizes)):
-            weight.bind(self.codes[slot.start : slot.stop], amax)
-            weight.home = Fp8MasterAccessor(self, slot, local.get(slot))
-            slot.param.data = weight.placeholder_param(layout.dtype)
+        for slot in layout.slots:
+            slot.param.fp8_weight.home = MainParamAccessor(self, slot, local.get(slot))
+            slot.param.data = slot.param.fp8_weight.placeholder_param(layout.dtype)
 
     @property
     def has_external_scales(self) -> bool:
         """Whether scales, and with them the bytes, may change without an update (delayed scaling)."""
         return any(slot.param.fp8_weight.scale_fn() is not None for slot in self._layout.slots)
 
-    @torch.no_grad()
-    def quantize_to_model(self) -> None:
-        """Compute this rank's bytes and all scales from the main parameters. Collective over the layout's group."""
-        device = self._layout.device
-        self._amax.zero_()
-        for weight, main, start, stop, first in self._weight_ranges():
-            weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
-        collectives.all_reduce(self._amax, self._layout.group, "max")
-        for slot in self._layout.slots:
-            slot.param.fp8_weight.compute_scales()
-        for weight, main, start, stop, first in self._weight_ranges():
-            weight.cast(copy_to(main.load_fp32(start, stop), device), first)
+    @abstractmethod
+    def quantize_to_model(self, buckets: Collection[Bucket]) -> None:
+        """Fill this rank's part of these buckets from the main parameters. Collective over the layout's group."""
 
     def values(self, start: int, stop: int) -> Tensor:
         """Return a copy of the main parameters of a range of the flat state, in the parameters' dtype."""
@@ -88,18 +83,18 @@ class Fp8Params:
         return self._loadable
 
     def loadable_at(self, start: int, stop: int) -> Tensor:
-        assert self._loadable is not None, "fp8 parameters have no other values than the main parameters"
+        assert self._loadable is not None, "quantized parameters have no other values than the main parameters"
         return self._loadable[start:stop]
 
     def finish_load(self) -> None:
         """Drop the copy that `loadable` returned."""
         self._loadable = None
 
-    def _weight_ranges(self) -> Iterator[tuple[Fp8Weight, StateStorage, int, int, int]]:
+    def _ranges(self, slots: Collection[Slot]) -> Iterator[tuple[Slot, StateStorage, int, int, int]]:
         """Iterate over the parts of update segments by parameter.
 
         Yields:
-            (weight, main parameters, start and stop in the flat state, start in the parameter).
+            (slot, main parameters, start and stop in the flat state, start in the parameter).
         """
         parts = self._shard.param_shards
         for segment in self._shard.update_segments:
@@ -109,19 +104,51 @@ class Fp8Params:
                 if part.offset >= segment.stop:
                     break
                 start, stop = max(part.offset, segment.start), min(part.end, segment.stop)
-                if start < stop:
-                    yield part.slot.param.fp8_weight, main, start, stop, part.start + start - part.offset
+                if start < stop and part.slot in slots:
+                    yield part.slot, main, start, stop, part.start + start - part.offset
+
+
+class Fp8Params(QuantizedParams):
+    """fp8 or NVFP4 bytes of all parameters of a layout, made from the main parameters of a shard."""
+
+    def __init__(self, shard: OptimizerShard, layout: FlatLayout, size: int):
+        weights: list[Fp8Weight] = [slot.param.fp8_weight for slot in layout.slots]
+        per_byte = weights[0].elements_per_byte
+        self.gather_buffer = torch.zeros(layout.size // per_byte, dtype=torch.uint8, device=layout.device)
+        sizes = [weight.num_blocks for weight in weights]
+        self._amax = dict(zip(layout.slots, torch.zeros(sum(sizes), device=layout.device).split(sizes)))
+        for slot, weight in zip(layout.slots, weights):
+            codes = self.gather_buffer[slot.start // per_byte : slot.stop // per_byte]
+            weight.bind(codes, self._amax[slot])
+        super().__init__(shard, layout, size)
+
+    @torch.no_grad()
+    def quantize_to_model(self, buckets: Collection[Bucket]) -> None:
+        """Compute this rank's bytes and all scales of these buckets. Collective over the layout's group."""
+        device, slots = self._layout.device, {slot: None for bucket in buckets for slot in bucket.slots}
+        if not slots:
+            return
+        found = [self._amax[slot] for slot in slots]
+        torch._foreach_zero_(found)
+        for slot, main, start, stop, first in self._ranges(slots):
+            slot.param.fp8_weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
+        together = collectives.all_reduce(torch.cat(found), self._layout.group, "max")
+        torch._foreach_copy_(found, together.split([amax.numel() for amax in found]))
+        for slot in slots:
+            slot.param.fp8_weight.compute_scales()
+        for slot, main, start, stop, first in self._ranges(slots):
+            slot.param.fp8_weight.cast(copy_to(main.load_fp32(start, stop), device), first)
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8MasterAccessor:
-    """Access to the values of one fp8 parameter (parallel/shards.py).
+class MainParamAccessor:
+    """Access to the values of one quantized parameter (parallel/shards.py).
 
     Args:
         part: this rank's shard of it, if any.
     """
 
-    params: Fp8Params
+    params: QuantizedParams
     slot: Slot
     part: ParamShard | None
 
@@ -144,5 +171,5 @@ class Fp8MasterAccessor:
         return [(self.params.loadable()[self.part.offset : self.part.end], self.part.start, self.part.stop)]
 
 
-def _read(params: Fp8Params, base: int, start: int, stop: int) -> Tensor:
+def _read(params: QuantizedParams, base: int, start: int, stop: int) -> Tensor:
     return params.values(base + start, base + stop)

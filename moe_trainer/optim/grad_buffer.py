@@ -190,6 +190,9 @@ class DataParallelGrads:
         self._next = 0  # first bucket that is not launched
         self.num_finished = 0  # iterations
         self._accumulating = False
+        # called once before the first gradient of an iteration: the buffers may hold parameters until then
+        self.before_accumulation: Callable[[], None] | None = None
+        self._is_fresh = True
         self._fused_slots: set[Slot] = set()  # gradients that GEMMs have added in this backward pass
         devices = {buffer.layout.device for buffer in self.buffers if buffer.layout.outer.size > 1}
         self._side_stream = next((torch.cuda.Stream(device) for device in devices if device.type == "cuda"), None)
@@ -210,6 +213,7 @@ class DataParallelGrads:
         for pending in self._order:
             pending.reset()
         self._next = 0
+        self._is_fresh = True
         self._fused_slots.clear()
 
     @contextlib.contextmanager
@@ -288,6 +292,7 @@ class DataParallelGrads:
     def _sum(self, pending: _PendingBucket, slot: Slot) -> MainGradSum:
         """Return the accumulator of a parameter's next gradient; the caller adds to it."""
         assert pending.work is None, f"{slot.param.info.names[0]}: a gradient was computed after its bucket was reduced"
+        self._prepare()
         beta = 0.0 if slot in pending.stale else 1.0
         pending.stale.discard(slot)
         return MainGradSum(pending.local.get(slot, slot.param.main_grad), beta, pending.buffer.factor)
@@ -304,8 +309,16 @@ class DataParallelGrads:
             self._launch(self._order[self._next])
             self._next += 1
 
+    def _prepare(self) -> None:
+        """Wait until the buffers are free for gradients."""
+        if self._is_fresh:
+            self._is_fresh = False
+            if self.before_accumulation is not None:
+                self.before_accumulation()
+
     @torch.no_grad()
     def _launch(self, pending: _PendingBucket) -> None:
+        self._prepare()
         for slot in pending.stale:
             slot.param.main_grad.zero_()
         for slot, total in pending.local.items():

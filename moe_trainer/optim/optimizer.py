@@ -24,12 +24,13 @@ from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
-from moe_trainer.optim.distributed_optimizer import ParamGather
+from moe_trainer.optim.distributed_optimizer import GatherBuffer, ParamGather
 from moe_trainer.optim.flat_shard import FlatShard
-from moe_trainer.optim.fp8_params import Fp8Params
+from moe_trainer.optim.fp8_params import QuantizedParams
 from moe_trainer.optim.fsdp_shard import FsdpGrads, FsdpShard
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import DynamicLossScale, build_loss_scale
+from moe_trainer.optim.mx_params import MxParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamState
 from moe_trainer.optim.param_groups import ParamGroup, adam_eps
 from moe_trainer.optim.state_plan import get_update_rule, plan_state
@@ -92,7 +93,7 @@ class Optimizer:
         self._check_for_nan, self._count_zeros, self._timer = check_for_nan, count_zeros, timer
         self._scaler, plan = build_loss_scale(precision), plan_state(settings)
         self._gather: ParamGather | None = None
-        self._fp8_params: list[Fp8Params] = []
+        self._quantized: list[tuple[QuantizedParams, tuple[Bucket, ...]]] = []
         self._shards: list[OptimizerShard]
         if isinstance(grads, FsdpGrads):
             has_main_params = precision.bf16 or precision.fp16
@@ -100,10 +101,17 @@ class Optimizer:
         else:
             flat_shards = [FlatShard(buffer, settings, ps) for buffer in grads.buffers]
             self._shards = [*flat_shards]
-            self._fp8_params = [shard.fp8 for shard in flat_shards if shard.fp8 is not None]
+            self._quantized = [
+                (shard.quantized, shard.layout.buckets) for shard in flat_shards if shard.quantized is not None
+            ]
             if grads.is_sharded:
-                buffers = [(shard.layout, shard.gather_buffer) for shard in flat_shards]
+                buffers = [
+                    GatherBuffer(shard.layout, shard.gather_buffer, shard.quantized and shard.quantized.finish_gather)
+                    for shard in flat_shards
+                ]
                 self._gather = ParamGather(buffers, chunks, parallel.overlap_param_gather)
+            if any(isinstance(shard.quantized, MxParams) for shard in flat_shards):
+                grads.before_accumulation = self.wait_params
         self._updater = Updater(self._shards, settings, plan, device, ps)
         local_groups = {part.group for shard in self._shards for part in shard.param_shards}
         # a stage without experts or without a decoupled learning rate also reports the groups of the others
@@ -112,8 +120,8 @@ class Optimizer:
             key=lambda g: (g.is_expert_parallel, -g.wd_mult, g.is_decoupled_lr, g.lr_mult),
         )
         self.step_count = 0
-        self._num_early_buckets = 0
-        if self._fp8_params:
+        self._early_buckets: list[Bucket] = []
+        if self._quantized:
             self._start_param_gather()
             self.wait_params()
         if self._gather is not None and parallel.overlap_param_gather_with_optimizer_step:
@@ -122,8 +130,8 @@ class Optimizer:
     def gather_early(self, params: Collection[Parameter]) -> int:
         """Gather these parameters while the others are updated: --overlap-param-gather-with-optimizer-step.
 
-        They must be the first in order of use, in separate buckets. Parameters that the host updates and fp8 parameters
-        are excluded. Return the number of buckets.
+        They must be the first in order of use, in separate buckets. Parameters that the host updates are excluded.
+        Return the number of buckets.
         """
         assert self._gather is not None
         param_ids = {id(param) for param in params}
@@ -138,10 +146,9 @@ class Optimizer:
         def is_early(bucket: Bucket) -> bool:
             return id(bucket) not in updated_on_host and all(id(slot.param) in param_ids for slot in bucket.slots)
 
-        buckets = [] if self._fp8_params else self._gather.leading(is_early)
-        self._updater.put_first(buckets)
-        self._num_early_buckets = len(buckets)
-        return self._num_early_buckets
+        self._early_buckets = self._gather.leading(is_early)
+        self._updater.put_first(self._early_buckets)
+        return len(self._early_buckets)
 
     @property
     def loss_scale(self) -> float:
@@ -203,7 +210,7 @@ class Optimizer:
                     f"the loss scale is at its minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or "
                     "--min-loss-scale, or train with --bf16"
                 )
-            if any(params.has_external_scales for params in self._fp8_params):
+            if any(params.has_external_scales for params, _ in self._quantized):
                 self._start_param_gather()
             return StepOutcome(False, None, None, True)
         with self._timer("optimizer-clip-main-grad"):
@@ -214,23 +221,39 @@ class Optimizer:
                 num_zeros = self._num_zeros()
         with self._timer("optimizer-inner-step"):
             self.step_count += 1
-            num_early = self._num_early_buckets if not row_factors else 0  # rows are scaled between update and gather
             self._updater.step(
                 lambda group: group.rates(lr, weight_decay, decoupled_lr, scaled_lr),
                 factor,
                 self.step_count,
-                first_done=lambda: self._gather.start(num_early) if num_early else None,
+                first_done=lambda: self._start_early_gather(row_factors),
             )
-            for shard in self._shards if row_factors else ():
-                shard.scale_rows(row_factors)
-        self._start_param_gather()
+            self._scale_rows(row_factors, are_first=False)
+        self._start_param_gather(self._early_buckets)
         return StepOutcome(True, norm, num_zeros, False)
 
-    def _start_param_gather(self) -> None:
-        """Quantize fp8 parameters and start the parameter all-gather. Collective with either."""
-        for params in self._fp8_params:
+    def _scale_rows(self, row_factors: Mapping[Parameter, Tensor], are_first: bool) -> None:
+        """Scale the rows of what is updated first, or of everything else."""
+        first = set(self._updater.first)
+        for shard in self._shards if row_factors else ():
+            shard.scale_rows(row_factors, [seg for seg in shard.update_segments if (seg in first) == are_first])
+
+    def _start_early_gather(self, row_factors: Mapping[Parameter, Tensor]) -> None:
+        """Complete and gather the buckets that were updated first."""
+        if self._early_buckets and self._gather is not None:
+            self._scale_rows(row_factors, are_first=True)
+            for params, own in self._quantized:
+                params.quantize_to_model([bucket for bucket in own if bucket in self._early_buckets])
+            self._gather.start(len(self._early_buckets))
+
+    def _start_param_gather(self, early: Sequence[Bucket] = ()) -> None:
+        """Quantize parameters and start the parameter all-gather. Collective with either.
+
+        Args:
+            early: buckets whose gathers have been started.
+        """
+        for params, own in self._quantized:
             with self._timer("optimizer-copy-main-to-model-params"):
-                params.quantize_to_model()
+                params.quantize_to_model([bucket for bucket in own if bucket not in early])
         if self._gather is not None:
             with self._timer("params-all-gather"):
                 self._gather.start()
@@ -318,10 +341,10 @@ class Optimizer:
             self.wait_params()
             for shard in self._shards:
                 shard.sync_main_params(from_model=True)
-            if self._fp8_params:
+            if self._quantized:
                 self._start_param_gather()
                 self.wait_params()
-        for params in self._fp8_params:
+        for params, _ in self._quantized:
             params.finish_load()
 
     def params_norm(self) -> float:

@@ -9,7 +9,7 @@ order.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -162,7 +162,7 @@ class OptimizerShard(ABC):
         contiguous_segments: the longest segments of equal treatment.
         blocks: the state, by device.
         update_segments: the segments that are updated at once.
-        has_fp8_params: the model stores the parameters in fp8 only (fp8_params.py).
+        has_fp8_params: the model stores the parameters in 8 or 4 bits only (fp8_params.py).
         has_whole_params: each param shard is a full parameter and is updated as such (muon.py).
     """
 
@@ -257,10 +257,14 @@ class OptimizerShard(ABC):
                 self.write_to_model(start, stop, main.store_main(start, stop, values))
 
     @torch.no_grad()
-    def scale_rows(self, row_factors: Mapping[Parameter, Tensor]) -> None:
-        """Multiply the rows of some parameters by factors, in the main parameters and in the model."""
+    def scale_rows(self, row_factors: Mapping[Parameter, Tensor], segments: Iterable[Segment]) -> None:
+        """Multiply the rows of some parameters by factors, in the main parameters and in the model.
+
+        Args:
+            segments: the update segments to scale.
+        """
         scaled = [part for part in self.param_shards if part.slot.param in row_factors]
-        for segment in self.update_segments if scaled else ():
+        for segment in segments if scaled else ():
             parts = [part for part in scaled if part.offset < segment.stop and segment.start < part.end]
             if not parts:
                 continue

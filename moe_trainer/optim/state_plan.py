@@ -82,7 +82,7 @@ def plan_state(settings: OptimizerArgs, of_matrices: bool = False) -> StatePlan:
         return replace(
             plan,
             host_share=settings.optimizer_offload_fraction,
-            updates_on_host=True,
+            updates_on_host=not of_matrices,  # the GEMMs of an orthogonalization belong on the device
             pins_grads=settings.pin_cpu_grads,
             overlaps_copies=settings.overlap_cpu_optimizer_d2h_h2d,
         )

@@ -30,7 +30,11 @@ Moments = dict[str, list[Tensor]]
 
 
 class Updater:
-    """Updates all optimizer shards of a rank."""
+    """Updates all optimizer shards of a rank.
+
+    Attributes:
+        first: the segments of `put_first`.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class Updater:
         self._on_device = sorted(
             (segment for segment in segments if not segment.state.is_updated_on_host), key=lambda segment: segment.group
         )
-        self._first: list[Segment] = []
+        self.first: list[Segment] = []
         self.host_pipeline = HostUpdatePipeline(
             device, pinned_grads=plan.pins_grads, pinned_params=plan.pins_state, overlap=plan.overlaps_copies
         )
@@ -65,7 +69,7 @@ class Updater:
         def is_first(segment: Segment) -> bool:
             return isinstance(segment.shard, FlatShard) and id(segment.shard.bucket_at(segment.start)) in bucket_ids
 
-        self._first = [segment for segment in self._on_device if is_first(segment)]
+        self.first = [segment for segment in self._on_device if is_first(segment)]
         self._on_device = [segment for segment in self._on_device if not is_first(segment)]
 
     @torch.no_grad()
@@ -78,7 +82,7 @@ class Updater:
             step_count: number of this step, from 1.
             first_done: called once the segments of `put_first` are updated.
         """
-        self._update_on_device(self._first, rates, factor, step_count)
+        self._update_on_device(self.first, rates, factor, step_count)
         first_done()
         self._update_on_device(self._on_device, rates, factor, step_count)
         self._update_matrices(rates, factor)

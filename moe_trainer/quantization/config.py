@@ -12,6 +12,7 @@ from arguments.model import ModelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.quantization.custom_recipe import CustomRecipe
 from moe_trainer.quantization.gemms import DelayedScaling, QuantizationRecipe, QuantizedGemms, make_recipe
 from moe_trainer.quantization.precision_file import Formats, PrecisionFile, PrecisionFileError
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
@@ -21,15 +22,18 @@ def get_recipe(precision: PrecisionArgs) -> QuantizationRecipe | None:
     """Return the recipe of the flags, or None in high precision.
 
     Raises:
-        ValueError: if the recipe's quantizers are Python code of the user.
+        QuantizerFactoryError: if a factory chooses the formats and cannot be imported.
     """
     if not precision.fp8 and not precision.fp4:
         return None
     name = precision.fp8_recipe if precision.fp8 else precision.fp4_recipe
     if name == "custom":
-        raise ValueError(
-            "--fp8-recipe custom and --fp4-recipe custom take TransformerEngine quantizers, which are not supported"
+        kind, path = (
+            ("fp8", precision.fp8_quantizer_factory) if precision.fp8 else ("fp4", precision.fp4_quantizer_factory)
         )
+        wgrad = precision.fp8_wgrad or not precision.fp8
+        flag = f"--{kind}-quantizer-factory"
+        return CustomRecipe.load(flag, path or "", precision.fp8 == "hybrid", wgrad).representative()
     delayed = DelayedScaling(
         precision.fp8_margin, precision.fp8_amax_history_len, precision.fp8_amax_compute_algo == "max"
     )
@@ -110,7 +114,8 @@ class QuantizationConfig:
             is_expert: it is the stacked weight of a rank's experts.
             quantizer: see QuantizedGemms.
         """
-        formats = Formats(self.recipe, self.recipe) if self.file is None else self.file.formats(name, self.recipe)
+        recipe = self.recipe if self.recipe.custom is None else self.recipe.custom.recipe(name, is_expert)
+        formats = Formats(recipe, recipe) if self.file is None else self.file.formats(name, self.recipe)
         if formats.training is None:
             return None
         ps = self.ps

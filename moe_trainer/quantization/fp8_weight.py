@@ -10,7 +10,7 @@ Shape letters: e matrices of a stack (1 for a single weight), N output width, K 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,13 +29,36 @@ PORTION_CPU, PORTION_GPU = 1 << 18, 1 << 24
 """Elements that are cast at once."""
 
 
-def can_store_in_fp8(scaling: Scaling, transposed: Scaling) -> bool:
-    """Return whether one set of bytes serves both GEMMs of a weight.
-
-    This needs a one-byte format, and the same scales for the transposed weight.
-    """
+def can_store_once(scaling: Scaling, transposed: Scaling) -> bool:
+    """Return whether one set of bytes serves both GEMMs of a weight: the transposed weight has the same scales."""
     square = scaling.rows == scaling.cols and (scaling.rows, scaling.cols) == (transposed.rows, transposed.cols)
-    return scaling.fmt.dtype is not None and scaling.fmt == transposed.fmt and square
+    return scaling.fmt == transposed.fmt and square
+
+
+def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of this shape over a single NaN."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+class StoredMatrix(Protocol):
+    """One weight [N, K] as it is stored: in fp8, NVFP4 (fp4_weight.py) or MXFP8 (mx_weight.py)."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight, N and K."""
+
+    @property
+    def amax(self) -> Tensor:
+        """Largest absolute value, of delayed scaling."""
+
+    def operand(self, scaling: Scaling, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
+        """Return the matrix as an operand of a GEMM of values in `dtype`."""
+
+
+class StoredWeight(Protocol):
+    """A parameter as it is stored, indexed by matrix."""
+
+    def __getitem__(self, index: int) -> StoredMatrix: ...
 
 
 class Fp8Matrix(NamedTuple):
@@ -44,6 +67,11 @@ class Fp8Matrix(NamedTuple):
     values_NK: Tensor
     inverse: Tensor
     amax: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight, N and K."""
+        return self.values_NK.shape
 
     def operand(self, scaling: Scaling, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
         """Return the matrix as an operand of a GEMM of values in `dtype`."""
@@ -61,6 +89,8 @@ class Fp8Weight:
         codes: uint8 [e, N, K].
         amax_eB: block maxima of the local shard, to be reduced over all shards before `compute_scales`.
     """
+
+    elements_per_byte = 1
 
     def __init__(
         self,
@@ -99,11 +129,15 @@ class Fp8Weight:
 
     def placeholder_param(self, dtype: torch.dtype) -> Tensor:
         """Return the data of the parameter: its shape over a single NaN."""
-        return torch.full((1,), torch.nan, dtype=dtype, device=self.codes.device).expand(self.shape)
+        return nan_placeholder(self.shape, dtype, self.codes.device)
 
     def bind(self, codes: Tensor, amax: Tensor) -> None:
         """Store bytes and maxima in these flat tensors."""
         self.codes, self.amax_eB = codes.view(self.num_matrices, self.height, self.width), amax.view_as(self._scale_eB)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is stored, by name; the first dimension counts matrices."""
+        return {"": self.codes, " (scales)": self.inverse_e}
 
     def __getitem__(self, index: int) -> Fp8Matrix:
         return Fp8Matrix(self.codes[index].view(self.scaling.fmt.dtype), self.inverse_e[index], self._largest_e[index])
@@ -138,11 +172,7 @@ class Fp8Weight:
 
     def cast(self, values: Tensor, start: int) -> None:
         """Cast a shard to bytes, with the scales of `compute_scales`."""
-        codes, fmt, scale_B = (
-            self.codes.view(-1),
-            self.scaling.fmt,
-            self._scale_eB.view(self._count, -1, self._scale_eB.shape[2]),
-        )
+        fmt, scale_B = self.scaling.fmt, self._scale_eB.view(self._count, -1, self._scale_eB.shape[2])
         for matrix, matrices, here, first, count in self._portions(start, start + values.numel()):
             part = values[here : here + count].to(self._dtype)
             if self.scaling.per_tensor:
@@ -153,8 +183,12 @@ class Fp8Weight:
                 rounded = round_nearest(framed * expand_scales(scale, self.scaling, framed.shape), fmt).view(-1)[
                     lead : lead + count
                 ]
-            at = matrix * self._tall * self.width + first
-            codes[at : at + count] = rounded.to(fmt.dtype).view(torch.uint8)
+            self._write(matrix * self._tall * self.width + first, rounded)
+
+    def _write(self, at: int, rounded: Tensor) -> None:
+        """Store numbers on the format's grid from element `at` of the flat weight on."""
+        codes = rounded.to(self.scaling.fmt.dtype).view(torch.uint8)
+        self.codes.view(-1)[at : at + codes.numel()] = codes
 
     def _framed(self, part: Tensor, first: int) -> tuple[Tensor, int, int]:
         """Pad a portion with zeros to full rows, starting with a row of blocks.

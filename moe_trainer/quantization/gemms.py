@@ -13,13 +13,13 @@ docs/design/quantization.md.
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moe_trainer.ops.gemms import UnquantizedGemms
-from moe_trainer.quantization.fp8_weight import Fp8Matrix, Fp8Weight
+from moe_trainer.quantization.fp8_weight import StoredMatrix, StoredWeight
 from moe_trainer.quantization.quantize import (
     E2M1,
     E4M3,
@@ -39,7 +39,7 @@ from moe_trainer.quantization.scaled_mm import scaled_mm
 X, WEIGHT, GRAD = 0, 1, 2
 """Operands with scales of their own: rows of the state of delayed scaling."""
 
-Pair = tuple[Tensor, Tensor | Fp8Matrix]
+Pair = tuple[Tensor, Tensor | StoredMatrix]
 """The rows of an expert, or their gradient, and its weight."""
 
 
@@ -67,6 +67,7 @@ class QuantizationRecipe:
         grad, weight_t: operands of the input gradient.
         grad_t, x_t: operands of the weight gradient, which is in high precision without `wgrad`.
         alignment: token counts are padded to a multiple of it.
+        custom: chooses the recipe of every linear (custom_recipe.py: CustomRecipe); this one stands for them all.
     """
 
     name: str
@@ -79,6 +80,7 @@ class QuantizationRecipe:
     wgrad: bool = True
     delayed: DelayedScaling | None = None
     alignment: int = 16
+    custom: Any = None
 
 
 def make_recipe(
@@ -162,11 +164,11 @@ class QuantizedGemms(nn.Module):
         scaling: fp32 buffer [3, 1 + L] of delayed scaling: for x, weight and gradient the scale (0: none yet, used as
             1) and the amax history, latest first.
         amax: fp32 buffer [3], maxima of the current iteration.
-        fp8_weight: the weight, if it is stored in fp8.
+        fp8_weight: the weight, if it is stored in 8 or 4 bits.
         evaluation: recipe of evaluation if it differs (then neither is delayed); None for high precision.
     """
 
-    fp8_weight: Fp8Weight | None = None
+    fp8_weight: StoredWeight | None = None
     is_quantized = True
 
     def __init__(
@@ -193,11 +195,11 @@ class QuantizedGemms(nn.Module):
         """Multiple of tokens per expert with which blocks along the tokens never cover two experts."""
         return max(self.recipe.alignment, self.recipe.grad_t.cols)
 
-    def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor | Fp8Matrix:
+    def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor | StoredMatrix:
         """Return one weight of a stack, as the GEMMs take it."""
         return weights_eNK[expert] if self.fp8_weight is None else self.fp8_weight[expert]
 
-    def output(self, x_RK: Tensor, weight_NK: Tensor | Fp8Matrix, dtype: torch.dtype | None = None) -> Tensor:
+    def output(self, x_RK: Tensor, weight_NK: Tensor | StoredMatrix, dtype: torch.dtype | None = None) -> Tensor:
         """Return x @ weight^T in `dtype` or that of x. x may have any leading dimensions."""
         if not self.training and self.evaluation != self.recipe:
             return self._evaluated(x_RK, weight_NK, dtype or x_RK.dtype)
@@ -216,7 +218,7 @@ class QuantizedGemms(nn.Module):
         )
         return y_RN.view(*x_RK.shape[:-1], -1)
 
-    def input_grad(self, grad_RN: Tensor, weight_NK: Tensor | Fp8Matrix) -> Tensor:
+    def input_grad(self, grad_RN: Tensor, weight_NK: Tensor | StoredMatrix) -> Tensor:
         """Return grad @ weight in the dtype of grad, which may have any leading dimensions."""
         flat = grad_RN.reshape(-1, grad_RN.shape[-1])
         grad = self._quantize(flat, self.recipe.grad, GRAD, "input")
@@ -243,7 +245,7 @@ class QuantizedGemms(nn.Module):
         if first is None:
             return
         rows, weight = first
-        shape = weight.values_NK.shape if isinstance(weight, Fp8Matrix) else weight.shape
+        shape = weight.shape
         plain = self.training or self.evaluation == self.recipe
         if not plain or not can_use_native_grouped_mm(
             rows, shape[1 if backward else 0], scaling, weight_scaling, rows.dtype
@@ -313,11 +315,11 @@ class QuantizedGemms(nn.Module):
         """Return the current weight scale of delayed scaling; None if it follows from the weight."""
         return self._scale(WEIGHT)
 
-    def _weight(self, weight_NK: Tensor | Fp8Matrix, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
+    def _weight(self, weight_NK: Tensor | StoredMatrix, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
         scaling = self.recipe.weight_t if transposed else self.recipe.weight
         if self.fp8_weight is not None and isinstance(weight_NK, Tensor):
             weight_NK = self.fp8_weight[0]
-        if not isinstance(weight_NK, Fp8Matrix):
+        if isinstance(weight_NK, Tensor):
             return self._quantize(weight_NK.t() if transposed else weight_NK, scaling, WEIGHT)
         if self.recipe.delayed is not None and self.training:
             self.amax[WEIGHT] = torch.maximum(self.amax[WEIGHT], weight_NK.amax)

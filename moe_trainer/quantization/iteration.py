@@ -5,10 +5,10 @@ of the stage that share a model replica or its data (ps.tp_dp_cp, Megatron-Core'
 all-reduce. All experts of a layer share their scales. So the state is equal on all these ranks and for every layout,
 and a checkpoint stores it under the layer's name.
 
---fp8-param-gather stores the weights of quantized layers in fp8 from the moment the optimizer takes them over
-(optim/fp8_params.py), where `Arguments.has_fp8_params` allows it: one set of bytes must serve both output and input
-gradient. MXFP8 blocks lie along the contracted dimension of each GEMM, so MXFP8 stores and gathers bf16, as Megatron-LM
-does.
+--fp8-param-gather and --fp4-param-gather store the weights of quantized layers in 8 or 4 bits from the moment the
+optimizer takes them over (optim/fp8_params.py), where `Arguments.has_fp8_params` allows it: one set of bytes must serve
+both output and input gradient. MXFP8 blocks lie along the contracted dimension of each GEMM, so MXFP8 weights are
+gathered in the model's format, and stored in it or twice in MXFP8 (optim/mx_params.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.quantization.fp4_weight import Fp4Weight
 from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.gemms import QuantizedGemms
+from moe_trainer.quantization.mx_weight import MxWeight, is_mx
+from moe_trainer.quantization.quantize import E2M1
 
 
 class WeightCastCache:
@@ -39,20 +42,28 @@ class WeightCastCache:
         return first
 
 
-def store_weights_in_fp8(chunks: Iterable[nn.Module]) -> int:
-    """Mark the weights of all quantized layers for storage in fp8, and return their number of elements.
+def store_quantized_weights(chunks: Iterable[nn.Module]) -> int:
+    """Mark the weights of all quantized layers for storage in 8 or 4 bits, and return their number of elements.
 
-    The parameter buffers allocate the bytes.
+    The parameter buffers allocate the bytes, except those of MXFP8.
     """
     count = 0
     for chunk in chunks:
         for module in chunk.modules():
             for weight, gemms in getattr(module, "quantized_weights", tuple)():
-                gemms.fp8_weight = weight.fp8_weight = Fp8Weight(
-                    weight.shape, gemms.recipe.weight, weight.dtype, weight.device, gemms.weight_scale
-                )
+                if gemms.recipe.weight.fmt == E2M1 and weight.shape[-1] % 2:
+                    continue  # a row would end within a byte
+                gemms.fp8_weight = weight.fp8_weight = _make_stored_weight(weight, gemms)
                 count += weight.numel()
     return count
+
+
+def _make_stored_weight(weight: Tensor, gemms: QuantizedGemms) -> Fp8Weight | MxWeight:
+    scaling = gemms.recipe.weight
+    if is_mx(scaling):
+        return MxWeight(weight.shape, scaling, weight.device, gemms.quantizer)
+    kind = Fp4Weight if scaling.fmt == E2M1 else Fp8Weight
+    return kind(weight.shape, scaling, weight.dtype, weight.device, gemms.weight_scale)
 
 
 def find_quantized_gemms(chunk: nn.Module) -> tuple[QuantizedGemms, ...]:

@@ -78,7 +78,8 @@ class QuantizedTensor(NamedTuple):
     """A quantized matrix.
 
     Args:
-        values: [R, K] on the format's grid, in fp32 or fp64, or in the format's one-byte dtype from a kernel.
+        values: [R, K] on the format's grid, in fp32 or fp64, or in the format's one-byte dtype from a kernel; E2M1 also
+            packed, [R, K / 2] (`unpack_e2m1`).
         inverse: scales to multiply by, () or one per block [R / rows, K / cols].
     """
 
@@ -86,10 +87,20 @@ class QuantizedTensor(NamedTuple):
     inverse: Tensor
     scaling: Scaling
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether two values share a byte."""
+        return self.values.dtype == torch.float4_e2m1fn_x2
+
+    def unpacked(self) -> "QuantizedTensor":
+        """Return the same matrix with one value per element."""
+        return self._replace(values=unpack_e2m1(self.values)) if self.is_packed else self
+
     def dequantized(self) -> Tensor:
         """Return the values [R, K] that a GEMM computes with."""
-        values = self.values.float() if self.values.itemsize == 1 else self.values
-        return values * expand_scales(self.inverse, self.scaling, self.values.shape)
+        values = self.unpacked().values
+        values = values.float() if values.itemsize == 1 else values
+        return values * expand_scales(self.inverse, self.scaling, values.shape)
 
 
 def round_nearest(x: Tensor, fmt: NumberFormat) -> Tensor:
@@ -154,6 +165,15 @@ def expand_scales(scales: Tensor, scaling: Scaling, shape: torch.Size) -> Tensor
     return scales.repeat_interleave(scaling.rows, 0)[: shape[0]].repeat_interleave(scaling.cols, 1)[:, : shape[1]]
 
 
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Return the values [R, K] in fp32 of bytes [R, K / 2] that hold two each, the first in the lower half."""
+    codes = packed.view(torch.uint8)
+    code = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    size = (code & 7).float()
+    size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
+    return torch.where(code > 7, -size, size)
+
+
 def quantize(
     x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None, generator: torch.Generator | None = None
 ) -> QuantizedTensor:
@@ -175,7 +195,7 @@ def quantize(
     else:
         amax = block_amax(x_RK, scaling.rows, scaling.cols)
         if scaling.scales == TWO_LEVEL:
-            scale, inverse = _two_level(amax, scaling.fmt)
+            scale, inverse = two_level_scales(amax, scaling.fmt)
         else:
             scale = compute_scale(amax, scaling.fmt, scaling.scales == POWER_OF_TWO)
             inverse = 1.0 / scale
@@ -186,13 +206,15 @@ def quantize(
     return QuantizedTensor(rounded, inverse, scaling)
 
 
-def _two_level(amax: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Return scales and their inverses: an E4M3 number per block times an fp32 number per tensor.
+def two_level_scales(amax: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Return scales and their inverses: an E4M3 number per block times an fp32 number per matrix.
 
-    The tensor's number maps the largest block to E4M3's maximum. A block too small for E4M3, or whose scale would
+    amax: the maxima of the blocks of a matrix, or of a stack of matrices.
+
+    The matrix's number maps the largest block to E4M3's maximum. A block too small for E4M3, or whose scale would
     overflow fp32 (0 times that would be NaN), becomes zero.
     """
-    whole = amax.amax() if amax.numel() else amax.new_zeros(())
+    whole = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(())
     tensor_scale = compute_scale(whole, NumberFormat("", 0, 0, fmt.max * E4M3.max))
     stored = round_nearest(amax / fmt.max * tensor_scale, E4M3)
     inverse = stored / tensor_scale

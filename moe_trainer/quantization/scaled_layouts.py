@@ -62,7 +62,11 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def pad_to_multiple(x: QuantizedTensor, row_multiple: int, col_multiple: int) -> QuantizedTensor:
-    """Pad with zeros to multiples, in the format's one-byte dtype (E2M1: fp32)."""
+    """Pad with zeros to multiples, in the format's one-byte dtype (E2M1: fp32, or packed if nothing is missing)."""
+    if x.is_packed:
+        if not (x.values.shape[0] % row_multiple or 2 * x.values.shape[1] % col_multiple):
+            return x
+        x = x.unpacked()
     rows, cols = -x.values.shape[0] % row_multiple, -x.values.shape[1] % col_multiple
     fmt = x.scaling.fmt
     values = x.values if fmt.dtype is None else x.values.to(fmt.dtype)

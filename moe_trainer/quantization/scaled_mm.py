@@ -134,7 +134,7 @@ def _operand(x: QuantizedTensor, kind: GemmKind) -> tuple[Tensor | _Scales, ...]
         )
     stored, whole = split_two_level(inverse.repeat_interleave(scaling.rows, 0)[: x.values.shape[0]])
     return (
-        pack_e2m1(x.values),
+        x.values if x.is_packed else pack_e2m1(x.values),
         _Scales(swizzle_scales(stored).to(E4M3.dtype), ScalingType.BlockWise1x16, tiled),
         _Scales(whole, ScalingType.TensorWise),
     )

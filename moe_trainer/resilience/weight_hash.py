@@ -68,11 +68,11 @@ def check_replica_weights(params: Iterable[Parameter], ps: ParallelState, iterat
 
 
 def _tensors(param: Parameter) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a parameter by name: each expert separately, and codes and scales of an fp8 parameter."""
+    """Yield the tensors of a parameter by name: each expert separately, and codes and scales of a quantized one."""
     info = get_param_info(param)
     parts = {"": param}
     if is_fp8_param(param):
-        parts = {"": param.fp8_weight.codes, " (scales)": param.fp8_weight.inverse_e}
+        parts = param.fp8_weight.tensors()
     for suffix, x in parts.items():
         slices = x if info.stacked else [x]
         yield from ((name + suffix, piece) for name, piece in zip(info.names, slices, strict=True))

@@ -51,7 +51,7 @@ from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
-from moe_trainer.quantization.iteration import store_weights_in_fp8
+from moe_trainer.quantization.iteration import store_quantized_weights
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 from moe_trainer.training.context import TrainContext, TrainState, named_transformer_layers, print_rank_0
 from moe_trainer.training.initialize import Runtime
@@ -79,7 +79,10 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
             if args.parallel.has_sharded_params and ps.dp_cp.size > 1:
                 apply_fsdp(args, runtime, chunks)
             if args.has_fp8_params:
-                logger.info("--fp8-param-gather has no effect: there are no updated weights to gather")
+                logger.info(
+                    "--%s-param-gather has no effect: there are no updated weights to gather",
+                    "fp4" if args.precision.fp4 else "fp8",
+                )
         else:
             grads = build_grad_buffers(args, runtime, chunks)
             optimizer = Optimizer(
@@ -209,8 +212,13 @@ def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transform
     if parallel.fsdp_strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
     if args.has_fp8_params:
-        count = store_weights_in_fp8(chunks)
-        logger.info("--fp8-param-gather: %s parameters of this rank are stored and gathered in fp8", f"{count:,}")
+        count, stored = store_quantized_weights(chunks), args.stored_weight_format
+        logger.info(
+            "--%s-param-gather: %s parameters of this rank are stored in %s",
+            "fp4" if stored == "nvfp4" else "fp8",
+            f"{count:,}",
+            f"{stored} and gathered through the gradient buffer" if stored == "mxfp8" else f"{stored} and gathered so",
+        )
     fused = args.training.gradient_accumulation_fusion
     if fused and not all(chunk.graphs.parts <= {"iteration"} for chunk in chunks):
         fused = False

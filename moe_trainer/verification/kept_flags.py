@@ -84,7 +84,8 @@ NOT_IN_REFERENCE = frozenset(
     overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload optimizer_state_offload_fraction
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm
     moe_expert_rank_capacity_factor moe_clone_hot_experts moe_paged_stash moe_paged_stash_page_size
-    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather dsa_attention_form
+    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather fp4_param_gather
+    dsa_attention_form
     """.split()
 )
 NOISE = MappingProxyType(

@@ -38,7 +38,11 @@ _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 _BLOCKS = ("blockwise", "mxfp8")
 WITHOUT_FP8 = MappingProxyType(
     dict.fromkeys(
-        (*FP8_FLAGS, "moe_router_padding_for_fp8", "reuse_grad_buf_for_mxfp8_param_ag", "te_precision_config_file")
+        (
+            *FP8_FLAGS,
+            *("moe_router_padding_for_fp8", "reuse_grad_buf_for_mxfp8_param_ag"),
+            *("te_precision_config_file", "fp8_quantizer_factory", "fp4_quantizer_factory"),
+        )
     )
 )
 
@@ -63,12 +67,16 @@ def comparable_fp8_options(
         return {**others, **fixed}, [*notes, _TRANSPORT_NOTE.format(flags)]
     if values.get("fp4"):
         note = "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
-        return {**WITHOUT_FP8, "fp4": None, "fp4_recipe": None}, [note]
+        return {**WITHOUT_FP8, **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param_gather"))}, [note]
     if not values.get("fp8"):
         return dict(WITHOUT_FP8), []
     if is_sharded:
         note = "--fp8-format: left out; it is checked in fp64, and fully sharded parameters are fp32"
         return dict(WITHOUT_FP8), [note]
+    if values.get("fp8_recipe") == "custom":
+        return dict(WITHOUT_FP8), [
+            "--fp8-recipe custom: left out; its function may choose formats that depend on layers"
+        ]
     notes = [FP8_NOTE]
     if values.get("te_precision_config_file"):
         reason = "it names layers of the full model, so all use the recipe of the flags"

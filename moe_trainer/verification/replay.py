@@ -53,7 +53,15 @@ _RUN_FLAGS = frozenset(
 _RANDOM_FLAGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
 # destinations of flags that ask for a lower precision than fp32
 _LOW_PRECISION_FLAGS = frozenset(
-    {"bf16", "fp16", "fp4", "fp4_recipe", *low_precision.WITHOUT_FP8, *low_precision.TRANSPORT_FLAGS}
+    {
+        "bf16",
+        "fp16",
+        "fp4",
+        "fp4_recipe",
+        "fp4_param_gather",
+        *low_precision.WITHOUT_FP8,
+        *low_precision.TRANSPORT_FLAGS,
+    }
 )
 
 
@@ -183,11 +191,12 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
             "the last digit can change a rounding" if is_delayed else "scales and blocks are those of a rank's shard"
         )
         yield f"fp8 and fp4: {reason}"
-    if recorded.values["fp8_param_gather"]:
-        yield (
-            "--fp8-param-gather: the recorded run cast its weights to fp8 from fp32 main parameters, the replay casts "
-            "them from the recorded bf16 weights"
-        )
+    for name in ("fp8", "fp4"):
+        if recorded.values[f"{name}_param_gather"]:
+            yield (
+                f"--{name}-param-gather: the recorded run cast its weights to {name} from fp32 main parameters, the "
+                "replay casts them from the recorded bf16 weights"
+            )
     if micro_batch_changed:
         yield (
             "--micro-batch-size: losses are means over a microbatch, which differ if labels are masked, and in the "

@@ -350,24 +350,6 @@ def test_overload_factor_turns_on_per_layer_logging():
     )
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
-def test_muon_needs_weights_in_the_model_format(recipe):
-    """MXFP8 weights do, also with --fp8-param-gather; those of the other recipes are kept in 8 bits."""
-    line = [
-        "--optimizer",
-        "muon",
-        "--bf16",
-        "--fp8-format",
-        "e4m3",
-        "--fp8-recipe",
-        recipe,
-        "--fp8-param-gather",
-        "--use-distributed-optimizer",
-    ]
-    errors = {flag for violation in resolve_command_line([*TOY, *MOE, *line], 1)[1] for flag in violation.flags}
-    assert ("--fp8-param-gather" in errors) == (recipe != "mxfp8")
-
-
 def test_dry_run_accepts_any_dispatcher():
     parse(
         "--fake-process-group",

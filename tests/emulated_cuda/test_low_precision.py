@@ -33,11 +33,12 @@ BLOCKWISE, MXFP8, NVFP4 = (
     "--fp4-format e2m1",
 )
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+STORED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 # further than the proofs of tests/verification go: what is rounded at random, and what no mapping of several ranks keeps
 ONE_RANK = {
     "tensorwise, ends in bf16": f"{TENSORWISE} --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
     "mxfp8, rows padded": f"{MXFP8} --moe-token-dispatcher-type alltoall --moe-router-padding-for-quantization",
-    "nvfp4": NVFP4,
+    "nvfp4, weights in 4 bits": f"{NVFP4} --fp4-param-gather --use-distributed-optimizer",
     "nvfp4, recompute": f"{NVFP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 RANKS = {name: FP8_CASES[name] for name in ("dp, delayed", "cp and ep, tensorwise", "ep over dp, mxfp8")} | {
@@ -50,6 +51,8 @@ UNITS = {
     "blockwise": (BLOCKWISE, (9, 0)),
     "mxfp8": (MXFP8, (10, 0)),
     "nvfp4": (NVFP4, (10, 0)),
+    "nvfp4 weights": (f"{NVFP4} {STORED} --fp4-param-gather", (10, 0)),
+    "mxfp8 weights": (f"{MXFP8} {STORED} --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag", (10, 0)),
 }
 PROBES = 10  # a GEMM is tried first, and computed by definition where the device gives another result
 GROUPED = {

@@ -13,7 +13,7 @@ from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.memory import cast_bytes
-from moe_trainer.estimate.static_memory import matrices_only
+from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only
 
 RUN = "--mock-data --micro-batch-size 1 --global-batch-size 64 --bf16"
 # name: flags. One microbatch in flight: record_step.py runs them one after the other
@@ -53,6 +53,26 @@ def test_memory_plan_equals_allocator_count(name):
     assert found["backward 0"] == pytest.approx(-found["forward 0"], rel=1e-5)  # but the loss itself
     # the plan adds buffers of the experts' backward to logits that are gone by then
     assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.12 * found["peak"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag", 2.0625),
+        ("--fp4-format e2m1 --fp4-param-gather", 0.5 + 12 / 256),
+    ],
+)
+def test_memory_plan_of_stored_weights(flags, width):
+    """No copy in the model's format is left."""
+    words = f"{RUN} {CASES['Mixtral, expert parallel']} --num-layers 1 --transformer-impl local {flags}".split()
+    plan, found = (
+        plan_of_flags([*words, "--world-size", str(WORLD), "--hardware", "b200"]).peak,
+        on_device(recorded, words),
+    )
+    assert found["states"] == pytest.approx(plan.weights + plan.gradients + plan.optimizer, rel=0.01)
+    args = parse_args(words, WORLD)
+    matrices = fp8_params_on_rank(matrices_only(args, 32000), chunk_layouts(args.model, args.parallel)[0])
+    assert plan.weights == pytest.approx(2 * plan.held.total - (2 - width) * matrices.total, rel=1e-3)
 
 
 def test_memory_plan_of_the_delta_rule():

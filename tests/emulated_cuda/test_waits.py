@@ -68,7 +68,12 @@ CASES = {
     ),
     "packed documents": ("--reset-attention-mask --reset-position-ids", 1),
     "experts in fp8": (f"{FP8} tensorwise", 1),
-    "in fp4": (f"--bf16 {FEW} --fp4-format e2m1", 1),
+    "in fp4, weights too": (f"--bf16 {FEW} --fp4-format e2m1 --fp4-param-gather --use-distributed-optimizer", 1),
+    "MXFP8 weights": (
+        f"{FP8} mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather",
+        1,
+    ),
     "Muon": ("--optimizer muon", 1),
     "losses of indexers come with the others": (f"{LATENT} {DSA}", 1),
     "losses of multi-token prediction come with the others": ("--mtp-num-layers 1", 1),

@@ -11,6 +11,7 @@ from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.parallel.params import get_param_info, is_fp8_param, unique_params
 from moe_trainer.parallel.shards import local_shards
+from moe_trainer.quantization.mx_weight import MxWeight
 
 # every size is a multiple of 64, so that nothing is lost to alignment
 MODEL = (
@@ -54,6 +55,9 @@ CASES = (
     (1, f"--bf16 {ZERO} {STORED} --fp8-recipe blockwise --mtp-num-layers 1 --moe-shared-expert-intermediate-size 64"),
     (2, f"--bf16 {ZERO} {STORED} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 0"),
     (2, f"--bf16 {ZERO} {STORED} --fp8-recipe mxfp8"),
+    (2, f"--bf16 {ZERO} {STORED} --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag --optimizer muon"),
+    (2, f"--bf16 {ZERO} {STORED} --optimizer muon --optimizer-cpu-offload"),
+    (2, f"--bf16 {ZERO} --fp4-format e2m1 --fp4-param-gather {NARROW}"),
     (2, f"--bf16 {FSDP} optim {STORED}"),
     (2, f"--bf16 {FSDP} optim_grads_params {STORED}"),
     (1, f"{ZERO} {STORED}"),
@@ -82,14 +86,16 @@ def _of_one_run(argv, rank, n):
         weights = sum((stop - start) * 4 for param in params for _, start, stop in local_shards(param))
         gradients = weights
     else:
-        weights = sum(state.gather_buffer.untyped_storage().nbytes() for state in run.optimizer._shards)
-        weights += sum(
-            x.numel() * x.element_size()
-            for param in params
-            if is_fp8_param(param)
-            for x in (param.fp8_weight.inverse_e, param.fp8_weight._scale_eB, param.fp8_weight.amax_eB)
-            if not param.fp8_weight.scaling.per_tensor
-        )
+        in_gradients = {buffer.flat.untyped_storage().data_ptr() for buffer in run.grads.buffers}
+        buffers = [state.gather_buffer.untyped_storage() for state in run.optimizer._shards]
+        weights = sum(storage.nbytes() for storage in buffers if storage.data_ptr() not in in_gradients)
+        for param in params:
+            if is_fp8_param(param) and isinstance(param.fp8_weight, MxWeight):
+                weights += sum(x.numel() * x.element_size() for x in param.fp8_weight.tensors().values())
+            elif is_fp8_param(param) and not param.fp8_weight.scaling.per_tensor:
+                stored = param.fp8_weight
+                scales = (stored.inverse_e, stored._scale_eB, stored.amax_eB)
+                weights += sum(x.numel() * x.element_size() for x in scales)
         gradients = sum(buffer.flat.untyped_storage().nbytes() for buffer in run.grads.buffers)
         gradients += sum(
             total.untyped_storage().nbytes() for pending in run.grads._order for total in pending.local.values()
@@ -162,6 +168,17 @@ def test_state_bytes_of_fp8_weights_calculated_by_hand():
     flags = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {STORED} --fp8-recipe tensorwise".split()]
     found = state_bytes(parse_args(flags, 8), 8, stored=True)
     assert (found.weights, found.gradients, found.main_params, found.moments, found.host) == (1, 4, 4 / 8, 4 / 8, 0)
+
+
+def test_state_bytes_of_other_stored_weights_calculated_by_hand():
+    """NVFP4: half a byte and three fp32 numbers per 256 elements; MXFP8: a byte and a 32nd of one in two directions."""
+    for flags, expected in (
+        ("--fp4-format e2m1 --fp4-param-gather", 0.5 + 12 / 256),
+        (f"{STORED} --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", 2.0625),
+    ):
+        argv = [*MODEL, "--global-batch-size", "8", *f"--bf16 {ZERO} {NARROW} {flags}".split()]
+        found = state_bytes(parse_args(argv, 8), 8, stored=True)
+        assert (found.weights, found.gradients, found.main_params, found.moments) == (expected, 4, 4 / 8, 4 / 8)
 
 
 def test_expert_state_is_sharded_over_expert_data_parallel_ranks():

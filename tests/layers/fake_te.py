@@ -135,7 +135,8 @@ class FakeTransformerEngine:
         for kind in ("fp8", "fp8_block_scaling", "mxfp8", "nvfp4"):
             setattr(pytorch, f"is_{kind}_available", _available(self, kind))
         recipe.Format = type("Format", (), {"HYBRID": "HYBRID", "E4M3": "E4M3"})
-        for name in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
+        kinds = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
+        for name in kinds:
             setattr(recipe, name, _recipe(self, name))
         module, base = make_module(f"{PYTORCH}.module"), make_module(f"{PYTORCH}.module.base")
         self.recorded.recorded[USERBUFFERS] = USERBUFFER_SIGNATURE

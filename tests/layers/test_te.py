@@ -181,6 +181,7 @@ class FirstLayers:
 
 
 TE_IMPL = "--transformer-impl"
+FACTORY = "--fp8-format e4m3 --fp8-recipe custom --fp8-quantizer-factory quantization.test_custom_recipe."
 MADE = {
     "--fp8-format hybrid --fp8-recipe tensorwise": ("Float8CurrentScaling", {"fp8_format": "HYBRID"}),
     "--fp8-format e4m3 --fp8-recipe blockwise": ("Float8BlockScaling", {"fp8_format": "E4M3"}),
@@ -197,6 +198,16 @@ def test_linears_use_the_fp8_recipe(fake_package, flags):
     )  # the factory does not build the head and the router
     assert every.linears == ["FusedRowLinear"] * 4
     assert every.experts[0] == 0 and all(every.experts[1:])  # experts quantize by themselves; the first layer has none
+
+
+def test_a_factory_of_quantizers_is_the_custom_recipe(fake_package):
+    """Also for experts, whose token counts fit every quantizer."""
+    fake_package.align = te.CUSTOM_ALIGNMENT
+    wide = "--hidden-size 32 --ffn-hidden-size 32"
+    every = FirstLayers(fake_package, "--bf16", f"{FACTORY}returns_quantizers {wide}")
+    assert every.linears == ["FusedRowLinear"] * 4 and not any(every.experts)
+    assert {(kind, *given) for kind, given in every.recipes} == {("CustomRecipe", "qfactory")}
+    assert {given["qfactory"].__name__ for _, given in every.recipes} == {"returns_quantizers"}
 
 
 def test_first_and_last_layers_stay_in_bf16(fake_package):
@@ -248,6 +259,7 @@ def test_fp8_param_gather_keeps_the_library_without_a_note(fake_package, caplog,
         ("--fp8-format hybrid --fp8-recipe delayed", "updates delayed scales with every microbatch"),
         ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", "--no-fp8-wgrad"),
         ("--fp4-format e2m1 --fp4-recipe nvfp4", "this device has no nvfp4"),
+        (f"{FACTORY}blockwise", "the factory names formats of this program's own layers"),
     ],
 )
 def test_unsupported_recipes_use_local_linears_with_a_note(fake_package, caplog, flags, reason):

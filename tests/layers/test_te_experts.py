@@ -319,7 +319,7 @@ def test_memory_plan_predicts_the_choice_of_layers(fake_package, flags):
         moe=args.moe,
         precision=args.precision,
         defers=defers,
-        stores=args.has_fp8_params,
+        stored_format=args.stored_weight_format,
     ).for_chunk(WeightGradQueue() if defers else None)
     factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
     linear = factory.column_linear(32, 32, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
@@ -371,7 +371,7 @@ def test_quantized_experts_staying_local_give_a_warning(fake_package, caplog):
             model=args.model,
             moe=args.moe,
             precision=args.precision,
-            stores=args.has_fp8_params,
+            stored_format=args.stored_weight_format,
         )
     assert ["--moe-paged-stash" in message and "experts with" in message for message in caplog.messages] == [True]
 

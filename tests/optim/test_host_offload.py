@@ -116,6 +116,25 @@ def test_sgd_with_offload_between_steps_equals_plain_sgd():
     _assert_equal(_train(0, 1, {"optimizer": "sgd", **OFFLOAD["between steps"]}, True), expected, False)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_muon_with_offload_equals_muon(bf16):
+    """The host updates what AdamW does; momenta of matrices only visit the device."""
+    expected = _train(0, 1, {"optimizer": "muon"}, bf16)
+    for name in ("all", "half, overlap", "between steps", "between steps, part"):
+        found = _train(0, 1, {"optimizer": "muon", **OFFLOAD[name]}, bf16)
+        _assert_equal(found, expected, False)
+        away, total = found[3]
+        assert (away == total) == (name in ("all", "between steps")) and away > 0.2 * total, name
+
+
+def test_muon_never_orthogonalizes_on_the_host():
+    _, optimizer = build_training(Toy(), optimizer="muon", optimizer_cpu_offload=True)
+    found = {
+        (shard.has_whole_params, block.is_updated_on_host) for shard in optimizer._shards for block in shard.blocks
+    }
+    assert found == {(True, False), (False, True)}
+
+
 class LateCopies(CopyStream):
     """Copies that happen only when they are waited for or the device continues; before that the target holds invalid values."""
 

@@ -4,9 +4,12 @@ The losses, gradients, norms and weights are those of one process. (Every kind o
 tests/optim/test_layouts.py.)
 """
 
+import functools
+
 import pytest
 from harness import run_ranks
 from training.layouts import assert_equal, create_groups, make_argv, make_run, train_one_process, train_ranks
+from training.resuming import assert_alike, run_steps
 
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
@@ -70,7 +73,7 @@ def _count_early_gathers(rank: int, n: int, argv: list[str]) -> tuple[int, int, 
         seen.clear()
         train_step(run, TrainState(iteration=number), count)
     run.optimizer.wait_params()
-    return run.optimizer._num_early_buckets, len(gather._buckets), seen
+    return len(run.optimizer._early_buckets), len(gather._buckets), seen
 
 
 def test_the_first_chunk_is_gathered_while_the_second_is_updated():
@@ -78,3 +81,35 @@ def test_the_first_chunk_is_gathered_while_the_second_is_updated():
         assert 0 < early < total and set(seen) == {0, early} and seen == sorted(seen)
     for early, _, seen in run_ranks(_count_early_gathers, 4, [*make_argv("plain"), *f"{PP} {VPP} {FULL}".split()]):
         assert early == 0 and set(seen) == {0}
+
+
+LATE_WRITES = (
+    "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather",
+    "--bf16 --fp4-format e2m1 --fp4-param-gather",
+    "--qk-clip --qk-clip-threshold 0.01",
+)
+"""Flags with which the update is not the last that writes a parameter."""
+
+
+def _train_early_and_late(rank: int, n: int, argv: list[str]) -> list[tuple]:
+    """With every flag of LATE_WRITES: losses with early gathers and without, the numbers of early buckets and of clips."""
+    outcomes = []
+    for flags in LATE_WRITES:
+        both = []
+        for when in (EARLY, FULL):
+            line = [*argv, *f"{PP} {VPP} {when} {flags}".split()]
+            run, clips = make_run(line, rank, create_groups(line, rank, n), 3), []
+            scale = run.optimizer._scale_rows
+            run.optimizer._scale_rows = functools.partial(
+                lambda scale, clips, *args, **given: clips.append(args[0]) or scale(*args, **given), scale, clips
+            )
+            both.append((run_steps(run, 0, 3), len(run.optimizer._early_buckets), sum(map(bool, clips))))
+        outcomes.append(tuple(both))
+    return outcomes
+
+
+def test_early_gathers_wait_for_quantization_and_clipping():
+    for rank in run_ranks(_train_early_and_late, 4, make_argv("plain")):
+        for flags, ((early, buckets, clips), (late, none, _)) in zip(LATE_WRITES, rank):
+            assert buckets > 0 and none == 0 and (clips > 0) == ("--qk-clip" in flags), flags
+            assert_alike(early, late)

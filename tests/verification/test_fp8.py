@@ -43,6 +43,8 @@ FP8_PARAM_CASES = {
     "cp and ep, tensorwise": f"{FP8_CASES['cp and ep, tensorwise']} {FP8_PARAMS}",
     "pp, first layer in bf16": f"{FP8_CASES['pp, first layer in bf16']} {FP8_PARAMS}",
     "recompute": f"{FP8_CASES['recompute']} {FP8_PARAMS}",
+    "ep over dp, mxfp8": f"{FP8_CASES['ep over dp, mxfp8']} {FP8_PARAMS} --reuse-grad-buf-for-mxfp8-param-ag --overlap-grad-reduce "
+    "--overlap-param-gather",
 }
 
 
