@@ -250,6 +250,25 @@ def test_iteration_with_lost_rows_is_repeated_exactly(sources):
             assert ours == pytest.approx(theirs, rel=2e-3)
 
 
+def trained_with_races_checked(rank: int, n: int, sources: Path, flags: str) -> tuple:
+    check_races()
+    return trained(rank, n, sources, flags)
+
+
+def test_paged_stash_changes_nothing(sources):
+    """Bitwise; with too few pages the second iteration is repeated."""
+    flex = f"--moe-token-dispatcher-type flex {BUDGET} 3"
+    stash = f"{flex} --moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda"
+    plain, enough, full = (
+        on_device(trained_with_races_checked, sources, flags, ranks=RANKS, devices=RANKS)
+        for flags in (flex, f"{stash} 2", f"{stash} 0.6")
+    )
+    for one, other, repeated in zip(plain, enough, full, strict=True):
+        assert other[3] == [0, 1, 2] and repeated[3][:3] == [0, 1, 1]
+        for found in (other, repeated):
+            assert one[:2] == found[:2] and all((weight == found[2][name]).all() for name, weight in one[2].items())
+
+
 def test_parity_with_the_all_to_all(sources):
     check_parity(sources, "deepep or hybridep")
 

@@ -240,12 +240,11 @@ def check_stash(ranks: int, flags: str, factor: float) -> list[dict]:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, "--hidden-dropout 0.1"),
         (
             4,
             "--moe-layer-freq 1 --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
         ),
-        (4, ZERO_BUBBLE),
+        (4, f"{ZERO_BUBBLE} --hidden-dropout 0.1"),
     ],
 )
 def test_paged_stash_with_device_counts_changes_nothing(ranks, flags):
@@ -258,8 +257,6 @@ def test_iteration_with_a_full_stash_is_repeated_exactly():
     results = check_stash(2, RECOMPUTE[0], 0.5)
     assert all(result["attempts"][:3] == [False, False, True] for result in results)
     assert "iteration 2: the paged stash was full" in results[0]["log_lines"][0]
-    factor = results[0]["log_lines"][-1].split("--moe-paged-stash-buffer-size-factor-cuda ")[1].split()[0]
-    assert all(result["attempts"] == [False] * 3 for result in check_stash(2, RECOMPUTE[0], float(factor)))
 
 
 @pytest.mark.parametrize(
