@@ -158,11 +158,6 @@ def _check_dropless_experts(s: Settings) -> Iterator[Violation]:
     """Report what needs token counts on the host, or runs another microbatch between two parts of a graph."""
     for dest, is_on, reason in (
         (
-            "moe_paged_stash_buffer_size_factor_cpu",
-            s.moe_paged_stash and s.moe_paged_stash_buffer_size_factor_cpu,
-            "pages of host memory are assigned by the host.",
-        ),
-        (
             "moe_permute_fusion_into_hybridep",
             s.moe_permute_fusion_into_hybridep,
             "its fused combine needs counts on the host.",

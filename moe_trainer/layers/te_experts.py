@@ -52,7 +52,7 @@ def unstacked(
     return shown
 
 
-class StoredWeight:
+class LibraryWeight:
     """The library's tensors of a weight that is stored in fp8; kept as long as casts are.
 
     They share the weight's bytes. Their transposes do not, so they are new after every change of the weight.
@@ -128,7 +128,7 @@ class FusedGroupedLinear(nn.Module):
         stores: bool = False,
     ):
         super().__init__()
-        self.stores, self.stored = stores, StoredWeight()
+        self.stores, self.stored = stores, LibraryWeight()
         self.context, self.queue, self.pad_multiple, self.casts = context, queue, pad_multiple, WeightCastCache()
         self.fused = library.GroupedLinear(
             num_experts,

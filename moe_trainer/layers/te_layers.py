@@ -26,7 +26,7 @@ from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_atte
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.te_experts import FusedGroupedLinear, StoredWeight, showing, unstacked
+from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryWeight, showing, unstacked
 from moe_trainer.layers.te_ops import FusedExpertMLP
 from moe_trainer.layers.tp_overlap import GEMM_NAMES, TpOverlap
 from moe_trainer.parallel.state import Group, ParallelState
@@ -89,7 +89,7 @@ class _FusedLinear:
         **options,
     ):
         super().__init__(in_features, out_features, **options)
-        self.stored = StoredWeight()
+        self.stored = LibraryWeight()
         self.context, self.casts = context, WeightCastCache()
         overlap = userbuffer_options(options["name"], options.get("overlap")) if self.sequence_parallel else {}
         group = Group.single(self.group.name) if self.mode is None else self.group

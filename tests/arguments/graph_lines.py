@@ -54,7 +54,6 @@ UNSUPPORTED = (
         "",
         "--overlap-param-gather-with-optimizer-step",
     ),
-    (f"{DROPLESS} --moe-paged-stash", "", "--moe-paged-stash"),
     (f"{DROPLESS} --moe-permute-fusion-into-hybridep", "", "--moe-permute-fusion-into-hybridep"),
     (f"{DROPLESS} --fp8-format e4m3", "", "--fp8-format"),
     (f"{BUDGET} {EXPERTS_ALONE} --overlap-moe-expert-parallel-comm --bf16", "", "--overlap-moe-expert-parallel-comm"),
