@@ -26,11 +26,6 @@ COMBINATIONS = (
         f"{GRAPHS} attn --use-torch-fsdp2",
         "sharded parameters (`--use-megatron-fsdp` too) are gathered at a different address every time",
     ),
-    (f"{GRAPHS} attn --cpu-offloading-num-layers 2", "layers with offloaded activations are not captured"),
-    (
-        f"{GRAPHS} attn --fine-grained-activation-offloading --offload-modules core_attn",
-        "tensors inside a graph are not offloaded; those outside are",
-    ),
     (
         f"{GRAPHS} attn --attention-dropout 0.1 --recompute-granularity selective",
         "dropout inside a graph cannot be drawn twice with the same result; this also holds for `--hidden-dropout` and "

@@ -12,7 +12,6 @@ from arguments.rules.dispatcher import RANK_CAPACITY_BACKENDS
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
-OF_ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
 
 
 def _captured(s: Settings) -> set[str]:
@@ -241,7 +240,7 @@ def check_rng_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_offload_and_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def check_recompute_capturable(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     captured = _captured(s)
     if not captured:
         return
@@ -252,25 +251,6 @@ def check_offload_and_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         and "layer" not in captured
     ):
         yield _not_capturable(s, "a graph of moe_router cannot run again inside moe.", "recompute_modules")
-    if s.cpu_offloading_num_layers:
-        yield _not_capturable(s, "layers with offloaded activations are not captured.", "cpu_offloading_num_layers")
-    if not s.fine_grained_activation_offloading:
-        return
-    inside = [
-        part
-        for part in as_list(s.offload_modules)
-        if (
-            "attn" in captured
-            if part in OF_ATTENTION
-            else bool(captured & {"mlp", "moe_router", "moe"})
-            if part == "mlp_norm"
-            else "moe" in captured
-        )
-    ]
-    if inside:
-        yield _not_capturable(
-            s, f"{' '.join(inside)} would be offloaded from a graph, whose memory is fixed.", "offload_modules"
-        )
 
 
 def check_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

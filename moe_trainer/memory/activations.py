@@ -84,6 +84,10 @@ class ActivationPolicy:
         if self.offload is not None:
             self.offload.begin_pass()
 
+    def captured(self) -> Scope:
+        """Return the scope of a CUDA graph of parts of the chunk, which yields what the graph must keep alive."""
+        return contextlib.nullcontext() if self.offload is None else self.offload.captured()
+
     def cached_for_recompute(self, compute: Callable[[], T]) -> T:
         """Compute a value; in the second pass of a region return that of the first."""
         return compute() if self._replay_cache is None else self._replay_cache.cached(compute)

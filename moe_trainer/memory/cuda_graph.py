@@ -34,14 +34,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from moe_trainer.memory.graph_capture import CapturedGraph, join_tensors, split_tensors
+from moe_trainer.memory.graph_capture import CapturedGraph, Scope, join_tensors, split_tensors
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """The captured parts of one model chunk; without `parts` nothing is captured."""
+    """The captured parts of one model chunk; without `parts` nothing is captured.
+
+    Attributes:
+        scopes: contexts of every capture, see CapturedGraph.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class CudaGraphs:
         self._scale: Tensor | None = None
         self._scratch: dict[tuple, tuple[Tensor, ...]] = {}
         self._num_logged = 0
+        self.scopes: tuple[Scope, ...] = ()
 
     def is_captured(self, *parts: str) -> bool:
         """Whether one of these parts is captured, in passes that use graphs."""
@@ -237,7 +242,7 @@ class _GraphedPart:
         ]
         self._prepare()
         self.inputs = tuple(slot.static_input(x) for x in tensors)
-        self._forward_graph, self._backward_graph = CapturedGraph(slot.pool), None
+        self._forward_graph, self._backward_graph = CapturedGraph(slot.pool, scopes=slot.graphs.scopes), None
         with torch.enable_grad():
             result = self._forward_graph.capture(lambda: fn(*self.inputs))
         outputs, self._template = split_tensors(result)
@@ -316,7 +321,7 @@ class _GraphedPart:
 
     def _capture_backward(self) -> None:
         inputs = [x for x in self.inputs if x.requires_grad]
-        self._backward_graph = CapturedGraph(self.slot.pool)
+        self._backward_graph = CapturedGraph(self.slot.pool, scopes=self.slot.graphs.scopes)
         scratch = self.slot.graphs.scratch(self.params)
 
         def run() -> tuple[list[Tensor | None], list[Tensor | None]]:

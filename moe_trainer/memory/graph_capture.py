@@ -9,6 +9,7 @@ Graphs that share a memory pool may share the memory of temporary tensors, so th
 capture.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -18,19 +19,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
+Scope = Callable[[], contextlib.AbstractContextManager]
 
 
 class CapturedGraph:
     """Operations that can be replayed. Other threads (the watchdog of NCCL) may use the device during capture."""
 
-    def __init__(self, pool: Any, generators: Sequence[torch.Generator] = ()):
+    def __init__(self, pool: Any, generators: Sequence[torch.Generator] = (), scopes: Sequence[Scope] = ()):
         """Create an empty graph.
 
         Args:
             pool: memory pool, of torch.cuda.graph_pool_handle.
             generators: generators that captured operators draw from, in addition to the device's default one.
+            scopes: contexts of the capture; the graph keeps alive what they yield.
         """
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        self._scopes, self._kept = tuple(scopes), []
         for generator in generators:
             self._graph.register_generator_state(generator)
 
@@ -40,7 +44,9 @@ class CapturedGraph:
         Raises:
             RuntimeError: if it waits for the device or its shapes depend on values.
         """
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"))
+            self._kept = [stack.enter_context(scope()) for scope in self._scopes]
             result = run()
         self._graph.replay()  # a capture does not compute
         return result

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_trainer.memory.graph_capture import CapturedGraph, join_tensors, split_tensors
+from moe_trainer.memory.graph_capture import CapturedGraph, Scope, join_tensors, split_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,15 @@ logger = logging.getLogger(__name__)
 class IterationGraph:
     """The captured iteration."""
 
-    def __init__(self, warmup: int, generators: Sequence[torch.Generator] = ()):
+    def __init__(self, warmup: int, generators: Sequence[torch.Generator] = (), scopes: Sequence[Scope] = ()):
         """Create it without a graph.
 
         Args:
             warmup: iterations before the first capture, at least one.
             generators: generators that an iteration draws from, in addition to the device's default one.
+            scopes: contexts of the capture, see CapturedGraph.
         """
+        self._scopes = tuple(scopes)
         self._generators = tuple(generators)
         self._eager_iterations, self._iterations = max(1, warmup), 0
         self._key: Any = None
@@ -70,7 +72,7 @@ class IterationGraph:
     def _capture(self, key: Any, template: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> None:
         self.drop()  # frees its memory before the next capture
         self._inputs = [x.clone() for x in tensors]
-        self._graph = CapturedGraph(torch.cuda.graph_pool_handle(), self._generators)
+        self._graph = CapturedGraph(torch.cuda.graph_pool_handle(), self._generators, self._scopes)
         self._result = self._graph.capture(lambda: fn(join_tensors(template, self._inputs)))
         self._key = key
         logger.info("captured a CUDA graph of the full iteration (%s microbatches)", key)

@@ -9,24 +9,43 @@ On CUDA copies in each direction run on their own stream, from and to pinned mem
 `record_stream` keeps a tensor's memory until its copy is done, and the computation waits on the device only. On a CPU
 the same code copies synchronously. A tensor that several nodes save is copied once, also in other shapes, unless it
 was written to in between. Weights are never offloaded.
+Inside a CUDA graph (`captured`) the copies are captured too: the streams are forked from the captured one and joined at
+its end. Pinned memory belongs to the graph and is reused in it. Memory on the device must be reused too, and a capture
+defers the reuse of what `record_stream` has marked: so tensors are held until the computation waits for their copy, a
+few copies later, and copies back go to memory of the computation's stream.
+
 NOTE: autograd's check that a saved tensor was not modified in place does not see offloaded tensors.
 """
 
+import contextlib
 import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+MAX_HELD = 4
+"""Tensors that a CUDA graph holds while they are copied to the host."""
+
 
 class HostCopies:
     """Synchronous copies from host to host."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether copies are captured now."""
+        return False
+
+    def captured(self) -> contextlib.AbstractContextManager:
+        """Return the scope of a CUDA graph, which yields what the graph must keep alive."""
+        return contextlib.nullcontext()
 
     def start_out(self, x: Tensor) -> tuple[Tensor, Any]:
         """Start to copy x to the host. Return the copy and its completion event."""
@@ -112,6 +131,39 @@ class CudaCopies(StreamedCopies):
     def __init__(self, device: torch.device):
         super().__init__(make_copy_streams(device))
         self._device = device
+        self._graph: GraphCopies | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator["GraphCopies"]:
+        assert self._streams is not None
+        self._graph = GraphCopies(*self._streams)
+        with self._graph.forked():
+            try:
+                yield self._graph
+            finally:
+                self._graph = None
+
+    def start_out(self, x: Tensor) -> tuple[Tensor, Any]:
+        return super().start_out(x) if self._graph is None else self._graph.start_out(x)
+
+    def start_back(self, host: Tensor, out: Any) -> tuple[Tensor, Any]:
+        return super().start_back(host, out) if self._graph is None else self._graph.start_back(host, out)
+
+    def finish(self, x: Tensor, back: Any) -> None:
+        if self._graph is None:
+            super().finish(x, back)
+        else:
+            self._graph.wait(back)
+
+    def limit(self, out: Any) -> None:
+        if self._graph is not None:
+            self._graph.wait(out)
+        elif not isinstance(out, GraphEvent):
+            super().limit(out)
 
     def allocate(self, x: Tensor) -> Tensor:
         return torch.empty_like(x, device="cpu", pin_memory=True)
@@ -121,6 +173,84 @@ class CudaCopies(StreamedCopies):
 
     def copy_back(self, destination: Tensor) -> Tensor:
         return torch.empty_like(destination, device=self._device).copy_(destination, non_blocking=True)
+
+
+class GraphEvent(NamedTuple):
+    """End of a copy in a CUDA graph; other graphs do not wait for it, because the graph joins its copies."""
+
+    graph: "GraphCopies"
+    event: torch.cuda.Event
+
+
+class GraphCopies:
+    """Copies of one CUDA graph, and their pinned memory, which lives as long as the graph."""
+
+    def __init__(self, out: torch.cuda.Stream, back: torch.cuda.Stream):
+        """Store the streams for copies out and for copies back."""
+        self._out, self._back = out, back
+        self._buffers: list[Tensor] = []
+        self._free: dict[tuple, list[tuple[Tensor, GraphEvent]]] = {}
+        self._held: deque[tuple[Tensor, GraphEvent]] = deque()
+
+    @property
+    def _main(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._out.device)
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """Let the streams take part in the capture of the current stream."""
+        self._out.wait_stream(self._main)
+        self._back.wait_stream(self._main)
+        try:
+            yield
+        finally:
+            self._main.wait_stream(self._out)
+            self._main.wait_stream(self._back)
+            self._held.clear()
+
+    def start_out(self, x: Tensor) -> tuple[Tensor, GraphEvent]:
+        """Start to copy x to the host."""
+        available = self._free.get(_layout(x))
+        if available:
+            host, last_use = available.pop()
+            self._out.wait_event(last_use.event)
+        else:
+            # this thread may not allocate pinned memory while it captures; another one may
+            with ThreadPoolExecutor(1) as thread:
+                host = thread.submit(torch.empty_like, x, device="cpu", pin_memory=True, requires_grad=False).result()
+            self._buffers.append(host)
+        self._out.wait_stream(self._main)
+        with torch.cuda.stream(self._out):
+            host.copy_(x, non_blocking=True)
+            event = GraphEvent(self, self._out.record_event())
+        self._held.append((x, event))
+        while len(self._held) > MAX_HELD:
+            self.wait(self._held.popleft()[1])
+        return host, event
+
+    def start_back(self, host: Tensor, out: GraphEvent) -> tuple[Tensor, GraphEvent]:
+        """Start to copy back; `out` is of this graph or of an earlier one."""
+        x = torch.empty_like(host, device=self._out.device)
+        self._back.wait_stream(self._main)
+        if out.graph is self:
+            self._back.wait_event(out.event)
+        with torch.cuda.stream(self._back):
+            x.copy_(host, non_blocking=True)
+            return x, GraphEvent(self, self._back.record_event())
+
+    def wait(self, event: Any) -> None:
+        """Make the computation wait for a copy of this graph."""
+        if isinstance(event, GraphEvent) and event.graph is self:
+            self._main.wait_event(event.event)
+
+    def release(self, host: Tensor, last_use: GraphEvent) -> None:
+        """Allow other copies of this graph to use the memory after an event of this graph."""
+        if last_use.graph is self:
+            self._free.setdefault(_layout(host), []).append((host, last_use))
+
+
+def _layout(x: Tensor) -> tuple:
+    return x.size(), x.stride(), x.dtype
 
 
 class OffloadGroup:
@@ -134,10 +264,10 @@ class OffloadGroup:
         self._stored.append(weakref.ref(stored))
 
     def start_back(self) -> None:
-        """Start to copy back the tensors that are still alive."""
+        """Start to copy back the tensors that are still alive; inside a CUDA graph those that are offloaded in one."""
         for reference in self._stored:
             stored = reference()
-            if stored is not None:
+            if stored is not None and stored.is_current:
                 stored.start_back()
 
 
@@ -149,6 +279,15 @@ class OffloadedTensor:
         self._host, self.out = copies.start_out(x.detach())
         self._device: tuple[Tensor, Any] | None = None
         self._finished = False
+
+    def __del__(self):
+        if isinstance(self.out, GraphEvent):
+            self.out.graph.release(self._host, self.out if self._device is None else self._device[1])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was offloaded inside a CUDA graph if one is captured now, else outside."""
+        return isinstance(self.out, GraphEvent) == self._copies.is_captured
 
     def start_back(self) -> None:
         """Start to copy back, unless that has started."""
@@ -205,6 +344,10 @@ class ActivationOffload:
         self._offloaded: dict[tuple[int, int], tuple[StorageWeakRef, Any, weakref.ref[OffloadedTensor]]] = {}
         self._offloaded_bytes = self._eligible_bytes = 0
 
+    def captured(self) -> contextlib.AbstractContextManager:
+        """Return the scope of a CUDA graph, which yields what the graph must keep alive."""
+        return self._copies.captured()
+
     def begin_pass(self) -> None:
         """Begin the next forward pass."""
         if self._pass_bytes is None and self._eligible_bytes:
@@ -242,7 +385,10 @@ class ActivationOffload:
 
     def _find(self, x: Tensor) -> OffloadedTensor | None:
         storage, geometry, stored = self._offloaded.get(_key(x), (None, None, None))
-        return stored() if storage is not None and not storage.expired() and geometry == _geometry(x) else None
+        if storage is None or storage.expired() or geometry != _geometry(x):
+            return None
+        found = stored()
+        return found if found is not None and found.is_current else None
 
     def _note(self, x: Tensor, stored: OffloadedTensor) -> None:
         # the weak reference also prevents reuse of the address by another storage

@@ -128,7 +128,8 @@ class TransformerLayer(nn.Module):
             return self._add_residual(x_SBH, normed, y_SBH)
 
         def route(x_SBH: Tensor, *forced: Tensor) -> tuple[Tensor | None, RoutingOutput]:
-            normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
+            with self.activations.offload_scope("mlp_norm"):
+                normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
             with scope:
                 routed = self.mlp.route(normed, grad_scale, *forced)
             return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed

@@ -165,6 +165,7 @@ class Transformer(nn.Module):
         self.weight_grads, self.overlap_executor = queue, overlap_executor
         self.activations = ActivationPolicy() if activations is None else activations(self.stream)
         self.graphs = graphs or CudaGraphs()
+        self.graphs.scopes = (self.activations.captured,)
         factory = factory.for_chunk(
             None if args.parallel.has_deferred_head_wgrad else queue,
             self.stream,

@@ -193,7 +193,8 @@ def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transfo
     if impl != "full_iteration" or device.type != "cuda":
         return None
     streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
-    return IterationGraph(args.training.cuda_graph_warmup_steps, streams)
+    scopes = [chunk.activations.captured for chunk in chunks]
+    return IterationGraph(args.training.cuda_graph_warmup_steps, streams, scopes)
 
 
 def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | FsdpGrads:

@@ -42,9 +42,6 @@ UNSUPPORTED = (
     (f"{ATTN} --attention-dropout 0.1 --context-parallel-size 2", "", "--attention-dropout"),
     (f"{ATTN} --fp4-format e2m1", "", "--fp4-format"),
     (f"{ROUTER} --recompute-granularity selective --recompute-modules moe", "", "--recompute-modules"),
-    (f"{ATTN} --cpu-offloading-num-layers 2", "", "--cpu-offloading-num-layers"),
-    (f"{ATTN} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1", "", "--offload-modules"),
-    (f"{ROUTER} --fine-grained-activation-offloading --offload-modules mlp_norm", "", "--offload-modules"),
     (f"{ATTN} --use-torch-fsdp2", "", "--use-torch-fsdp2"),
     (f"{ATTN} mamba", "", "--cuda-graph-modules"),
     (
@@ -87,6 +84,8 @@ SUPPORTED = (
     "--recompute-num-layers 1",
     f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2",
     f"{ATTN} --reset-attention-mask",
+    f"{ATTN} --cpu-offloading-num-layers 2",
+    f"{ROUTER} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1 mlp_norm",
     f"{WHOLE} --dataloader-inter-document-masking",
     f"{WHOLE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     f"{WHOLE} {NO_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "

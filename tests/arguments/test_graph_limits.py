@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.parse import resolve_command_line
-from tests.arguments.graph_lines import ATTN, HYBRIDEP, NOT_CAPTURED, PADDED, PREPROCESS, ROUTER, SUPPORTED, UNSUPPORTED
+from tests.arguments.graph_lines import HYBRIDEP, NOT_CAPTURED, PADDED, PREPROCESS, ROUTER, SUPPORTED, UNSUPPORTED
 from tests.arguments.rule_lines import changed
 
 
@@ -49,7 +49,7 @@ def test_full_iteration_graph_of_dropless_experts_gives_one_error():
 
 
 def test_all_obstacles_are_reported_at_once():
-    found = not_implemented_violations(f"{ATTN} --fp4-format e2m1 --cpu-offloading-num-layers 2 --use-torch-fsdp2")
+    found = not_implemented_violations(f"{ROUTER} --fp4-format e2m1 --moe-router-force-biased 1.0 --use-torch-fsdp2")
     assert len([violation for violation in found if "--cuda-graph-impl" in violation.flags]) == 3
 
 

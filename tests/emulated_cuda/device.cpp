@@ -180,6 +180,9 @@ struct Graph {
   std::thread::id thread;
   DeviceIndex device = 0;
   int64_t stream = 0;
+  int origin = 0;                                  // index of that stream
+  uint64_t begin = 0;                              // of the capture, in the time of that stream
+  std::map<int, uint64_t> last;                    // captured operators by stream
 };
 Graph* capturing = nullptr;
 struct Range {  // of memory that a step reads or writes
@@ -663,6 +666,13 @@ Tensor frozen(const Tensor& t) {
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) x.unsafeGetTensorImpl()->set_wrapped_number(true);
   return x;
 }
+// An operator is captured if its stream waits for one that is; a graph ends when all such streams have been waited for.
+void note_stream(const std::string& what) {
+  const int index = current_index();
+  TORCH_CHECK(index == capturing->origin || at_index(clocks[index], capturing->origin) >= capturing->begin,
+              "CUDA error: during a capture, ", what, " runs on ", stream_name(index), ", which does not wait for the capturing stream");
+  capturing->last[index] = at_index(clocks[index], index);
+}
 // What a capture writes holds its numbers until the capture ends, so that indices computed in it are valid.
 void save_before(const Tensor& t) {
   if (!t.defined() || !t.is_cuda() || !t.numel()) return;
@@ -678,6 +688,7 @@ void copy_result(const std::string& name, const Tensor& from, const Tensor& to) 
 }
 
 void capture(const c10::OperatorHandle& op, const Plan& plan, DeviceIndex device, torch::jit::Stack* stack) {
+  note_stream(plan.name);
   const size_t n = op.schema().arguments().size(), begin = stack->size() - n;
   std::vector<IValue> arguments(stack->begin() + begin, stack->end());
   if (plan.generator >= 0 || plan.draws) {
@@ -811,6 +822,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     arrive(clocks[current_index()], begin, end);
   }
   if (capturing) {
+    note_stream(what);
     if (out) save_before(self);
     Tensor to = frozen(self), from = frozen(source);
     Ranges ranges;
@@ -922,6 +934,7 @@ void touch_all(at::TensorList tensors, const std::string& what) {
   }
   if (shapes_only) return;
   touched.clear();
+  if (capturing) note_stream(what);
   for (const Tensor& t : tensors) {
     if (capturing) { save_before(t); frozen(t); add_range(touched, t, true); }
     else { check_filled(t, true, what); if (check_races) touch(t, true, what, line); }
@@ -1072,18 +1085,26 @@ int ec_graph_begin(void* graph, int of_thread) {
   capturing->thread = std::this_thread::get_id();
   capturing->device = current_device;
   capturing->stream = current_streams[current_device];
+  capturing->origin = current_index();
+  Clock& clock = clocks[capturing->origin];
+  if ((int)clock.size() <= capturing->origin) clock.resize(capturing->origin + 1);
+  capturing->begin = ++clock[capturing->origin];
+  capturing->last.clear();
   return 0;
 }
 int ec_capture_refuses() { return refuses(); }
-void ec_graph_end() {
+int ec_graph_end() {  // 1: a stream has not been waited for
   LOCKED;
   Graph& graph = *capturing;
+  int unjoined = 0;
+  for (auto& [index, time] : graph.last) unjoined |= at_index(clocks[graph.origin], index) < time;
   capturing = nullptr;
   for (auto& [data, bytes] : graph.before)
     if (blocks.count(data)) std::memcpy(data, bytes.data(), std::min(bytes.size(), blocks[data].size));
   for (auto& [impl, state] : graph.states) state.first.set_state(state.second);
   graph.before.clear();
   graph.states.clear();
+  return unjoined;
 }
 int ec_is_capturing() { return capturing != nullptr; }
 void ec_graph_call(void (*call)(int64_t), int64_t number) { LOCKED; capturing->steps.push_back([call, number, ranges = touched] { arrive_at(ranges); call(number); }); }

@@ -325,7 +325,8 @@ class CUDAGraph:
         self._pool = pool or graph_pool_handle()
 
     def capture_end(self) -> None:
-        DEVICE().lib.ec_graph_end()
+        if DEVICE().lib.ec_graph_end():
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
 
     def replay(self) -> None:
         error = ctypes.create_string_buffer(4096)

@@ -226,6 +226,23 @@ def test_a_replay_repeats_the_operators_on_the_same_addresses():
     assert on_device(graph) == [[0, 0, 0], [12, 12, 12], [[10, 10, 10]]]
 
 
+def on_stream(stream, run) -> None:
+    with torch.cuda.stream(stream):
+        run()
+
+
+class forked:  # noqa: N801 - a scope
+    """Run on a stream that waits for the current one."""
+
+    def __init__(self, run):
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        on_stream(self.stream, run)
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
 def capture(how: str):
     x, mask = torch.ones(3, device="cuda"), torch.ones(3, dtype=torch.bool, device="cuda")
     event = torch.cuda.Event()
@@ -247,6 +264,9 @@ def capture(how: str):
             "read": lambda: None,
             "freed": lambda: None,
             "a registered generator": lambda: torch.empty_like(x).uniform_(generator=generator),
+            "unforked": lambda: on_stream(torch.cuda.Stream(), lambda: x * 2),
+            "unjoined": lambda: forked(lambda: x * 2).join,
+            "forked": lambda: forked(lambda: x * 2).join(),
         }[how]()
     if how == "read":
         y.tolist()
@@ -268,13 +288,19 @@ def capture(how: str):
         "generator",
         "read",
         "freed",
+        "unforked",
+        "unjoined",
     ],
 )
 def test_operations_not_permitted_during_capture(how):
     message = device_error(capture, how)
-    expected = {"generator": "not registered", "read": "no replay has filled", "freed": "have been freed"}.get(
-        how, "not permitted when stream is capturing"
-    )
+    expected = {
+        "generator": "not registered",
+        "read": "no replay has filled",
+        "freed": "have been freed",
+        "unforked": "does not wait for the capturing stream",
+        "unjoined": "unjoined work",
+    }.get(how, "not permitted when stream is capturing")
     assert expected in message, message
 
 
@@ -301,8 +327,9 @@ def test_capture_rejects_operations_of_other_threads():
     assert "not permitted when stream is capturing" in on_device(capture_next_to_a_thread, "global")
 
 
-def test_capture_accepts_a_registered_generator():
-    on_device(capture, "a registered generator")
+@pytest.mark.parametrize("how", ["a registered generator", "forked"])
+def test_operations_permitted_during_capture(how):
+    on_device(capture, how)
 
 
 def exchange(rank: int, world_size: int):

@@ -1,5 +1,7 @@
 """Graphed training equals eager training bit for bit, in one process with an emulated device."""
 
+from collections import Counter
+
 import pytest
 import torch
 from emulated_cuda.run import device_test
@@ -9,6 +11,7 @@ from torch import nn
 from arguments import parse_args
 from moe_trainer.memory import cuda_graph
 from moe_trainer.memory.cuda_graph import CudaGraphs
+from moe_trainer.memory.offload import GraphCopies
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
@@ -18,6 +21,10 @@ ROUTED = "attn moe_router moe_preprocess"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 KEPT = "--bf16 --use-distributed-optimizer --fp8-param-gather"
+TO_HOST = (
+    "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading "
+    "--min-offloaded-tensor-size 1"
+)
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 # name -> (kind of model, further flags, flags of graphs)
 CASES = {
@@ -66,12 +73,14 @@ CASES = {
         "--bf16 --fp32-residual-connection --apply-residual-connection-post-layernorm",
         [local(ROUTED)],
     ),
-    "experts to the host": (
-        "plain",
-        "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act "
-        "--min-offloaded-tensor-size 1",
-        [local(ROUTED)],
+    "experts to the host": ("plain", f"{TO_HOST} --offload-modules expert_fc1 moe_act", [local(ROUTED)]),
+    "attention to the host": (
+        "padded capacity",
+        f"{TO_HOST} --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act "
+        "--fine-grained-offloading-max-inflight-offloads 2",
+        [local("attn"), local(ROUTED), local("moe"), local(), full()],
     ),
+    "layers to the host": ("padded capacity", "--cpu-offloading-num-layers 1", [local("attn"), full()]),
 }
 
 
@@ -91,6 +100,27 @@ def test_graphed_training_equals_eager(name):
             if run.iteration_graph
             else all(chunk.graphs.num_passes == 1 for chunk in run.chunks)
         )
+
+
+@device_test
+def test_offloaded_tensors_of_a_graph_are_copied_inside_it():
+    """Pinned memory of a microbatch serves the next one; what is brought back is what was sent."""
+    kind, flags, _ = CASES["attention to the host"]
+    counts, out, back = Counter(), GraphCopies.start_out, GraphCopies.start_back
+
+    def counted_out(self, x):
+        counts["out"] += 1
+        host, event = out(self, x)
+        counts["buffers"] = len(self._buffers)
+        return host, event
+
+    def counted_back(self, *args):
+        counts["back"] += 1
+        return back(self, *args)
+
+    GraphCopies.start_out, GraphCopies.start_back = counted_out, counted_back
+    train([*line(kind, flags), *full()])
+    assert counts["out"] == counts["back"] == 4 * counts["buffers"] > 0  # four microbatches
 
 
 class Toy(nn.Module):

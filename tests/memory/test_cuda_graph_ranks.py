@@ -3,6 +3,7 @@
 import pytest
 from emulated_cuda.run import on_device
 from memory.graphed import full, line, list_differences, local, same_accumulation_flags, train_ranks
+from training.layouts import make_argv
 
 ROUTED = local("attn moe_router moe_preprocess")
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -127,3 +128,23 @@ def test_graphs_are_captured_again_when_a_buffer_was_too_small(graphs):
         captures, replays = ([step[what] for step in counts] for what in ("captures", "replays"))
         assert captures[0] == captures[2] == captures[4] == 0 and captures[1] == captures[3] > 0
         assert replays[2] == replays[4] > 0
+
+
+# DeepSeek-V3's layout on GB300 in bf16: pipeline with virtual stages, experts over ranks, everything overlapped
+RECIPE = (
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 {OVERLAP} {DROPLESS} --moe-router-force-load-balancing "
+    "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --transformer-impl transformer_engine --on-missing-backend fallback "
+    "--recompute-granularity selective --recompute-modules mla_up_proj"
+)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_deepseek_recipe_is_captured_once_and_waits_for_nothing_inside(times):
+    """Shrunk to four ranks: one graph on each, replayed so many times, equal to eager training to the last bit."""
+    plain = [*make_argv("deepseek"), *RECIPE.split()]
+    outcomes = on_device(train_ranks, [plain, [*plain, *full()]], times + 2, ranks=4, devices=4)
+    for rank, ((eager, _), (graphed, counts)) in enumerate(outcomes):
+        assert rank or list_differences(eager, graphed) == []
+        assert [step["captures"] for step in counts] == [0, 1, *(0,) * times]
+        assert [step["replays"] for step in counts] == [0, 0, *(1,) * times]
+        assert counts[-1] == {"replays": 1, **ONCE}
