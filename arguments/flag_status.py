@@ -87,18 +87,12 @@ NO_EFFECT = MappingProxyType(
         "data_parallel_random_init": "all data-parallel ranks start with the first one's weights, as in Megatron-LM; "
         "dropout differs in any case",
         "lazy_mpu_init": "initialization is never delegated to an outer framework",
-        **_each(
-            """nccl_communicator_config_path nccl_ub disable_symmetric_registration use_sharp sharp_enabled_group
-            high_priority_stream_groups""",
-            _NCCL,
-        ),
+        **_each("nccl_communicator_config_path use_sharp sharp_enabled_group high_priority_stream_groups", _NCCL),
         # fully sharded data parallelism
         "megatron_fsdp_version": "there is one implementation, torch's fully_shard",
-        **_each(
-            """fsdp_double_buffer megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
-            fsdp_manual_registration suggested_communication_unit_size create_all_gather_group""",
-            _FSDP,
-        ),
+        **_each("suggested_communication_unit_size create_all_gather_group", _FSDP),
+        "fsdp_manual_registration": "--use-nccl-ub registers all buffers at once after the first iteration, and turns "
+        "this on, as in Megatron-LM",
         "megatron_fsdp_enable_fine_grained_param_gather": "parameters are gathered layer by layer, experts separately",
         "keep_fp8_transpose_cache": "fully sharded parameters are gathered in the model's format; no transpose is "
         "cached",
@@ -170,16 +164,12 @@ class MissingFeature:
 
 
 _WEIGHT_SHARDS = MissingFeature("weight-sharded tensor parallelism", harmless=(1,))
-_FSDP_OUTER = MissingFeature("sharding over the instances of fully sharded data parallelism")
 _SHARED_SELECTION = MissingFeature("reuse of an earlier layer's key selection")
 
 NOT_IMPLEMENTED = MappingProxyType(
     {
         "tensor_parallel_num_weight_shards": _WEIGHT_SHARDS,
         "expert_tensor_parallel_num_weight_shards": _WEIGHT_SHARDS,
-        "outer_dp_sharding_strategy": _FSDP_OUTER,
-        "enable_full_sharding_in_hsdp": _FSDP_OUTER,
-        "megatron_fsdp_main_params_dtype": MissingFeature("main parameters in another format than fp32"),
         "megatron_fsdp_main_grads_dtype": MissingFeature("main gradients in fp16", ("fp16",)),
         "optimizer_cuda_graph": MissingFeature(
             "a CUDA graph of the optimizer step (learning rates, step count and the overflow check are on the host)"
@@ -362,8 +352,15 @@ REQUIRES = (
     (("use_torch_fsdp2",), "torch_fsdp2_reshard_after_forward"),
     (
         ("use_megatron_fsdp",),
-        "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype",
+        "data_parallel_sharding_strategy megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype "
+        "megatron_fsdp_main_params_dtype outer_dp_sharding_strategy enable_full_sharding_in_hsdp fsdp_double_buffer "
+        "megatron_fsdp_max_pool_double_buffer nccl_ub",
     ),
+    (
+        ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer", "nccl_ub"),
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+    ),
+    (("nccl_ub",), "disable_symmetric_registration"),
     (
         ("tp_comm_overlap",),
         "tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad "

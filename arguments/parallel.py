@@ -169,11 +169,12 @@ class ParallelArgs:
     )
     """What --use-megatron-fsdp shards: nothing, optimizer states, gradients too, or parameters too."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """What Megatron's FSDP shards over the outer group."""
+    """What Megatron's FSDP shards over the instances of the distributed optimizer, besides inside each: nothing, or
+    optimizer states."""
     megatron_fsdp_version: Literal[1, 2] = 1
     """Generation of Megatron's FSDP."""
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
-    """Format of main parameters in Megatron's FSDP."""
+    """Format of main parameters in Megatron's FSDP: fp32, or that of the model (auto, or its name)."""
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Format of main gradients in Megatron's FSDP."""
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = "auto"
@@ -181,19 +182,20 @@ class ParallelArgs:
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     """Gather fully sharded parameters module by module."""
     megatron_fsdp_max_pool_double_buffer: bool = False
-    """Double-buffer the largest pool of Megatron's FSDP."""
+    """--fsdp-double-buffer with buffers of the largest layer's size, for all layers."""
     fsdp_double_buffer: bool = False
-    """Use two communication buffers in fully sharded data parallelism."""
+    """Communicate parameters and gradients of Megatron's FSDP through two persistent buffers, for layers of the most
+    frequent size."""
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    """Use persistent buffers if the double buffer cannot be allocated."""
+    """Persistent buffers also for parameters that do not fit --fsdp-double-buffer."""
     fsdp_manual_registration: bool = False
-    """Register communication buffers manually."""
+    """Register all buffers of --use-nccl-ub at once, after the first iteration."""
     suggested_communication_unit_size: int | None = None
     """Size of one communication of Megatron's FSDP, in elements."""
     keep_fp8_transpose_cache: bool = False
     """Cache transposed fp8 weights."""
     enable_full_sharding_in_hsdp: bool = False
-    """Shard parameters fully in hybrid sharding."""
+    """The same as --outer-dp-sharding-strategy optim."""
     create_all_gather_group: bool = False
     """Create a separate group for parameter gathers."""
 
@@ -217,7 +219,7 @@ class ParallelArgs:
     nccl_communicator_config_path: str | None = None
     """YAML file with options of NCCL communicators."""
     nccl_ub: bool = flag(False, "--use-nccl-ub")
-    """Register NCCL user buffers."""
+    """Allocate the communication buffers of Megatron's FSDP in memory that is registered with NCCL."""
     disable_symmetric_registration: bool = False
     """Do not register NCCL user buffers symmetrically."""
     use_sharp: bool = False
@@ -271,6 +273,28 @@ class ParallelArgs:
         if self.use_torch_fsdp2:
             return "optim_grads_params"
         return self.data_parallel_sharding_strategy if self.use_megatron_fsdp else None
+
+    @property
+    def shards_outer(self) -> bool:
+        """Whether the instances of the distributed optimizer share the optimizer state of fully sharded parameters."""
+        is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy == "optim_grads_params"
+        # a search asks before the rules have set the number of instances
+        is_hybrid = (self.num_distributed_optimizer_instances or 1) > 1
+        return (
+            is_sharded
+            and is_hybrid
+            and (self.outer_dp_sharding_strategy == "optim" or self.enable_full_sharding_in_hsdp)
+        )
+
+    @property
+    def has_fsdp_double_buffer(self) -> bool:
+        """Whether fully sharded parameters have persistent communication buffers."""
+        return self.use_megatron_fsdp and (self.fsdp_double_buffer or self.megatron_fsdp_max_pool_double_buffer)
+
+    def has_fp32_main_params(self, params_dtype: str) -> bool:
+        """Return whether main parameters are fp32, whatever the model computes in ("bf16", ...)."""
+        dtype = self.megatron_fsdp_main_params_dtype
+        return not self.use_megatron_fsdp or params_dtype == "fp32" or dtype not in ("auto", params_dtype)
 
     @property
     def has_sharded_params(self) -> bool:

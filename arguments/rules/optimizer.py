@@ -45,6 +45,38 @@ def resolve_fsdp_optimizer(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
 
 
+def resolve_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
+    """As in Megatron-LM: registered buffers and a pool of the largest size are kinds of double buffers."""
+    if not s.use_megatron_fsdp:
+        return
+    if s.nccl_ub:
+        s.set_derived("fsdp_manual_registration", True, "from --use-nccl-ub")
+    for dest in ("nccl_ub", "megatron_fsdp_max_pool_double_buffer"):
+        if getattr(s, dest) and not s.fsdp_double_buffer:
+            s.note(f"{s.flag(dest)} turns --fsdp-double-buffer on.")
+            s.set_derived("fsdp_double_buffer", True, f"from {s.flag(dest)}")
+
+
+def note_outer_sharding(s: Settings, _f: DerivedSizes) -> None:
+    """Note where there are no instances that could share the state."""
+    for dest in ("outer_dp_sharding_strategy", "enable_full_sharding_in_hsdp"):
+        is_on = s.use_megatron_fsdp and getattr(s, dest) not in ("no_shard", False)
+        if is_on and s.num_distributed_optimizer_instances == 1:
+            s.note(f"{s.flag(dest)} has no effect without --num-distributed-optimizer-instances above 1.")
+    if (
+        s.use_megatron_fsdp
+        and s.enable_full_sharding_in_hsdp
+        and s.data_parallel_sharding_strategy != "optim_grads_params"
+    ):
+        s.note(f"{s.flag('enable_full_sharding_in_hsdp')} has no effect without sharded parameters.")
+
+
+def note_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> None:
+    dest = "megatron_fsdp_main_params_dtype"
+    if s.use_megatron_fsdp and getattr(s, dest) != "fp32" and not (s.bf16 or s.fp16):
+        s.note(f"{s.shown(dest)} has no effect without --bf16 or --fp16: fp32 parameters are the main parameters.")
+
+
 def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(
@@ -144,6 +176,46 @@ def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_megatron_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_megatron_fsdp and s.ckpt_format != "fsdp_dtensor":
         yield s.violation("{use_megatron_fsdp} needs {ckpt_format:flag} fsdp_dtensor, not {ckpt_format:value}.")
+
+
+def check_manual_registration(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    for dest in ("use_megatron_fsdp", "nccl_ub"):
+        if s.fsdp_manual_registration and not getattr(s, dest):
+            yield s.violation("{fsdp_manual_registration} needs {:flag}: it registers these buffers.", dest)
+
+
+def check_outer_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    is_hybrid = s.use_megatron_fsdp and s.num_distributed_optimizer_instances > 1
+    sharding = s.data_parallel_sharding_strategy
+    if is_hybrid and s.outer_dp_sharding_strategy == "optim" and sharding != "optim_grads_params":
+        yield s.violation(
+            "{outer_dp_sharding_strategy} needs {data_parallel_sharding_strategy:flag} optim_grads_params, not "
+            "{data_parallel_sharding_strategy:value}: instances can share only what each of them shards."
+        )
+
+
+def check_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Ours: narrow main parameters are the model's own, so they have its format."""
+    dtype = s.megatron_fsdp_main_params_dtype
+    if not s.use_megatron_fsdp or dtype == "fp32" or not (s.bf16 or s.fp16):
+        return
+    model = "bf16" if s.bf16 else "fp16"
+    if dtype not in ("auto", model):
+        yield s.violation(
+            "{megatron_fsdp_main_params_dtype} with a model in {model} must be fp32, auto or {model}: without a "
+            "separate fp32 copy the model's parameters are the main parameters.",
+            model=model,
+        )
+    for dest, is_on in (
+        ("fp8_param_gather", s.fp8_param_gather and s.fp8),
+        ("use_precision_aware_optimizer", s.use_precision_aware_optimizer and s.main_params_dtype != "fp32"),
+    ):
+        if is_on:
+            yield s.violation(
+                "{megatron_fsdp_main_params_dtype} cannot be combined with {:flag}, which stores main parameters in "
+                "another format.",
+                dest,
+            )
 
 
 def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -77,6 +77,11 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
             "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both use the same "
             "gap."
         )
+    if s.use_megatron_fsdp and s.fsdp_double_buffer:
+        yield s.violation(
+            "{overlap_moe_expert_parallel_comm} cannot be combined with {fsdp_double_buffer:flag}: two passes hold the "
+            "gathered parameters of more than two layers."
+        )
     if s.mtp_num_layers is not None and s.mtp_num_layers > 1:
         yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")
 

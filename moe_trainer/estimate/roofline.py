@@ -442,6 +442,8 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "CUDA graphs: executed without; the operators of captured parts cost no launch"
     if parallel.overlap_moe_expert_parallel_comm:
         yield "overlapped exchange: executed one after the other; the planner's share of it is hidden"
+    if parallel.tp_comm_overlap:
+        yield "overlapped tensor-parallel communication: timed as if nothing hid it"
     if args.precision.transformer_impl == "transformer_engine":
         yield "TransformerEngine's layers: this program's own stand in for them, which launch more kernels"
     if args.model.experimental_attention_variant is not None:

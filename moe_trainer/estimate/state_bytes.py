@@ -79,17 +79,22 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     moments = float(sum(_BYTES[name] for name in formats[:count]))
     width = 2.0 if half else 4.0
     if parallel.has_sharded_params and _data_ranks(args, world_size, "dense") > 1:
-        # fp32 shards are weights and main parameters at once
-        shard, moments = 4 / instance_ranks, moments / instance_ranks
+        # shards are weights and main parameters at once
+        is_wide = parallel.has_fp32_main_params(precision.params_dtype_name)
+        narrow_sums = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "bf16"
+        shard = (4.0 if is_wide else width) / instance_ranks
+        # narrow parameters have narrow gradients, which are added to fp32 sums
+        gradients = 4.0 if is_wide else width + (0.0 if narrow_sums else 4.0)
+        moments /= ranks if parallel.shards_outer else instance_ranks
         gathered = width if parallel.has_gathered_params else 0.0
-        return StateBytes(shard + gathered, shard, 0.0, moments, _share_on_host(args) * moments)
+        return StateBytes(shard + gathered, gradients / instance_ranks, 0.0, moments, _share_on_host(args) * moments)
     is_sharded = parallel.use_distributed_optimizer and parallel.fsdp_strategy != "no_shard"
     shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
         width, main_device = fp8_param_bytes(args), float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
         main_host = main_device
-    elif half:
+    elif half and parallel.has_fp32_main_params(precision.params_dtype_name):
         # fp32 main parameters need only the bits that bf16 weights lack, except on a host that updates them
         main_host = float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
         shared = aware and precision.bf16 and optimizer.main_params_dtype == "fp32"

@@ -28,7 +28,7 @@ class FlatShard(OptimizerShard):
         quantized: the parameters in fewer bits, if the model stores them so.
     """
 
-    def __init__(self, buffer: GradBuffer, settings: OptimizerArgs, ps: ParallelState):
+    def __init__(self, buffer: GradBuffer, settings: OptimizerArgs, ps: ParallelState, main_format: str | None = None):
         """Flatten the parameters and allocate the state. With storage in fewer bits only the state has the values."""
         self.layout: FlatLayout = buffer.layout
         self.has_whole_params, self.has_fp8_params = self.layout.has_whole_params, self.layout.is_fp8
@@ -50,7 +50,7 @@ class FlatShard(OptimizerShard):
             Segment(self, parts[0].group, parts[0].is_counted, parts[0].offset, parts[-1].end)
             for parts in self._contiguous_parts()
         ]
-        plan = plan_state(settings, self.has_whole_params)
+        plan = plan_state(settings, self.has_whole_params, main_format)
         self.allocate_state(plan, size, torch.uint8 if self.has_fp8_params else self.layout.dtype)
         self.sync_main_params(from_model=True)
         if self.has_fp8_params:

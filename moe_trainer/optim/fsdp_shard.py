@@ -1,22 +1,27 @@
 """Gradients and optimizer state of parameters that torch's fully_shard shards (applied by parallel/fsdp.py).
 
-The parameters are fp32 DTensors with a ParamInfo, sharded along one of the first two dimensions over the ranks that
-reduce them (dense: dp_cp, experts: edp; or the part of them in one instance of the distributed optimizer). Their
-reductions are plain sums, because gloo supports no average; the mean over dp_cp, also for experts, is one pass here.
-The forward gathers parameters in the training dtype, so the shards are the main parameters, and no copy or gather
-follows a step.
+The parameters are DTensors with a ParamInfo, in fp32 or (--megatron-fsdp-main-params-dtype) in the dtype in which the
+model computes. They are sharded along one of the first two dimensions over the ranks that reduce them (dense: dp_cp,
+experts: edp; or the part of them in one instance of the distributed optimizer). Their reductions are plain sums,
+because gloo supports no average; the mean over dp_cp, also for experts, is one pass here. The forward gathers
+parameters in the training dtype, so the shards are the main parameters, and no copy or gather follows a step.
 
-torch reduces every microbatch and accumulates the results in `.grad`, in fp32: accumulating unsharded gradients until
-the last microbatch would need the memory that sharding saves. Sums in bf16 (--megatron-fsdp-main-grads-dtype) are fp32
-sums rounded to bf16 after every microbatch: the numbers of a bf16 buffer in the memory of an fp32 one, since torch
-gives a gradient the dtype of its parameter.
+torch reduces every microbatch and accumulates the results in `.grad`: accumulating unsharded gradients until the last
+microbatch would need the memory that sharding saves. torch gives a gradient the dtype of its parameter. Therefore sums
+in bf16 (--megatron-fsdp-main-grads-dtype) of fp32 parameters are fp32 sums rounded to bf16 after every microbatch: the
+numbers of a bf16 buffer in the memory of an fp32 one. fp32 sums of narrower parameters are separate tensors, to which
+every microbatch's gradient is added.
+
+With --outer-dp-sharding-strategy optim each instance of the distributed optimizer has a range of every shard: gradients
+are reduce-scattered over the instances once per iteration, and updated parameters are all-gathered.
 """
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,28 +30,105 @@ from moe_trainer.optim.buckets import Slot
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, ParamState, Segment
 from moe_trainer.optim.param_groups import get_param_group
 from moe_trainer.optim.state_plan import MAIN, StatePlan
+from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info, is_unique_replica, unique_params
 from moe_trainer.parallel.shards import full_tensor, local_shards, shard_at
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
+
+MAX_OUTER_NUMEL = 1 << 26
+"""Elements of one collective over the instances."""
+
+
+class OuterSharding:
+    """Ranges of this rank's shards, divided over the instances of the distributed optimizer.
+
+    Args:
+        is_on: each instance has a range of every shard; otherwise every instance has all of it.
+    """
+
+    def __init__(self, slots: Iterable[Slot], ps: ParallelState, is_on: bool):
+        self.is_on = is_on
+        self._outer = {"dense": ps.dp_cp_outer, "expert": ps.edp_outer}
+        self._batches: list[tuple[Group, list[Slot]]] = []
+        numel = 0
+        by_kind = sorted(slots, key=lambda slot: get_param_info(slot.param).kind)
+        for slot in by_kind if is_on else ():
+            group = self.group(slot)
+            numel += slot.stop - slot.start
+            if not self._batches or self._batches[-1][0] is not group or numel > MAX_OUTER_NUMEL:
+                self._batches.append((group, []))
+                numel = slot.stop - slot.start
+            self._batches[-1][1].append(slot)
+
+    def group(self, slot: Slot) -> Group:
+        """Return the ranks of all instances with the same shard."""
+        return self._outer[get_param_info(slot.param).kind]
+
+    def owned_range(self, slot: Slot) -> tuple[int, int]:
+        """Return the elements of a shard whose state this rank has, in the flattened parameter."""
+        if not self.is_on:
+            return slot.start, slot.stop
+        first = self.group(slot).rank * self._length(slot)
+        return min(slot.stop, slot.start + first), min(slot.stop, slot.start + first + self._length(slot))
+
+    def _length(self, slot: Slot) -> int:
+        return -(-(slot.stop - slot.start) // self.group(slot).size)
+
+    @torch.no_grad()
+    def reduce_scatter(self, view: Callable[[Slot], Tensor]) -> None:
+        """Sum this rank's range of every shard over the instances, in place; other ranges keep partial sums."""
+        for group, slots in self._batches:
+            padded = [F.pad(view(slot), (0, group.size * self._length(slot) - view(slot).numel())) for slot in slots]
+            sent = torch.cat([each.view(group.size, -1) for each in padded], dim=1)
+            received = torch.empty_like(sent[0])
+            collectives.reduce_scatter_flat(received, sent.view(-1), group)
+            for slot, values in zip(slots, received.split([self._length(slot) for slot in slots])):
+                start, stop = self.owned_range(slot)
+                view(slot)[start - slot.start : stop - slot.start] = values[: stop - start]
+
+    @torch.no_grad()
+    def all_gather(self, view: Callable[[Slot], Tensor]) -> None:
+        """Copy every range from the instance that has it, in place."""
+        for group, slots in self._batches:
+            owned = []
+            for slot in slots:
+                start, stop = self.owned_range(slot)
+                values = view(slot)[start - slot.start : stop - slot.start]
+                owned.append(F.pad(values, (0, self._length(slot) - values.numel())))
+            sent = torch.cat(owned)
+            received = sent.new_empty(group.size, sent.numel())
+            collectives.all_gather_flat(received.view(-1), sent, group)
+            for slot, values in zip(slots, received.split([self._length(slot) for slot in slots], dim=1)):
+                view(slot).copy_(values.reshape(-1)[: slot.stop - slot.start])
 
 
 class FsdpGrads:
     """Gradients of fully sharded parameters, with the interface of grad_buffer.DataParallelGrads.
 
-    After finish(), `.grad` of every parameter is this rank's shard of the mean over dp_cp (of the sum with
-    per_token_loss).
+    After finish(), `owned_views` are this rank's part of the mean over dp_cp (of the sum with per_token_loss).
 
     Args:
         params: in order of use.
         sums_in_bf16: round the accumulated gradients to bf16.
+        shards_outer: divide the shards over the instances of the distributed optimizer. The backward then reduces
+            gradients inside an instance only.
+        after_first: called when the gradients of the first iteration are complete. Collective.
 
     Raises:
         ValueError: a parameter has no ParamInfo.
     """
 
     def __init__(
-        self, params: Iterable[Parameter], ps: ParallelState, *, per_token_loss: bool, sums_in_bf16: bool = False
+        self,
+        params: Iterable[Parameter],
+        ps: ParallelState,
+        *,
+        per_token_loss: bool,
+        sums_in_bf16: bool = False,
+        shards_outer: bool = False,
+        after_first: Callable[[], None] = lambda: None,
     ):
+        self._after_first = after_first
         self.num_finished = 0  # iterations
         self._sums_in_bf16 = sums_in_bf16
         self._factor = 1.0 if per_token_loss else 1.0 / ps.dp_cp.size
@@ -56,43 +138,67 @@ class FsdpGrads:
             for position, param in enumerate(self.params)
             for _, start, stop in local_shards(param)
         )
-        for param in self.params:
-            name = get_param_info(param).names[0]
-            assert param.dtype == torch.float32, f"{name}: FSDP shards are main parameters, which must be fp32"
+        self.outer = OuterSharding(self.slots, ps, shards_outer)
+        self._sums: dict[Parameter, Tensor] = {}
+        self._has_sums = not sums_in_bf16 and any(param.dtype != torch.float32 for param in self.params)
 
     def zero(self) -> None:
         """Start an iteration."""
+        self._sums.clear()
         for param in self.params:
             param.grad = None
+
+    def gradient(self, param: Parameter) -> Tensor | None:
+        """Return the accumulated gradient of a parameter; None before the first backward."""
+        return self._sums.get(param, param.grad)
+
+    def view(self, slot: Slot) -> Tensor:
+        """Return the accumulated gradient of a shard, flat; live."""
+        grad = self.gradient(slot.param)
+        assert grad is not None
+        return shard_at(grad, slot.start)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Enclose the backward of every microbatch but the last."""
         yield
-        if self._sums_in_bf16:
-            self._round()
+        self._end_microbatch()
 
     @torch.no_grad()
-    def _round(self) -> None:
-        for slot in self.slots:
-            if slot.param.grad is not None:
-                view = shard_at(slot.param.grad, slot.start)
-                view.copy_(view.bfloat16())
+    def _end_microbatch(self) -> None:
+        """Round the sums to bf16, or add narrow gradients to fp32 sums."""
+        if self._sums_in_bf16:
+            for slot in self.slots:
+                if slot.param.grad is not None and slot.param.dtype != torch.bfloat16:
+                    view = self.view(slot)
+                    view.copy_(view.bfloat16())
+        for param in self.params if self._has_sums else ():
+            grad, param.grad = param.grad, None
+            if grad is None:
+                continue
+            if param in self._sums:
+                self._sums[param].add_(grad)
+            else:
+                self._sums[param] = grad.float()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Compute the mean. Every reduction is complete when its backward is."""
         for param in self.params:
-            if param.grad is None:
+            if self.gradient(param) is None:
                 param.grad = torch.zeros_like(param)
-        if self._sums_in_bf16:
-            self._round()
+        self._end_microbatch()
+        self.outer.reduce_scatter(self.view)
+        if self.num_finished == 0:
+            self._after_first()
         self.num_finished += 1
         self.scale(self._factor)
 
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Iterate over this rank's shard of every gradient, flat, in the same order on every rank; may be empty."""
-        return ((slot, shard_at(slot.param.grad, slot.start)) for slot in self.slots)
+        """Iterate over this rank's part of every gradient, flat, in the same order on every rank; may be empty."""
+        for slot in self.slots:
+            start, stop = self.outer.owned_range(slot)
+            yield slot, self.view(slot)[start - slot.start : stop - slot.start]
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -103,16 +209,19 @@ class FsdpGrads:
 
     def gather(self) -> None:
         """Set every `main_grad` to the full gradient, after finish(). Collective over the ranks that shard it."""
+        self.outer.all_gather(self.view)
         for param in self.params:
-            param.main_grad = full_tensor(param.grad)
+            grad = self.gradient(param)
+            assert grad is not None
+            param.main_grad = full_tensor(grad)
 
 
 class FsdpShard(OptimizerShard):
     """Main parameters (the FSDP shards themselves), gradients and moments.
 
     Args:
-        names_main_params: the model computes in bf16 or fp16, so checkpoints contain the fp32 shards in addition to its
-            weights.
+        names_main_params: the model computes in bf16 or fp16 and the shards are fp32, so checkpoints contain the shards
+            in addition to its weights.
     """
 
     def __init__(
@@ -124,23 +233,23 @@ class FsdpShard(OptimizerShard):
         device: torch.device,
         names_main_params: bool,
     ):
-        self.device = device
+        self.device, self._grads = device, grads
         self._names_main_params = names_main_params
         parts: list[ParamShard] = []
         offset = 0
         for slot in grads.slots:
-            if slot.stop > slot.start:
-                info = get_param_info(slot.param)
-                outer = ps.edp_outer if info.kind == "expert" else ps.dp_cp_outer
+            start, stop = grads.outer.owned_range(slot)
+            if stop > start:
                 group = get_param_group(slot.param, settings, ps.ep.size > 1)
-                is_counted = outer.rank == 0 and is_unique_replica(info, ps)
-                parts.append(ParamShard(slot, slot.start, slot.stop, offset, group, is_counted))
+                is_unique = grads.outer.is_on or grads.outer.group(slot).rank == 0
+                is_counted = is_unique and is_unique_replica(get_param_info(slot.param), ps)
+                parts.append(ParamShard(slot, start, stop, offset, group, is_counted))
                 offset = parts[-1].end
         self.param_shards = parts
         # shards of different parameters are not contiguous
         self.contiguous_segments = [Segment(self, part.group, part.is_counted, part.offset, part.end) for part in parts]
         self._offsets = [part.offset for part in parts]
-        self.allocate_state(plan, offset, torch.float32)
+        self.allocate_state(plan, offset, parts[0].slot.param.dtype if parts else torch.float32)
 
     def model_at(self, start: int, stop: int) -> Tensor:
         """Return the shard's elements of a range inside a param shard; live."""
@@ -150,10 +259,14 @@ class FsdpShard(OptimizerShard):
     def grad_at(self, start: int, stop: int) -> Tensor:
         """Return the current gradients of a range inside a param shard; empty before the first backward."""
         part = self._part_at(start)
-        grad = part.slot.param.grad
-        if grad is None:
+        if self._grads.gradient(part.slot.param) is None:
             return torch.empty(0, device=self.device)
-        return shard_at(grad, part.start)[start - part.offset : stop - part.offset]
+        first = part.start - part.slot.start - part.offset
+        return self._grads.view(part.slot)[first + start : first + stop]
+
+    def gather_model(self) -> None:
+        """Copy updated parameters from the instances that have updated them."""
+        self._grads.outer.all_gather(lambda slot: shard_at(slot.param, slot.start))
 
     def param_states(self, part: ParamShard) -> Iterator[ParamState]:
         """Iterate over the state of a param shard. NOTE: fp32_param is the parameter's own storage."""
@@ -166,4 +279,5 @@ class FsdpShard(OptimizerShard):
 
 
 def _local_param(part: ParamShard) -> Tensor:
-    return shard_at(part.slot.param, part.start)
+    first = part.start - part.slot.start
+    return shard_at(part.slot.param, part.slot.start)[first : first + part.stop - part.start]

@@ -91,15 +91,16 @@ class Optimizer:
     ):
         self._grads, self._settings, self._device, self._world = grads, settings, device, ps.world
         self._check_for_nan, self._count_zeros, self._timer = check_for_nan, count_zeros, timer
-        self._scaler, plan = build_loss_scale(precision), plan_state(settings)
+        main_format = None if parallel.has_fp32_main_params(precision.params_dtype_name) else "model"
+        self._scaler, plan = build_loss_scale(precision), plan_state(settings, main_format=main_format)
         self._gather: ParamGather | None = None
         self._quantized: list[tuple[QuantizedParams, tuple[Bucket, ...]]] = []
         self._shards: list[OptimizerShard]
         if isinstance(grads, FsdpGrads):
-            has_main_params = precision.bf16 or precision.fp16
+            has_main_params = (precision.bf16 or precision.fp16) and plan.main != "model"
             self._shards = [FsdpShard(grads, settings, plan, ps, device, names_main_params=has_main_params)]
         else:
-            flat_shards = [FlatShard(buffer, settings, ps) for buffer in grads.buffers]
+            flat_shards = [FlatShard(buffer, settings, ps, main_format) for buffer in grads.buffers]
             self._shards = [*flat_shards]
             self._quantized = [
                 (shard.quantized, shard.layout.buckets) for shard in flat_shards if shard.quantized is not None
@@ -254,6 +255,8 @@ class Optimizer:
         for params, own in self._quantized:
             with self._timer("optimizer-copy-main-to-model-params"):
                 params.quantize_to_model([bucket for bucket in own if bucket not in early])
+        for shard in self._shards:
+            shard.gather_model()
         if self._gather is not None:
             with self._timer("params-all-gather"):
                 self._gather.start()

@@ -73,7 +73,7 @@ class StateBlock:
     """State of elements [start, stop) of a shard: main parameters and moments on one device.
 
     Args:
-        main: None if the model's fp32 parameters are the main parameters.
+        main: None if the model's parameters are the main parameters.
         is_updated_on_host: the host updates the elements although the model may be elsewhere.
     """
 
@@ -129,7 +129,7 @@ class Segment:
         """Return fp32 main parameters and moments on the update's device, to be changed in place."""
         state = self.state
         if state.main is None:
-            param = copy_to(self.model, state.placement.update, copy=state.is_updated_on_host)
+            param = copy_to(self.model, state.placement.update, copy=state.is_updated_on_host).float()
         else:
             param = state.main.load_fp32(self.start, self.stop)
         return param, {name: moment.load_fp32(self.start, self.stop) for name, moment in state.moments.items()}
@@ -148,7 +148,7 @@ class Segment:
     def main_params(self) -> Tensor:
         """Return the fp32 main parameters, not to be changed."""
         main = self.state.main
-        return self.model if main is None else main.read_fp32(self.start, self.stop)
+        return self.model.float() if main is None else main.read_fp32(self.start, self.stop)
 
 
 class OptimizerShard(ABC):
@@ -192,6 +192,9 @@ class OptimizerShard(ABC):
         model = self.model_at(start, stop)
         if values.data_ptr() != model.data_ptr():
             model.copy_(values, non_blocking=True)
+
+    def gather_model(self) -> None:  # noqa: B027
+        """Copy updated parameters from other ranks, where not all of them are gathered later. Collective."""
 
     def allocate_state(self, plan: StatePlan, size: int, dtype: torch.dtype) -> None:
         """Allocate the state of `size` elements, gaps included, of a model in `dtype`."""
@@ -237,7 +240,7 @@ class OptimizerShard(ABC):
             for name, fmt in plan.moments.items()
         }
         main: StateStorage | None
-        if dtype == torch.float32:
+        if dtype == torch.float32 or plan.main == "model":
             main = None
         elif (
             plan.uses_remainders and dtype == torch.bfloat16 and not is_updated_on_host

@@ -24,7 +24,7 @@ class StatePlan:
 
     Args:
         moments: format by moment.
-        main: format of the main parameters.
+        main: format of the main parameters; "model" if the model's parameters are the main parameters in any dtype.
         uses_remainders: fp32 main parameters of a bf16 model store only the bits that the model does not have.
         host_share: fraction of the elements whose state is on the host.
         updates_on_host: the host updates those elements; otherwise their state is copied to the device for the update.
@@ -47,7 +47,8 @@ class StatePlan:
     @property
     def splits_at_params(self) -> bool:
         """Whether a scale belongs to elements of one parameter, so update segments must not span two."""
-        return any(FORMATS[name].is_scaled for name in (*self.moments.values(), self.main))
+        formats = (*self.moments.values(), *(() if self.main == "model" else (self.main,)))
+        return any(FORMATS[name].is_scaled for name in formats)
 
     def placement(self, device: torch.device, is_on_host: bool) -> StatePlacement:
         """Return the placement of a part of the state."""
@@ -67,14 +68,18 @@ def get_update_rule(settings: OptimizerArgs, of_matrices: bool = False) -> str:
     return settings.muon_scalar_optimizer if settings.optimizer == "muon" and not of_matrices else settings.optimizer
 
 
-def plan_state(settings: OptimizerArgs, of_matrices: bool = False) -> StatePlan:
-    """Return the plan for matrices or for all other parameters."""
+def plan_state(settings: OptimizerArgs, of_matrices: bool = False, main_format: str | None = None) -> StatePlan:
+    """Return the plan for matrices or for all other parameters.
+
+    Args:
+        main_format: of the main parameters, if not that of `settings`.
+    """
     names = MOMENTS[get_update_rule(settings, of_matrices)]
     is_precision_aware = settings.use_precision_aware_optimizer
     formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) if is_precision_aware else ("fp32",) * len(names)
     plan = StatePlan(
         dict(zip(names, formats)),
-        settings.main_params_dtype if is_precision_aware else "fp32",
+        main_format or (settings.main_params_dtype if is_precision_aware else "fp32"),
         is_precision_aware and settings.main_params_dtype == "fp32",
         pins_state=settings.pin_cpu_params,
     )

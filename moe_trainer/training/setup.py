@@ -47,6 +47,7 @@ from moe_trainer.optim.schedules import build_batch_size_schedule, build_lr_sche
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.fsdp import FullSharding
+from moe_trainer.parallel.fsdp_buffers import BufferOptions
 from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight_grads
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
@@ -207,8 +208,15 @@ def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transform
     )
     if parallel.has_sharded_params:
         if ps.dp_cp.size > 1:
-            apply_fsdp(args, runtime, chunks)
-            return FsdpGrads(parameters(chunks), ps, per_token_loss=per_token, sums_in_bf16=narrow)
+            sharding = apply_fsdp(args, runtime, chunks)
+            return FsdpGrads(
+                parameters(chunks),
+                ps,
+                per_token_loss=per_token,
+                sums_in_bf16=narrow,
+                shards_outer=parallel.shards_outer,
+                after_first=sharding.register_buffers,
+            )
         logger.info("one data-parallel rank: parameters are not sharded")
     if parallel.fsdp_strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
@@ -240,23 +248,36 @@ def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transform
     )
 
 
-def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
+def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> FullSharding:
     """Shard all parameters over the data-parallel ranks, layer by layer."""
     parallel, precision = args.parallel, args.precision
     reduce_dtype = parallel.megatron_fsdp_grad_comm_dtype if parallel.use_megatron_fsdp else "auto"
     if reduce_dtype == "auto":
         reduce_dtype = "bf16" if precision.grad_reduce_in_bf16 else "fp32"
+    param_dtype = dict(DTYPES)[precision.params_dtype_name]
+    buffers = None
+    if parallel.has_fsdp_double_buffer:
+        buffers = BufferOptions(
+            takes_largest=parallel.megatron_fsdp_max_pool_double_buffer,
+            keeps_others=parallel.fsdp_db_use_persist_buf_on_alloc_fail,
+            registers=parallel.nccl_ub,
+            is_symmetric=not parallel.disable_symmetric_registration,
+        )
+    has_fp32_shards = parallel.has_fp32_main_params(precision.params_dtype_name)
     sharding = FullSharding(
         runtime.ps,
         runtime.device,
-        param_dtype=dict(DTYPES)[precision.params_dtype_name],
+        param_dtype=param_dtype,
         reduce_dtype=dict(DTYPES)[reduce_dtype],
+        main_dtype=torch.float32 if has_fp32_shards else param_dtype,
         keep_gathered=parallel.has_gathered_params,
+        reduces_outer=not parallel.shards_outer,
+        buffers=buffers,
     )
     for chunk in chunks:
         # the head reads a tied embedding without calling it, so it is gathered together with the chunk
         apart = [chunk.embedding] if chunk.embedding is not None and not chunk.tied else []
-        sharding.shard(chunk, [*apart, *(layer for _, layer in named_transformer_layers([chunk]))])
+        sharding.shard(chunk, [layer for _, layer in named_transformer_layers([chunk])], apart)
         if chunk.weight_grads is not None:
             reduce_after_weight_grads(chunk, chunk.weight_grads)
     if chunks[0].overlap_executor is not None:
@@ -264,6 +285,7 @@ def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> 
     logger.info(
         "parameters, gradients and optimizer state are sharded over %d data-parallel ranks", runtime.ps.dp_cp.size
     )
+    return sharding
 
 
 def parameters(chunks: list[Transformer]) -> list[Parameter]:

@@ -58,7 +58,7 @@ _SIZES = tuple(
 _LOW_PRECISION = tuple(
     """
     bf16 fp16 main_params_dtype main_grads_dtype grad_reduce_in_bf16 megatron_fsdp_grad_comm_dtype
-    megatron_fsdp_main_grads_dtype fp32_residual_connection logit_dtype
+    megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype fp32_residual_connection logit_dtype
     """.split()
 )
 

@@ -299,6 +299,15 @@ INVALID_LINES = (
     ("--use-torch-fsdp2 --expert-model-parallel-size 2", "", "--expert-model-parallel-size"),
     ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "",
      "--pipeline-schedule"),
+    ("--fsdp-manual-registration", "", "--use-megatron-fsdp"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+     "--data-parallel-sharding-strategy optim_grads", "", "--outer-dp-sharding-strategy"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --bf16 --megatron-fsdp-main-params-dtype fp16", "",
+     "--megatron-fsdp-main-params-dtype"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --bf16 --megatron-fsdp-main-params-dtype auto --fp8-format e4m3 "
+     "--fp8-param-gather", "", "--megatron-fsdp-main-params-dtype"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-moe-expert-parallel-comm --expert-model-parallel-size 8 --use-nccl-ub",
+     "", "--fsdp-double-buffer"),
     ("--ddp-average-in-collective --calculate-per-token-loss", "", "--ddp-average-in-collective"),
     # batches and length
     ("--global-batch-size 12", "--global-batch-size", "--global-batch-size"),

@@ -173,13 +173,18 @@ def test_host_waits_on_expert_parallel_ranks(flags, per_layer):
         assert found == expected(flags, per_layer, MICROBATCHES // 2)
 
 
+FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+    "--ckpt-format fsdp_dtensor --fsdp-double-buffer --num-distributed-optimizer-instances 2 "
+    "--outer-dp-sharding-strategy optim"
+)
 CHUNKED = (
     "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-rs-dgrad "
     "--expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
 )
 
 
-@pytest.mark.parametrize(("flags", "ranks", "data_ranks"), [(CHUNKED, 2, 1)])
+@pytest.mark.parametrize(("flags", "ranks", "data_ranks"), [(CHUNKED, 2, 1), (FSDP, 4, 4)])
 def test_overlapped_and_sharded_communication_adds_no_waits(flags, ranks, data_ranks):
     for found in on_device(count, flags, ranks=ranks, devices=ranks):
         found = {key: times for key, times in found.items() if "collectives" not in key}

@@ -49,6 +49,13 @@ CASES = (
     ),
     (2, f"--bf16 {FSDP} optim_grads_params {NARROW}"),
     (2, f"{FSDP} optim_grads_params --expert-model-parallel-size 2"),
+    (2, f"--bf16 {FSDP} optim_grads_params --megatron-fsdp-main-params-dtype auto"),
+    (2, f"--bf16 {FSDP} optim --megatron-fsdp-main-params-dtype bf16 --megatron-fsdp-main-grads-dtype bf16"),
+    (
+        4,
+        f"--bf16 {FSDP} optim_grads_params --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+        "--expert-model-parallel-size 2",
+    ),
     (2, f"--bf16 {FSDP} optim {NARROW}"),
     (2, f"--bf16 {FSDP} optim --megatron-fsdp-main-grads-dtype bf16"),
     (4, f"--bf16 {ZERO} {NARROW} --num-distributed-optimizer-instances 2"),
@@ -83,8 +90,9 @@ def _of_one_run(argv, rank, n):
         for kind in ("dense", "expert")
     }
     if isinstance(run.grads, FsdpGrads):
-        weights = sum((stop - start) * 4 for param in params for _, start, stop in local_shards(param))
-        gradients = weights
+        numels = [(param, stop - start) for param in params for _, start, stop in local_shards(param)]
+        weights = sum(numel * param.element_size() for param, numel in numels)
+        gradients = weights + sum(numel * 4 for _, numel in numels if run.grads._has_sums)
     else:
         in_gradients = {buffer.flat.untyped_storage().data_ptr() for buffer in run.grads.buffers}
         buffers = [state.gather_buffer.untyped_storage() for state in run.optimizer._shards]

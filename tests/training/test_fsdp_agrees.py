@@ -9,6 +9,8 @@ from moe_trainer.moe.router import TopKRouter
 
 TORCH = "--use-torch-fsdp2"
 MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+HYBRID = f"{MEGATRON} --num-distributed-optimizer-instances 2"
+LARGEST = "--megatron-fsdp-max-pool-double-buffer --use-nccl-ub"
 CASES = {
     2: [
         ("plain", TORCH),
@@ -23,15 +25,20 @@ CASES = {
         ("plain", f"{MEGATRON} --data-parallel-sharding-strategy no_shard"),
     ],
     4: [
-        ("deepseek", f"{MEGATRON} --expert-model-parallel-size 2"),
-        ("accumulation", f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+        ("deepseek", f"{MEGATRON} --expert-model-parallel-size 2 {LARGEST} --fsdp-db-use-persist-buf-on-alloc-fail"),
+        (
+            "accumulation",
+            f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --fsdp-double-buffer",
+        ),
         ("per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
         ("plain", f"{MEGATRON} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
         ("plain", f"{MEGATRON} --tensor-model-parallel-size 2"),
         ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2"),
         ("biases, tied head", f"{MEGATRON} --pipeline-model-parallel-size 2"),
         ("plain", f"{MEGATRON} --context-parallel-size 2"),
-        ("plain", f"{MEGATRON} --num-distributed-optimizer-instances 2"),
+        ("plain", HYBRID),
+        ("accumulation", f"{HYBRID} --outer-dp-sharding-strategy optim"),
+        ("plain", f"{HYBRID} --expert-model-parallel-size 2 --enable-full-sharding-in-hsdp --fsdp-double-buffer"),
         # 6 experts do not divide over 4 ranks: cut along their rows
         ("plain", f"{MEGATRON} --num-experts 6 --moe-router-topk 2 --overlap-grad-reduce --overlap-param-gather"),
         ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),

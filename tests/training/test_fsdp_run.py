@@ -23,6 +23,7 @@ CHAIN = (
     (1, ""),
     (2, "--use-torch-fsdp2"),
     (4, "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel"),
+    (4, f"{MEGATRON} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
     (4, f"{MEGATRON} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
 )
 
@@ -92,7 +93,10 @@ def get_losses(records):
     }
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--bf16 --megatron-fsdp-main-params-dtype bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"],
+)
 def test_fully_sharded_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
     argv = [*JOB, *flags.split()]
     plain, weights = pretrain(argv, tmp_path / "plain", 2)
