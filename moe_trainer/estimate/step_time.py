@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_is_moe
@@ -21,7 +22,9 @@ from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, StageMemory, stage_orders, steady_state_microbatches
+from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.state_bytes import state_bytes
+from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, simulate_schedule, step_actions
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ OVERLAPPED_EXCHANGE_SHARE = 0.93
 """Share of the token exchange that the other pass of a pair overlaps (arXiv 2603.07685, section 4.2.2)."""
 EXCHANGE_SMS = 20
 """Multiprocessors that the exchange occupies without --moe-flex-dispatcher-num-sms (DeepEP's default)."""
+GATHERED_BYTES = MappingProxyType({"fp8": 1.0, "nvfp4": 0.5})
+"""Bytes of a weight in the parameter all-gather, by the format in which it is stored and gathered."""
 HOST_ADAM = 50e9
 """Bytes/s at which a rank's share of the host updates offloaded states: an eighth of two sockets' memory bandwidth."""
 
@@ -245,13 +250,17 @@ def _data_parallel(
     """
     parallel, mapping = args.parallel, parallel_sizes(args)
     reduce = gather = 0.0
-    for num_params, stride in (
-        (stage.held.dense, mapping["tp"]),
-        (stage.held.expert, mapping["etp"] * mapping["ep"]),
+    narrow, width = ParamsPerRank(0, 0), GATHERED_BYTES.get(args.stored_weight_format or "", size)
+    if width != size:
+        chunks = chunk_layouts(args.model, parallel)[stage.stage]
+        narrow = fp8_params_on_rank(matrices_only(args, 1), chunks)  # without the vocabulary
+    for num_params, num_narrow, stride in (
+        (stage.held.dense, narrow.dense, mapping["tp"]),
+        (stage.held.expert, narrow.expert, mapping["etp"] * mapping["ep"]),
     ):
         replicas = max(1, world_size // (stride * mapping["pp"]))
         reduce += links.ring(num_params * gradient_wire_bytes(args), stride, replicas)
-        gather += links.ring(num_params * size, stride, replicas)
+        gather += links.ring(num_params * size - num_narrow * (size - width), stride, replicas)
     if parallel.fsdp_strategy not in (None, "no_shard"):
         each = reduce + (2 if parallel.fsdp_strategy == "optim_grads_params" else 0) * gather
         return num_microbatches * max(0.0, each - window[0].compute - window[1].compute)

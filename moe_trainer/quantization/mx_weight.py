@@ -7,13 +7,13 @@ NaN placeholder, as in fp8_weight.py.
 Shape letters: e matrices of a stack (1 for a single weight), N output width, K input width, B blocks of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.fp8_weight import nan_placeholder
+from moe_trainer.quantization.fp8_weight import PORTION_CPU, PORTION_GPU, nan_placeholder
 from moe_trainer.quantization.quantize import POWER_OF_TWO, QuantizedTensor, Scaling
 
 _SCALES = torch.float8_e8m0fnu  # exponent + 127, NaN as 255: scales are powers of two, which it holds exactly
@@ -110,9 +110,23 @@ class MxWeight:
         """Quantize all values of the parameter, flat, in the model's format."""
         matrices = values.view(self._rows.codes.shape)
         for copy, source in ((self._rows, matrices), (self._columns, matrices.transpose(1, 2))):
-            # rows are independent, so the stack is one tall matrix
-            tall = source[0] if source.shape[0] == 1 else source.reshape(-1, source.shape[2])
-            quantized = self._quantizer(tall, self.scaling)
-            codes = quantized.values.to(self.scaling.fmt.dtype).view(torch.uint8)
-            copy.codes.copy_(codes.view_as(copy.codes))
-            copy.scales.copy_(quantized.inverse.to(_SCALES).view(torch.uint8).view_as(copy.scales))
+            for at in _portions(source):
+                # rows are independent, so several matrices are one tall one
+                part = source[at]
+                tall = part[0] if part.shape[0] == 1 else part.reshape(-1, part.shape[2])
+                quantized = self._quantizer(tall, self.scaling)
+                for target, found in (
+                    (copy.codes[at], quantized.values.to(self.scaling.fmt.dtype)),
+                    (copy.scales[at], quantized.inverse.to(_SCALES)),
+                ):
+                    target.copy_(found.view(torch.uint8).view(target.shape))
+
+
+def _portions(source: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of matrices and of rows that are quantized at once: full matrices, or rows of one."""
+    count, rows, cols = source.shape
+    limit = max(1, (PORTION_CPU if source.device.type == "cpu" else PORTION_GPU) // max(1, cols))
+    together, height = max(1, limit // max(1, rows)), min(rows, limit)
+    for first in range(0, count, together):
+        for low in range(0, rows, max(1, height)):
+            yield slice(first, min(count, first + together)), slice(low, min(rows, low + height))

@@ -235,6 +235,15 @@ def test_layers_of_the_library_compute_with_weights_stored_in_fp8(recipe):
     assert recomputed == losses and made == 3 * LAYERS * 4
 
 
+def test_custom_recipe_of_the_library_trains_like_its_own():
+    """A factory of the library's quantizers, given by its path, is the recipe that it mirrors."""
+    factory = "transformer_engine.pytorch.custom_recipes.quantization_recipes_base.current_scaling_quantizer_factory"
+    custom = f"--fp8-format hybrid --fp8-recipe custom --fp8-quantizer-factory {factory} --hidden-size 128 --ffn-hidden-size 128"
+    own = custom.replace("custom ", "tensorwise ", 1).replace(f"--fp8-quantizer-factory {factory} ", "")
+    found, expected = (te_package.on_device(train_with, 0, 1, flags) for flags in (custom, own))
+    assert found[0] == expected[0] and all(found[1][name].equal(grad) for name, grad in expected[1].items())
+
+
 def count_waits() -> dict[str, int]:
     return count(0, 1, f"{FP8} --num-layers {LAYERS_OF_WAITS}")
 

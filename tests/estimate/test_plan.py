@@ -10,6 +10,7 @@ from arguments import parse_args
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
+from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.plan import PlanError, closest_reference_run, make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS
@@ -142,6 +143,19 @@ def test_flag_changes_its_part_of_the_step_time(flags, part, less):
     plain, changed = plan(MIXTRAL), plan(f"{MIXTRAL} {flags}")
     a, b = getattr(plain.time, part), getattr(changed.time, part)
     assert b < a if less else b > a, (a, b)
+
+
+def test_stored_weights_are_gathered_in_their_own_width(monkeypatch):
+    """A byte, or half a byte, of every quantized weight is gathered instead of two; all experts are quantized."""
+    sent, ring = [], Interconnect.ring
+    monkeypatch.setattr(
+        Interconnect, "ring", lambda self, nbytes, *group: sent.append(nbytes) or ring(self, nbytes, *group)
+    )
+    for flags in ("", "--fp8-format e4m3 --fp8-param-gather", "--fp4-format e2m1 --fp4-param-gather"):
+        plan(f"--preset mixtral_8x7b --bf16 --use-distributed-optimizer {flags}")
+    dense, experts = (sent[index::4] for index in (1, 3))  # each after the gradients of the same parameters
+    assert [x / experts[0] for x in experts] == [1, 0.5, 0.25]
+    assert dense[0] > dense[1] > dense[2] > 0.25 * dense[0]
 
 
 def test_pipeline_bubbles_of_schedules():

@@ -279,6 +279,19 @@ def test_gather_waits_module_by_module():
     assert (pending, after) == (3, 0)
 
 
+def test_buffers_are_free_before_the_first_gradient():
+    """Until then another use of the memory may go on (optim/mx_params.py); later microbatches ask no more."""
+    model = Toy()
+    grads, optimizer = build_training(model)
+    for _ in range(2):
+        calls = []
+        grads.before_accumulation = lambda calls=calls: calls.append({float(x) for x in grads.buffers[0].flat.unique()})
+        for buffer in grads.buffers:
+            buffer.flat.fill_(7.0)
+        train_step(model, grads, optimizer, [0, 1])
+        assert calls == [{7.0}]
+
+
 def _save_and_resume(rank, n, mode, dtype):
     """Save after two steps, load into a fresh optimizer, two more: bitwise the same as four in a row."""
     ps = ParallelState.create(n, rank)

@@ -104,8 +104,9 @@ def test_gemms_read_the_fp8_weight(name):
 
 
 @pytest.mark.parametrize("shape", [(2, 33, 48), (64, 70)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_mxfp8_weight_equals_a_quantized_weight_in_both_directions(shape, dtype):
+@pytest.mark.parametrize(("dtype", "portion"), [(torch.bfloat16, 1 << 18), (torch.bfloat16, 500), (torch.float64, 1)])
+def test_mxfp8_weight_equals_a_quantized_weight_in_both_directions(shape, dtype, portion, monkeypatch):
+    monkeypatch.setattr("moe_trainer.quantization.mx_weight.PORTION_CPU", portion)
     recipe, generator = make_recipe("mxfp8"), torch.Generator().manual_seed(4)
     values = (torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))).to(
         dtype
