@@ -145,6 +145,13 @@ def check_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
                 "which carries bf16.",
                 dest,
             )
+        elif s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend in ("ncclep", "hierarchical"):
+            yield s.violation(
+                "{} needs {moe_flex_dispatcher_backend:flag} deepep or hybridep, or the alltoall dispatcher: "
+                "{moe_flex_dispatcher_backend:value} carries bf16 here.",
+                dest,
+                kind="later",
+            )
         elif width and width % multiple:
             yield s.violation(
                 "{} over {moe_flex_dispatcher_backend:flag} {moe_flex_dispatcher_backend:value} needs tokens of a "

@@ -149,20 +149,25 @@ def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, fl
 
 
 @contextlib.contextmanager
-def leave_counts_on_device(chunks: Iterable, enabled: bool = True) -> Iterator[None]:
+def leave_counts_on_device(chunks: Iterable, enabled: bool = True) -> Iterator[bool]:
     """Leave counts on the device in the layers that allow it; the caller must read `count_overflows` on exit.
 
     An iteration runs in this scope: the paged stash begins here, whose first iteration has counts on the host.
+
+    Yields:
+        Whether the stash has other memory than in the iteration before, so that graphs with it are invalid.
     """
     budgets, stashes = get_receive_budgets(chunks), get_stashes(chunks)
+    generations = [stash.generation for stash in stashes]
     for stash in stashes:
         stash.begin_iteration()
+    is_replaced = generations != [stash.generation for stash in stashes]
     enabled = enabled and not any(stash.is_measuring for stash in stashes)
     for budget in budgets:
         budget.reset()
         budget.counts_on_device = enabled and budget.allows_device_counts
     try:
-        yield
+        yield is_replaced
     finally:
         for budget in budgets:
             budget.counts_on_device = False

@@ -199,7 +199,9 @@ def forward_backward_reduce(
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
     grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ps.cp.size / num_microbatches)
     defer_counts = ctx.may_lose_tokens and not eager  # recorded tokens must be complete
-    with leave_counts_on_device(ctx.chunks, defer_counts):
+    with leave_counts_on_device(ctx.chunks, defer_counts) as is_stash_replaced:
+        if is_stash_replaced:
+            drop_graphs(ctx)
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
     sums = inject_error(ctx, state, sums, repeated)
     (loss_sum, tokens, *mtp), (num_overflowed,), indexer = _copy_to_host(
@@ -220,7 +222,7 @@ def forward_backward_reduce(
 
 
 def drop_graphs(ctx: TrainContext) -> None:
-    """Drop the CUDA graphs, on all ranks together: their receive buffers are too small on some."""
+    """Drop the CUDA graphs: their receive buffers were too small, or the paged stash has other memory."""
     if ctx.iteration_graph is not None:
         ctx.iteration_graph.drop()
     for chunk in ctx.chunks:

@@ -44,7 +44,7 @@ def on_device(host_class):
                 if new:
                     route.handle = made_handle
                     to_counts.copy_(found)
-                    to_flag.copy_(made_handle[1])
+                    to_flag.copy_(made_handle[-1])
 
             emulation.DEVICE().kernel("HybridEP dispatch", [*given.values(), counts, flag, *outputs], run)
             return x, weights, None, counts, handle

@@ -16,6 +16,7 @@ DROPLESS = (
     "--bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
     "--moe-expert-rank-capacity-factor 4"
 )
+STASH = "--moe-paged-stash --moe-paged-stash-page-size 4"
 # name -> (kind of model, mapping, flags of graphs); two ranks each
 CASES = {
     "pipeline": ("accumulation", PP2, ROUTED),
@@ -73,6 +74,8 @@ CASES = {
     ),
     "documents": ("plain", DOCUMENTS, local("attn")),
     "dropless experts": ("plain", f"{DROPLESS} --moe-shared-expert-intermediate-size 8", local("attn moe")),
+    "dropless experts, paged stash": ("plain", f"{DROPLESS} {STASH}", local("attn moe")),
+    "dropless, paged stash, full iteration": ("plain", f"{DROPLESS} {STASH}", full()),
     "dropless, full layers": ("plain", f"{DROPLESS} {DOCUMENTS}", local()),
     "dropless, full iteration": ("deepseek", f"{DROPLESS} {OVERLAP}", full()),
     "dropless, recompute, full iteration": (
