@@ -8,7 +8,8 @@ backward (W if weight gradients are computed separately) frees, and the moment w
 Temporary buffers, of which the largest counts: tokens sent and received with the gradients of the experts; gradients of
 a layer's experts before they are added to the main gradients; what recompute restores, a layer at a time; what indexers
 of sparse attention train on; with full sharding the gathered layer and the prefetched one. Gradients at the borders of
-CUDA graphs are resident for every microbatch in flight.
+CUDA graphs are resident for every microbatch in flight. A graph of the full iteration has its own pool for all of this,
+so the batches that it reads and what an evaluation needs come in addition.
 
 In fp8, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
 experts that of their second GEMM too; this program's own experts save the first, as saved_quantized.py lists it, and
@@ -126,6 +127,23 @@ def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence
     return 2.0 * units * sizes.rows * args.model.hidden_size * sizes.size
 
 
+def iteration_graph_bytes(
+    args: Arguments, chunks: Sequence[ChunkLayout], sizes: ChunkBytes, num_microbatches: int, dispatch: float
+) -> float:
+    """Return what a graph of the full iteration needs in addition: batches, and an evaluation outside its pool.
+
+    `dispatch`: bytes of a token exchange.
+    """
+    if "iteration" not in args.training.captured_modules:
+        return 0.0
+    per_token = 3 * 8 + 4  # ids, labels, positions, loss mask
+    batches = num_microbatches * args.training.micro_batch_size * args.data.seq_length * per_token
+    if not args.training.eval_iters:
+        return float(batches)
+    kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
+    return batches + max(map(sizes.layer, kinds), default=0.0) + dispatch
+
+
 def _local_name(name: str) -> str:
     """Return a name without "decoder.layers.3." or "mtp.layers.0."."""
     return (name.split(".", 3)[-1] if ".layers." in name else name).removeprefix("mtp_model_layer.")
@@ -233,7 +251,7 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     the first.
     """
     linears, experts = te_quantizes(args)
-    if args.parallel.has_sharded_params or args.training.captured_modules or not (linears or experts):
+    if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
         return 0.0
     recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
     copies = 2 - (
@@ -307,11 +325,12 @@ def plan_memory(
     found = []
     for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
         state = replace(state, weights=state.weights + cast_bytes(args, chunks, plain, hardware))
-        now = _stage(args, stage, chunks, params, state, even, orders[stage])
+        now = _stage(args, stage, chunks, params, state, even, orders[stage], num_microbatches)
         if args.moe.num_experts and hardware is not None:
             limit = processed_load(args.moe, math.inf)  # where tokens are dropped, no load is larger
             more = processed_load(args.moe, 2.0) - processed_load(args.moe)
-            growth = _stage(args, stage, chunks, params, state, crowded, orders[stage]).total - now.total
+            growth = _stage(args, stage, chunks, params, state, crowded, orders[stage], num_microbatches).total
+            growth -= now.total
             margin = hardware.usable_bytes - now.total
             headroom = max(0.0, 1 + margin / (growth / more)) if more and growth > 0 else math.inf
             now = replace(now, headroom=headroom if headroom < limit else None)
@@ -327,6 +346,7 @@ def _stage(
     state: StateBytes,
     sizes: ChunkBytes,
     order: Order,
+    num_microbatches: int,
 ) -> StageMemory:
     held = params.stage(chunks)
     saved = [sizes.of(chunk) for chunk in chunks]
@@ -348,6 +368,7 @@ def _stage(
         modules.clear()
     else:
         working += graph_bytes(args, chunks, counts, sizes)
+        working += iteration_graph_bytes(args, chunks, sizes, num_microbatches, dispatch)
     optimizer = state.main_params + state.moments - state.host
     states = (state.weights, state.gradients, optimizer)
     return StageMemory(stage, held, *states, dict(modules), counts, dispatch, working, host)

@@ -26,6 +26,8 @@ HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybri
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules"
+FULL_ITERATION = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 LESS, MORE, SAME = (0.0, 0.999), (1.001, math.inf), (0.999, 1.001)
 ACTIVATIONS, WORKING, HOST, OPTIMIZER, WEIGHTS = (
     f"memory.{part}_gb" for part in ("activations", "working", "host", "optimizer", "weights")
@@ -173,6 +175,8 @@ CASES = (
     ("--moe-router-topk 4", "", {EXCHANGE: (0.4, 0.6), ACTIVATIONS: LESS, "flops": LESS}),
     # graphs and sharding
     (f"{GRAPHS} attn", "", {WORKING: MORE, ACTIVATIONS: SAME, "step_s": (0, 1)}),
+    (f"{PADDED} {FULL_ITERATION}", f"{PADDED} --eval-iters 0", {WORKING: MORE, ACTIVATIONS: SAME, "step_s": (0, 1)}),
+    (f"{PADDED} {FULL_ITERATION} --eval-iters 0", f"{PADDED} {FULL_ITERATION}", {WORKING: LESS}),
     (
         FSDP,
         ONE_STAGE,
