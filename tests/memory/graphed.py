@@ -90,6 +90,8 @@ def train_counted(argv: list[str], rank: int, ps: ParallelState, steps: int, cro
         counts.append(Counter())
         if state.iteration == crowded:
             run.chunks[0].moe_layers()[0].router.weight.data.zero_()
+        if state.iteration == 1:
+            run.optimizer.wait_params()  # as an evaluation before the capture does
         if state.iteration < steps - 1:
             return step(run, state, *rest)
         with emulation.Ledger(emulation.DEVICE()) as ledger:
