@@ -186,11 +186,9 @@ def _check_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield _not_capturable(
             s, "another microbatch cannot run inside a graph of a layer.", "overlap_moe_expert_parallel_comm"
         )
-    if s.moe_token_dispatcher_type != "alltoall" and (f.ep > 1 or f.etp > 1):
+    if s.moe_token_dispatcher_type == "flex" and (f.ep > 1 or f.etp > 1):
         yield _not_capturable(
-            s,
-            "experts are captured with --moe-token-dispatcher-type alltoall only, whose sizes can be fixed.",
-            "moe_token_dispatcher_type",
+            s, "padded experts are captured with the alltoall and allgather dispatchers.", "moe_token_dispatcher_type"
         )
 
 

@@ -24,7 +24,7 @@ UNSUPPORTED = (
         "--moe-router-padding-for-quantization",
     ),
     (
-        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
         "--moe-token-dispatcher-type",
         "--moe-token-dispatcher-type",
     ),
@@ -83,6 +83,7 @@ SUPPORTED = (
     f"{WHOLE} {NO_DROPOUT} --moe-router-force-load-balancing --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     f"{PREPROCESS} --moe-clone-hot-experts 1 --expert-model-parallel-size 2",
+    f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
     f"{ATTN} --reset-attention-mask",
     f"{ATTN} --cpu-offloading-num-layers 2",
     f"{ROUTER} --fine-grained-activation-offloading --offload-modules core_attn expert_fc1 mlp_norm",

@@ -53,6 +53,11 @@ CASES = {
     ),
     "expert parallel, padded, full layers": ("padded capacity", EP2, local()),
     "expert parallel, padded, full iteration": ("padded capacity", EP2, full()),
+    "expert parallel, padded, all-gather": (
+        "padded capacity",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        local("moe"),
+    ),
     "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
     "data parallel, full iteration": ("padded capacity", "--use-distributed-optimizer", full()),
     "data parallel, overlapped, full iteration": ("padded capacity", OVERLAP, full()),
@@ -91,7 +96,7 @@ CASES = {
         full(),
     ),
 }
-PARTS = [list(CASES)[:8], list(CASES)[8:17], list(CASES)[17:]]
+PARTS = [list(CASES)[:8], list(CASES)[8:18], list(CASES)[18:]]
 ONCE = {"training/step.py": 1, "optim/clip.py": 1, "moe/balancing.py": 1}
 """Waits of an iteration: the losses, the norm, the statistics of the routers."""
 
