@@ -280,7 +280,7 @@ def test_gather_waits_module_by_module():
 
 
 def test_buffers_are_free_before_the_first_gradient():
-    """Until then another use of the memory may go on (optim/mx_params.py); later microbatches ask no more."""
+    """Until then the memory may have another use (optim/mx_params.py); later microbatches ask no more."""
     model = Toy()
     grads, optimizer = build_training(model)
     for _ in range(2):
