@@ -168,7 +168,78 @@ RECIPES = (
         "global_batch_size=256",
     ),
 )
-HOST_COUNTS = "pages are assigned by the host", "the host reads the counts of fp8 experts"
+PLAIN = f"{OVERLAPPED} use_distributed_optimizer"
+PARTIAL = f"{GRAPHS}attn,moe_router,moe_preprocess"
+PP8 = "pipeline_model_parallel_size=8 pipeline_model_parallel_layout=Et|(tt|)*30mL"
+TABLE_11 = (
+    (
+        "table 11: DeepSeek-V3, GB300, MXFP8",
+        "deepseek_v3",
+        256,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {PARTIAL} "
+        "global_batch_size=8192",
+    ),
+    (
+        "table 11: DeepSeek-V3, GB200, MXFP8",
+        "deepseek_v3",
+        256,
+        f"{HYBRIDEP} {MXFP8} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {PARTIAL} "
+        f"{RECOMPUTE}mlp, offload_optimizer_states global_batch_size=8192",
+    ),
+    (
+        "table 11: DeepSeek-V3, GB200, BF16",
+        "deepseek_v3",
+        256,
+        f"{HYBRIDEP} {PLAIN} {NARROW} {PP8} expert_model_parallel_size=32 {PARTIAL} offload_optimizer_states "
+        "global_batch_size=4096",
+    ),
+    (
+        "table 11: DeepSeek-V3, H100, FP8",
+        "deepseek_v3",
+        1024,
+        f"{DEEPEP} {BLOCKWISE} {EXCHANGE} tensor_model_parallel_size=2 {PP8} expert_model_parallel_size=64 "
+        f"{RECOMPUTE}mla_up_proj,mlp,moe_act,layernorm global_batch_size=8192",
+    ),
+    (
+        "table 11: Qwen3-235B, GB300, MXFP8",
+        "qwen3_235b_a22b",
+        256,
+        f"{HYBRIDEP} {MXFP8} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=6 "
+        f"expert_model_parallel_size=64 {PARTIAL} micro_batch_size=2 global_batch_size=3072",
+    ),
+    (
+        "table 11: Qwen3-235B, GB200, MXFP8",
+        "qwen3_235b_a22b",
+        256,
+        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=6 "
+        f"expert_model_parallel_size=64 {PARTIAL} {RECOMPUTE}moe_act,layernorm fine_grained_activation_offloading "
+        "offload_modules=expert_fc1,moe_act delay_offload_until_cuda_graph micro_batch_size=3 global_batch_size=3072",
+    ),
+    (
+        "table 11: Qwen3-235B, GB200, BF16",
+        "qwen3_235b_a22b",
+        256,
+        f"{HYBRIDEP} {PLAIN} {EXCHANGE} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=12 "
+        f"expert_model_parallel_size=32 {PARTIAL} {RECOMPUTE}moe_act,layernorm global_batch_size=8192",
+    ),
+    (
+        "table 11: Qwen3-235B, GB200, MXFP8, 128K",
+        "qwen3_235b_a22b",
+        128,
+        f"{HYBRIDEP} {MXFP8} {SPLIT} tensor_model_parallel_size=4 context_parallel_size=4 pipeline_model_parallel_size=4 "
+        "num_virtual_stages_per_pipeline_rank=12 expert_model_parallel_size=32 seq_length=131072 "
+        f"max_position_embeddings=131072 {RECOMPUTE}moe_act,layernorm global_batch_size=1024",
+    ),
+    (
+        "table 11: Qwen3-235B, H100, BF16",
+        "qwen3_235b_a22b",
+        256,
+        f"{DEEPEP} {PLAIN} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 "
+        f"num_virtual_stages_per_pipeline_rank=4 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm {PARTIAL} "
+        "global_batch_size=2048",
+    ),
+)
+"""The nine rows of table 11 of arXiv 2603.07685 (mappings: tables 11, 17 and 20; further flags: the public model zoo)."""
 REFUSED = {
     "deepseek_v3/h100 BF16": "--num-layers 61 must be a multiple of --pipeline-model-parallel-size 16",  # upstream, too
     "deepseek_v4_flash/gb200 MXFP8": "the layers of DeepSeek-V4",

@@ -8,7 +8,7 @@ import model_zoo
 from arguments.machine import check_machine
 from arguments.parse import resolve_command_line
 from arguments.rules import derived
-from tests.arguments.moe_recipes import RECIPES, REFUSED, as_file
+from tests.arguments.moe_recipes import RECIPES, REFUSED, TABLE_11, as_file
 from tests.arguments.rule_lines import ACCEPTED, base_line, findings, recorded
 
 ARCHES = (None, 9, 10)
@@ -55,7 +55,7 @@ def test_only_fill_in_the_middle_flags_are_out_of_scope(shared):
     assert {flag.split("-")[2] for flag in refused} <= {"fim"}, refused
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe[0])
+@pytest.mark.parametrize("recipe", (*RECIPES, *TABLE_11), ids=lambda recipe: recipe[0])
 def test_megatron_moe_recipes_pass_or_give_the_expected_error(recipe, tmp_path):
     name, preset, world_size, settings = recipe
     path = tmp_path / "recipe.yaml"

@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Which features can be combined: the page docs/combinations.md, and the proof of its entries.
+
+    python scripts/combinations.py --write               write the page; a test compares it with the program
+    python scripts/combinations.py --prove [FEATURE]     compare every accepted pair (with FEATURE) with one process
+
+A pair is a small model with the flags of both features. The rules of the program accept it or give a reason. The proof
+shrinks its flags as prove_layout.py does and compares losses, gradients and weights; what the CPU cannot run as it is
+(graphs, libraries, formats) is listed by prove_layout.py, and has its tests on the emulated device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from arguments.parse import resolve_command_line
+from moe_trainer.exit_codes import ExitCode
+
+PAGE = ROOT / "docs" / "combinations.md"
+RANKS = 8
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 4 --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 8 "
+    "--moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2 --use-distributed-optimizer "
+    "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 16 --train-iters 3 "
+    "--lr 1e-3 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 250 --bf16"
+)
+
+
+class Feature(NamedTuple):
+    """Feature of the table; two of one kind exclude each other."""
+
+    kind: str
+    flags: str
+
+
+DROPLESS = "--moe-expert-rank-capacity-factor 4"
+FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
+DISPATCHER = re.compile(r"--moe-token-dispatcher-type (flex --moe-flex-dispatcher-backend )?\w+")
+FEATURES = MappingProxyType(
+    {
+        "recompute": Feature("", "--recompute-granularity selective --recompute-modules layernorm moe_act"),
+        "offload": Feature("", "--fine-grained-activation-offloading --offload-modules core_attn attn_proj"),
+        "stash": Feature("", f"--moe-paged-stash {FLEX} hybridep {DROPLESS}"),
+        "clones": Feature("", "--moe-clone-hot-experts 1"),
+        "MXFP8": Feature("format", "--fp8-format e4m3 --fp8-recipe mxfp8"),
+        "blockwise": Feature("format", "--fp8-format e4m3 --fp8-recipe blockwise"),
+        "NVFP4": Feature("format", "--fp4-format e2m1 --fp4-recipe nvfp4"),
+        "EP overlap": Feature("", "--overlap-moe-expert-parallel-comm"),
+        "shared overlap": Feature("", "--moe-shared-expert-intermediate-size 128 --moe-shared-expert-overlap"),
+        "op fuser": Feature("", "--use-transformer-engine-op-fuser"),
+        "graphs of layers": Feature("graphs", "--cuda-graph-impl local --cuda-graph-modules attn"),
+        "graphs of modules": Feature(
+            "graphs", "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+        ),
+        "graph, padded": Feature(
+            "graphs", f"{FULL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+        ),
+        "graph, dropless": Feature("graphs", f"{FULL} {FLEX} hybridep {DROPLESS}"),
+        "allgather": Feature("dispatcher", "--moe-token-dispatcher-type allgather"),
+        "alltoall": Feature("dispatcher", "--moe-token-dispatcher-type alltoall"),
+        "DeepEP": Feature("dispatcher", f"{FLEX} deepep"),
+        "HybridEP": Feature("dispatcher", f"{FLEX} hybridep"),
+        "NCCL EP": Feature("dispatcher", f"{FLEX} ncclep"),
+        "FSDP": Feature(
+            "", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+        ),
+        "PP": Feature("stages", "--pipeline-model-parallel-size 2"),
+        "VPP": Feature("stages", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+        "CP": Feature("", "--context-parallel-size 2"),
+        "MTP": Feature("", "--mtp-num-layers 1"),
+        "Muon": Feature("", "--optimizer muon"),
+    }
+)
+
+
+def make_argv(*names: str) -> list[str]:
+    """Return the command line of features, with the all-to-all where none determines the dispatcher."""
+    flags = " ".join(FEATURES[name].flags for name in names)
+    default = "" if "--moe-token-dispatcher-type" in flags else FEATURES["alltoall"].flags
+    return f"{MODEL} {default} {flags}".split()
+
+
+def excludes(one: str, other: str) -> bool:
+    """Whether two different features are alternatives of each other."""
+    (kind, flags), (other_kind, other_flags) = FEATURES[one], FEATURES[other]
+    dispatchers = {found[0] for found in (DISPATCHER.search(flags), DISPATCHER.search(other_flags)) if found}
+    return len(dispatchers) > 1 or (one != other and kind == other_kind != "")
+
+
+def reason(one: str, other: str) -> str | None:
+    """Return why the program rejects a pair (or a feature with itself: alone); None if it accepts it."""
+    names = (one,) if one == other else (one, other)
+    violations = resolve_command_line(make_argv(*names), RANKS)[1]
+    return violations[0].message if violations else None
+
+
+def page_lines() -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield "# Combinations"
+    yield ""
+    yield "Generated by `python scripts/combinations.py --write`; a test compares this page with the program."
+    yield ""
+    yield (
+        "Each pair of features on eight ranks with two expert-parallel ones, and on the diagonal each alone. *yes*: "
+        "the flags are valid. A number: they are rejected, for the reason below. *-*: alternatives. "
+        "`python scripts/combinations.py --prove` compares every *yes* with one process (hours on two cores), as "
+        "[Verifying a layout](verification.md) describes; it names what it leaves out."
+    )
+    yield ""
+    names = list(FEATURES)
+    reasons: dict[str, int] = {}
+    rows = []
+    for row, one in enumerate(names):
+        cells = []
+        for other in names[: row + 1]:
+            if excludes(one, other):
+                cells.append("-")
+                continue
+            text = reason(one, other)
+            cells.append("yes" if text is None else str(reasons.setdefault(text, len(reasons) + 1)))
+        rows.append(f"| {one} | {' | '.join([*cells, *[''] * (len(names) - len(cells))])} |")
+    yield f"| | {' | '.join(names)} |"
+    yield f"|---|{'---|' * len(names)}"
+    yield from rows
+    yield ""
+    yield "## Reasons"
+    yield ""
+    yield from (f"{number}. {text}" for text, number in reasons.items())
+    yield ""
+    yield "## Flags"
+    yield ""
+    yield "| feature | flags |"
+    yield "|---|---|"
+    yield from (f"| {name} | `{feature.flags}` |" for name, feature in FEATURES.items())
+
+
+def accepted_pairs(feature: str | None = None) -> list[tuple[str, str]]:
+    """Return the pairs that the program accepts, with the feature if there is one."""
+    return [
+        pair
+        for pair in itertools.combinations(FEATURES, 2)
+        if (feature is None or feature in pair) and not excludes(*pair) and reason(*pair) is None
+    ]
+
+
+def prove(pairs: list[tuple[str, str]]) -> int:
+    """Compare pairs with one process and print a line for each. Returns the exit code."""
+    import torch
+
+    torch.set_num_threads(1)
+    from moe_trainer.verification.parity import check_parity
+    from moe_trainer.verification.rank_pool import RankPool
+    from moe_trainer.verification.shrink import ShrinkError, shrink
+
+    different = 0
+    with RankPool(4, 300.0) as pool:
+        for one, other in pairs:
+            try:
+                case = shrink(make_argv(one, other), RANKS, 4).cases[0]
+            except ShrinkError as error:
+                print(f"{one} + {other}: cannot be checked: {error.reasons[0]}", flush=True)
+                continue
+            result = check_parity(pool, case)
+            different += not result.is_equal
+            what = "equal" if result.is_equal else f"DIFFERENT {result.failure[-500:]} {result.differences[:2]}"
+            print(f"{one} + {other} ({case.mapping}): {what} ({result.seconds:.1f} s)", flush=True)
+    return ExitCode.FAILED if different else ExitCode.OK
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="combinations.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--prove", nargs="?", const="", metavar="FEATURE", help="compare pairs with one process")
+    options = parser.parse_args(words)
+    if options.prove and options.prove not in FEATURES:
+        parser.error(f"--prove {options.prove}: one of {', '.join(FEATURES)}")
+    if options.prove is not None:
+        return prove(accepted_pairs(options.prove or None))
+    text = "\n".join(page_lines()) + "\n"
+    if options.write:
+        PAGE.write_text(text)
+    else:
+        print(text, end="")
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
