@@ -116,7 +116,7 @@ def page_lines() -> Iterator[str]:
     yield (
         "Each pair of features on eight ranks with two expert-parallel ones, and on the diagonal each alone. *yes*: "
         "the flags are valid. A number: they are rejected, for the reason below. *-*: alternatives. "
-        "`python scripts/combinations.py --prove` compares every *yes* with one process (hours on two cores), as "
+        "`python scripts/combinations.py --prove` compares every *yes* with one process (some minutes), as "
         "[Verifying a layout](verification.md) describes; it names what it leaves out."
     )
     yield ""
