@@ -1,7 +1,7 @@
 """What cannot be captured as CUDA graphs, with the reason; graphs.py has Megatron-LM's rules.
 
 A captured module runs its Python once. Modules that draw from a separate random stream, wait for the host, or have
-shapes that depend on the routing or on a batch's documents are not captured. Modules: attn, mlp, moe_router (with
+shapes that depend on the routing are not captured. Modules: attn, mlp, moe_router (with
 moe_preprocess), moe, full layers, the full iteration.
 """
 
