@@ -55,7 +55,7 @@ COMBINATIONS = (
     ),
     (
         "--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
-        "MXFP8 dispatch needs the all-to-all or flex: the all-gather carries bf16",
+        "MXFP8 dispatch needs the all-to-all, DeepEP or HybridEP: the others carry bf16",
     ),
     (
         "--moe-paged-stash --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "

@@ -272,8 +272,9 @@ class MoELayer(nn.Module):
         problem, stash = problem or self.experts.why_host_counts(), self.activations.stash
         if problem is None and stash is not None:
             problem = stash.why_host_counts()
+        self.budget.allows_device_counts = problem is None
         if problem is None:
-            self.budget.allow_device_counts(self.router.weight.device)
+            self.budget.allocate_flag(self.router.weight.device)
         return problem
 
     @property

@@ -57,9 +57,8 @@ class ReceiveBudget:
         self._overflow: Tensor | None = None
         self._max_tokens = 1
 
-    def allow_device_counts(self, device: torch.device) -> None:
-        """Let the counts stay on the device, and allocate the overflow flag there."""
-        self.allows_device_counts = True
+    def allocate_flag(self, device: torch.device) -> None:
+        """Allocate the overflow flag, which counts that stay on the device need."""
         self._overflow = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property

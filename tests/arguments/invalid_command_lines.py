@@ -152,7 +152,6 @@ INVALID_LINES = (
      "--moe-flex-dispatcher-backend"),
     ("--moe-flex-dispatcher-backend ncclep", "", "--moe-flex-dispatcher-backend"),
     ("--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type allgather", "", "--moe-dispatch-fwd-dtype"),
-    ("--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hierarchical", "", "--moe-dispatch-fwd-dtype"),
     ("--moe-combine-bwd-dtype mxfp8 --moe-token-dispatcher-type flex --hidden-size 192", "", "--moe-combine-bwd-dtype"),
     ("--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
      "--hidden-size 256", "", "--moe-dispatch-fwd-dtype"),

@@ -405,7 +405,8 @@ def test_step_records_use_host_counts():
 
 def test_device_counts_are_enabled_only_within_the_context():
     receive = ReceiveBudget("layer", 1.0, 2)
-    receive.allow_device_counts(torch.device("cpu"))
+    receive.allows_device_counts = True
+    receive.allocate_flag(torch.device("cpu"))
     layer = type("Layer", (), {"budget": receive, "activations": ActivationPolicy()})
     chunk = type("Chunk", (), {"moe_layers": lambda self: [layer]})()
     assert not receive.counts_on_device

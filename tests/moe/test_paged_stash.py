@@ -32,7 +32,7 @@ class FixedBuffers(LocalDispatcher):
     """Receives into buffers of a fixed size with counts on the device; what follows the tokens is undefined."""
 
     def dispatch_preprocess(self, x_TH, probs_TE, routing_TE, hints):
-        state = super().dispatch_preprocess(x_TH, probs_TE, routing_TE, hints)
+        state = super().dispatch_preprocess(x_TH, probs_TE, routing_TE, replace(hints, buffer_size=None))
         rest = hints.buffer_size - state.x_RH.shape[0]
         return replace(
             state,

@@ -96,7 +96,12 @@ def test_apex_of_pypi_is_not_reported_as_nvidia_apex(doctor, tmp_path, monkeypat
 def test_three_libraries_share_one_package_name(doctor, tmp_path, monkeypatch):
     install_package(tmp_path, monkeypatch, "deep_ep", "class Buffer: pass\nclass HybridEPBuffer: pass\n")
     problems = {finding.name: finding.problem for finding in doctor.find_deep_ep()}
-    assert problems == {"deepep": None, "deepep_v2": "the installed deep_ep has no ElasticBuffer", "hybridep": None}
+    assert problems == {
+        "deepep": None,
+        "deepep_v2": "the installed deep_ep has no ElasticBuffer",
+        "hybridep": None,
+        "ncclep": "the package transformer_engine is not installed",
+    }
 
 
 def test_a_broken_library_is_a_finding(doctor, tmp_path, monkeypatch):
