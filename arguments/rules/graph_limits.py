@@ -161,8 +161,6 @@ def _check_dropless_experts(s: Settings) -> Iterator[Violation]:
             s.moe_permute_fusion_into_hybridep,
             "its fused combine needs counts on the host.",
         ),
-        ("fp8", s.fp8, "the host reads the counts of fp8 experts."),
-        ("fp4", s.fp4, "the host reads the counts of fp4 experts."),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
         (
             "overlap_moe_expert_parallel_comm",

@@ -53,8 +53,8 @@ def _recipe(layer: LayerSizes) -> str | None:
 def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
     model, parts = layer.model, layer.parts
     keeps_latents = _keeps_latents(layer.args)
-    if name == "experts.x":
-        return not layer.moe.moe_paged_stash
+    if name == "experts.x":  # with counts on the device the tokens are saved as they are (quantization/expert_mlp.py)
+        return layer.moe.moe_expert_rank_capacity_factor is None
     if name in _ALWAYS:
         return True
     if name == "core_attn.y":

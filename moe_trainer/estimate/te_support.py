@@ -44,6 +44,19 @@ def experts_problem(moe: MoEArgs, ep: int) -> str | None:
     return None
 
 
+def leaves_counts_on_device(moe: MoEArgs, precision: PrecisionArgs, typed: frozenset[str]) -> bool:
+    """Return whether quantized experts are not its own because theirs read token counts on the host.
+
+    A budget for received tokens can do without these. With the flag on the command line they are its own all the same.
+    """
+    return (
+        moe.moe_expert_rank_capacity_factor is not None
+        and precision.params_dtype_name == "bf16"
+        and not moe.moe_permute_fusion_into_hybridep
+        and "transformer_impl" not in typed
+    )
+
+
 def te_quantizes(args: Arguments) -> tuple[bool, bool]:
     """Return whether it computes quantized GEMMs of (linears, experts), if it can be used at all."""
     precision, moe = args.precision, args.moe
@@ -54,5 +67,6 @@ def te_quantizes(args: Arguments) -> tuple[bool, bool]:
         and bool(moe.num_experts)
         and moe.moe_grouped_gemm
         and experts_problem(moe, args.parallel.expert_model_parallel_size) is None
+        and not leaves_counts_on_device(moe, precision, args.typed)
     )
     return fits and not args.parallel.has_deferred_wgrad, experts

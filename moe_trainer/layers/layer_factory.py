@@ -30,6 +30,7 @@ from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.tp_overlap import TpOverlap
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
+from moe_trainer.ops.grouped_gemm import GROUPED_MM_CAPABILITIES
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
@@ -237,7 +238,6 @@ def _fused(
         def experts_problem(alignment: int) -> str | None:
             return te_layers.experts_problem(te.load(), model, moe, ps, alignment)
 
-        quantized = low and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
         bf16 = precision.params_dtype_name == "bf16"
         fused = model.use_transformer_engine_op_fuser and backends.should_use(
             ("use_transformer_engine_op_fuser",),
@@ -249,8 +249,23 @@ def _fused(
             instead="experts without the library's operation fuser",
             loud=True,
         )
+        reads_offsets = backends.capability[0] in GROUPED_MM_CAPABILITIES or local.kernels.grouped_gemms is not None
+        leaves_counts = (
+            reads_offsets and not fused and te_support.leaves_counts_on_device(moe, precision, backends.typed)
+        )
+        if low and leaves_counts:
+            logger.info(
+                "experts with %s scaling are computed by this program's grouped GEMMs, which read token counts on the "
+                "device (--moe-expert-rank-capacity-factor); with --transformer-impl transformer_engine on the command "
+                "line they are TransformerEngine's, which read them on the host",
+                recipe.name,
+            )
+        quantized = (
+            low
+            and not leaves_counts
+            and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
+        )
         named = "triton_kernels" in backends.typed and local.kernels.grouped_gemms is not None
-        # the library's reads counts on the host, which a budget for received rows can do without
         plain = (
             backends.capability >= te_layers.BF16_EXPERTS_FROM
             and not named

@@ -239,8 +239,6 @@ class Experts(nn.Module):
             return self.pipeline.host_problem
         if self.grouped is not None:
             return "TransformerEngine's GroupedLinear reads them there"
-        if self.quantized is not None:
-            return "fp8 and fp4 GEMMs are split there"
         if not self.allow_grouped:
             return "experts run one by one without --moe-grouped-gemm"
         if not can_read_counts_on_device(self.linear_fc1.weight, self.linear_fc2.weight, self.gemms):
@@ -278,6 +276,7 @@ class Experts(nn.Module):
             if self.quantized is not None:
                 # pages hold rows
                 options["saves_quantized"] = self.activations.stash is None
+                options["grouped"] = self.gemms
                 return quantized_expert_mlp(*inputs, self.activation, tuple(self.quantized), **options)
             options |= {"allow_grouped": self.allow_grouped, "gemms": self.gemms}
             return expert_mlp(*inputs, self.activation, **options)

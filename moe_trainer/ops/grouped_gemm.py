@@ -21,11 +21,17 @@ from moe_trainer.ops.transfer import to_device
 GROUPED_MAX_TOKENS_PER_EXPERT = 96
 
 
+GROUPED_MM_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which torch has a grouped GEMM in bf16: Hopper and datacenter Blackwell.
+
+On others it loops over the experts, after it has waited for the offsets.
+"""
+
+
 def prefer_grouped(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether grouped_mm is faster: bf16 on Hopper and datacenter Blackwell, small fp32 on a CPU."""
     if device.type == "cuda":
-        # on others torch loops over the experts too, after it has waited for the offsets
-        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in GROUPED_MM_CAPABILITIES
     # half precision on CPU: grouped_mm meets new row counts at every step and has code generated for each; see
     # token_bucket
     return dtype == torch.float32 and num_rows <= GROUPED_MAX_TOKENS_PER_EXPERT * num_experts

@@ -4,7 +4,7 @@ The tokens of every expert are quantized separately, like its weights. A scale f
 tokens (with delayed scaling: the layer's). Activations between the GEMMs stay in high precision. Tokens are saved for
 backward as the weight gradient reads them, quantized (saved_input.py). The GEMMs of all
 experts are requested as one sequence, which runs one by one or in a single call of the device (scaled_grouped.py).
-Weight gradients are computed expert by expert.
+Weight gradients are computed expert by expert. With counts on the device every GEMM is one call (grouped.py).
 
 Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN width, G fc1 output width (2F when gated).
 """
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns
-from moe_trainer.ops.grouped_gemm import expert_ranges
+from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, expert_ranges
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
+from moe_trainer.quantization.grouped import TokenGroups, make_token_groups
 from moe_trainer.quantization.saved_input import SavedInput, StackedInputs
 
 
@@ -98,6 +99,56 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
 
 
+class _BufferMLP(torch.autograd.Function):
+    """The same with counts on the device: each GEMM is one call for all experts (grouped.py)."""
+
+    @staticmethod
+    def forward(ctx, x_CH, probs_C, w1, b1, w2, b2, groups, activation, gemms, queue):
+        fc1, fc2 = gemms
+        h_CG = fc1.grouped_output(x_CH, w1, groups)
+        if b1 is not None:
+            h_CG = h_CG + _per_token(b1, groups)
+        y_CH = fc2.grouped_output(activation.forward(h_CG, probs_C), w2, groups)
+        if b2 is not None:
+            bias_CH = _per_token(b2, groups)
+            y_CH = y_CH + (bias_CH if probs_C is None else (bias_CH * probs_C.unsqueeze(1)).to(y_CH.dtype))
+        ctx.save_for_backward(x_CH, probs_C, h_CG, w1, w2, b2)
+        ctx.plan = groups, activation, gemms, queue, (w1, w2), b1 is not None
+        return y_CH
+
+    @staticmethod
+    def backward(ctx, grad_CH):
+        x_CH, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
+        groups, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
+        grad_CH = grad_CH.contiguous()
+        a_CF, grad_h, grad_p = activation.backward(h_CG, probs_C, fc2.grouped_input_grad(grad_CH, w2, groups))
+        grad_b1 = _sum_tokens(grad_h, groups) if has_b1 else None
+        grad_b2 = None
+        if b2 is not None:
+            weighed = grad_CH if probs_C is None else (grad_CH * probs_C.unsqueeze(1)).to(grad_CH.dtype)
+            grad_b2 = _sum_tokens(weighed, groups)
+            if grad_p is not None:
+                grad_p = grad_p + (grad_CH * _per_token(b2, groups)).sum(-1)
+        of_w2, of_w1 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups), fc1.make_grouped_wgrad_fn(grad_h, x_CH, groups)
+        grad_x = fc1.grouped_input_grad(grad_h, w1, groups)
+        grad_w1, grad_w2 = (
+            compute_or_defer(queue, weight, compute if needed else None)
+            for weight, compute, needed in zip(
+                weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+            )
+        )
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+
+
+def _per_token(bias_eN: Tensor, groups: TokenGroups) -> Tensor:
+    return bias_eN[groups.expert_C.clamp(max=len(bias_eN) - 1)]
+
+
+def _sum_tokens(rows_CN: Tensor, groups: TokenGroups) -> Tensor:
+    """Sum each expert's tokens by a GEMM with ones, whose rows have the alignment of grouped GEMMs."""
+    return groups.gemms.weight_grad(rows_CN, rows_CN.new_ones(len(rows_CN), 8), groups.offsets_e)[..., 0]
+
+
 def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
     """Stack the experts' weight gradients; experts without tokens get zeros."""
     grad_eNK = torch.zeros_like(
@@ -113,7 +164,7 @@ def quantized_expert_mlp(
     probs_R: Tensor | None,
     w1_eGH: Tensor,
     w2_eHF: Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | Tensor,
     activation: Activation,
     gemms: tuple[QuantizedGemms, QuantizedGemms],
     *,
@@ -123,23 +174,31 @@ def quantized_expert_mlp(
     activation_fns: ActivationFns | None = None,
     unused: int = 0,
     saves_quantized: bool = True,
+    grouped: GroupedGemms | None = None,
 ) -> Tensor:
     """Run every expert on its tokens.
 
     Args:
-        gemms: of fc1 and fc2. Everything else as expert_mlp.expert_mlp.
-        saves_quantized: save quantized tokens for backward (saved_input.py).
+        counts: on the device they include each expert's padding to a multiple (QuantizedGemms.token_multiple), which
+            is zeros and has zero gradients.
+        gemms: of fc1 and fc2.
+        saves_quantized: save quantized tokens for backward (saved_input.py); not with counts on the device.
+        grouped: grouped GEMMs that read counts on the device, instead of torch's. Everything else as
+            expert_mlp.expert_mlp.
 
     Raises:
         ValueError: if the counts do not add up to R.
     """
+    probs_R = None if probs_R is None else probs_R.contiguous()
+    fns, weights = activation_fns or get_activation_fns(activation), (w1_eGH, b1_eG, w2_eHF, b2_eH)
+    if isinstance(counts, Tensor):
+        groups = make_token_groups(counts, x_RH.shape[0], grouped or GROUPED_MM)
+        return _BufferMLP.apply(x_RH.contiguous(), probs_R, *weights, groups, fns, gemms, queue)
     num_rows = x_RH.shape[0] - unused
     if sum(counts) != num_rows:
         raise ValueError(
             f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
         )
-    probs_R = None if probs_R is None else probs_R.contiguous()
-    fns, weights = activation_fns or get_activation_fns(activation), (w1_eGH, b1_eG, w2_eHF, b2_eH)
     saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
     plan = tuple(counts), fns, gemms, queue, saves_quantized
     return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, *plan)

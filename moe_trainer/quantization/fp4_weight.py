@@ -61,8 +61,9 @@ class Fp4Weight(Fp8Weight):
 
     def compute_scales(self) -> None:
         """Compute the scales from the maxima. A matrix whose maximum is not finite becomes NaN."""
-        for stored, found in zip((self._scale_eB, self.inverse_e), two_level_scales(self.amax_eB, self.scaling.fmt)):
-            stored.copy_(found)
+        scale, inverse, _ = two_level_scales(self.amax_eB, self.amax_eB.amax((-2, -1), keepdim=True), self.scaling.fmt)
+        self._scale_eB.copy_(scale)
+        self.inverse_e.copy_(inverse)
         self._largest_e.copy_(self.amax_eB.flatten(1).amax(1))
 
     def _write(self, at: int, rounded: Tensor) -> None:

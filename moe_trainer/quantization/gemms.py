@@ -20,6 +20,13 @@ from torch import Tensor, nn
 
 from moe_trainer.ops.gemms import UnquantizedGemms
 from moe_trainer.quantization.fp8_weight import StoredMatrix, StoredWeight
+from moe_trainer.quantization.grouped import (
+    GroupedOperand,
+    TokenGroups,
+    grouped_mm_of_tokens,
+    grouped_mm_over_tokens,
+    quantize_tokens,
+)
 from moe_trainer.quantization.quantize import (
     E2M1,
     E4M3,
@@ -34,7 +41,8 @@ from moe_trainer.quantization.quantize import (
 )
 from moe_trainer.quantization.saved_input import SavedInput
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
-from moe_trainer.quantization.scaled_mm import scaled_mm
+from moe_trainer.quantization.scaled_layouts import TILE_ROWS
+from moe_trainer.quantization.scaled_mm import MX, gemm_kind, scaled_mm
 
 X, WEIGHT, GRAD = 0, 1, 2
 """Operands with scales of their own: rows of the state of delayed scaling."""
@@ -141,6 +149,18 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
 
     token_multiple = 1
 
+    def grouped_output(self, x_CK: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
+        """Return `output` of every expert, whose counts are on the device."""
+        return groups.gemms.forward(x_CK, weight_eNK, groups.offsets_e)
+
+    def grouped_input_grad(self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
+        """Return `input_grad` of every expert, whose counts are on the device."""
+        return groups.gemms.input_grad(grad_CN, weight_eNK, groups.offsets_e)
+
+    def make_grouped_wgrad_fn(self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups) -> Callable[[], Tensor]:
+        """Return a function that computes `weight_grad` of every expert, [e, N, K]."""
+        return lambda: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
+
     def outputs(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Yield `output` of every pair."""
         return (self.output(*pair) for pair in pairs)
@@ -192,8 +212,9 @@ class QuantizedGemms(nn.Module):
 
     @property
     def token_multiple(self) -> int:
-        """Multiple of tokens per expert with which blocks along the tokens never cover two experts."""
-        return max(self.recipe.alignment, self.recipe.grad_t.cols)
+        """Multiple of tokens per expert with which blocks and tiles of scales never cover two experts."""
+        tile = TILE_ROWS if gemm_kind(self.recipe.x, self.recipe.weight) == MX else 1
+        return max(self.recipe.alignment, self.recipe.grad_t.cols, tile)
 
     def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor | StoredMatrix:
         """Return one weight of a stack, as the GEMMs take it."""
@@ -235,6 +256,64 @@ class QuantizedGemms(nn.Module):
     def input_grads(self, pairs: Iterable[Pair]) -> Iterator[Tensor]:
         """Yield `input_grad` of every expert that has tokens, like `outputs`."""
         return self._of_experts(pairs, True)
+
+    def grouped_output(self, x_CK: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
+        """Return `output` of every expert, whose counts are on the device."""
+        x = self._quantize_tokens(x_CK, self.recipe.x, X, groups)
+        weights = self._expert_weights(weight_eNK, False, x_CK.dtype, groups)
+        return grouped_mm_of_tokens(x, weights, groups, x_CK.dtype)
+
+    def grouped_input_grad(self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
+        """Return `input_grad` of every expert, whose counts are on the device."""
+        grad = self._quantize_tokens(grad_CN, self.recipe.grad, GRAD, groups, "input")
+        weights = self._expert_weights(weight_eNK, True, grad_CN.dtype, groups)
+        return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype)
+
+    def make_grouped_wgrad_fn(self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups) -> Callable[[], Tensor]:
+        """Return a function that computes `weight_grad` of every expert, with the noise and scales of this moment."""
+        self._note_tokens(GRAD, grad_CN, groups)
+        if not self.recipe.wgrad:
+            return lambda: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
+        noise = self._noise(self.recipe.grad_t, "weight", grad_CN.device)
+        scales = self._scale(GRAD), self._scale(X)
+
+        def compute() -> Tensor:
+            grad, x = (
+                quantize_tokens(tokens, scaling, groups, self.quantizer, scale, generator, transposed=True)
+                for tokens, scaling, scale, generator in (
+                    (grad_CN, self.recipe.grad_t, scales[0], noise),
+                    (x_CK, self.recipe.x_t, scales[1], None),
+                )
+            )
+            return grouped_mm_over_tokens(grad, x, groups, grad_CN.dtype)
+
+        return compute
+
+    def _expert_weights(
+        self, weight_eNK: Tensor, transposed: bool, dtype: torch.dtype, groups: TokenGroups
+    ) -> list[QuantizedTensor]:
+        """Return all weights; those of experts without tokens do not count for delayed scaling."""
+        weights, notes = [], self.recipe.delayed is not None and self.training
+        has_tokens_e = groups.offsets_e.diff(prepend=groups.offsets_e.new_zeros(1)) > 0 if notes else None
+        for expert in range(weight_eNK.shape[0]):
+            before = self.amax[WEIGHT].clone() if notes else None
+            weights.append(self._weight(self.expert_weight(weight_eNK, expert), transposed, dtype))
+            if notes:
+                self.amax[WEIGHT] = torch.where(has_tokens_e[expert], self.amax[WEIGHT], before)
+        return weights
+
+    def _quantize_tokens(
+        self, x_CK: Tensor, scaling: Scaling, operand: int, groups: TokenGroups, role: str = ""
+    ) -> GroupedOperand:
+        self._note_tokens(operand, x_CK, groups)
+        noise = self._noise(scaling, role, x_CK.device)
+        return quantize_tokens(x_CK, scaling, groups, self.quantizer, self._scale(operand), noise)
+
+    def _note_tokens(self, operand: int, x_CK: Tensor, groups: TokenGroups) -> None:
+        """As _note, without the tokens after the last expert's."""
+        if self.recipe.delayed is not None and self.training:
+            largest = groups.amax(x_CK.detach().abs().amax(1).float()).amax()
+            self.amax[operand] = torch.maximum(self.amax[operand], largest)
 
     def _of_experts(self, pairs: Iterable[Pair], backward: bool) -> Iterator[Tensor]:
         scaling, weight_scaling = (

@@ -195,7 +195,8 @@ def quantize(
     else:
         amax = block_amax(x_RK, scaling.rows, scaling.cols)
         if scaling.scales == TWO_LEVEL:
-            scale, inverse = two_level_scales(amax, scaling.fmt)
+            largest = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(())
+            scale, inverse, _ = two_level_scales(amax, largest, scaling.fmt)
         else:
             scale = compute_scale(amax, scaling.fmt, scaling.scales == POWER_OF_TWO)
             inverse = 1.0 / scale
@@ -206,20 +207,25 @@ def quantize(
     return QuantizedTensor(rounded, inverse, scaling)
 
 
-def two_level_scales(amax: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Return scales and their inverses: an E4M3 number per block times an fp32 number per matrix.
+def tensor_scale(whole: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return the fp32 number of two-level scales, which maps the largest block to E4M3's maximum."""
+    return compute_scale(whole, NumberFormat("", 0, 0, fmt.max * E4M3.max))
 
-    amax: the maxima of the blocks of a matrix, or of a stack of matrices.
 
-    The matrix's number maps the largest block to E4M3's maximum. A block too small for E4M3, or whose scale would
-    overflow fp32 (0 times that would be NaN), becomes zero.
+def two_level_scales(amax: Tensor, whole: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales, their inverses and the E4M3 numbers in these: one per block, times an fp32 number per tensor.
+
+    A block too small for E4M3, or whose scale would overflow fp32 (0 times that would be NaN), becomes zero.
+
+    Args:
+        amax: of blocks.
+        whole: the largest of the tensor that a block belongs to.
     """
-    whole = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(())
-    tensor_scale = compute_scale(whole, NumberFormat("", 0, 0, fmt.max * E4M3.max))
-    stored = round_nearest(amax / fmt.max * tensor_scale, E4M3)
-    inverse = stored / tensor_scale
+    per_tensor = tensor_scale(whole, fmt)
+    stored = round_nearest(amax / fmt.max * per_tensor, E4M3)
+    inverse = stored / per_tensor
     scale = 1.0 / inverse
-    return torch.where(torch.isinf(scale), torch.zeros_like(scale), scale), inverse
+    return torch.where(torch.isinf(scale), torch.zeros_like(scale), scale), inverse, stored
 
 
 def hadamard(x_RK: Tensor) -> Tensor:

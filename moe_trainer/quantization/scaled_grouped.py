@@ -22,13 +22,13 @@ from torch.nn.functional import ScalingType, SwizzleType
 from moe_trainer.ops.grouped_gemm import token_offsets
 from moe_trainer.quantization.quantize import E4M3, QuantizedTensor, Scaling, quantize
 from moe_trainer.quantization.scaled_layouts import swizzle_scales
-from moe_trainer.quantization.scaled_mm import MX, TENSORS, GemmKind, gemm_kind, matches_reference
+from moe_trainer.quantization.scaled_mm import MX, TENSORS, gemm_kind, matches_reference
 
 _PROBE_ROWS, _PROBE = (37, 219), 256
 
 
 def can_use_native_grouped_mm(x: Tensor, outputs: int, a: Scaling, b: Scaling, dtype: torch.dtype) -> bool:
-    """Return whether one call can multiply the experts' tokens x [R, K] by their weights [outputs, K]."""
+    """Return whether one call can multiply the experts' tokens x [R, K] by their weights [outputs, K], into `dtype`."""
     kind = gemm_kind(a, b)
     if kind not in (TENSORS, MX) or not a.fmt == b.fmt == E4M3 or not x.is_cuda or dtype != torch.bfloat16:
         return False
@@ -38,40 +38,54 @@ def can_use_native_grouped_mm(x: Tensor, outputs: int, a: Scaling, b: Scaling, d
 
 def native_grouped_mm(a: Sequence[QuantizedTensor], b: Sequence[QuantizedTensor]) -> Tensor:
     """Return a_e [R_e, K] @ b_e [N, K]^T for every expert e, computed by the device: [R, N], bf16."""
-    kind = gemm_kind(a[0].scaling, b[0].scaling)
     left = torch.cat([x.values.to(E4M3.dtype) for x in a])
+    if gemm_kind(a[0].scaling, b[0].scaling) == TENSORS:
+        scales = torch.cat([x.inverse.expand(x.values.shape[0]) for x in a])
+    else:
+        scales = torch.cat([swizzle_scales(x.inverse).view(-1, x.inverse.shape[1]) for x in a])
+    return _call(left, scales, b, token_offsets([x.values.shape[0] for x in a], left.device), a[0].scaling)
+
+
+def native_grouped_mm_of_buffer(
+    values_RK: Tensor, inverse: Tensor, b: Sequence[QuantizedTensor], offsets_e: Tensor, scaling: Scaling
+) -> Tensor:
+    """Return the same with the tokens of all experts in one buffer.
+
+    Args:
+        values_RK: each expert's tokens, a multiple of 128 with MX operands, whose scales are in tiles of 128 tokens.
+        inverse: scales of tokens [R, 1], or of blocks [R, K / 32].
+        offsets_e: int32 on the device, the end of each expert's tokens.
+        scaling: of the tokens.
+    """
+    if gemm_kind(scaling, b[0].scaling) == TENSORS:
+        scales = inverse.reshape(-1)
+    else:
+        scales = swizzle_scales(inverse).view(-1, inverse.shape[1])
+    return _call(values_RK.to(E4M3.dtype), scales, b, offsets_e, scaling)
+
+
+def _call(left: Tensor, scales: Tensor, b: Sequence[QuantizedTensor], offsets_e: Tensor, scaling: Scaling) -> Tensor:
     right = torch.stack([x.values.to(E4M3.dtype).contiguous() for x in b])
-    scales, how, swizzle = _scales(a, b, kind)
+    if gemm_kind(scaling, b[0].scaling) == TENSORS:
+        both = scales, torch.stack([x.inverse.expand(x.values.shape[0]) for x in b])
+        how, swizzle = ScalingType.RowWise, SwizzleType.NO_SWIZZLE
+    else:
+        of_weights = torch.stack([swizzle_scales(x.inverse) for x in b])
+        both = scales.to(torch.float8_e8m0fnu), of_weights.to(torch.float8_e8m0fnu)
+        how, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     return F.scaled_grouped_mm(
         left,
         right.transpose(1, 2),
-        scales[0],
+        both[0],
         how,
-        scales[1],
+        both[1],
         how,
         swizzle,
         swizzle,
-        offs=token_offsets([x.values.shape[0] for x in a], left.device),
+        offs=offsets_e,
         output_dtype=torch.bfloat16,
         use_fast_accum=False,
     )
-
-
-def _scales(
-    a: Sequence[QuantizedTensor], b: Sequence[QuantizedTensor], kind: GemmKind
-) -> tuple[tuple[Tensor, Tensor], ScalingType, SwizzleType]:
-    if kind == TENSORS:
-        of_rows = torch.cat([x.inverse.expand(x.values.shape[0]) for x in a])
-        return (
-            (of_rows, torch.stack([x.inverse.expand(x.values.shape[0]) for x in b])),
-            ScalingType.RowWise,
-            SwizzleType.NO_SWIZZLE,
-        )
-    of_rows = torch.cat([swizzle_scales(x.inverse).view(-1, x.inverse.shape[1]) for x in a])
-    both = tuple(
-        scales.to(torch.float8_e8m0fnu) for scales in (of_rows, torch.stack([swizzle_scales(x.inverse) for x in b]))
-    )
-    return both, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
 
 
 @functools.lru_cache

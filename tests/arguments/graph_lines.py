@@ -52,7 +52,7 @@ UNSUPPORTED = (
         "--overlap-param-gather-with-optimizer-step",
     ),
     (f"{DROPLESS} --moe-permute-fusion-into-hybridep", "", "--moe-permute-fusion-into-hybridep"),
-    (f"{DROPLESS} --fp8-format e4m3", "", "--fp8-format"),
+    (f"{DROPLESS} --fp4-format e2m1", "", "--fp4-format"),
     (f"{BUDGET} {EXPERTS_ALONE} --overlap-moe-expert-parallel-comm --bf16", "", "--overlap-moe-expert-parallel-comm"),
 )
 SUPPORTED = (

@@ -244,9 +244,6 @@ REFUSED = {
     "deepseek_v3/h100 BF16": "--num-layers 61 must be a multiple of --pipeline-model-parallel-size 16",  # upstream, too
     "deepseek_v4_flash/gb200 MXFP8": "the layers of DeepSeek-V4",
     "deepseek_v4_pro/gb300 MXFP8": "the layers of DeepSeek-V4",
-    "qwen3_235b/gb200 MXFP8, full iteration": "the host reads the counts of fp8 experts",
-    "qwen3_235b/gb300 MXFP8, full iteration": "the host reads the counts of fp8 experts",
-    "qwen3_30b/gb200 MXFP8, full iteration": "the host reads the counts of fp8 experts",
 }
 """Those that are refused -> the one reason."""
 

@@ -221,7 +221,7 @@ def _numbers(values: Tensor, scales: list[Tensor], kinds: list[int]) -> Tensor:
             _refuse(scale.dtype != dtype, f"scales of 1 x {cols} are {dtype}, not {scale.dtype}")
             grid = _untiled(scale.flatten(), height, width // cols)
         elif rows == 1:
-            grid = scale.reshape(height, -1)
+            grid = scale.reshape(height, -(-width // cols))
             _refuse(
                 scale.dtype != torch.float32 or cols == 128 and width > 128 and scale.stride() != (1, height),
                 "scales of rows: fp32, by columns",
@@ -294,7 +294,8 @@ def scaled_grouped_mm(
         left = _numbers(a[start:stop], [of_rows], recipe_a)
         pieces.append(left @ _numbers(b[expert].t(), [scale_b[0][expert]], recipe_b).t())
         start = stop
-    return torch.cat(pieces).to(out_dtype)
+    y = torch.cat(pieces).to(out_dtype)
+    return F.pad(y, (0, 0, 0, a.shape[0] - len(y)), value=torch.nan)  # rows after the last group are not computed
 
 
 KERNELS = {

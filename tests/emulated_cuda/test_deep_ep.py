@@ -3,6 +3,7 @@
 DEEP_EP_CHECKOUT names a git checkout of the library; without one these tests are skipped.
 """
 
+import functools
 import io
 import os
 import subprocess
@@ -167,6 +168,38 @@ def test_host_waits_once_per_layer(sources, backend, flags):
         assert found == expects
 
 
+def watch_streams(rank: int, n: int, sources: Path) -> tuple[list[bool], list[int], int]:
+    """Of forward and backward of one HybridEP dispatch: is each call in flight when it returns, and on which streams they run."""
+    from moe.test_flex import random_routing
+
+    from moe_trainer.parallel.state import ParallelState
+
+    ps = ParallelState.create(n, rank, ep=n)
+    library, streams = flex(sources, "hybridep", ps, 16, moe_router_topk=2), []
+
+    def noted(call, **kwargs):
+        streams.append(torch.cuda.current_stream().cuda_stream)
+        return call(**kwargs)
+
+    for name in ("dispatch_with_permute", "combine_with_unpermute"):
+        setattr(library.buffer, name, functools.partial(noted, getattr(library.buffer, name)))
+    probs, routing = (table.cuda() for table in random_routing(rank, 16, 2, "plain"))
+    x = torch.randn(16, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    state = library.start_token_dispatch(library.dispatch_preprocess(x, probs.requires_grad_(), routing))
+    waits = [state.handle.exchange._in_flight is not None]
+    state = library.dispatch_postprocess(library.finish_token_dispatch(state))
+    y, handle = library.start_token_combine(state.x_RH * state.probs_R.to(x.dtype).unsqueeze(1), state)
+    waits.append(state.handle.exchange._in_flight is not None)
+    library.finish_token_combine(y, handle, state).sum().backward()
+    return waits, streams, torch.cuda.current_stream().cuda_stream
+
+
+def test_hybridep_runs_on_a_stream_of_its_own(sources):
+    for in_flight, streams, compute in on_device(watch_streams, sources, ranks=RANKS, devices=RANKS):
+        assert in_flight == [True, True]
+        assert len(streams) == 4 and len(set(streams)) == 1 and compute not in streams
+
+
 BUDGET = "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"
 RECOMPUTE = (
     "",
@@ -182,6 +215,8 @@ RECOMPUTE = (
         "--overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size 16",
         "--moe-hybridep-pad-uneven-dispatch-inputs",
         "--moe-paged-stash --moe-paged-stash-page-size 4",
+        "--num-experts 4 --fp8-format e4m3 --fp8-recipe mxfp8",
+        "--num-experts 4 --fp4-format e2m1",
     ],
 )
 def test_no_host_waits_in_training_with_a_budget(sources, flags):

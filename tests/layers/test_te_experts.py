@@ -360,6 +360,40 @@ def test_bf16_experts_use_te_from_compute_capability_10(fake_package, caplog):
         assert type(select_experts("--bf16", caplog, BackendPolicy(cuda=True, capability=capability))[0]) is made
 
 
+@pytest.mark.parametrize(
+    ("added", "typed", "capability", "made"),
+    [
+        ("", (), (9, 0), type(None)),
+        ("", ("transformer_impl",), (9, 0), FusedGroupedLinear),
+        ("", (), (8, 9), FusedGroupedLinear),  # torch has no grouped GEMM that reads counts there
+        ("--moe-permute-fusion-into-hybridep", (), (9, 0), FusedGroupedLinear),
+    ],
+)
+def test_quantized_experts_with_a_budget_read_counts_on_the_device(
+    fake_package, caplog, added, typed, capability, made
+):
+    policy = BackendPolicy(cuda=True, capability=capability, typed=frozenset(typed))
+    args = parse_args(te_argv(f"--bf16 {FP8} {BUDGET} {added}"), 2)
+    with caplog.at_level(logging.INFO):
+        factory = layer_factory.select_layer_factory(
+            "transformer_engine",
+            ParallelState.single(),
+            ["p2p"],
+            policy,
+            model=args.model,
+            moe=args.moe,
+            precision=args.precision,
+        ).for_chunk(None)
+    factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
+    assert type(factory.grouped_linear(4, 32, 32)) is made
+    assert (made is FusedGroupedLinear) == (
+        bool(added) or capability < (9, 0) or te_quantizes(replace(args, typed=frozenset(typed)))[1]
+    )
+    assert any("which read token counts on the device" in message for message in caplog.messages) == (
+        made is type(None)
+    )
+
+
 def test_quantized_experts_staying_local_give_a_warning(fake_package, caplog):
     args = parse_args(te_argv(f"--bf16 {FP8} {BUDGET} --moe-paged-stash"), 2)
     with caplog.at_level(logging.WARNING):

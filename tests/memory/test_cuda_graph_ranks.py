@@ -17,6 +17,7 @@ DROPLESS = (
     "--moe-expert-rank-capacity-factor 4"
 )
 STASH = "--moe-paged-stash --moe-paged-stash-page-size 4"
+MXFP8 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp8-format e4m3 --fp8-recipe mxfp8"
 # name -> (kind of model, mapping, flags of graphs); two ranks each
 CASES = {
     "pipeline": ("accumulation", PP2, ROUTED),
@@ -81,6 +82,8 @@ CASES = {
     "dropless experts": ("plain", f"{DROPLESS} --moe-shared-expert-intermediate-size 8", local("attn moe")),
     "dropless experts, paged stash": ("plain", f"{DROPLESS} {STASH}", local("attn moe")),
     "dropless, paged stash, full iteration": ("plain", f"{DROPLESS} {STASH}", full()),
+    "dropless fp8 experts, paged stash": ("plain", f"{DROPLESS} {MXFP8} {STASH}", local("attn moe")),
+    "dropless, fp8, full iteration": ("plain", f"{DROPLESS} {MXFP8} {OVERLAP}", full()),
     "dropless, full layers": ("plain", f"{DROPLESS} {DOCUMENTS}", local()),
     "dropless, full iteration": ("deepseek", f"{DROPLESS} {OVERLAP}", full()),
     "dropless, recompute, full iteration": (

@@ -309,12 +309,19 @@ def make_hybrid(recorded: Signatures, prefix: str):
                 routing.shape[1],
             )
             way.expert, way.token = way.local.t().nonzero().unbind(1)
-            way.limited = bound.get("non_blocking", False)
-            way.num_rows = bound["num_permuted_tokens"] if way.limited else len(way.token)
-            flag = torch.tensor([int(len(way.token) > way.num_rows)], dtype=torch.int32)
-            # beyond the limit rows are dropped, expert by expert; the counts are of those that are left
-            way.expert, way.token = way.expert[: way.num_rows], way.token[: way.num_rows]
+            way.limited, unit = bound.get("non_blocking", False), bound.get("pad_multiple", 1)
             counts = way.expert.bincount(minlength=way.num_local)
+            missing = -counts % unit
+            way.place = torch.arange(len(way.token)) + (missing.cumsum(0) - missing)[way.expert]
+            way.num_rows = bound["num_permuted_tokens"] if way.limited else int((counts + missing).sum())
+            assert way.num_rows % unit == 0, "the library compares the limit with padded counts"
+            flag = torch.tensor([int((way.place >= way.num_rows).any())], dtype=torch.int32)
+            # beyond the limit rows are dropped, expert by expert; the counts are of those that are left
+            fits = way.place < way.num_rows
+            way.expert, way.token, way.place = way.expert[fits], way.token[fits], way.place[fits]
+            counts = way.expert.bincount(minlength=way.num_local)
+            counts += -counts % unit
+            way.num_used = int(counts.sum())
             use_fp8 = self.update_template_config(use_fp8=bound.get("use_fp8"))
             x, scales = self.tokens(way, use_fp8, bound)
             return x, self.weights(way, probs), scales, counts, (way, use_fp8, flag)
@@ -335,24 +342,25 @@ def make_hybrid(recorded: Signatures, prefix: str):
         def rows(way, hidden):
             """Rows for the experts; what is behind them is undefined."""
             rows = hidden.new_full((way.num_rows, hidden.shape[1]), 255 if hidden.element_size() == 1 else torch.nan)
-            rows[: len(way.token)] = way.send(hidden)[way.token]
+            rows[: way.num_used] = 0
+            rows[way.place] = way.send(hidden)[way.token]
             return rows
 
         @staticmethod
         def weights(way, probs):
             weights = probs.new_full((way.num_rows,), torch.nan)
-            weights[: len(way.token)] = way.send(probs)[way.token, way.mine.start + way.expert]
+            weights[: way.num_used] = 0.0
+            weights[way.place] = way.send(probs)[way.token, way.mine.start + way.expert]
             return weights
 
         def combine_with_unpermute(self, *args, **kwargs):
             bound = recorded.bind(f"{prefix}.combine_with_unpermute", args, kwargs)
             (way, _, _), hidden, probs = bound["handle"], bound["hidden"], bound.get("probs")
-            used = len(way.token)
-            tokens = hidden.new_zeros(len(way.local), hidden.shape[1]).index_add(0, way.token, hidden[:used])
+            tokens = hidden.new_zeros(len(way.local), hidden.shape[1]).index_add(0, way.token, hidden[way.place])
             if probs is None:
                 return way.bring_back(tokens), None
             table = torch.zeros(len(way.local), way.num_columns)
-            table[way.token, way.mine.start + way.expert] = probs[:used]
+            table[way.token, way.mine.start + way.expert] = probs[way.place]
             return way.bring_back(tokens), way.bring_back(table)
 
     return HybridEPBuffer

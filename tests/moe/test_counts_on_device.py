@@ -259,6 +259,16 @@ def test_iteration_with_a_full_stash_is_repeated_exactly():
     assert "iteration 2: the paged stash was full" in results[0]["log_lines"][0]
 
 
+def test_quantized_experts_give_the_bits_of_host_counts():
+    """The library pads each expert's tokens while it sorts them."""
+    command = f"{FLEX} --bf16 --moe-grouped-gemm --fp8-format e4m3 --fp8-recipe blockwise"
+    host = run_ranks(train, 2, command)
+    device = run_ranks(train, 2, f"{command} --moe-expert-rank-capacity-factor 3")
+    for ours, theirs in zip(device, host, strict=True):
+        assert ours["counts"] == {torch.Tensor} and theirs["counts"] == {list}
+        assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "small"),
     [
@@ -319,6 +329,7 @@ def test_capacity_factor_named_in_the_log_suffices():
     [
         (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
         (2, f"--moe-router-enable-expert-bias --moe-router-score-function sigmoid {RECOMPUTE[2]}", (0, 1)),
+        (2, "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", (0, 1)),
         (4, "--pipeline-model-parallel-size 2", (2, 3)),  # the first stage has no such layers
     ],
 )

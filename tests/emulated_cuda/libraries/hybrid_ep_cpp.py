@@ -1,7 +1,7 @@
 """HybridEP's compiled part on gloo: what its pybind sources declare (folder DEEP_EP_SOURCES), over rows that are really exchanged.
 
 Every rank gets all tokens and takes those that its experts need, in the order of ranks and tokens, expert by expert. What the library
-leaves undefined is NaN. Rows beyond a limit that is given beforehand are dropped, the counts are of those that are left, and a flag
+leaves undefined is NaN; padding of experts is zeros. Rows beyond a limit that is given beforehand are dropped, the counts are of those that are left, and a flag
 reports it (the library's `scan` kernel, built with HYBRID_EP_BUILD_TOKEN_DROP_ENABLE).
 """
 
@@ -142,12 +142,16 @@ class _Buffer:
             tables.append(scaling_factor)
         x, scales = (*(self._undefined(table, handle.num_permuted_tokens) for table in tables), None)[:2]
         token, expert, place = self._ways(handle, pad_multiple, len(x))
+        unit = pad_multiple or 1
+        num_used = ((handle.tokens_per_expert + unit - 1) // unit * unit).sum()
+        used = torch.arange(len(x), device=x.device) < num_used
         for table, received in zip(tables, (x, scales), strict=False):
+            received.masked_fill_(used[:, None], 0)
             received[place] = self._gather(table)[token]
         if not with_probs:
             return x, None, scales
         self._check_probs(probs)
-        weights = torch.full((len(x),), torch.nan, device=x.device)
+        weights = torch.full((len(x),), torch.nan, device=x.device).masked_fill_(used, 0.0)
         weights[place] = self._gather(probs)[token, self._rank * handle.config.num_of_experts_per_rank + expert]
         return x, weights, scales
 

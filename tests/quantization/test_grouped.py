@@ -1,0 +1,125 @@
+"""Quantized experts with counts on the device: one call for all experts gives the bits of one call for each."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from moe_trainer.ops.grouped_gemm import GROUPED_MM
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
+from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms, make_recipe
+from moe_trainer.quantization.grouped import make_token_groups
+
+HIDDEN, FFN, COUNTS = 64, 32, (70, 0, 33, 5)
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+
+
+def make_gemms(name: str, stochastic: bool, wgrad: bool = True) -> nn.ModuleList:
+    recipe = make_recipe(name, hybrid=True, wgrad=wgrad)
+    if not stochastic:  # noise is drawn for all experts at once, so its bits differ
+        recipe = replace(
+            recipe, grad=replace(recipe.grad, stochastic=False), grad_t=replace(recipe.grad_t, stochastic=False)
+        )
+    return nn.ModuleList(QuantizedGemms(recipe, f"fc{index}") for index in (1, 2)).train()
+
+
+class Padding:
+    """Where tokens stand in a buffer with padding of zeros; NaN after the last expert's."""
+
+    def __init__(self, multiple: int):
+        self.counts = [-(-count // multiple) * multiple for count in COUNTS]
+        starts = [sum(self.counts[:expert]) for expert in range(len(COUNTS))]
+        self.row_R = torch.cat([torch.arange(count) + start for count, start in zip(COUNTS, starts)])
+        self.size = sum(self.counts) + multiple
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        padded = torch.full((self.size, *x.shape[1:]), torch.nan, dtype=x.dtype)
+        padded[: sum(self.counts)] = 0
+        padded[self.row_R] = x
+        return padded
+
+
+def run(gemms, dtype: torch.dtype, biases: bool, on_device: bool, device: str = "cpu") -> list[torch.Tensor]:
+    """Results and gradients of tokens and weights, and maxima of delayed scaling; on_device: the counts."""
+    torch.manual_seed(1)
+    shapes = {"w1": (4, 2 * FFN, HIDDEN), "w2": (4, HIDDEN, FFN)} | (
+        {"b1": (4, 2 * FFN), "b2": (4, HIDDEN)} if biases else {}
+    )
+    given = {name: torch.randn(shape, dtype=dtype).to(device).requires_grad_() for name, shape in shapes.items()}
+    rows = sum(COUNTS)
+    x, p, weight = torch.randn(rows, HIDDEN, dtype=dtype), torch.rand(rows), torch.randn(rows, HIDDEN, dtype=dtype)
+    own, counts = slice(None), COUNTS
+    if on_device:
+        padding = Padding(max(each.token_multiple for each in gemms))
+        (x, p, weight), own = (padding.pad(table) for table in (x, p, weight)), padding.row_R
+        counts = torch.tensor(padding.counts, device=device)
+    x, p = x.to(device).requires_grad_(), p.to(device).requires_grad_()
+    y = quantized_expert_mlp(
+        x,
+        p,
+        given["w1"],
+        given["w2"],
+        counts,
+        Activation("silu", gated=True),
+        tuple(gemms),
+        b1_eG=given.get("b1"),
+        b2_eH=given.get("b2"),
+    )
+    y.backward(weight.to(device))
+    states = [each.amax.clone() for each in gemms if hasattr(each, "amax")]
+    for each in gemms:
+        if hasattr(each, "amax"):
+            each.amax.zero_()
+    return [y.detach()[own], x.grad[own], p.grad[own], *(each.grad for each in given.values()), *states]
+
+
+def three_gemms(name: str, device: str = "cpu") -> list[torch.Tensor]:
+    """Output, gradients of tokens and weights of one linear in bf16, with counts on the device."""
+    torch.manual_seed(2)
+    linear, padding = make_gemms(name, stochastic=False)[0].to(device), Padding(128)
+    weight = torch.randn(4, FFN, HIDDEN, dtype=torch.bfloat16).to(device)
+    x, grad = (padding.pad(torch.randn(sum(COUNTS), width)).bfloat16().to(device) for width in (HIDDEN, FFN))
+    groups = make_token_groups(torch.tensor(padding.counts, device=device), len(x), GROUPED_MM)
+    tokens = linear.grouped_output(x, weight, groups), linear.grouped_input_grad(grad, weight, groups)
+    found = [table.float().cpu()[padding.row_R] for table in tokens]
+    return [*found, linear.make_grouped_wgrad_fn(grad, x, groups)().float().cpu()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_counts_on_device_give_the_same_bits(name, dtype):
+    gemms = make_gemms(name, stochastic=False)
+    for one, other in zip(*(run(gemms, dtype, False, on_device) for on_device in (False, True)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_biases_and_gradients_in_high_precision(mixed):
+    gemms = make_gemms("mxfp8", stochastic=False, wgrad=False)
+    if mixed:
+        gemms[1] = UnquantizedExpertGemms()
+    for one, other in zip(*(run(gemms, torch.float32, True, on_device) for on_device in (False, True)), strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-6, atol=2e-5)
+
+
+def test_values_of_an_expert_do_not_scale_another():
+    """A row of another expert a thousand times larger leaves all bits of the first expert's results."""
+    gemms, results = make_gemms("nvfp4", stochastic=False), []
+    w1, w2 = torch.randn(2, 2 * FFN, HIDDEN), torch.randn(2, HIDDEN, FFN)
+    x = torch.randn(64, HIDDEN)
+    for factor in (1.0, 1e3):
+        rows = torch.cat([x[:32], x[32:] * factor])
+        counts = torch.tensor([32, 32])
+        y = quantized_expert_mlp(rows, None, w1, w2, counts, Activation("silu", gated=True), tuple(gemms))
+        results.append(y)
+    assert torch.equal(results[0][:32], results[1][:32]) and not torch.equal(results[0][32:], results[1][32:])
+
+
+def test_stochastic_rounding_is_close():
+    gemms = make_gemms("nvfp4", stochastic=True)
+    host, device = (run(gemms, torch.float32, False, on_device) for on_device in (False, True))
+    assert torch.equal(host[0], device[0])
+    for one, other in zip(host[1:], device[1:], strict=True):
+        assert (one - other).norm() < 0.3 * one.norm()
