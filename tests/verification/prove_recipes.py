@@ -159,8 +159,8 @@ def page_lines() -> Iterator[str]:
     yield (
         "The 18 files of Megatron-LM's `examples/moe_recipes` (branch dev) and the nine rows of table 11 of arXiv "
         "2603.07685, with their flags on the presets of this program, on the number of devices they are for. *plan*: "
-        "whether the memory of the plan fits the device. `--equal` shrinks a recipe and compares it with one process; "
-        "`--device` runs its small form, with its graphs, on emulated devices, and counts waits and captures."
+        "whether the memory of the plan fits the device. Its option `equal` shrinks a recipe and compares it with one process; "
+        "`device` runs its small form, with its graphs, on emulated devices, and counts waits and captures."
     )
     yield ""
     yield "| recipe | devices | flags are valid | plan |"
