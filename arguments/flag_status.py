@@ -25,7 +25,8 @@ _INTERLEAVING = (
     "without it, in Megatron-LM too, and results are the same"
 )
 _FSDP = (
-    "a buffer setting of Megatron's FSDP; torch's fully_shard manages its own buffers, and results do not depend on it"
+    "a setting of how Megatron's FSDP communicates; torch's fully_shard communicates layer by layer, and results do "
+    "not depend on it"
 )
 _OVERLAP = "only versions of TransformerEngine before 1.5 read it; --tp-comm-overlap-ag and -rs replace it"
 _ASYNC = "the background writer needs no such tuning here"
@@ -61,8 +62,7 @@ NO_EFFECT = MappingProxyType(
         "enable_experimental": "no feature is gated by this flag",
         "te_rng_tracker": "random streams are named and need no tracker",
         "cpu_offloading_retain_pinned_cpu_buffers": "torch always retains pinned host memory for reuse",
-        "delay_offload_until_cuda_graph": "offloaded tensors are outside CUDA graphs and are sent from the first "
-        "iteration on",
+        "delay_offload_until_cuda_graph": "offloading starts with the first iteration, inside graphs too",
         "fp8_interval": "delayed scales are updated in every iteration, as in Megatron-LM, which ignores this flag",
         "moe_shared_expert_glu_interleave_size": _INTERLEAVING,
         **_each("moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias", _STORAGE),
@@ -386,6 +386,7 @@ REQUIRES = (
     (("record_memory_history",), "memory_snapshot_path"),
     (("use_transformer_engine_op_fuser",), "moe_mlp_glu_interleave_size"),
     (("moe_grouped_gemm",), "use_transformer_engine_op_fuser"),
+    (("transformer_impl=transformer_engine",), "use_transformer_engine_op_fuser"),
     (("error_injection_rate",), "error_injection_type"),
     (("check_for_nan_in_loss_and_grad",), "on_nan"),
     (("validate_only",), "check_files"),

@@ -289,7 +289,8 @@ class ParallelArgs:
     @property
     def has_fsdp_double_buffer(self) -> bool:
         """Whether fully sharded parameters have persistent communication buffers."""
-        return self.use_megatron_fsdp and (self.fsdp_double_buffer or self.megatron_fsdp_max_pool_double_buffer)
+        is_sharded = self.fsdp_strategy == "optim_grads_params" and self.use_megatron_fsdp
+        return is_sharded and (self.fsdp_double_buffer or self.megatron_fsdp_max_pool_double_buffer)
 
     def has_fp32_main_params(self, params_dtype: str) -> bool:
         """Return whether main parameters are fp32, whatever the model computes in ("bf16", ...)."""

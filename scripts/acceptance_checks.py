@@ -308,7 +308,7 @@ def graphs() -> Iterator[tuple[str, Check]]:
 def dispatchers() -> Iterator[tuple[str, Check]]:
     """Dispatchers with experts on 2, 4 and 8 GPUs."""
     import torch
-    from gpu.test_flex_parity import KINDS, one_rank
+    from gpu.test_flex_parity import KINDS, library_problem, one_rank
     from gpu.test_one_device import NEAR
     from training.layouts import make_argv
 
@@ -320,7 +320,7 @@ def dispatchers() -> Iterator[tuple[str, Check]]:
         return assert_close(train(argv, "cpu"), run_on_ranks(train_on_rank, ranks, parallel_argv)[0], NEAR)
 
     def flex(backend: str, ranks: int) -> str:
-        if problem := importlib.import_module(f"moe_trainer.moe.dispatch.{backend}").problem():
+        if problem := library_problem(backend):
             raise NotMeasuredError(problem)
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(one_rank, args=(folder, backend, 2, ranks), nprocs=ranks)

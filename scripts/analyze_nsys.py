@@ -21,6 +21,7 @@ import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -91,29 +92,34 @@ def read_report(path: Path) -> tuple[list[Range], list[Kernel], list[Range]]:
     """
     if not path.is_file():
         raise ReportError("there is no such file")
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as report:
-        try:
-            tables = {name for (name,) in report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        except sqlite3.DatabaseError as error:
-            raise ReportError("this is no SQLite file; nsys export --type sqlite makes one of a report") from error
-        needed = {"NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"}
-        if missing := sorted(needed - tables):
-            raise ReportError(f"it has no {missing[0]}; profile with --trace=cuda,nvtx and train with --nvtx-ranges")
-        ranges = [
-            Range(*row)
-            for row in report.execute(
-                "SELECT n.start, n.end, n.globalTid, COALESCE(n.text, s.value) FROM NVTX_EVENTS n "
-                "LEFT JOIN StringIds s ON s.id = n.textId WHERE n.eventType IN (?, ?) AND n.end IS NOT NULL "
-                "AND COALESCE(n.text, s.value) IS NOT NULL ORDER BY n.start",
-                (PUSH_POP, START_END),
-            )
-        ]
-        kernels = [kernel for kind in ACTIVITIES if _table(kind) in tables for kernel in _read_kernels(report, kind)]
-        calls = report.execute(
-            "SELECT r.start, r.end, r.globalTid, s.value FROM CUPTI_ACTIVITY_KIND_RUNTIME r "
-            "JOIN StringIds s ON s.id = r.nameId ORDER BY r.start"
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as report:
+            return _read_tables(report)
+    except sqlite3.Error as error:
+        problem = f"this is no SQLite file of a report ({error}); nsys export --type sqlite makes one"
+        raise ReportError(problem) from error
+
+
+def _read_tables(report: sqlite3.Connection) -> tuple[list[Range], list[Kernel], list[Range]]:
+    tables = {name for (name,) in report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    needed = {"NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"}
+    if missing := sorted(needed - tables):
+        raise ReportError(f"it has no {missing[0]}; profile with --trace=cuda,nvtx and train with --nvtx-ranges")
+    ranges = [
+        Range(*row)
+        for row in report.execute(
+            "SELECT n.start, n.end, n.globalTid, COALESCE(n.text, s.value) FROM NVTX_EVENTS n "
+            "LEFT JOIN StringIds s ON s.id = n.textId WHERE n.eventType IN (?, ?) AND n.end IS NOT NULL "
+            "AND COALESCE(n.text, s.value) IS NOT NULL ORDER BY n.start",
+            (PUSH_POP, START_END),
         )
-        waits = [Range(*row) for row in calls if WAITS.search(row[3])]
+    ]
+    kernels = [kernel for kind in ACTIVITIES if _table(kind) in tables for kernel in _read_kernels(report, kind)]
+    calls = report.execute(
+        "SELECT r.start, r.end, r.globalTid, s.value FROM CUPTI_ACTIVITY_KIND_RUNTIME r "
+        "JOIN StringIds s ON s.id = r.nameId WHERE r.end IS NOT NULL ORDER BY r.start"
+    )
+    waits = [Range(*row) for row in calls if WAITS.search(row[3])]
     return ranges, sorted(kernels, key=lambda kernel: kernel.launch), waits
 
 
@@ -127,7 +133,7 @@ def _read_kernels(report: sqlite3.Connection, kind: str) -> Iterator[Kernel]:
     query = (
         f"SELECT k.start, k.end, r.start, r.globalTid, {name} FROM {_table(kind)} k {join} "
         "JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId "
-        "AND (r.globalTid >> ?) = (k.globalPid >> ?)"
+        "AND (r.globalTid >> ?) = (k.globalPid >> ?) WHERE k.end IS NOT NULL"
     )
     return (Kernel(*row) for row in report.execute(query, (PROCESS_BITS, PROCESS_BITS)))
 
@@ -223,7 +229,7 @@ def report_lines(iterations: list[Iteration]) -> Iterator[str]:
     phases: Counter[str] = Counter()
     for each in iterations:
         phases.update(each.phases)
-    total = sum(phases.values())
+    total = sum(phases.values()) or 1.0  # kernels without a duration
     yield ""
     yield "kernels by phase, ms per iteration and share"
     for name, time in phases.most_common():
@@ -246,7 +252,11 @@ def main(words: list[str]) -> int:
         return 2
     print("\n".join(report_lines(iterations)))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in iterations], indent=1) + "\n")
+        try:
+            options.json.write_text(json.dumps([asdict(each) for each in iterations], indent=1) + "\n")
+        except OSError as error:
+            print(f"analyze_nsys.py: --json {options.json}: {error.strerror}", file=sys.stderr)
+            return 2
     return 0
 
 

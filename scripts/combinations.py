@@ -74,6 +74,7 @@ FEATURES = MappingProxyType(
         "DeepEP": Feature("dispatcher", f"{FLEX} deepep"),
         "HybridEP": Feature("dispatcher", f"{FLEX} hybridep"),
         "NCCL EP": Feature("dispatcher", f"{FLEX} ncclep"),
+        "hierarchical": Feature("dispatcher", f"{FLEX} hierarchical --moe-hierarchical-domain-size 1"),
         "FSDP": Feature(
             "", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
         ),

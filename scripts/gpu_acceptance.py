@@ -38,8 +38,8 @@ Sections, in this order:
   waits         training steps under torch.cuda.set_sync_debug_mode("error"), except documented waits
   races         short trainings under the stream sanitizer of torch (torch.cuda._sanitizer)
   graphs        captured and replayed against eager, as in tests/gpu/test_cuda_graph.py
-  dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP and HybridEP
-                against alltoall
+  dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP, HybridEP,
+                hierarchical and NCCL EP against alltoall
   kernels       every Triton kernel against torch: results and time
   benchmark     scripts/bench_gpu.py: slices of large models; transformers and torchtitan if installed
   profile       the ten largest gaps between kernels of one training step, and the cause of each

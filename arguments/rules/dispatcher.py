@@ -18,7 +18,6 @@ CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 MXFP8_WIDTHS = MappingProxyType({"deepep": 128, "hybridep": 512})
 """Multiples of channels that a library sends in 8 bits: one 4-byte scale for 128, and HybridEP copies 4 of them."""
 RANK_CAPACITY_BACKENDS = ("hybridep", "ncclep")
-OTHER_THAN_DEEPEP = ("hybridep", "hierarchical")
 DEEPEP_SMS = 20
 
 
@@ -32,9 +31,8 @@ def resolve_negative_capacity(s: Settings, _f: DerivedSizes) -> None:
 
 
 def resolve_old_deepep_flag(s: Settings, _f: DerivedSizes) -> None:
-    if not s.moe_enable_deepep or s.moe_flex_dispatcher_backend in OTHER_THAN_DEEPEP:
-        return
-    s.set_derived(BACKEND, "deepep", "from --moe-enable-deepep")
+    if s.moe_enable_deepep and not _contradicts_deepep(s):
+        s.set_derived(BACKEND, "deepep", "from --moe-enable-deepep")
 
 
 def resolve_old_sm_counts(s: Settings, _f: DerivedSizes) -> None:
@@ -54,7 +52,7 @@ def note_deepep_router_dtype(s: Settings, f: DerivedSizes) -> None:
         s.note("DeepEP sends router probabilities in fp32: --moe-router-dtype fp32 avoids the cast.")
 
 
-def note_deepep_padding(s: Settings, f: DerivedSizes) -> None:
+def note_library_padding(s: Settings, f: DerivedSizes) -> None:
     name = {"deepep": "DeepEP", "ncclep": "NCCL EP"}.get(s.moe_flex_dispatcher_backend)
     is_flex = s.moe_token_dispatcher_type == "flex" and f.ep * f.etp > 1
     if f.experts and name and is_flex and s.moe_router_padding_for_quantization:
@@ -76,6 +74,10 @@ def note_hierarchical_sms(s: Settings, f: DerivedSizes) -> None:
 def resolve_deepep_num_sms(s: Settings, _f: DerivedSizes) -> None:
     if _is_deepep(s) and s.moe_flex_dispatcher_num_sms is None and all(getattr(s, dest) is None for dest in OLD_SMS):
         s.set_derived("moe_flex_dispatcher_num_sms", DEEPEP_SMS, "DeepEP's default")
+
+
+def _contradicts_deepep(s: Settings) -> bool:
+    return s.given(BACKEND) and s.moe_flex_dispatcher_backend != "deepep"
 
 
 def _is_deepep(s: Settings) -> bool:
@@ -109,7 +111,7 @@ def check_padding_needs_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Viol
         )
 
 
-def check_padding_excludes_deepep(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def check_padding_needs_other_backend(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.moe_pad_expert_input_to_capacity or s.moe_token_dispatcher_type != "flex":
         return
     if s.moe_flex_dispatcher_backend in ("deepep", "ncclep"):
@@ -125,7 +127,7 @@ def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "{moe_enable_deepep} needs {moe_token_dispatcher_type:flag} flex, not {moe_token_dispatcher_type:value}."
         )
-    if s.moe_enable_deepep and s.moe_flex_dispatcher_backend in OTHER_THAN_DEEPEP:
+    if s.moe_enable_deepep and _contradicts_deepep(s):
         yield s.violation(
             "{moe_enable_deepep} and {moe_flex_dispatcher_backend} contradict each other; keep the latter or use "
             "deepep."

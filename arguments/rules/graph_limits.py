@@ -8,7 +8,6 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
-from arguments.rules.dispatcher import RANK_CAPACITY_BACKENDS
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
@@ -45,11 +44,14 @@ def _is_padded(s: Settings) -> bool:
 
 
 def has_fixed_receive_buffer(s: Settings) -> bool:
-    """Return whether dropless experts receive into a buffer whose size does not depend on the routing."""
+    """Return whether dropless experts receive into a buffer that a graph can hold: its size is fixed.
+
+    NCCL EP's is fixed too, but Python makes its context again, collectively, when its mode changes; a graph would not.
+    """
     return (
         s.moe_expert_rank_capacity_factor is not None
         and s.moe_token_dispatcher_type == "flex"
-        and s.moe_flex_dispatcher_backend in RANK_CAPACITY_BACKENDS
+        and s.moe_flex_dispatcher_backend == "hybridep"
     )
 
 
@@ -104,8 +106,8 @@ def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     """Report one reason only: removing another flag would not make such a graph possible."""
     if _iteration_varies(s):
         yield s.violation(
-            "{asks}: the full iteration of a dropless MoE model is captured with a fixed receive buffer only: use "
-            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep with "
+            "{asks}: the full iteration of a dropless MoE model is captured with HybridEP's fixed receive buffer "
+            "only: use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep with "
             "{moe_expert_rank_capacity_factor:flag}, --moe-expert-capacity-factor with "
             "{moe_pad_expert_input_to_capacity:flag}, or {cuda_graph_impl:flag} local --cuda-graph-modules attn "
             "moe_router.",

@@ -161,8 +161,8 @@ def check_gather_with_optimizer_step(s: Settings, f: DerivedSizes) -> Iterator[V
 
 def note_gather_after_step(s: Settings, _f: DerivedSizes) -> None:
     """Note where parameters cannot be gathered while others are updated."""
-    for other, reason in (
-        ("optimizer_cpu_offload", "the host updates its share last, and these parameters are gathered after that"),
-    ):
-        if s.overlap_param_gather_with_optimizer_step and getattr(s, other):
-            s.note(f"{s.flag('overlap_param_gather_with_optimizer_step')} with {s.flag(other)}: {reason}.")
+    if s.overlap_param_gather_with_optimizer_step and s.optimizer_cpu_offload:
+        s.note(
+            f"{s.flag('overlap_param_gather_with_optimizer_step')} with {s.flag('optimizer_cpu_offload')}: the host "
+            "updates its share last, and these parameters are gathered after that."
+        )

@@ -70,7 +70,7 @@ def note_unused_grad_buffer(s: Settings, _f: DerivedSizes) -> None:
             if s.use_torch_fsdp2
             else "as in Megatron-LM, Megatron-FSDP gathers into its own buffers"
         )
-        s.note(f"{s.flag(dest)} has no effect: {reason}.")
+        s.note_no_effect(s.flag(dest), reason)
 
 
 def note_main_params_dtype(s: Settings, _f: DerivedSizes) -> None:

@@ -237,6 +237,7 @@ def check_layer_offload(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """The recipe is Megatron-LM's limit, for fp8 only; the host's share is quantized alike, so fp4 needs none."""
     if not s.optimizer_cpu_offload:
         return
     if not s.use_precision_aware_optimizer and s.optimizer not in ("muon", "dist_muon"):  # which has no such state

@@ -246,9 +246,9 @@ class ChunkBytes:
 def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:
     """Return what Transformer Engine's layers keep of their weights between microbatches.
 
-    Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (layers/te_experts.py:
-    WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are stored in fp8 are
-    the first.
+    Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (quantization/
+    iteration.py: WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are
+    stored in fp8 are the first; of MXFP8 weights these layers hold the model's format, and cast both.
     """
     linears, experts = te_quantizes(args)
     if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
@@ -257,7 +257,7 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     copies = 2 - (
         args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
     )
-    copies -= args.has_fp8_params  # the weights themselves are the first
+    copies -= args.stored_weight_format == "fp8"  # the weights themselves are the first
     size = (0.5 if args.precision.fp4 else 1.0) + SCALE_BYTES.get(recipe, 0.0)
     held = fp8_params_on_rank(plain, chunks)
     return max(0, copies) * size * (linears * held.dense + experts * held.expert)

@@ -32,6 +32,16 @@ GEMM_NAMES = MappingProxyType({"linear_qkv": "qkv", "linear_proj": "proj", "line
 
 GEMMS = tuple(f"{linear}_{which}" for linear in GEMM_NAMES.values() for which in ("fprop", "dgrad", "wgrad"))
 
+METHODS = ("ring_exchange", "pipeline", "bulk", "external")
+
+SETTINGS = tuple(
+    """
+    method is_reduce_scatter num_sm cga_size set_sm_margin num_splits aggregate atomic_gemm use_ce fp8_buf
+    comm_priority gemm_priority pipeline_rs_overlap_first_gemm
+    """.split()
+)
+"""TransformerEngine's settings of a GEMM."""
+
 DEFAULT_CHUNKS = 4  # TransformerEngine's default of a pipelined reduce-scatter
 
 CONFIG_FLAG = "--tp-comm-overlap-cfg"
@@ -131,7 +141,12 @@ def _read_config(path: str) -> dict[str, dict[str, object]]:
             raise refuse(f"{gemm} is no GEMM; choose from {', '.join(GEMMS)}")
         if not isinstance(settings, dict):
             raise refuse(f"{gemm} is no table of settings")
-        splits = settings.get("num_splits", 1)
+        for name in settings:
+            if name not in SETTINGS:
+                raise refuse(f"{gemm}: {name} is no setting; choose from {', '.join(SETTINGS)}")
+        method, splits = settings.get("method", METHODS[0]), settings.get("num_splits", 1)
+        if method not in METHODS:
+            raise refuse(f"{gemm}: method {method} must be one of {', '.join(METHODS)}")
         if type(splits) is not int or splits < 1:
             raise refuse(f"{gemm}: num_splits {splits} must be a whole number of at least 1")
     return root

@@ -12,7 +12,7 @@ no MoE layer waits: HybridEP receives into it, and the all-to-all, which replace
 exchanges a slot of equal size with every rank. Tokens that do not fit are dropped there and set a flag on the device;
 the training loop reads the flags of all layers and ranks once per iteration, with the loss, and repeats an iteration
 that set one, with counts on the host. Then all ranks adopt the largest factor that a layer needed on any of them, so
-fixed buffers have the same size everywhere. The flags are read only there, so only there (`leave_counts_on_device`)
+fixed buffers have the same size everywhere. The flags are read only there, so only there (`receive_scope`)
 the counts stay on the device. A CUDA graph sets the same flags, whose memory is allocated when the model is built; a
 repeated iteration runs without graphs, which are captured again with the larger buffers. Megatron-Core also repeats
 the iteration: without any budget, then with the same budget again; it reads the flags by an extra wait.
@@ -148,10 +148,10 @@ def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, fl
 
 
 @contextlib.contextmanager
-def leave_counts_on_device(chunks: Iterable, enabled: bool = True) -> Iterator[bool]:
-    """Leave counts on the device in the layers that allow it; the caller must read `count_overflows` on exit.
+def receive_scope(chunks: Iterable, enabled: bool = True) -> Iterator[bool]:
+    """Receive tokens of one iteration: leave counts on the device where layers allow it, and begin the paged stash.
 
-    An iteration runs in this scope: the paged stash begins here, whose first iteration has counts on the host.
+    The caller must read `count_overflows` on exit. The first iteration of a stash has counts on the host.
 
     Yields:
         Whether the stash has other memory than in the iteration before, so that graphs with it are invalid.

@@ -28,6 +28,9 @@ TENSOR_TYPES = ("input", "weight", "grad_output")
 ALIGNMENT = 32
 """Token counts of experts are padded to it: the largest multiple that a format here needs."""
 
+SOME_LINEAR = "decoder.layers.0.self_attention.linear_proj"
+"""Name for a question to the factory: one that a model has, since factories take names apart."""
+
 Factory = Callable[[Any], Any]
 
 
@@ -71,7 +74,7 @@ class CustomRecipe:
             raise QuantizerFactoryError(f"{where}: needs the form package.module.function")
         try:
             found = getattr(importlib.import_module(module), name, None)
-        except Exception as error:  # the module is the user's code
+        except (Exception, SystemExit) as error:  # the module is the user's code, and may be a script
             raise QuantizerFactoryError(
                 f"{where}: module {module} cannot be imported ({type(error).__name__}: {error})"
             ) from error
@@ -81,7 +84,7 @@ class CustomRecipe:
 
     def names_formats(self) -> bool:
         """Return whether the factory returns names of formats, as this program's layers need."""
-        return isinstance(self._call(TensorRole("linear", "weight", "")), str)
+        return isinstance(self._call(TensorRole("linear", "weight", SOME_LINEAR)), str)
 
     def recipe(self, name: str, is_expert: bool) -> QuantizationRecipe | None:
         """Return the recipe of a linear; None for high precision.
@@ -130,7 +133,7 @@ class CustomRecipe:
     def _call(self, role: TensorRole) -> Any:
         try:
             return self.factory(role)
-        except Exception as error:  # it is the user's code
+        except (Exception, SystemExit) as error:  # it is the user's code
             raise QuantizerFactoryError(f"{self.flag}: failed for {role} ({type(error).__name__}: {error})") from error
 
     def representative(self) -> QuantizationRecipe:

@@ -33,10 +33,6 @@ def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return _values(packed[:, :width].contiguous().view(E4M3.dtype), packed[:, width:].contiguous(), dtype)
 
 
-SPLIT_MULTIPLE = 4 * ROW_SCALING.cols
-"""Widths that `split` takes are multiples of it."""
-
-
 def split(x_RH: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows to MXFP8; return E4M3 elements [R, H] and scales, fp32 with the bits of four E8M0, [R, H / 128]."""
     values, scales = _tables(x_RH)

@@ -32,7 +32,7 @@ from moe_trainer.moe.receive_buffer import (
     count_overflows,
     get_receive_budgets,
     get_stashes,
-    leave_counts_on_device,
+    receive_scope,
     record_budget_growth,
 )
 from moe_trainer.optim.finalize import finalize_grads
@@ -199,7 +199,7 @@ def forward_backward_reduce(
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
     grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ps.cp.size / num_microbatches)
     defer_counts = ctx.may_lose_tokens and not eager  # recorded tokens must be complete
-    with leave_counts_on_device(ctx.chunks, defer_counts) as is_stash_replaced:
+    with receive_scope(ctx.chunks, defer_counts) as is_stash_replaced:
         if is_stash_replaced:
             drop_graphs(ctx)
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
@@ -396,8 +396,8 @@ def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str
     if any(grown for grown, _, _ in gathered):
         after, before, name, rank = max(each for grown, _, _ in gathered for each in grown)
         logger.warning(
-            f"iteration {state.iteration + 1}: experts received more rows than their budgets allow; nothing of it has "
-            f"taken effect, and it was repeated with larger ones: the factor of {name} on rank {rank} grew from "
+            f"iteration {state.iteration + 1}: experts received more tokens than their budgets allow; nothing of it "
+            f"has taken effect, and it was repeated with larger ones: the factor of {name} on rank {rank} grew from "
             f"{before:g} to {after:g}. --moe-expert-rank-capacity-factor {max(largest.values(), default=0.0):g} "
             "would have been enough"
         )

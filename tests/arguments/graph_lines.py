@@ -51,6 +51,8 @@ UNSUPPORTED = (
         "",
         "--overlap-param-gather-with-optimizer-step",
     ),
+    (DROPLESS.replace("hybridep", "ncclep"), "", "--cuda-graph-impl"),
+    (f"{BUDGET} --cuda-graph-impl local".replace("hybridep", "ncclep"), "", "--cuda-graph-impl"),
     (f"{DROPLESS} --moe-permute-fusion-into-hybridep", "", "--moe-permute-fusion-into-hybridep"),
     (f"{DROPLESS} --fp4-format e2m1", "", "--fp4-format"),
     (f"{BUDGET} {EXPERTS_ALONE} --overlap-moe-expert-parallel-comm --bf16", "", "--overlap-moe-expert-parallel-comm"),

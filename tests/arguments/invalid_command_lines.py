@@ -169,6 +169,9 @@ INVALID_LINES = (
     ("--moe-flex-dispatcher-backend hierarchical", "", "--moe-flex-dispatcher-backend"),
     (f"{HIERARCHICAL} --moe-enable-deepep", "", "--moe-enable-deepep"),
     (f"{HIERARCHICAL} --moe-hierarchical-domain-size 0", "", "--moe-hierarchical-domain-size"),
+    (f"{NCCLEP} --moe-enable-deepep", "", "--moe-enable-deepep"),
+    (f"{NCCLEP} --moe-expert-rank-capacity-factor 1.5 --moe-grouped-gemm --expert-model-parallel-size 2 "
+     "--cuda-graph-impl local --cuda-graph-modules moe", "", "--cuda-graph-modules"),
     (f"{NCCLEP} --moe-ncclep-zero-copy", "", "--moe-ncclep-zero-copy"),
     ("--moe-clone-hot-experts 2 --fp8-format hybrid", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2 --fp4-format e2m1", "", "--moe-clone-hot-experts"),
@@ -250,6 +253,8 @@ INVALID_LINES = (
     ("--fine-grained-activation-offloading --offload-modules moe_act --transformer-impl local", "", "--transformer-impl"),
     ("--cpu-offloading-num-layers 64", "", "--cpu-offloading-num-layers"),
     ("--cpu-offloading-num-layers 1 --recompute-activations", "", "--cpu-offloading-num-layers"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer --bf16 --fp4-format e2m1 --fp4-param-gather "
+     "--megatron-fsdp-main-params-dtype bf16", "", "--fp4-param-gather"),
     ("--optimizer-cpu-offload", "", "--use-precision-aware-optimizer"),
     ("--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer --fp8-format e4m3 "
      "--fp8-recipe blockwise --fp8-param-gather", "", "--fp8-param-gather"),

@@ -257,6 +257,37 @@ def test_option_without_its_feature_has_no_effect():
     assert any("--mtp-loss-scaling-factor 0.3 has no effect without --mtp-num-layers" in line for line in args.notes)
 
 
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer --data-parallel-sharding-strategy"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            "--num-experts 4 --moe-grouped-gemm --use-transformer-engine-op-fuser --transformer-impl local",
+            "--use-transformer-engine-op-fuser has no effect without --transformer-impl transformer_engine",
+        ),
+        *(
+            (
+                f"{FSDP} optim {flag}",
+                f"{flag} has no effect without --data-parallel-sharding-strategy optim_grads_params",
+            )
+            for flag in ("--fsdp-double-buffer", "--use-nccl-ub")
+        ),
+        (
+            f"{FSDP} optim --enable-full-sharding-in-hsdp",
+            "--enable-full-sharding-in-hsdp has no effect without sharded parameters",
+        ),
+    ],
+)
+def test_flags_without_effect_in_combination(flags, line):
+    settings, _ = resolve_command_line([*TOY, "--disable-bias-linear", *flags.split()], 1)
+    assert line in settings.lines()
+    acting = flags.replace("local", "transformer_engine").replace("optim --", "optim_grads_params --")
+    settings, _ = resolve_command_line([*TOY, "--disable-bias-linear", *acting.split()], 1)
+    assert line not in settings.lines()
+
+
 def test_out_of_scope_values_are_skipped():
     errors = violations(
         "--inference-max-requests", "4", "--rl-inference-parsers", "a", "b", "--img-h", "224", "--perform-rl-step"

@@ -117,3 +117,18 @@ def test_memory_plan_of_fp8_weights(stored):
     kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], matrices_only(args, 64), find_hardware("h100"))
     with_casts, without = (te_package.on_device(states_with, argv, once) for once in (True, False))
     assert with_casts - without == pytest.approx(kept, rel=0.05)  # and scales
+
+
+@pytest.mark.parametrize(("recipe", "copies"), [("mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", 2), ("blockwise", 1)])
+def test_stored_fp8_weights_replace_one_cast(recipe, copies):
+    """MXFP8 weights are stored in another form than the casts of TransformerEngine's layers, which keep both."""
+    flags = f"--use-distributed-optimizer --bf16 --fp8-format e4m3 --fp8-recipe {recipe}"
+
+    def kept(words):
+        argv = [*make_argv("plain"), *words.split(), "--num-layers", "2"]
+        args = parse_args(argv, 1)
+        chunks = chunk_layouts(args.model, args.parallel)[0]
+        return cast_bytes(args, chunks, matrices_only(args, 64), find_hardware("b200"))
+
+    plain = kept(flags.replace("--reuse-grad-buf-for-mxfp8-param-ag", ""))
+    assert plain > 0 and kept(f"{flags} --fp8-param-gather") == pytest.approx(plain * copies / 2)

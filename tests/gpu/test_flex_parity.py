@@ -15,12 +15,25 @@ from moe.layers import build_shard, sections
 
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.moe.dispatch.deepep import DeepEPDispatcher
+from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
+from moe_trainer.moe.dispatch.ncclep import NcclEPDispatcher
 from moe_trainer.moe.dispatch.select import DispatchBufferSpec, attach_dispatcher, build_dispatcher
 from moe_trainer.parallel.state import ParallelState
 
 HIDDEN, TOKENS, RANKS = 512, 64, 2
-KINDS = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
+KINDS = {
+    "deepep": DeepEPDispatcher,
+    "hybridep": HybridEPDispatcher,
+    "hierarchical": HierarchicalDispatcher,
+    "ncclep": NcclEPDispatcher,
+}
+
+
+def library_problem(backend: str) -> str | None:
+    """Why the library of a backend cannot be used; hierarchical has none."""
+    module = importlib.import_module(f"moe_trainer.moe.dispatch.{backend}")
+    return None if backend == "hierarchical" else module.problem()
 
 
 def by_expert(rows: torch.Tensor, counts: list[int]) -> list[list]:
@@ -46,6 +59,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
         moe_token_dispatcher_type="flex",
         moe_flex_dispatcher_backend=backend,
         moe_flex_dispatcher_num_sms=20,
+        moe_hierarchical_domain_size=1,
     )
     layer = build_shard(args, ps, torch.bfloat16).to(device)
     rows = DispatchBufferSpec(HIDDEN, TOKENS, torch.bfloat16, device)
@@ -72,6 +86,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
     for one, other in zip(ours, expected, strict=True):
         assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
     dist.barrier()
+    flex.close()
     dist.destroy_process_group()
 
 
@@ -79,7 +94,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
 @pytest.mark.parametrize("topk", [2, 4])
 @pytest.mark.parametrize("backend", KINDS)
 def test_flex_dispatcher_equals_alltoall_on_two_gpus(backend, topk):
-    if importlib.import_module(f"moe_trainer.moe.dispatch.{backend}").problem():
-        pytest.skip(f"{backend} is not installed")
+    if problem := library_problem(backend):
+        pytest.skip(problem)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(one_rank, args=(folder, backend, topk), nprocs=RANKS)

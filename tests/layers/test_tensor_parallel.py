@@ -496,6 +496,8 @@ def test_chunked_communication_overlaps_all_gemms(name, forward, backward, monke
         ("proj: {num_splits: 2}", "proj is no GEMM"),
         ("proj_fprop: 2", "proj_fprop is no table"),
         ("proj_fprop: {num_splits: 0}", "num_splits 0 must be"),
+        ("proj_fprop: {num_split: 2}", "num_split is no setting; choose from method, "),
+        ("proj_fprop: {method: [ring]}", r"method \['ring'\] must be one of ring_exchange, "),
         ("[proj_fprop]", "no table of GEMMs"),
         ("a: [", "--tp-comm-overlap-cfg .*overlap.yaml: while parsing"),
     ],

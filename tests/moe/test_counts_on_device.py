@@ -20,7 +20,7 @@ from moe_trainer.moe import receive_buffer
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
 from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
-from moe_trainer.moe.receive_buffer import ReceiveBudget, count_overflows, leave_counts_on_device
+from moe_trainer.moe.receive_buffer import ReceiveBudget, count_overflows, receive_scope
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
@@ -421,14 +421,14 @@ def test_device_counts_are_enabled_only_within_the_context():
     layer = type("Layer", (), {"budget": receive, "activations": ActivationPolicy()})
     chunk = type("Chunk", (), {"moe_layers": lambda self: [layer]})()
     assert not receive.counts_on_device
-    with leave_counts_on_device([chunk]):
+    with receive_scope([chunk]):
         assert receive.counts_on_device
         receive.note_overflow(torch.tensor([0], dtype=torch.int32))
         assert count_overflows([chunk], torch.device("cpu")).tolist() == [0.0]
         receive.note_overflow(torch.tensor([1], dtype=torch.int32))
         receive.note_overflow(torch.tensor([0], dtype=torch.int32))
     assert not receive.counts_on_device and count_overflows([chunk], torch.device("cpu")).tolist() == [1.0]
-    with leave_counts_on_device([chunk], enabled=False):
+    with receive_scope([chunk], enabled=False):
         assert not receive.counts_on_device and count_overflows([chunk], torch.device("cpu")).tolist() == [0.0]
 
 

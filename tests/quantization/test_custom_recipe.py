@@ -49,6 +49,14 @@ def raises(role):
     raise KeyError(role.name)
 
 
+def exits(role):
+    raise SystemExit(0)
+
+
+def takes_names_apart(role):
+    return "mxfp8" if role.name.split(".")[2].isdigit() else None
+
+
 def load(function):
     return CustomRecipe.load("--fp8-quantizer-factory", f"{HERE}:{function.__name__}", hybrid=False, wgrad=True)
 
@@ -105,6 +113,7 @@ def test_a_factory_chooses_by_name_and_module():
         (f"{HERE}.partly_high_precision", "a linear in high_precision needs it for all three tensors"),
         (f"{HERE}.unknown_format", "'int8' for input of decoder.layers.0"),
         (f"{HERE}:returns_quantizers", "a Float8Quantizer for input of decoder.layers.0"),
+        (f"{HERE}.exits", "failed for TensorRole(module_type='linear', tensor_type='input', name='decoder.layers.0')"),
         (f"{HERE}.raises", "failed for TensorRole(module_type='linear', tensor_type='input', name='decoder.layers.0')"),
     ],
 )
@@ -112,6 +121,18 @@ def test_mistakes_of_a_factory_are_named(path, said):
     with pytest.raises(QuantizerFactoryError) as caught:
         CustomRecipe.load("--fp4-quantizer-factory", path, hybrid=False, wgrad=True).recipe("decoder.layers.0", False)
     assert str(caught.value).startswith(f"--fp4-quantizer-factory {path}: ") and said in str(caught.value)
+
+
+def test_a_factory_in_a_script_that_exits_is_no_success(tmp_path, monkeypatch):
+    """A rank that exits with code 0 would look like one that has trained."""
+    (tmp_path / "script_without_guard.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(QuantizerFactoryError, match=r"cannot be imported \(SystemExit: 0\)"):
+        CustomRecipe.load("--fp8-quantizer-factory", "script_without_guard.f", hybrid=False, wgrad=True)
+
+
+def test_a_factory_is_asked_about_a_linear_that_exists():
+    assert load(takes_names_apart).names_formats() and not load(returns_quantizers).names_formats()
 
 
 def test_a_factory_of_fp4_is_loaded_from_its_flag():

@@ -1,5 +1,6 @@
 """scripts/analyze_nsys.py on small reports with the tables of nsys."""
 
+import contextlib
 import json
 import sqlite3
 
@@ -123,11 +124,36 @@ def test_unusable_reports_give_a_reason(tmp_path, capsys):
     empty = tmp_path / "empty.sqlite"
     sqlite3.connect(empty).close()
     unmarked = write_report(tmp_path / "unmarked.sqlite", ranges=RANGES[1:])
+    damaged = write_report(tmp_path / "damaged.sqlite")
+    damaged.write_bytes(damaged.read_bytes()[:4096] + b"\xff" * 8192)
+    other = tmp_path / "other.sqlite"
+    other.write_bytes(unmarked.read_bytes())
+    with contextlib.closing(sqlite3.connect(other)) as report:
+        report.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME COLUMN shortName TO longName")
     for path, reason in (
         (tmp_path / "none.sqlite", "there is no such file"),
         (text, "no SQLite file"),
         (empty, "it has no CUPTI_ACTIVITY_KIND_KERNEL"),
         (unmarked, "no ranges of iterations"),
+        (damaged, "malformed"),
+        (other, "no such column: k.shortName"),
     ):
         assert script.main([str(path)]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_any_file_name_is_read_and_an_unwritable_output_is_named(tmp_path, capsys):
+    path = write_report(tmp_path / "a#b?c%20.sqlite")
+    assert script.main([str(path)]) == 0
+    assert script.main([str(path), "--json", str(tmp_path)]) == 2
+    assert f"--json {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+def test_kernels_without_duration_or_end(tmp_path):
+    path = write_report(tmp_path / "r.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as report:
+        for table in ("KERNEL", "MEMCPY"):
+            report.execute(f"UPDATE CUPTI_ACTIVITY_KIND_{table} SET end = start")
+        report.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL WHERE correlationId = 2")
+        report.commit()
+    assert script.main([str(path)]) == 0
