@@ -289,7 +289,7 @@ class ParallelArgs:
     @property
     def has_fsdp_double_buffer(self) -> bool:
         """Whether fully sharded parameters have persistent communication buffers."""
-        is_sharded = self.fsdp_strategy == "optim_grads_params" and self.use_megatron_fsdp
+        is_sharded = self.use_megatron_fsdp and self.has_sharded_params
         return is_sharded and (self.fsdp_double_buffer or self.megatron_fsdp_max_pool_double_buffer)
 
     def has_fp32_main_params(self, params_dtype: str) -> bool:

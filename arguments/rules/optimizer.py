@@ -58,10 +58,12 @@ def resolve_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
 
 
 def note_unused_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
-    if s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim_grads_params":
+    if s.use_megatron_fsdp and s.data_parallel_sharding_strategy not in ("optim_grads", "optim_grads_params"):
         for dest in ("nccl_ub", "megatron_fsdp_max_pool_double_buffer", "fsdp_double_buffer"):
             if getattr(s, dest) and s.given(dest):
-                s.note_no_effect(s.flag(dest), "without --data-parallel-sharding-strategy optim_grads_params")
+                s.note_no_effect(
+                    s.flag(dest), "without --data-parallel-sharding-strategy optim_grads or optim_grads_params"
+                )
 
 
 def note_outer_sharding(s: Settings, _f: DerivedSizes) -> None:

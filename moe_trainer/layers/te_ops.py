@@ -43,8 +43,11 @@ class _Unstacked(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None):
         if ctx.collect is not None:
             return ctx.collect(), None, None
-        found = [grad for grad in grads if grad is not None]
-        return separate(stacked(found), ctx.interleave_size) if found else None, None, None
+        some = next((grad for grad in grads if grad is not None), None)
+        if some is None:
+            return None, None, None
+        found = [torch.zeros_like(some) if grad is None else grad for grad in grads]
+        return separate(stacked(found), ctx.interleave_size), None, None
 
 
 def interleave(w_eNK: Tensor, size: int | None) -> Tensor:

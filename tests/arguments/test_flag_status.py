@@ -270,7 +270,7 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimiz
         *(
             (
                 f"{FSDP} optim {flag}",
-                f"{flag} has no effect without --data-parallel-sharding-strategy optim_grads_params",
+                f"{flag} has no effect without --data-parallel-sharding-strategy optim_grads or optim_grads_params",
             )
             for flag in ("--fsdp-double-buffer", "--use-nccl-ub")
         ),

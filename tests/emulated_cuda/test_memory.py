@@ -122,7 +122,10 @@ def test_memory_plan_of_fp8_weights(stored):
 @pytest.mark.parametrize(("recipe", "copies"), [("mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", 2), ("blockwise", 1)])
 def test_stored_fp8_weights_replace_one_cast(recipe, copies):
     """MXFP8 weights are stored in another form than the casts of TransformerEngine's layers, which keep both."""
-    flags = f"--use-distributed-optimizer --bf16 --fp8-format e4m3 --fp8-recipe {recipe}"
+    flags = (
+        f"--use-distributed-optimizer --bf16 --fp8-format e4m3 --fp8-recipe {recipe} "
+        "--transformer-impl transformer_engine"
+    )
 
     def kept(words):
         argv = [*make_argv("plain"), *words.split(), "--num-layers", "2"]
