@@ -26,6 +26,7 @@ if (
     # block the signals until a handler that can save is installed (resilience/signals.py)
     signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
 
+import gc  # noqa: E402
 import json  # noqa: E402
 import resource  # noqa: E402
 import time  # noqa: E402
@@ -279,6 +280,9 @@ def leave(code: int) -> NoReturn:
     sys.stderr.flush()
     if code == ExitCode.COMMUNICATION_FAILED:
         os._exit(code)
+    # A sharded model is part of reference cycles and keeps its process groups alive. One of their threads that drops
+    # its last tensor while the interpreter is finalized would abort the process.
+    gc.collect()
     sys.exit(code)
 
 

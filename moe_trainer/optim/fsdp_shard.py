@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import debug as tensor_debug
 from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
@@ -141,6 +142,12 @@ class FsdpGrads:
         self.outer = OuterSharding(self.slots, ps, shards_outer)
         self._sums: dict[Parameter, Tensor] = {}
         self._has_sums = not sums_in_bf16 and any(param.dtype != torch.float32 for param in self.params)
+
+    def close(self) -> None:
+        """Clear the cache in which DTensor keeps device meshes, and with them process groups, in C++."""
+        clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)  # the only function that does
+        if clear is not None:
+            clear()
 
     def zero(self) -> None:
         """Start an iteration."""

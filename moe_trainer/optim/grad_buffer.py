@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
@@ -196,6 +197,7 @@ class DataParallelGrads:
         self._fused_slots: set[Slot] = set()  # gradients that GEMMs have added in this backward pass
         devices = {buffer.layout.device for buffer in self.buffers if buffer.layout.outer.size > 1}
         self._side_stream = next((torch.cuda.Stream(device) for device in devices if device.type == "cuda"), None)
+        self._hooks: list[RemovableHandle] = []
         for pending in self._order:
             for slot in pending.bucket.slots:
                 slot.param.main_grad = pending.buffer.flat[slot.start : slot.stop].view(slot.param.shape)
@@ -204,9 +206,14 @@ class DataParallelGrads:
                 ):
                     pending.local[slot] = torch.empty_like(slot.param.main_grad, dtype=torch.float32)
                 hook = functools.partial(self._on_grad, pending, slot)
-                slot.param.register_post_accumulate_grad_hook(hook)
+                self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
                 if fused:
                     slot.param.main_grad_sum = functools.partial(self._open_sum, pending, slot)
+
+    def close(self) -> None:
+        """Remove the hooks, which keep the parameters and all process groups alive where no garbage collector looks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def zero(self) -> None:
         """Start an iteration. Nothing is cleared: the first microbatch overwrites."""

@@ -125,6 +125,8 @@ def run_job(
         release_lock(Path(args.output.save))
     monitors.close()
     close_dispatchers(ctx.chunks)
+    if ctx.grads is not None:
+        ctx.grads.close()
     close_groups(runtime.ps)
     # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
     return ExitCode.RESTART if decision is not None and decision.interrupted and args.output.auto_resume else 0

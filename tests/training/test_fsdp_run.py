@@ -1,7 +1,11 @@
 """Runs with fully sharded parameters: checkpoints that any layout resumes, evaluation, export, bf16, and what a rank holds."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from commands import REPOSITORY, environment, rank_variables
 from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -123,3 +127,47 @@ def test_fully_sharded_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
     assert get_losses(second) == get_losses(full)
     for name, tensor in sharded_weights.items():
         assert torch.equal(resumed_weights[name], tensor), name
+
+
+THREADS_AT_EXIT = """
+import atexit, pathlib, runpy, sys
+
+def print_threads():
+    names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+    print("gloo threads at exit:", names.count("pt_gloo_runloop"), flush=True)
+
+atexit.register(print_threads)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("flags", ["", MEGATRON], ids=["plain", "sharded"])
+def test_process_groups_end_before_the_interpreter(tmp_path, flags):
+    """A thread of theirs that needs the interpreter while it ends would abort the process, now and then."""
+    argv = [
+        str(REPOSITORY / "pretrain_moe.py"),
+        *TINY,
+        *MOCK,
+        *flags.split(),
+        "--train-iters",
+        "1",
+        "--eval-iters",
+        "0",
+    ]
+    with rank_variables(2) as variables:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", THREADS_AT_EXIT, *argv],
+                cwd=tmp_path,
+                env=environment(**each),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for each in variables
+        ]
+        for rank in ranks:
+            out, _ = rank.communicate(timeout=300)
+            assert rank.returncode == 0 and "gloo threads at exit: 0" in out, out
