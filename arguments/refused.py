@@ -55,8 +55,8 @@ COMBINATIONS = (
     ),
     (
         "--moe-clone-hot-experts 1 --expert-model-parallel-size 2 --fp8-format hybrid",
-        "there is one scale per expert of a rank; flex dispatchers, overlapped token exchange and full sharding are "
-        "not supported either",
+        "delayed scaling keeps one scale for all experts of a rank; clones also need weights in high precision, so "
+        "neither `--fp8-param-gather` nor `--fp4-param-gather`",
     ),
     (
         "--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",

@@ -268,29 +268,18 @@ def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation
         yield s.violation(
             "{moe_clone_hot_experts:flag} needs {num_experts:flag}: a dense model has no experts to clone."
         )
-    if s.moe_token_dispatcher_type == "flex":
+    if s.fp8 and s.fp8_recipe == "delayed":
         yield s.violation(
-            "{moe_clone_hot_experts:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather: the "
-            "libraries of flex size their buffers for the experts of the model alone, and hierarchical sums a token's "
-            "results by rank, so they would depend on the plan."
+            "{moe_clone_hot_experts:flag} cannot be combined with {fp8_recipe}: delayed scaling keeps one scale for "
+            "all experts of a rank, which would then depend on the plan; use another {fp8_recipe:flag}."
         )
-    others = (
-        ("fp8", "there is one scale per expert of the rank"),
-        ("fp4", "there is one scale per expert of the rank"),
-        ("overlap_moe_expert_parallel_comm", "gradients of clones are exchanged within one backward pass"),
-        ("delay_wgrad_compute", "gradients of clones are exchanged within one backward pass"),
-        ("overlap_dispatch_backward_with_experts_wgrad", "gradients of clones are exchanged within one backward pass"),
-        ("use_torch_fsdp2", "it shards the weights that clones are made of"),
-        ("use_megatron_fsdp", "it shards the weights that clones are made of"),
-    )
-    for other, why in others:
-        if getattr(s, other):
-            yield s.violation("{moe_clone_hot_experts:flag} cannot be combined with {:flag}: {why}.", other, why=why)
-    if s.pipeline_schedule == "zero-bubble":
-        yield s.violation(
-            "{moe_clone_hot_experts:flag} cannot be combined with {pipeline_schedule}: gradients of clones are "
-            "exchanged within one backward pass."
-        )
+    for stored in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(s, stored):
+            yield s.violation(
+                "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are made of weights in high "
+                "precision, of which there are none then.",
+                stored,
+            )
 
 
 def check_latent_projection(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -91,9 +91,7 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     elif kind == "allgather" and f.ep * f.etp > 1:
         reason = "the allgather dispatcher gathers the tokens of all ranks before it orders them"
     elif s.moe_clone_hot_experts and f.ep > 1:
-        reason = (
-            f"{s.shown('moe_clone_hot_experts')} plans on the host which experts are cloned, before tokens are ordered"
-        )
+        reason = f"{s.shown('moe_clone_hot_experts')} gathers the counts of all ranks first, to plan the clones"
     elif kind != "alltoall" and (
         s.moe_router_padding_for_quantization or s.moe_expert_capacity_factor is not None and not _is_padded(s)
     ):
@@ -176,7 +174,7 @@ def _check_dropless_experts(s: Settings) -> Iterator[Violation]:
 
 def _check_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     for dest, reason in (
-        ("moe_clone_hot_experts", "which experts are cloned is planned on the host."),
+        ("moe_clone_hot_experts", "experts that are padded to capacity have equally many tokens, so none is hot."),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):

@@ -18,7 +18,7 @@ the inputs that they save pass ours.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ T = TypeVar("T")
 Scope = contextlib.AbstractContextManager
 StoreFn = Callable[[Tensor], Callable[[], Tensor] | None]
 """Store a saved tensor elsewhere and return a function that fetches it; None if it stays."""
+
+
+class OutputSource(Protocol):
+    """Makes tensors again that are not saved."""
+
+    def get(self, index: int) -> Tensor:
+        """Return tensor number `index`, without a graph."""
 
 
 class ActivationPolicy:
@@ -64,7 +71,7 @@ class ActivationPolicy:
         self.recomputed, self.offload, self.stash = recomputed, offload, stash
         self._uses_global_rng, self._stream, self._shared_by = uses_global_rng, stream, shared_by
         self._replay_cache: ReplayCache | None = None
-        self._recomputed_outputs: dict[int, tuple[StorageWeakRef, RecomputedOutput, int]] = {}
+        self._recomputed_outputs: dict[int, tuple[StorageWeakRef, OutputSource, int]] = {}
         self._store: StoreFn | None = None
         self._resident: set[int] = set()
 
@@ -121,10 +128,11 @@ class ActivationPolicy:
             return outputs, contextlib.nullcontext()
         saved = [self._pack(x) for x in tensors]
         source = RecomputedOutput(fn, lambda: [_unpack(x) for x in saved])
-        return outputs, self._without_outputs(source, as_tuple(outputs))
+        return outputs, self.without_saving(source, as_tuple(outputs))
 
     @contextlib.contextmanager
-    def _without_outputs(self, source: RecomputedOutput, outputs: tuple[Tensor, ...]) -> Iterator[None]:
+    def without_saving(self, source: OutputSource, outputs: tuple[Tensor, ...]) -> Iterator[None]:
+        """Enter a scope in which consumers do not save these tensors, but get them from the source in backward."""
         entries = {_address(x): (StorageWeakRef(x.untyped_storage()), source, i) for i, x in enumerate(outputs)}
         del outputs
         self._recomputed_outputs |= entries

@@ -123,9 +123,9 @@ class RecomputedOutput:
 
 
 class RecomputedTensor:
-    """Handle of a saved tensor that is an output of `source`, or a view of one."""
+    """Handle of a saved tensor: output number `index` of `source` (activations.OutputSource), or a view of one."""
 
-    def __init__(self, source: RecomputedOutput, index: int, x: Tensor):
+    def __init__(self, source: Any, index: int, x: Tensor):
         self._source, self._index = source, index
         self._geometry = x.size(), x.stride(), x.storage_offset()
 

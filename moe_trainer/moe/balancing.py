@@ -319,7 +319,8 @@ def reset_iteration(chunks) -> None:
         if router.quantile is not None:
             router.quantile.reset()
     for layer in _layers(chunks):
-        layer.num_cloned_tokens = 0
+        if layer.num_cloned_tokens is not None:
+            layer.num_cloned_tokens.zero_()
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:

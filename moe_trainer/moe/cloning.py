@@ -2,39 +2,45 @@
 
 Every rank learns how many tokens each source has for each expert and makes the same plan (clone_plan.py). The layer
 then treats an expert-parallel rank as one with `slots` more experts: `CloneRouting` converts the [T, E] routing to
-these columns, and the dispatcher is unchanged. The weights of the clones come by an all-to-all over ps.ep; their
-gradients return the same way and are added to the expert's own.
+these columns, and the dispatcher is unchanged. The weights of the clones come by an all-to-all over ps.ep and stand
+behind the local experts' in one stack; their gradients return the same way and are added to the expert's own.
 
-A clone's weights are stored only while they are used: forward drops them, and backward fetches them again before the
+The plan is made on the device. Where the host reads token counts anyway it also reads the plan, and exactly the
+weights of clones are sent. With a fixed receive buffer it reads nothing: every pair of ranks exchanges `slots` experts,
+of which the receiver uses those that the plan names.
+
+The stack with the clones is stored only while it is used: forward drops it, and backward makes it again before the
 experts' backward. Both are nodes of one autograd chain through the tokens, which every rank has,
 
     y: combine <- `_FetchAgain` <- experts <- `_Fetch` <- dispatch :x
 
 so all ranks run the collectives in the same order, whatever each of them computes. In a recomputed region nothing is
-saved, and the second pass fetches.
+saved, and the second pass fetches. Weight gradients that are computed later are exchanged later.
 
 The numbers are those without clones: a token's results are summed in the order of their experts, wherever they were
-computed (the all-gather dispatcher sums over ranks in another order, as without clones); an expert's weight gradient
-is a sum over its clones.
+computed (the all-gather dispatcher and the libraries of flex sum over ranks in another order, as without clones); an
+expert's weight gradient is a sum over its clones. Quantized weights of a clone are those of its expert.
 
-Shape letters: T local tokens, E experts, S sources (ranks of tp_ep), V columns: for every rank of ep its experts and
-then its slots.
+Shape letters: T local tokens, E experts, e local experts, P ranks of ep, S slots of a rank, N sources (ranks of tp_ep),
+V columns: for every rank of ep its experts and then its slots.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from moe_trainer.memory.host_read import AsyncHostReader, integer_tensor
-from moe_trainer.moe.clone_plan import Clone, plan_clones
+from moe_trainer.moe.clone_plan import ClonePlan, plan_clones
 from moe_trainer.moe.dispatch.base import KnownCounts
-from moe_trainer.ops.transfer import to_device
-from moe_trainer.parallel.collectives import all_gather_flat, all_to_all
+from moe_trainer.ops.expert_mlp import WeightOwner
+from moe_trainer.parallel.collectives import all_gather_flat, all_to_all, all_to_all_flat
 from moe_trainer.parallel.state import Group, ParallelState
+
+MAX_EXCHANGED = 1 << 26  # elements that a rank sends at a time where it sends to all ranks
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,16 @@ class CloneRouting:
 
     Column v stands for expert_V[v] and takes those of the expert's tokens on this rank, counted by token, that are in
     [low_V, high_V).
+
+    Attributes:
+        hosted: the experts that each rank of ep hosts, in the order of its slots; None if the host does not know.
     """
 
-    clones: tuple[Clone, ...]
+    plan: ClonePlan
     expert_V: Tensor
     low_V: Tensor
     high_V: Tensor
+    hosted: tuple[tuple[int, ...], ...] | None
 
     def apply(self, probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities (differentiable) and routing over the columns of experts and slots."""
@@ -68,166 +78,236 @@ class ExpertCloner:
         self._reader = AsyncHostReader()
 
     @torch.no_grad()
-    def plan(self, routing_TE: Tensor) -> tuple[CloneRouting | None, KnownCounts | None]:
+    def plan(self, routing_TE: Tensor, on_device: bool = False) -> tuple[CloneRouting, KnownCounts | None]:
         """Plan the clones for this routing.
 
         Returns:
-            The routing over experts and clones, None if clones gain nothing; and the counts, so that the dispatcher
-            need not exchange them (None with several ranks of etp, which exchange counts of their own).
+            The routing over experts and clones; and the counts, so that the dispatcher need not exchange them (None
+            `on_device`, and with several ranks of etp, which exchange counts of their own).
 
-        Communication: all-gather over tp_ep; the host waits for the counts.
+        Communication: all-gather over tp_ep; the host waits for the counts unless `on_device`.
         """
         counts_E = routing_TE.sum(0)
-        counts_SE = counts_E.new_empty(self.group.size, self.num_experts)
-        all_gather_flat(counts_SE.view(-1), counts_E, self.group)
-        counts = self._reader.start(torch.Tensor.flatten, counts_SE)()
-        by_source = [counts[start : start + self.num_experts] for start in range(0, len(counts), self.num_experts)]
-        totals_E = [sum(column) for column in zip(*by_source)]
-        clones = plan_clones(totals_E, self.ep.size, self.slots)
-        if not clones:
-            return None, self._known_counts(by_source)
-        experts, ranges = self._columns(clones, totals_E)
-        before, low, high, columns = [0] * self.num_experts, [], [], []
-        for source, counts in enumerate(by_source):  # an expert's tokens are numbered over the sources
-            local = [(first - before[expert], last - before[expert]) for expert, (first, last) in zip(experts, ranges)]
-            if source == self.group.rank:
-                low, high = zip(*local)
-            columns.append(
-                [max(0, min(last, counts[expert]) - max(first, 0)) for expert, (first, last) in zip(experts, local)]
-            )
-            before = [sum(pair) for pair in zip(before, counts)]
-        routing = CloneRouting(clones, *to_device(torch.tensor([experts, low, high]), routing_TE.device).unbind(0))
-        return routing, self._known_counts(columns)
+        counts_NE = counts_E.new_empty(self.group.size, self.num_experts)
+        all_gather_flat(counts_NE.view(-1), counts_E, self.group)
+        plan = plan_clones(counts_NE.sum(0), self.ep.size, self.slots)
+        expert_V, low_NV, high_NV = self._columns(plan, counts_NE)
+        low_V, high_V = low_NV[self.group.rank], high_NV[self.group.rank]
+        if on_device:
+            return CloneRouting(plan, expert_V, low_V, high_V, None), None
+        in_column_NV = torch.minimum(high_NV, counts_NE[:, expert_V]) - low_NV.clamp(min=0)
+        numbers = self._reader.start(_flat, plan.expert, plan.num_tokens, in_column_NV.clamp_(min=0))()
+        num_slots = self.ep.size * self.slots
+        experts, num_tokens = numbers[:num_slots], numbers[num_slots : 2 * num_slots]
+        hosted = tuple(
+            tuple(experts[slot] for slot in range(first, first + self.slots) if num_tokens[slot])
+            for first in range(0, num_slots, self.slots)
+        )
+        num_columns = len(expert_V)
+        by_source = tuple(
+            tuple(numbers[start : start + num_columns]) for start in range(2 * num_slots, len(numbers), num_columns)
+        )
+        return CloneRouting(plan, expert_V, low_V, high_V, hosted), self._known_counts(by_source)
 
-    def _known_counts(self, by_source: Sequence[Sequence[int]]) -> KnownCounts | None:
+    def _known_counts(self, by_source: tuple[tuple[int, ...], ...]) -> KnownCounts | None:
         if self.group.ranks != self.ep.ranks:
             return None
-        return KnownCounts(sum(by_source[self.ep.rank]), by_rank=tuple(tuple(counts) for counts in by_source))
+        return KnownCounts(sum(by_source[self.ep.rank]), by_rank=by_source)
 
-    def _columns(self, clones: Sequence[Clone], totals_E: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the expert of every column and the range of its tokens over all ranks that the column takes."""
+    def _columns(self, plan: ClonePlan, counts_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the expert of every column, and the range of each source's tokens that the column takes."""
+        totals_E = counts_NE.sum(0)
+        experts_PE = torch.arange(self.num_experts, device=totals_E.device).view(self.ep.size, -1)
+        remaining_E = totals_E.scatter_add(0, plan.expert.flatten(), -plan.num_tokens.flatten())
+        expert_V = torch.cat([experts_PE, plan.expert], 1).flatten()
+        first_V = torch.cat([torch.zeros_like(experts_PE), plan.first], 1).flatten()
+        last_V = torch.cat([remaining_E[experts_PE], plan.first + plan.num_tokens], 1).flatten()
+        before_NV = (counts_NE.cumsum(0) - counts_NE)[:, expert_V]  # an expert's tokens are numbered over the sources
+        return expert_V, first_V - before_NV, last_V - before_NV
+
+    def clone_weights(self, routing: CloneRouting, is_saving: bool) -> "CloneWeights":
+        """Return the weights of the clones in one pass."""
         num_local = self.num_experts // self.ep.size
-        remaining_E = list(totals_E)
-        for clone in clones:
-            remaining_E[clone.expert] -= clone.num_tokens
-        experts, ranges = [], []
-        for rank in range(self.ep.size):
-            local = range(rank * num_local, (rank + 1) * num_local)
-            hosted = [clone for clone in clones if clone.rank == rank]
-            num_unused = self.slots - len(hosted)
-            experts += [*local, *(clone.expert for clone in hosted), *[local[0]] * num_unused]
-            ranges += [
-                *((0, remaining_E[expert]) for expert in local),
-                *((clone.first, clone.first + clone.num_tokens) for clone in hosted),
-                *[(0, 0)] * num_unused,
-            ]
-        return experts, ranges
-
-    def weight_exchange(self, routing: CloneRouting, is_saving: bool) -> "CloneWeightExchange":
-        """Return the exchange of the clones' weights for one pass."""
-        return CloneWeightExchange(self.ep, routing.clones, self.num_experts // self.ep.size, is_saving)
+        if routing.hosted is None:
+            return CloneWeights(_FixedExchange(self.ep, routing.plan, num_local), is_saving)
+        return CloneWeights(_ExactExchange(self.ep, routing.hosted, num_local), is_saving)
 
 
-class CloneWeightExchange:
-    """Exchange of the clones' weights and gradients in one pass.
+def _flat(*tensors: Tensor) -> Tensor:
+    return torch.cat([x.flatten() for x in tensors])
+
+
+class _Exchange(Protocol):
+    """Exchange between the owners of experts and the ranks that host clones. Collective over ep."""
+
+    num_clones: int
+
+    def to_hosts(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Send local experts' weights, [e, ...]; return those of the clones on this rank, [num_clones, ...]."""
+
+    def to_owners(self, grads: Sequence[Tensor], num_local: int) -> list[Tensor]:
+        """Send the gradients of clones; return the sums of those of local experts, [e, ...]."""
+
+
+class _ExactExchange:
+    """Sends the weights of clones only, in one call for all tensors."""
+
+    def __init__(self, ep: Group, hosted: Sequence[Sequence[int]], num_local: int):
+        self.ep = ep
+        # in the order in which they are sent: by rank and slot; and received: by expert, so by owner
+        self.outgoing = [
+            expert % num_local for experts in hosted for expert in experts if expert // num_local == ep.rank
+        ]
+        self.send = [sum(expert // num_local == ep.rank for expert in experts) for experts in hosted]
+        owners = [expert // num_local for expert in hosted[ep.rank]]
+        self.receive = [owners.count(rank) for rank in range(ep.size)]
+        self.num_clones = len(owners)
+
+    def to_hosts(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        indices = integer_tensor(self.outgoing, weights[0].device)
+        sent = torch.cat([weight.index_select(0, indices).flatten(1) for weight in weights], 1)
+        return _split(all_to_all(self.ep, self.send, self.receive, sent)[0], weights)
+
+    def to_owners(self, grads: Sequence[Tensor], num_local: int) -> list[Tensor]:
+        sent = torch.cat([grad.flatten(1) for grad in grads], 1)
+        received = _split(all_to_all(self.ep, self.receive, self.send, sent)[0], grads)
+        sums = [grad.new_zeros(num_local, *grad.shape[1:]) for grad in grads]
+        for total, parts in zip(sums, received):
+            for expert, part in zip(self.outgoing, parts):
+                total[expert] += part
+        return sums
+
+
+def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = x.split([one.shape[1:].numel() for one in like], 1)
+    return [part.view(-1, *one.shape[1:]) for part, one in zip(parts, like)]
+
+
+class _FixedExchange:
+    """Sends every rank's slots to every rank, zeros where the plan names no clone; the host knows nothing."""
+
+    def __init__(self, ep: Group, plan: ClonePlan, num_local: int):
+        self.ep, self.num_clones = ep, plan.expert.shape[1]
+        owner_PS = plan.expert // num_local
+        self.local_PS = plan.expert % num_local
+        is_used_PS = plan.num_tokens > 0
+        self.is_outgoing_PS = (owner_PS == ep.rank) & is_used_PS
+        self.is_incoming_PS = (owner_PS[ep.rank] == torch.arange(ep.size, device=owner_PS.device).unsqueeze(1)) & (
+            is_used_PS[ep.rank]
+        )
+        self.owner_S = owner_PS[ep.rank]
+
+    def to_hosts(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        index_S = torch.arange(self.num_clones, device=self.owner_S.device)
+
+        def send(part: Tensor) -> Tensor:
+            return torch.where(self.is_outgoing_PS.unsqueeze(2), part[self.local_PS], 0)
+
+        return [self._exchange(weight, send, lambda found_PSK: found_PSK[self.owner_S, index_S]) for weight in weights]
+
+    def to_owners(self, grads: Sequence[Tensor], num_local: int) -> list[Tensor]:
+        index_e1 = torch.arange(num_local, device=self.owner_S.device).unsqueeze(1)
+        is_of_eC = (self.local_PS.flatten() == index_e1) & self.is_outgoing_PS.flatten()
+
+        def send(part: Tensor) -> Tensor:
+            return torch.where(self.is_incoming_PS.unsqueeze(2), part, 0)
+
+        def add(found_PSK: Tensor) -> Tensor:  # by a GEMM, whose order of summation is fixed
+            return is_of_eC.to(found_PSK.dtype) @ found_PSK.flatten(0, 1)
+
+        return [self._exchange(grad, send, add) for grad in grads]
+
+    def _exchange(self, x: Tensor, send, receive) -> Tensor:
+        """Exchange [P, S, K] made by send(x [n, K]) and return receive(what arrives) [m, ...], some K at a time."""
+        flat = x.flatten(1)
+        step = max(1, MAX_EXCHANGED // (self.ep.size * self.num_clones))
+        found = []
+        for part in flat.split(step, 1):
+            sent = send(part).contiguous()
+            arrived = torch.empty_like(sent)
+            all_to_all_flat(arrived.view(-1), sent.view(-1), self.ep)
+            found.append(receive(arrived))
+        return torch.cat(found, 1).view(-1, *x.shape[1:])
+
+
+class CloneWeights:
+    """The local experts' weights with those of the clones on this rank behind them, in one pass.
 
     Attributes:
-        num_clones: clones on this rank.
-        weights: stacks of the local experts' tensors, [e, ...]; fetched are stacks [num_clones, ...].
-        fetched: the clones' weights while backward uses them.
+        num_clones: clones on this rank, at most the slots.
     """
 
-    def __init__(self, ep: Group, clones: Sequence[Clone], num_local: int, is_saving: bool):
-        """Plan the sizes. With `is_saving`, what experts save stays until backward, so clones are dropped from it."""
-        self.ep, self.is_saving = ep, is_saving
-        self.weights: tuple[Tensor, ...] = ()
-        # in the order in which they are sent: by rank and slot; and received: by expert, so by owner
-        outgoing = [clone for clone in clones if clone.expert // num_local == ep.rank]
-        incoming = [clone for clone in clones if clone.rank == ep.rank]
-        self.outgoing = [clone.expert % num_local for clone in outgoing]
-        self.send = [sum(clone.rank == rank for clone in outgoing) for rank in range(ep.size)]
-        self.receive = [sum(clone.expert // num_local == rank for clone in incoming) for rank in range(ep.size)]
-        self.num_clones = len(incoming)
-        self.fetched: tuple[Tensor, ...] = ()
+    def __init__(self, exchange: _Exchange, is_saving: bool):
+        """With `is_saving`, what experts save stays until backward, so the stacks are dropped from it."""
+        self._exchange, self._is_saving = exchange, is_saving
+        self.num_clones = exchange.num_clones
+        self._weights: tuple[Tensor, ...] = ()
+        self._stacks: list[Tensor] = []
 
     def fetch(self, x_RH: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the tokens, which the experts must read, and the clones' weights.
+        """Return the tokens, which the experts must read, and the stacks [e + num_clones, ...].
 
         Communication: all-to-all over ep, and again in backward for the gradients.
         """
-        self.weights = tuple(weights)
-        x_RH, *cloned = _Fetch.apply(self, x_RH, *self.weights)
-        return x_RH, tuple(cloned)
+        self._weights = tuple(weights)
+        x_RH, *stacks = _Fetch.apply(self, x_RH, *self._weights)
+        for weight, stack in zip(self._weights, stacks):
+            if isinstance(weight, Parameter):
+                stack.grad_owner = WeightOwner(weight, self._to_owner)
+        return x_RH, tuple(stacks)
 
     def fetch_again(self, y_RH: Tensor) -> Tensor:
         """Make backward fetch the weights, by an all-to-all over ep, before the experts' backward."""
-        return _FetchAgain.apply(self, y_RH) if self.is_saving else y_RH
+        return _FetchAgain.apply(self, y_RH) if self._is_saving else y_RH
 
-    @contextlib.contextmanager
-    def dropping(self, cloned: Sequence[Tensor]) -> Iterator[None]:
-        """Enter a scope that uses the clones' weights without saving them for backward."""
-        if not self.is_saving:
-            yield
-            return
-        index_by_address = {_address(x): index for index, x in enumerate(cloned)}
+    def get(self, index: int) -> Tensor:
+        """Return a stack while backward uses it; the source of ActivationPolicy.without_saving."""
+        return self._stacks[index]
 
-        def pack(x: Tensor) -> Tensor | int:
-            index = index_by_address.get(_address(x))
-            return x.detach() if index is None else index
+    def make_stacks(self) -> list[Tensor]:
+        """Return the stacks. Communication: see `fetch`."""
+        weights = [weight.detach() for weight in self._weights]
+        clones = self._exchange.to_hosts(weights)
+        if self.num_clones == 0:
+            return weights
+        return [torch.cat(pair) for pair in zip(weights, clones)]
 
-        with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else self.fetched[saved]):
-            yield
+    def keep_stacks(self, stacks: list[Tensor]) -> None:
+        """Hold what `get` returns."""
+        self._stacks = stacks
 
-    def exchange(self) -> tuple[Tensor, ...]:
-        """Send the weights of local experts that are cloned elsewhere; return those of the clones on this rank."""
-        indices = integer_tensor(self.outgoing, self.weights[0].device)
-        outgoing = [weight.detach().index_select(0, indices).flatten(1) for weight in self.weights]
-        received = all_to_all(self.ep, self.send, self.receive, torch.cat(outgoing, 1))[0]
-        parts = received.split([weight[0].numel() for weight in self.weights], 1)
-        # copies, so that each tensor has its own storage
-        return tuple(
-            part.clone(memory_format=torch.contiguous_format).view(-1, *weight.shape[1:])
-            for part, weight in zip(parts, self.weights)
-        )
+    def return_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Add the gradients of an expert and its clones; stacks -> [e, ...]. Communication: see `fetch`."""
+        self._stacks = []
+        num_local = len(grads[0]) - self.num_clones
+        returned = self._exchange.to_owners([grad[num_local:] for grad in grads], num_local)
+        return [grad[:num_local] + part for grad, part in zip(grads, returned)]
 
-    def return_grads(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Send the gradients of the clones on this rank; return those of the local experts' weights."""
-        received = all_to_all(self.ep, self.receive, self.send, torch.cat([grad.flatten(1) for grad in grads], 1))[0]
-        self.fetched = ()
-        if not self.outgoing:
-            return [None] * len(grads)
-        parts = received.split([weight[0].numel() for weight in self.weights], 1)
-        return [self._sum_by_expert(weight, part) for weight, part in zip(self.weights, parts)]
-
-    def _sum_by_expert(self, weight: Tensor, received: Tensor) -> Tensor:
-        total = torch.zeros_like(weight)
-        for expert, grad in zip(self.outgoing, received):
-            total[expert] += grad.view(weight.shape[1:])
-        return total
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    def _to_owner(self, grad: Tensor) -> Tensor:
+        return self.return_grads([grad])[0]
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exchange: CloneWeightExchange, x_RH: Tensor, *weights: Tensor):
-        ctx.exchange = exchange
-        return x_RH.view_as(x_RH), *exchange.exchange()
+    def forward(ctx, weights: CloneWeights, x_RH: Tensor, *tensors: Tensor):
+        ctx.set_materialize_grads(False)
+        ctx.weights = weights
+        return x_RH.view_as(x_RH), *weights.make_stacks()
 
     @staticmethod
-    def backward(ctx, grad_RH: Tensor, *grads: Tensor):
-        return None, grad_RH, *ctx.exchange.return_grads(grads)
+    def backward(ctx, grad_RH: Tensor, *grads: Tensor | None):
+        known = [grad for grad in grads if grad is not None]  # the same on all ranks: others are computed later
+        returned = iter(ctx.weights.return_grads(known) if known else ())
+        return None, grad_RH, *(None if grad is None else next(returned) for grad in grads)
 
 
 class _FetchAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exchange: CloneWeightExchange, y_RH: Tensor):
-        ctx.exchange = exchange
+    def forward(ctx, weights: CloneWeights, y_RH: Tensor):
+        ctx.weights = weights
         return y_RH.view_as(y_RH)
 
     @staticmethod
     def backward(ctx, grad_RH: Tensor):
-        ctx.exchange.fetched = ctx.exchange.exchange()
+        ctx.weights.keep_stacks(ctx.weights.make_stacks())
         return None, grad_RH

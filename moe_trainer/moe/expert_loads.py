@@ -29,8 +29,9 @@ def collect_expert_loads(
             router, row = layer.router, table[layer.layer_number - 1]
             row[:num_experts] = router.tokens_per_expert
             row[num_experts] = router.dropped
-            row[num_experts + 1] = layer.num_cloned_tokens / ps.tp_ep.size  # equal on the ranks of tp_ep
-            layer.num_cloned_tokens = 0
+            if layer.num_cloned_tokens is not None:
+                row[num_experts + 1] = layer.num_cloned_tokens / ps.tp_ep.size  # equal on the ranks of tp_ep
+                layer.num_cloned_tokens.zero_()
             bias_E = router.expert_bias if router.quantile is None else router.quantile.bias_E
             if bias_E is not None:
                 bias_E = bias_E.double()

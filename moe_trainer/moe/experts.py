@@ -13,6 +13,7 @@ Shape letters: R routed tokens sorted by expert, e local experts, H hidden, F th
 output width (2F when gated).
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -26,7 +27,7 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.cloning import CloneWeightExchange
+from moe_trainer.moe.cloning import CloneWeights
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp, pipeline_expert_mlp
 from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp, get_activation_fns
 from moe_trainer.parallel.params import ParamInfo
@@ -160,35 +161,29 @@ class Experts(nn.Module):
         probs_R: Tensor,
         tokens_per_expert_e: Sequence[int] | Tensor,
         unused: int = 0,
-        clone_weights: CloneWeightExchange | None = None,
+        clone_weights: CloneWeights | None = None,
     ) -> Tensor:
         """Run the experts on their tokens and multiply the results by the probabilities.
 
         Args:
             x_RH: tokens, sorted by expert.
             probs_R: probability of each token, floating.
-            tokens_per_expert_e: host integers, or a tensor on the device if `why_host_counts` is None and nothing is
-                cloned; then x_RH may be longer, and the rest is undefined.
-            unused: zero tokens at the end, whose results are undefined (not with clones).
-            clone_weights: exchange of clones of other ranks' experts, whose tokens follow those of the local experts.
+            tokens_per_expert_e: host integers, or a tensor on the device if `why_host_counts` is None; then x_RH may be
+                longer, and the rest is undefined. With clone_weights the slots of clones follow the local experts.
+            unused: zero tokens at the end, whose results are undefined.
+            clone_weights: weights of clones of other ranks' experts.
         """
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
             probs_R = None
         if clone_weights is None:
-            return self._run(x_RH, probs_R, tokens_per_expert_e, unused)
-        num_local = self.linear_fc1.weight.shape[0]
-        x_RH, cloned = clone_weights.fetch(x_RH, self._tensors())
-        local_counts = tokens_per_expert_e[:num_local]
-        clone_counts = tokens_per_expert_e[num_local : num_local + clone_weights.num_clones]
-        if not clone_counts:
-            return clone_weights.fetch_again(self._run(x_RH, probs_R, local_counts, 0))
-        split = sum(local_counts)
-        local_probs, clone_probs = (None, None) if probs_R is None else (probs_R[:split], probs_R[split:])
-        y_RH = self._run(x_RH[:split], local_probs, local_counts, 0)
-        with clone_weights.dropping(cloned):
-            clones_RH = self._run_clones(x_RH[split:], clone_probs, clone_counts, cloned)
-        return clone_weights.fetch_again(torch.cat([y_RH, clones_RH]))
+            return self._run(x_RH, probs_R, tokens_per_expert_e, unused, self._tensors())
+        x_RH, stacks = clone_weights.fetch(x_RH, self._tensors())
+        counts = tokens_per_expert_e[: len(stacks[0])]  # slots without a clone have no tokens
+        saves = self.activations.is_saving
+        with self.activations.without_saving(clone_weights, stacks) if saves else contextlib.nullcontext():
+            y_RH = self._run(x_RH, probs_R, counts, unused, stacks)
+        return clone_weights.fetch_again(y_RH)
 
     def _build_grouped_linears(self, build: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
         """Build fc1 and fc2 of a library, which share our weights; return None if there are none."""
@@ -215,24 +210,6 @@ class Experts(nn.Module):
         tensors = (self.linear_fc1.weight, self.linear_fc2.weight, self.linear_fc1.bias, self.linear_fc2.bias)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
-    def _run_clones(
-        self, x_RH: Tensor, probs_R: Tensor | None, counts: Sequence[int], cloned: Sequence[Tensor]
-    ) -> Tensor:
-        w1, w2, b1, b2 = (*cloned, None, None)[:4]
-        return expert_mlp(
-            x_RH,
-            probs_R,
-            w1,
-            w2,
-            counts,
-            self.activation,
-            b1_eG=b1,
-            b2_eH=self._fc2_bias(b2),
-            allow_grouped=self.allow_grouped,
-            activation_fns=self.activation_fns,
-            gemms=self.gemms,
-        )
-
     def why_host_counts(self) -> str | None:
         """Return why the host needs the tokens of each expert; None if it does not."""
         if self.pipeline is not None:
@@ -246,13 +223,18 @@ class Experts(nn.Module):
         return None
 
     def _run(
-        self, x_RH: Tensor, probs_R: Tensor | None, tokens_per_expert_e: Sequence[int] | Tensor, unused: int
+        self,
+        x_RH: Tensor,
+        probs_R: Tensor | None,
+        tokens_per_expert_e: Sequence[int] | Tensor,
+        unused: int,
+        tensors: Sequence[Tensor],
     ) -> Tensor:
-        inputs = x_RH, probs_R, self.linear_fc1.weight, self.linear_fc2.weight, tokens_per_expert_e
-        biases = {"b1_eG": self.linear_fc1.bias, "b2_eH": self._fc2_bias(self.linear_fc2.bias)}
+        w1, w2, b1, b2 = (*tensors, None, None)[:4]
+        inputs = x_RH, probs_R, w1, w2, tokens_per_expert_e
+        biases = {"b1_eG": b1, "b2_eH": self._fc2_bias(b2)}
         if self.pipeline is not None and len(x_RH) > unused:
-            weights = self.linear_fc1.weight, self.linear_fc2.weight
-            return pipeline_expert_mlp(self.pipeline, x_RH, probs_R, weights, tokens_per_expert_e, unused)
+            return pipeline_expert_mlp(self.pipeline, x_RH, probs_R, (w1, w2), tokens_per_expert_e, unused)
         if self.grouped is not None and len(x_RH) > unused:
             return grouped_expert_mlp(
                 *inputs,

@@ -62,7 +62,8 @@ class MoELayer(nn.Module):
     Attributes:
         dispatcher: shared by the layers of a model; set by dispatch/select.py before the first forward pass.
         budget: of received tokens; None if the experts' buffers are as long as what is received.
-        num_cloned_tokens: tokens computed by clones since the last read, on all ranks of tp_ep.
+        num_cloned_tokens: tokens computed by clones since the last read, on all ranks of tp_ep; on the device, None
+            without clones.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class MoELayer(nn.Module):
             self.budget = ReceiveBudget(
                 f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size
             )
-        self.cloner, self.num_cloned_tokens = None, 0
+        self.cloner, self.num_cloned_tokens = None, None
         if moe.moe_clone_hot_experts and ps.ep.size > 1:
             self.cloner = ExpertCloner(ps, moe.num_experts, moe.moe_clone_hot_experts)
         self.overlap_executor, self.queue, self.activations, self.graphs = (
@@ -186,7 +187,6 @@ class MoELayer(nn.Module):
             known = self._known_counts(routed.shape)
             if self.cloner is not None:
                 clone_routing, known = self.activations.cached_for_recompute(lambda: self._plan_clones(routing_TE))
-            if clone_routing is not None:
                 probs_TE, routing_TE = clone_routing.apply(probs_TE, routing_TE)
             hints = DispatchHints(
                 None if clone_routing is None else clone_routing.expert_V,
@@ -296,10 +296,11 @@ class MoELayer(nn.Module):
         size = self.activations.cached_for_recompute(lambda: budget.fixed_size(shape[0] * shape[1]))
         return size, self.experts.pad_multiple
 
-    def _plan_clones(self, routing_TE: Tensor) -> tuple[CloneRouting | None, KnownCounts | None]:
-        clone_routing, known = self.cloner.plan(routing_TE)
-        if clone_routing is not None and self.training and torch.is_grad_enabled():
-            self.num_cloned_tokens += sum(clone.num_tokens for clone in clone_routing.clones)
+    def _plan_clones(self, routing_TE: Tensor) -> tuple[CloneRouting, KnownCounts | None]:
+        on_device = self.budget is not None and self.budget.counts_on_device
+        clone_routing, known = self.cloner.plan(routing_TE, on_device)
+        if self.training and torch.is_grad_enabled():
+            self.num_cloned_tokens.add_(clone_routing.plan.num_tokens.sum())
         return clone_routing, known if self.dispatcher.uses_known_counts else None
 
     def _run_experts(
@@ -311,12 +312,10 @@ class MoELayer(nn.Module):
             The results, and the group of join_stash.
         """
         x_RH, probs_R, counts_e = state.x_RH, state.probs_R, state.tokens_per_expert_e
+        clone_weights = None
+        if clone_routing is not None:
+            clone_weights = self.cloner.clone_weights(clone_routing, self.activations.is_saving)
         if self.budget is None:
-            clone_weights = (
-                None
-                if clone_routing is None
-                else self.cloner.weight_exchange(clone_routing, self.activations.is_saving)
-            )
             return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights), None
         if isinstance(counts_e, Tensor):
             if not self.activations.is_recomputing:
@@ -324,13 +323,15 @@ class MoELayer(nn.Module):
             with self.activations.stash_scope(
                 x_RH.shape[0], counts_e.sum(0, keepdim=True), self.budget.balanced_size
             ) as group:
-                return self.experts(x_RH, probs_R, counts_e), group
+                return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights), group
         num_received = x_RH.shape[0]
         needed = max(num_received, state.fixed_size if self.budget.allows_device_counts else 0)
         # cached, because the budget may have grown when a region is recomputed
         size = self.activations.cached_for_recompute(lambda: self.budget.size_for(num_tokens, needed))
         with self.activations.stash_scope(size, num_received, self.budget.balanced_size) as group:
-            y_CH = self.experts(pad_to_buffer(x_RH, size), pad_to_buffer(probs_R, size), counts_e, size - num_received)
+            y_CH = self.experts(
+                pad_to_buffer(x_RH, size), pad_to_buffer(probs_R, size), counts_e, size - num_received, clone_weights
+            )
             return y_CH[:num_received], group
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
         ctx.counts, ctx.num_rows, ctx.activation, ctx.gemms = counts, num_rows, activation, gemms
         ctx.has_b1 = b1 is not None
-        ctx.queue, ctx.weights = queue, (w1, w2)
+        ctx.queue, ctx.owners = queue, (grad_owner(w1), grad_owner(w2))
         return y_RH
 
     @staticmethod
@@ -143,7 +143,7 @@ class _ExpertMLP(torch.autograd.Function):
         run = _backward_loop if ctx.gemms is None else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
         grad_w1, grad_w2 = (
-            compute_or_defer(ctx.queue, weight, grad) for weight, grad in zip(ctx.weights, (grad_w1, grad_w2))
+            compute_or_defer(ctx.queue, owner, grad) for owner, grad in zip(ctx.owners, (grad_w1, grad_w2))
         )
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
 
@@ -152,7 +152,19 @@ def _defers(queue: Any) -> bool:
     return queue is not None and queue.active
 
 
-def compute_or_defer(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | None) -> Tensor | None:
+class WeightOwner(NamedTuple):
+    """The parameter of which a weight is made; `convert` makes its gradient of the weight's."""
+
+    parameter: Tensor
+    convert: Callable[[Tensor], Tensor]
+
+
+def grad_owner(weight: Tensor) -> Tensor | WeightOwner:
+    """Return what keeps the gradient of a weight: itself, or what its attribute `grad_owner` says."""
+    return getattr(weight, "grad_owner", weight)
+
+
+def compute_or_defer(queue: Any, owner: Tensor | WeightOwner, grad: Callable[[], Tensor] | None) -> Tensor | None:
     """Compute a weight gradient in backward.
 
     Returns None if it is not needed, if the queue takes it, or if it was added to the main gradient. The latter happens
@@ -161,10 +173,13 @@ def compute_or_defer(queue: Any, weight: Tensor, grad: Callable[[], Tensor] | No
     if grad is None:
         return None
     if _defers(queue):
-        queue.defer(weight, torch.no_grad()(grad))  # outside backward gradients would be recorded
+        parameter, compute = owner, grad
+        if isinstance(owner, WeightOwner):
+            parameter, compute = owner.parameter, lambda: owner.convert(grad())
+        queue.defer(parameter, torch.no_grad()(compute))  # outside backward gradients would be recorded
         return None
     computed = grad()
-    total = None if computed is None else get_main_grad_sum(weight, computed)
+    total = None if computed is None else get_main_grad_sum(owner, computed)
     if total is None:
         return computed
     total.add_gradient(computed)
@@ -182,7 +197,8 @@ class _StackGrad:
             later: store the operands and compute when called.
             total: main gradient to accumulate in.
         """
-        self.weight_eNK, self.later, self.total = weight_eNK, later, total
+        self.later, self.total = later, total
+        self.none, self.shape = weight_eNK.new_empty(0), weight_eNK.shape  # not the weight, which may be dropped
         self.complete = len(experts) == len(weight_eNK)
         self.pieces: list[tuple[int, Tensor, Tensor]] = []
         self.grad_eNK = None if later or total is not None else self._new()
@@ -191,7 +207,7 @@ class _StackGrad:
                 total.slice(expert).clear()
 
     def _new(self) -> Tensor:
-        return torch.empty_like(self.weight_eNK) if self.complete else torch.zeros_like(self.weight_eNK)
+        return self.none.new_empty(self.shape) if self.complete else self.none.new_zeros(self.shape)
 
     def add(self, expert: int, grad_RN: Tensor, x_RK: Tensor) -> None:
         if self.later:
@@ -249,8 +265,8 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     if needs_w:
         experts, later = [expert for expert, *_ in found], _defers(ctx.queue)
         grad_w1, grad_w2 = (
-            _StackGrad(w, experts, later, None if later else get_main_grad_sum(param, x_RH))
-            for w, param in zip((w1, w2), ctx.weights)
+            _StackGrad(w, experts, later, None if later else get_main_grad_sum(owner, x_RH))
+            for w, owner in zip((w1, w2), ctx.owners)
         )
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)

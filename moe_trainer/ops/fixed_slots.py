@@ -42,11 +42,14 @@ def _round_up(counts: Tensor, multiple: int) -> Tensor:
     return counts if multiple == 1 else (counts + (multiple - 1)) // multiple * multiple
 
 
-def make_slot_map(routing_TE: Tensor, num_slots: int, slot_size: int, multiple: int = 1) -> SlotMap:
+def make_slot_map(
+    routing_TE: Tensor, num_slots: int, slot_size: int, multiple: int = 1, order_E: Tensor | None = None
+) -> SlotMap:
     """Assign routed tokens to slots, of which each has the same number of consecutive experts.
 
     Args:
         slot_size: P, a multiple of `multiple`, to which each expert's rows are padded.
+        order_E: a token's rows are summed in ascending order of it, int64 in [0, E); None is the order of the experts.
     """
     (num_tokens, num_experts), num_rows, device = routing_TE.shape, num_slots * slot_size, routing_TE.device
     by_expert = routing_TE.t().contiguous()
@@ -64,7 +67,11 @@ def make_slot_map(routing_TE: Tensor, num_slots: int, slot_size: int, multiple: 
     expert_N, token_N = (x[source_N] for x in torch.nonzero_static(by_expert, size=num_rows, fill_value=0).unbind(1))
     cell_N = torch.where(is_used_N, token_N * num_experts + expert_N, num_tokens * num_experts)
     token_N = torch.where(is_used_N, token_N, num_tokens)
-    sorted_N, row_N = token_N.to(torch.int32).sort(stable=True)
+    if order_E is None:
+        sorted_N, row_N = token_N.to(torch.int32).sort(stable=True)
+    else:
+        row_N = (token_N * num_experts + order_E[expert_N]).sort(stable=True)[1]
+        sorted_N = token_N.to(torch.int32)[row_N]
     bounds = torch.arange(num_tokens + 2, dtype=torch.int32, device=device)
     used_Se = _round_up(fits_Se, multiple)
     routes = PermuteMap(

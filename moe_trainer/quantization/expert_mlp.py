@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns
+from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns, grad_owner
 from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, expert_ranges
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
@@ -51,14 +51,14 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         inputs = [fc1.saved_input(x_RH[rows]) for _, rows in found] if saves_quantized else []
         stack = SavedInput.stack(inputs) if inputs and None not in inputs else None
         ctx.save_for_backward(*((x_RH, None) if stack is None else stack[:2]), probs_R, h_RG, w1, w2, b2)
-        ctx.plan = counts, activation, gemms, queue, (w1, w2), b1 is not None
+        ctx.plan = counts, activation, gemms, queue, (grad_owner(w1), grad_owner(w2)), b1 is not None
         ctx.shape, ctx.stacked = x_RH.shape, None if stack is None else stack[2:]
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
         x, inverse, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
-        counts, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
+        counts, activation, (fc1, fc2), queue, owners, has_b1 = ctx.plan
         grad_x, grad_p = grad_RH.new_zeros(ctx.shape), None if probs_R is None else torch.zeros_like(probs_R)
         grad_b1 = w1.new_zeros(w1.shape[:2]) if has_b1 else None
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
@@ -91,9 +91,11 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         for (_, rows), part in zip(found, fc1.input_grads(through_activation())):
             grad_x[rows] = part
         grad_w1, grad_w2 = (
-            compute_or_defer(queue, weight, functools.partial(_stacked, weight, parts) if needed else None)
-            for weight, parts, needed in zip(
-                weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+            compute_or_defer(
+                queue, owner, functools.partial(_stacked, w.shape, w.new_empty(0), parts) if needed else None
+            )
+            for owner, w, parts, needed in zip(
+                owners, (w1, w2), (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
             )
         )
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
@@ -113,13 +115,13 @@ class _BufferMLP(torch.autograd.Function):
             bias_CH = _per_token(b2, groups)
             y_CH = y_CH + (bias_CH if probs_C is None else (bias_CH * probs_C.unsqueeze(1)).to(y_CH.dtype))
         ctx.save_for_backward(x_CH, probs_C, h_CG, w1, w2, b2)
-        ctx.plan = groups, activation, gemms, queue, (w1, w2), b1 is not None
+        ctx.plan = groups, activation, gemms, queue, (grad_owner(w1), grad_owner(w2)), b1 is not None
         return y_CH
 
     @staticmethod
     def backward(ctx, grad_CH):
         x_CH, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
-        groups, activation, (fc1, fc2), queue, weights, has_b1 = ctx.plan
+        groups, activation, (fc1, fc2), queue, owners, has_b1 = ctx.plan
         grad_CH = grad_CH.contiguous()
         a_CF, grad_h, grad_p = activation.backward(h_CG, probs_C, fc2.grouped_input_grad(grad_CH, w2, groups))
         grad_b1 = _sum_tokens(grad_h, groups) if has_b1 else None
@@ -132,9 +134,9 @@ class _BufferMLP(torch.autograd.Function):
         of_w2, of_w1 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups), fc1.make_grouped_wgrad_fn(grad_h, x_CH, groups)
         grad_x = fc1.grouped_input_grad(grad_h, w1, groups)
         grad_w1, grad_w2 = (
-            compute_or_defer(queue, weight, compute if needed else None)
-            for weight, compute, needed in zip(
-                weights, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
+            compute_or_defer(queue, owner, compute if needed else None)
+            for owner, compute, needed in zip(
+                owners, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
             )
         )
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
@@ -149,11 +151,9 @@ def _sum_tokens(rows_CN: Tensor, groups: TokenGroups) -> Tensor:
     return groups.gemms.weight_grad(rows_CN, rows_CN.new_ones(len(rows_CN), 8), groups.offsets_e)[..., 0]
 
 
-def _stacked(weight: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
-    """Stack the experts' weight gradients; experts without tokens get zeros."""
-    grad_eNK = torch.zeros_like(
-        weight, memory_format=torch.contiguous_format
-    )  # a weight that is stored in fp8 has no strides
+def _stacked(shape: torch.Size, none: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
+    """Stack the experts' weight gradients, like the empty tensor `none`; experts without tokens get zeros."""
+    grad_eNK = none.new_zeros(shape)
     for expert, part in parts.items():
         grad_eNK[expert] = part()
     return grad_eNK

@@ -7,6 +7,7 @@ import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
 
+from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.clone_plan import rank_loads
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad
@@ -75,13 +76,11 @@ def _passes(layer, ps, x, weight, microbatches):
     if layer.cloner is not None:
         plan = layer.cloner.plan
 
-        def watched(routing_TE):
-            redirect, known = plan(routing_TE)
+        def watched(routing_TE, on_device):
+            routing, known = plan(routing_TE, on_device)
             counts = layer_counts(routing_TE, ps)
-            planned.append(
-                (rank_loads(counts, ps.ep.size), rank_loads(counts, ps.ep.size, redirect.clones if redirect else ()))
-            )
-            return redirect, known
+            planned.append((counts.view(ps.ep.size, -1).sum(1).tolist(), rank_loads(counts, routing.plan).tolist()))
+            return routing, known
 
         layer.cloner.plan = watched
     graphs = []
@@ -97,7 +96,7 @@ def _passes(layer, ps, x, weight, microbatches):
 def layer_counts(routing_TE, ps):
     counts = routing_TE.sum(0)
     torch.distributed.all_reduce(counts, group=ps.tp_ep.handle)
-    return counts.tolist()
+    return counts
 
 
 def _one_rank(rank, n, sizes, kind, skew, dispatcher, dtype, layout, slots, exact):
@@ -183,32 +182,31 @@ def test_cloning_with_empty_ranks_and_unused_experts(sizes):
     check(4, {"ep": 4}, sizes=sizes, skew="one", slots=1)
 
 
-def _count_clone_bytes(rank, n, keeps_anything):
-    """Bytes of clones between forward and backward, and how often their weights travel.
-
-    keeps_anything: would what the experts save stay until backward? Not in a region that runs again.
-    """
+def _count_clone_bytes(rank, n, recomputes):
+    """Experts of stacks with clones between forward and backward, and how often their weights are sent."""
     ps = ParallelState.create(n, rank, ep=2)
     args = sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, moe_clone_hot_experts=2)
     layer = build_shard(args, ps, torch.float64)
+    if recomputes:
+        layer.activations = layer.experts.activations = ActivationPolicy(frozenset({"moe"}))
     skew_router(layer, SKEW["hot"])
     x = torch.randn(12, 1, HIDDEN, dtype=torch.float64)
     x[..., 0] = x[..., 0].abs() + 0.5
     x.requires_grad_()
-    exchanges, make = [], layer.cloner.weight_exchange
+    passes, make = [], layer.cloner.clone_weights
 
-    def watched(redirect, keeps):
-        exchanges.append(make(redirect, keeps and keeps_anything))
-        exchange, exchanges[-1].count = exchanges[-1].exchange, 0
+    def watched(routing, is_saving):
+        passes.append(make(routing, is_saving))
+        make_stacks, passes[-1].count = passes[-1].make_stacks, 0
 
-        def counted(weights=exchanges[-1]):
+        def counted(weights=passes[-1]):
             weights.count += 1
-            return exchange()
+            return make_stacks()
 
-        exchanges[-1].exchange = counted
-        return exchanges[-1]
+        passes[-1].make_stacks = counted
+        return passes[-1]
 
-    layer.cloner.weight_exchange = watched
+    layer.cloner.clone_weights = watched
     shape = tuple(layer.experts.linear_fc1.weight.shape[1:])
 
     def clones():
@@ -221,25 +219,25 @@ def _count_clone_bytes(rank, n, keeps_anything):
             and x.dim() == 3
             and id(x) not in ours
             and tuple(x.shape[1:]) == shape
-            and x.grad_fn is None
+            and x._base is None
         )
 
     before = clones()
-    y = layer(x)
-    between, travelled = clones() - before, exchanges[0].count
+    y = layer.activations.recompute_region("moe", layer, x) if recomputes else layer(x)
+    between, sent = clones() - before, passes[0].count
     y.sum().backward()
     layer.zero_grad()
-    return between, travelled, exchanges[0].count, len(exchanges[0].fetched), exchanges[0].num_clones
+    return between, sent, sum(weights.count for weights in passes), clones() - before, passes[0].num_clones
 
 
 def test_clones_are_dropped_after_use():
-    found = run_ranks(_count_clone_bytes, 2, True)
+    found = run_ranks(_count_clone_bytes, 2, False)
     assert sum(number for *_, number in found) > 0
-    for between, travelled, in_all, held, _ in found:
-        assert between == 0 and held == 0, "no weights of clones are kept for backward"
-        assert (travelled, in_all) == (1, 2), "they come for forward and again for backward"
+    for between, sent, in_all, after, _ in found:
+        assert between == 0 and after == 0, "no weights of clones are kept for backward"
+        assert (sent, in_all) == (1, 2), "they come for forward and again for backward"
 
 
-def test_recomputed_layers_send_clones_only_once():
-    for _, travelled, in_all, held, _ in run_ranks(_count_clone_bytes, 2, False):
-        assert (travelled, in_all, held) == (1, 1, 0)
+def test_recomputed_layers_send_clones_once_per_pass():
+    for between, sent, in_all, after, _ in run_ranks(_count_clone_bytes, 2, True):
+        assert (between, sent, in_all, after) == (0, 1, 2, 0), "once in each of the two passes"

@@ -2,7 +2,7 @@
 
 from verification.test_parity import EP, MODEL, MTP, PP, TP, run_parity
 
-from moe_trainer.moe.cloning import CloneRouting, CloneWeightExchange
+from moe_trainer.moe.cloning import CloneRouting, CloneWeights
 from moe_trainer.verification.parity import check_parity
 from moe_trainer.verification.rank_pool import RankPool
 from moe_trainer.verification.shrink import as_is
@@ -41,14 +41,15 @@ def test_ranks_clone_experts(monkeypatch):
     def refuse(*_args):
         raise RuntimeError("an expert is cloned")
 
-    monkeypatch.setattr(CloneWeightExchange, "exchange", refuse)
+    monkeypatch.setattr(CloneWeights, "make_stacks", refuse)
     assert "an expert is cloned" in run_parity(*EP, *CLONES).failure
 
 
 def test_missing_gradients_of_clones_are_found(monkeypatch):
-    monkeypatch.setattr(
-        CloneWeightExchange, "_sum_by_expert", lambda self, weight, received: received.new_zeros(weight.shape)
-    )
+    def without_clones(self, grads):
+        return [grad[: len(grad) - self.num_clones] for grad in grads]
+
+    monkeypatch.setattr(CloneWeights, "return_grads", without_clones)
     found = run_parity(*EP, *CLONES)
     assert not found.is_equal and any("linear_fc" in str(difference) for difference in found.differences)
 

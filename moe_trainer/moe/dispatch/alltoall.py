@@ -134,7 +134,7 @@ class AllToAllDispatcher(TokenDispatcher):
     ) -> DispatchState:
         ep, etp = self.ep.size, self.etp.size
         size = -(-buffer_size // (ep * etp))
-        slots = make_slot_map(routing_TE, ep, size)
+        slots = make_slot_map(routing_TE, ep, size, order_E=hints.expert_E)
         sizes = (size,) * ep
         plan = _AllToAllState(
             None,

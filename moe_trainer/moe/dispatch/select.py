@@ -165,6 +165,7 @@ def _build_flex(
     """Build the flex dispatcher's backend; return None if the all-to-all replaces it."""
     name = moe.moe_flex_dispatcher_backend
     adapter = {"deepep": deepep, "hybridep": hybridep, "ncclep": ncclep}[name]
+    num_experts = moe.num_experts + moe.moe_clone_hot_experts * (ps.ep.size if ps.ep.size > 1 else 0)
     problem, remedy = (
         "the library works on CUDA devices, and this rank computes on a CPU",
         "Use --moe-token-dispatcher-type alltoall",
@@ -205,7 +206,7 @@ def _build_flex(
             ps,
             topk=moe.moe_router_topk,
             hidden_size=buffer.hidden_size,
-            num_experts=moe.num_experts,
+            num_experts=num_experts,
             max_tokens=buffer.max_tokens,
             num_sms=num_sms,
             zero_copy=moe.moe_ncclep_zero_copy,
@@ -213,7 +214,7 @@ def _build_flex(
     return hybridep.make_dispatcher(
         ps,
         hidden_size=buffer.hidden_size,
-        num_experts=moe.num_experts,
+        num_experts=num_experts,
         max_tokens=buffer.max_tokens,
         num_sms=num_sms,
         num_sms_preprocessing=moe.moe_hybridep_num_sms_preprocessing,
@@ -240,6 +241,8 @@ def attach_dispatcher(
     for layer in layers:
         layer.dispatcher = dispatcher
         layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
+        if layer.cloner is not None:
+            layer.num_cloned_tokens = torch.zeros((), dtype=torch.int64, device=layer.router.weight.device)
         if layer.budget is not None:
             problems.add(layer.allow_device_counts(dispatcher.fixed_buffer_problem))
         if layer.captures_experts and layer.capacity is None and not layer.has_device_counts:
