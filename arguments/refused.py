@@ -54,7 +54,7 @@ COMBINATIONS = (
         "as in Megatron-LM: recompute selected modules instead",
     ),
     (
-        "--moe-clone-hot-experts 1 --expert-model-parallel-size 2 --fp8-format hybrid",
+        "--moe-clone-hot-experts 1 --expert-model-parallel-size 2 --fp8-format hybrid --fp8-recipe delayed",
         "delayed scaling keeps one scale for all experts of a rank; clones also need weights in high precision, so "
         "neither `--fp8-param-gather` nor `--fp4-param-gather`",
     ),

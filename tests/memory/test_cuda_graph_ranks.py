@@ -89,6 +89,8 @@ CASES = {
         local("attn moe"),
     ),
     "dropless, fp8, full iteration": ("plain", f"{DROPLESS} {MXFP8} {OVERLAP}", full()),
+    "dropless, clones": ("plain", f"{DROPLESS} --moe-clone-hot-experts 1", local("attn moe")),
+    "dropless, clones, full iteration": ("plain", f"{DROPLESS} --moe-clone-hot-experts 1 {OVERLAP}", full()),
     "dropless, full layers": ("plain", f"{DROPLESS} {DOCUMENTS}", local()),
     "dropless, full iteration": ("deepseek", f"{DROPLESS} {OVERLAP}", full()),
     "dropless, recompute, full iteration": (

@@ -45,7 +45,7 @@ def test_a_slot_without_a_clone_names_an_expert_of_its_rank():
 
 
 def test_the_busiest_expert_gives_the_surplus():
-    made = clones([35, 5, 3, 2, 8, 7], 3, 2)  # 20 too many on rank 0, room for 15 and 5
+    made = clones([35, 5, 3, 2, 8, 7], 3, 2)  # 20 too many on rank 0, spare capacity 15 and 5
     assert {expert for _, _, expert, *_ in made} == {0} and loads([35, 5, 3, 2, 8, 7], 3, 2) == [20, 20, 20]
     made = clones([16, 13, 7, 4], 4, 3)  # two surpluses, each of which fits one rank
     assert [(rank, expert, num_tokens) for rank, _, expert, _, num_tokens in made] == [(2, 1, 3), (3, 0, 6)]

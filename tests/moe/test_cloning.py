@@ -1,14 +1,17 @@
 """Clones of hot experts on ranks: outputs and gradients of a layer without them, even loads, clones that are dropped after use."""
 
 import gc
+import json
 
 import pytest
 import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
+from moe.test_flex import LIBRARIES, flex_dispatcher
 
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.clone_plan import rank_loads
+from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad
 from moe_trainer.parallel.state import ParallelState
@@ -170,6 +173,32 @@ def test_cloning_of_every_layer_kind_on_two_ranks(kind):
 @pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2}], ids=str)
 def test_cloning_under_layouts_of_four_ranks(layout, dispatcher):
     check(4, layout, "biases", dispatcher=dispatcher)
+
+
+def _one_flex_rank(rank, n, recorded, version):
+    ps, results = ParallelState.create(n, rank, ep=n), []
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = torch.randn(2, 12, 1, HIDDEN, generator=generator)
+    x[..., 0] = x[..., 0].abs() + 0.5
+    for slots in (0, 2):
+        args = sections(moe_aux_loss_coeff=0.0, moe_clone_hot_experts=slots)
+        layer = build_shard(args, ps, torch.float32)
+        attach_dispatcher([layer], flex_dispatcher(recorded, version, ps, moe_clone_hot_experts=slots)[0])
+        skew_router(layer, SKEW["hot"])
+        results.append((_passes(layer, ps, x, weight, 2)[0], RankGrads.of(layer, ps)))
+    return results, int(layer.num_cloned_tokens)
+
+
+@pytest.mark.parametrize("version", LIBRARIES)
+def test_cloning_over_libraries(shared, version):
+    recorded = json.loads((shared / "reference" / "deep_ep_api.json").read_text())
+    found = run_ranks(_one_flex_rank, 2, recorded, version)
+    for ((plain, _), (ours, _)), num_cloned in found:
+        assert num_cloned > 0
+        for mine, theirs in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-6)
+    plain, ours = (total_grads([results[which][1] for results, _ in found]) for which in (0, 1))
+    torch.testing.assert_close(ours, plain, atol=2e-4, rtol=2e-6)
 
 
 @pytest.mark.parametrize("skew", SKEW)

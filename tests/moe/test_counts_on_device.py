@@ -136,6 +136,7 @@ def train(
             moe_ncclep_zero_copy=ZERO_COPY in argv,
             moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
             moe_permute_fusion_into_hybridep=FUSED in argv,
+            moe_clone_hot_experts=moe.moe_clone_hot_experts,
         )[0]
     attempt, train_step, forward = step.forward_backward_reduce, training_trace.train_step, Experts.forward
 
@@ -149,6 +150,7 @@ def train(
         before, passes = Counter(reads), found["passes"]
         result = train_step(run, state, *rest)
         found["reads"], found["passes"] = reads - before, found["passes"] - passes
+        found["cloned"] = sum(int(layer.num_cloned_tokens) for layer in layers if layer.cloner is not None)
         found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
         return result
 
@@ -218,6 +220,29 @@ def test_device_counts_give_the_results_of_all_to_all(flex, recompute):
     for result in ours:
         assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["log_lines"]
     assert_equal(plain, ours[0], 1e-5)
+
+
+CLONES = "--moe-clone-hot-experts 1"
+
+
+@pytest.mark.parametrize(
+    ("flex", "library", "more"),
+    [
+        (FLEX, True, RECOMPUTE[1]),
+        (FLEX, False, ""),
+        (NCCLEP, True, RECOMPUTE[2]),
+        (FLEX, True, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"),
+    ],
+    ids=["HybridEP", "all-to-all", "NCCL EP", "HybridEP, fp8"],
+)
+def test_clones_are_planned_without_the_host(flex, library, more):
+    """Equal to training without clones (in fp8 other blocks of tokens share scales), and the host reads nothing."""
+    flags = f"{flex} --moe-grouped-gemm --moe-expert-rank-capacity-factor 3 {more}"
+    plain, ours = (run_ranks(train, 2, f"{flags} {clones}", (), "deepseek", False, library) for clones in ("", CLONES))
+    for result in ours:
+        assert result["counts"] == {torch.Tensor} and set(result["reads"]) <= {"balancing.py"}, result["reads"]
+        assert result["cloned"] > 0
+    assert_equal(plain[0], ours[0], 2e-2 if "fp8" in more else 1e-5)
 
 
 STASH = "--moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda"
