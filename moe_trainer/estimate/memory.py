@@ -63,6 +63,8 @@ SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
 """Of an element that Transformer Engine casts; its other recipes have a scale for thousands of elements."""
 BLOCK, QUERY_BLOCK = 1 << 27, 512
 """Maximum elements of [heads, block, keys], and queries of a block, on a GPU (ops/sparse_attention.py)."""
+CLONE_EXCHANGE_ELEMENTS = 1 << 26
+"""Maximum elements that a rank sends at a time where every rank sends the slots of clones to every rank."""
 _MODULES = (
     ("logits", ("head.",)),
     ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")),
@@ -405,6 +407,8 @@ def _buffers(
         restored = (sizes.bare_layer(kind) - (0 if is_full else sizes.layer(kind)) for kind in kinds)
         working += span * max(restored, default=0.0)
     working += indexer_bytes(args, sizes)
+    if True in kinds:
+        working += clone_bytes(args, params, sizes)
     if args.parallel.fsdp_strategy == "optim_grads_params":
         largest = max((params.layers[kind].total for kind in kinds), default=0)
         gathered = 3 if args.parallel.overlap_moe_expert_parallel_comm else 2  # a layer for each pass, and the next one
@@ -413,6 +417,20 @@ def _buffers(
             gathered, reduced = 1 + 2 * len(chunks), 2 * len(chunks)
         working += largest * (gathered * sizes.size + 4 * reduced)
     return dispatch, working
+
+
+def clone_bytes(args: Arguments, params: LayerParams, sizes: ChunkBytes) -> float:
+    """Return what clones of hot experts need while a layer is computed (moe/cloning.py)."""
+    ep, slots = args.parallel.expert_model_parallel_size, args.moe.moe_clone_hot_experts
+    if ep == 1 or not slots:
+        return 0.0
+    local = params.layers[True].expert
+    clones = local * slots * ep // params.num_experts
+    exchanged = 2 * clones  # sent and received
+    if args.moe.moe_expert_rank_capacity_factor is not None:
+        exchanged = 2 * min(ep * clones, CLONE_EXCHANGE_ELEMENTS)
+    # weights of experts and clones in one stack, and its gradient
+    return float((2 * (local + clones) + exchanged) * sizes.size)
 
 
 def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:

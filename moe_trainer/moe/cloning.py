@@ -33,14 +33,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from moe_trainer.estimate.memory import CLONE_EXCHANGE_ELEMENTS
 from moe_trainer.memory.host_read import AsyncHostReader, integer_tensor
 from moe_trainer.moe.clone_plan import ClonePlan, plan_clones
 from moe_trainer.moe.dispatch.base import KnownCounts
 from moe_trainer.ops.expert_mlp import WeightOwner
 from moe_trainer.parallel.collectives import all_gather_flat, all_to_all, all_to_all_flat
 from moe_trainer.parallel.state import Group, ParallelState
-
-MAX_EXCHANGED = 1 << 26  # elements that a rank sends at a time where it sends to all ranks
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ class _FixedExchange:
     def _exchange(self, x: Tensor, send, receive) -> Tensor:
         """Exchange [P, S, K] made by send(x [n, K]) and return receive(what arrives) [m, ...], some K at a time."""
         flat = x.flatten(1)
-        step = max(1, MAX_EXCHANGED // (self.ep.size * self.num_clones))
+        step = max(1, CLONE_EXCHANGE_ELEMENTS // (self.ep.size * self.num_clones))
         found = []
         for part in flat.split(step, 1):
             sent = send(part).contiguous()

@@ -131,6 +131,7 @@ BASE = "--preset deepseek_v3 --mock-data --num-layers 8 --moe-layer-freq 1 --exp
         ("--chunked-optimizer-state-offload --optimizer-state-offload-fraction 0.5", "optimizer", (0.2, 0.9)),
         ("--grad-reduce-in-bf16", "gradients", (0.5, 0.5)),
         ("--overlap-moe-expert-parallel-comm", "working", (1, float("inf"))),
+        ("--moe-clone-hot-experts 2", "working", (1.5, 5)),
         (
             "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5",
             "kept",
