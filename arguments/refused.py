@@ -26,7 +26,6 @@ COMBINATIONS = (
         "--moe-expert-rank-capacity-factor 1.5 --moe-grouped-gemm --expert-model-parallel-size 2",
         "NCCL EP's context is made again by the host, which a graph does not repeat; HybridEP needs no such context",
     ),
-    (f"{GRAPHS} attn --fp4-format e2m1", "stochastic rounding has one generator per tensor"),
     (
         f"{GRAPHS} attn --use-torch-fsdp2",
         "sharded parameters (`--use-megatron-fsdp` too) are gathered at a different address every time",

@@ -228,12 +228,6 @@ def check_rng_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield _not_capturable(
             s, "attention dropout over context-parallel ranks draws a seed on the host.", "attention_dropout"
         )
-    if captured and s.fp4:
-        yield _not_capturable(s, "stochastic rounding has one generator per tensor.", "fp4")
-    if captured and s.fp8 and s.fp8_recipe == "custom":
-        yield _not_capturable(
-            s, "a factory may choose NVFP4, whose gradients are rounded stochastically.", "fp8_recipe"
-        )
 
 
 def check_recompute_capturable(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

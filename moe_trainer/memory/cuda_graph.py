@@ -40,6 +40,16 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 logger = logging.getLogger(__name__)
 
 
+def graph_generators(module: nn.Module, device: torch.device) -> Iterator[torch.Generator]:
+    """Yield the generators that a graph of a module draws from, besides the device's default one.
+
+    Submodules that have some have a method `graph_generators(device)`.
+    """
+    for part in module.modules():
+        if hasattr(part, "graph_generators"):
+            yield from part.graph_generators(device)
+
+
 class CudaGraphs:
     """The captured parts of one model chunk; without `parts` nothing is captured.
 
@@ -240,9 +250,12 @@ class _GraphedPart:
             for module in root.modules()
             for hook in module._forward_pre_hooks.values()
         ]
+        self._generators = [
+            generator for module in modules for generator in graph_generators(module, slot.graphs.device)
+        ]
         self._prepare()
         self.inputs = tuple(slot.static_input(x) for x in tensors)
-        self._forward_graph, self._backward_graph = CapturedGraph(slot.pool, scopes=slot.graphs.scopes), None
+        self._forward_graph, self._backward_graph = self._new_graph(), None
         with torch.enable_grad():
             result = self._forward_graph.capture(lambda: fn(*self.inputs))
         outputs, self._template = split_tensors(result)
@@ -254,6 +267,9 @@ class _GraphedPart:
         self._param_grads: list[Tensor | None] = []
         self._pass: Callable[[], _PassToken | None] = lambda: None
         self._is_captured_pass = True  # a capture leaves the outputs of the first pass
+
+    def _new_graph(self) -> CapturedGraph:
+        return CapturedGraph(self.slot.pool, self._generators, self.slot.graphs.scopes)
 
     @property
     def is_in_flight(self) -> bool:
@@ -321,7 +337,7 @@ class _GraphedPart:
 
     def _capture_backward(self) -> None:
         inputs = [x for x in self.inputs if x.requires_grad]
-        self._backward_graph = CapturedGraph(self.slot.pool, scopes=self.slot.graphs.scopes)
+        self._backward_graph = self._new_graph()
         scratch = self.slot.graphs.scratch(self.params)
 
         def run() -> tuple[list[Tensor | None], list[Tensor | None]]:

@@ -137,7 +137,8 @@ def _default_generator(device: torch.device) -> torch.Generator:
 class StochasticRoundingRNG:
     """The RNG of one layer's stochastic rounding: a function of seed, name, iteration, role and draws of that role.
 
-    So it needs no state in checkpoints. Draws are counted per role, because a weight gradient may be deferred.
+    So it needs no state in checkpoints. Each role has a generator, because a weight gradient may be deferred; CUDA
+    graphs register it.
 
     Args:
         seed: of the run.
@@ -147,16 +148,18 @@ class StochasticRoundingRNG:
     def __init__(self, seed: int, *name: str | int):
         self._seed, self._name = seed, name
         self._iteration = 0
-        self._num_draws: dict[str, int] = {}
+        self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
 
     def begin(self, iteration: int) -> None:
         self._iteration = iteration
-        self._num_draws.clear()
+        for (role, _), generator in self._generators.items():
+            generator.manual_seed(self._role_seed(role))
 
     def generator(self, role: str, device: torch.device) -> torch.Generator:
-        """Return a generator for the next tensor of this role."""
-        draw = self._num_draws.get(role, 0)
-        self._num_draws[role] = draw + 1
-        return torch.Generator(device).manual_seed(
-            name_seed(self._seed, "rounding", *self._name, self._iteration, role, draw)
-        )
+        """Return the generator for the tensors of this role."""
+        if (role, device) not in self._generators:
+            self._generators[role, device] = torch.Generator(device).manual_seed(self._role_seed(role))
+        return self._generators[role, device]
+
+    def _role_seed(self, role: str) -> int:
+        return name_seed(self._seed, "rounding", *self._name, self._iteration, role)

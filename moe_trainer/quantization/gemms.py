@@ -135,7 +135,7 @@ class NoiseSource(Protocol):
     """Source of noise for stochastic rounding (parallel/rng.py)."""
 
     def generator(self, role: str, device: torch.device) -> torch.Generator:
-        """Return a generator for the next tensor of this role."""
+        """Return the generator for the tensors of this role."""
 
 
 def quantized_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
@@ -421,6 +421,18 @@ class QuantizedGemms(nn.Module):
 
     def _noise(self, scaling: Scaling, role: str, device: torch.device) -> torch.Generator | None:
         return self.rounding.generator(role, device) if scaling.stochastic and self.rounding is not None else None
+
+    def graph_generators(self, device: torch.device) -> list[torch.Generator]:
+        """Return the generators that a CUDA graph of this linear draws from."""
+        recipe = self.recipe
+        roles = {"": (recipe.x, recipe.weight, recipe.weight_t), "input": (recipe.grad,), "weight": (recipe.grad_t,)}
+        if self.rounding is None:
+            return []
+        return [
+            self.rounding.generator(role, device)
+            for role, scalings in roles.items()
+            if any(scaling.stochastic for scaling in scalings)
+        ]
 
     def extra_repr(self) -> str:
         return self.recipe.name

@@ -15,9 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_trainer.ops.hadamard import hadamard_matrix
-from moe_trainer.ops.transfer import to_device
-
 
 class NumberFormat(NamedTuple):
     """A binary floating-point format with subnormals.
@@ -42,8 +39,8 @@ FP32, POWER_OF_TWO, TWO_LEVEL = "fp32", "power of two", "two level"
 """Kinds of scales: any fp32 number; a power of two; an E4M3 number per block below an fp32 number per tensor."""
 
 HADAMARD_SIZE = 16
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The one fixed sign vector of the random Hadamard transform.
+NEGATIVE_SIGNS = 0xD7E8
+"""The one fixed sign vector of the random Hadamard transform: bit i is set if element i is -1.
 
 The same for every layer and step, so both operands agree.
 """
@@ -234,6 +231,12 @@ def hadamard(x_RK: Tensor) -> Tensor:
     It is orthogonal: the matmul of two transformed matrices is that of the matrices. Returns [R, K rounded up to 16].
     """
     x_RK = F.pad(x_RK, (0, -x_RK.shape[1] % HADAMARD_SIZE))
-    signs = torch.tensor(SIGNS, dtype=x_RK.dtype)
-    matrix = signs[:, None] * hadamard_matrix(HADAMARD_SIZE, x_RK.dtype, signs.device) * HADAMARD_SIZE**-0.5
-    return (x_RK.unflatten(1, (-1, HADAMARD_SIZE)) @ to_device(matrix, x_RK.device)).flatten(1)
+    return (x_RK.unflatten(1, (-1, HADAMARD_SIZE)) @ _signed_hadamard_matrix(x_RK)).flatten(1)
+
+
+def _signed_hadamard_matrix(like: Tensor) -> Tensor:
+    """Compute the matrix with signs, [16, 16], on the device: a CUDA graph cannot copy it from the host."""
+    index = torch.arange(HADAMARD_SIZE, device=like.device)
+    parity = (0x6996 >> (index[:, None] & index)) & 1  # of the bits that both indices have; 0x6996 is a table
+    is_negative = parity ^ ((NEGATIVE_SIGNS >> index[:, None]) & 1)
+    return (1 - 2 * is_negative).to(like.dtype) * HADAMARD_SIZE**-0.5

@@ -32,6 +32,7 @@ from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
+from moe_trainer.memory.cuda_graph import graph_generators
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.nvtx import NvtxRanges, make_ranges
 from moe_trainer.metrics.profiler import Profiler
@@ -194,6 +195,7 @@ def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transfo
     if impl != "full_iteration" or device.type != "cuda":
         return None
     streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
+    streams += [generator for chunk in chunks for generator in graph_generators(chunk, device)]
     scopes = [chunk.activations.captured for chunk in chunks]
     return IterationGraph(args.training.cuda_graph_warmup_steps, streams, scopes)
 

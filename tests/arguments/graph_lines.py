@@ -40,7 +40,6 @@ UNSUPPORTED = (
         "--hidden-dropout",
     ),
     (f"{ATTN} --attention-dropout 0.1 --context-parallel-size 2", "", "--attention-dropout"),
-    (f"{ATTN} --fp4-format e2m1", "", "--fp4-format"),
     (f"{ROUTER} --recompute-granularity selective --recompute-modules moe", "", "--recompute-modules"),
     (f"{ATTN} --use-torch-fsdp2", "", "--use-torch-fsdp2"),
     (f"{ATTN} mamba", "", "--cuda-graph-modules"),
@@ -54,7 +53,6 @@ UNSUPPORTED = (
     (DROPLESS.replace("hybridep", "ncclep"), "", "--cuda-graph-impl"),
     (f"{BUDGET} --cuda-graph-impl local".replace("hybridep", "ncclep"), "", "--cuda-graph-impl"),
     (f"{DROPLESS} --moe-permute-fusion-into-hybridep", "", "--moe-permute-fusion-into-hybridep"),
-    (f"{DROPLESS} --fp4-format e2m1", "", "--fp4-format"),
     (f"{BUDGET} {EXPERTS_ALONE} --overlap-moe-expert-parallel-comm --bf16", "", "--overlap-moe-expert-parallel-comm"),
 )
 SUPPORTED = (

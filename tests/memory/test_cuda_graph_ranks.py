@@ -17,6 +17,7 @@ DROPLESS = (
     "--moe-expert-rank-capacity-factor 4"
 )
 STASH = "--moe-paged-stash --moe-paged-stash-page-size 4"
+NVFP4 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp4-format e2m1"
 MXFP8 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp8-format e4m3 --fp8-recipe mxfp8"
 # name -> (kind of model, mapping, flags of graphs); two ranks each
 CASES = {
@@ -88,6 +89,8 @@ CASES = {
         f"{DROPLESS} {MXFP8} {STASH} --moe-paged-stash-buffer-size-factor-cuda 8",
         local("attn moe"),
     ),
+    "dropless fp4 experts": ("accumulation", f"{DROPLESS} {NVFP4}", local("attn moe")),
+    "dropless, fp4, full iteration": ("plain", f"{DROPLESS} {NVFP4}", full()),
     "dropless, fp8, full iteration": ("plain", f"{DROPLESS} {MXFP8} {OVERLAP}", full()),
     "dropless, clones": ("plain", f"{DROPLESS} --moe-clone-hot-experts 1", local("attn moe")),
     "dropless, clones, full iteration": ("plain", f"{DROPLESS} --moe-clone-hot-experts 1 {OVERLAP}", full()),
