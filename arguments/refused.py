@@ -28,7 +28,8 @@ COMBINATIONS = (
     ),
     (
         f"{GRAPHS} attn --use-torch-fsdp2",
-        "sharded parameters (`--use-megatron-fsdp` too) are gathered at a different address every time",
+        "sharded parameters (`--use-megatron-fsdp` too) are gathered at a different address every time; a graph of the "
+        "full iteration contains the gathers",
     ),
     (
         f"{GRAPHS} attn --attention-dropout 0.1 --recompute-granularity selective",

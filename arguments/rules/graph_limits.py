@@ -184,9 +184,9 @@ def _check_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield _not_capturable(
             s, "another microbatch cannot run inside a graph of a layer.", "overlap_moe_expert_parallel_comm"
         )
-    if s.moe_token_dispatcher_type == "flex" and (f.ep > 1 or f.etp > 1):
+    if s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hierarchical" and f.ep * f.etp > 1:
         yield _not_capturable(
-            s, "padded experts are captured with the alltoall and allgather dispatchers.", "moe_token_dispatcher_type"
+            s, "the number of tokens for each node depends on the routing.", "moe_flex_dispatcher_backend"
         )
 
 
@@ -245,8 +245,13 @@ def check_recompute_capturable(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 def check_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
-        if _captured(s) and getattr(s, dest):
-            yield _not_capturable(s, "sharded parameters are gathered at a different address every time.", dest)
+        if _captured(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration":
+            yield _not_capturable(
+                s,
+                "sharded parameters are gathered at a different address every time; a graph of the full iteration "
+                "contains the gathers.",
+                dest,
+            )
     if "mamba" in _captured(s):
         yield s.violation(
             "{asks}: there are no Mamba layers; leave mamba out of {cuda_graph_modules:flag}.",

@@ -222,7 +222,7 @@ class MoELayer(nn.Module):
         """
         routed = self._route_tokens(x_SBH, grad_scale, forced_TE)
         known = self._known_counts(routed.shape)
-        if known is not None and self.graphs.is_captured("moe_preprocess"):
+        if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
             state = self.dispatcher.dispatch_preprocess(
                 routed.x_SBH.flatten(0, 1),
                 routed.probs_TE,
@@ -256,13 +256,17 @@ class MoELayer(nn.Module):
 
     def _known_counts(self, shape: torch.Size) -> KnownCounts | None:
         """Return what is known of the counts before routing, for dispatchers that use it."""
-        if not self.dispatcher.uses_known_counts or self._pads_routing or self.cloner is not None:
+        dispatcher, num_tokens = self.dispatcher, shape[0] * shape[1]
+        if self._pads_routing or self.cloner is not None:
             return None
-        num_tokens = shape[0] * shape[1]
-        if self.capacity is not None:
+        if self.capacity is not None and (dispatcher.uses_even_counts or dispatcher.uses_known_counts):
             per_expert = expert_capacity(num_tokens, self.router.topk, self.router.num_experts, self.capacity)
             return KnownCounts(per_expert * self.router.num_experts, per_expert)
-        return None if self.drops_tokens else KnownCounts(num_tokens * self.router.topk)
+        return (
+            None
+            if self.drops_tokens or not dispatcher.uses_known_counts
+            else KnownCounts(num_tokens * self.router.topk)
+        )
 
     def allow_device_counts(self, problem: str | None) -> str | None:
         """Let counts stay on the device when the receive buffer is fixed. Return why not, None if they may.

@@ -141,6 +141,7 @@ class FsdpGrads:
         )
         self.outer = OuterSharding(self.slots, ps, shards_outer)
         self._sums: dict[Parameter, Tensor] = {}
+        self._captured: tuple[list[Tensor | None], dict[Parameter, Tensor]] = ([], {})
         self._has_sums = not sums_in_bf16 and any(param.dtype != torch.float32 for param in self.params)
 
     def close(self) -> None:
@@ -200,6 +201,18 @@ class FsdpGrads:
             self._after_first()
         self.num_finished += 1
         self.scale(self._factor)
+
+    def keep_for_replay(self) -> None:
+        """Keep the tensors that a CUDA graph being captured leaves the gradients in."""
+        self._captured = [param.grad for param in self.params], dict(self._sums)
+
+    def mark_finished(self) -> None:
+        """Note that a replayed graph has computed the gradients, as the captured finish() did."""
+        grads, sums = self._captured
+        for param, grad in zip(self.params, grads):
+            param.grad = grad
+        self._sums = dict(sums)
+        self.num_finished += 1
 
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
         """Iterate over this rank's part of every gradient, flat, in the same order on every rank; may be empty."""

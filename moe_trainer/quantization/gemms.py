@@ -270,7 +270,7 @@ class QuantizedGemms(nn.Module):
         return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype)
 
     def make_grouped_wgrad_fn(self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups) -> Callable[[], Tensor]:
-        """Return a function that computes `weight_grad` of every expert, with the noise and scales of this moment."""
+        """Return a function that computes `weight_grad` of every expert, with the scales of this moment."""
         self._note_tokens(GRAD, grad_CN, groups)
         if not self.recipe.wgrad:
             return lambda: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
@@ -354,8 +354,9 @@ class QuantizedGemms(nn.Module):
         return self.make_wgrad_fn(grad_RN, x_RK)()
 
     def make_wgrad_fn(self, grad_RN: Tensor, x: Tensor | SavedInput) -> Callable[[], Tensor]:
-        """Return a function that computes grad^T @ x, with the noise and scales of this moment.
+        """Return a function that computes grad^T @ x, with the scales of this moment.
 
+        Functions of one linear draw their noise when they run, so they must run in the order in which they are made.
         x [R, K], or what `saved_input` has made of it.
         """
         grad_NR = grad_RN.reshape(-1, grad_RN.shape[-1]).t()

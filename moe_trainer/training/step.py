@@ -36,7 +36,6 @@ from moe_trainer.moe.receive_buffer import (
     record_budget_growth,
 )
 from moe_trainer.optim.finalize import finalize_grads
-from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
@@ -246,17 +245,16 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
             grads.finish()
         finalize_grads(grads, ctx.ps, ctx.timers)
         if captured:
+            grads.keep_for_replay()
             optimizer.wait_params()  # of modules that did not run: a graph ends with all communication finished
         return sums
 
     if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=eager):
         return run(ctx, source, grad_scale, captured=False)
-    buffers = grads
-    assert isinstance(buffers, DataParallelGrads)  # fully sharded parameters exclude this graph
 
     def mark_finished() -> None:
         optimizer.mark_params_gathered()
-        buffers.mark_finished()
+        grads.mark_finished()
 
     with ctx.timers("batch-generator"), as_user_error("data"):
         batches = [next(source).to(ctx.runtime.device, with_documents=True) for _ in range(num_microbatches)]

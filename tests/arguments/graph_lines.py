@@ -24,9 +24,10 @@ UNSUPPORTED = (
         "--moe-router-padding-for-quantization",
     ),
     (
-        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
-        "--moe-token-dispatcher-type",
-        "--moe-token-dispatcher-type",
+        f"{EXPERTS} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex "
+        "--moe-flex-dispatcher-backend hierarchical --moe-hierarchical-domain-size 2",
+        "",
+        "--moe-flex-dispatcher-backend",
     ),
     (f"{EXPERTS} --moe-expert-rank-capacity-factor 1.5", "", "--moe-expert-rank-capacity-factor"),
     (f"{ROUTER} --moe-router-load-balancing-type sinkhorn", "", "--moe-router-load-balancing-type"),
@@ -92,6 +93,11 @@ SUPPORTED = (
     f"{WHOLE} {NO_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--context-parallel-size 2",
     DROPLESS,
+    f"{EXPERTS} --expert-model-parallel-size 2 {HYBRIDEP}",
+    f"{DROPLESS} --fp4-format e2m1",
+    f"{ATTN} --fp4-format e2m1",
+    f"{DROPLESS} --moe-clone-hot-experts 1",
+    f"{WHOLE} --use-megatron-fsdp --ckpt-format fsdp_dtensor",
     f"{DROPLESS} {NO_DROPOUT} --overlap-moe-expert-parallel-comm --bf16",
     f"{BUDGET} {EXPERTS_ALONE}",
     f"{BUDGET} --cuda-graph-impl local",

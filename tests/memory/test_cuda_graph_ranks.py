@@ -16,6 +16,8 @@ DROPLESS = (
     "--bf16 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
     "--moe-expert-rank-capacity-factor 4"
 )
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+PADDED_HYBRIDEP = DROPLESS.removesuffix("--moe-expert-rank-capacity-factor 4")
 STASH = "--moe-paged-stash --moe-paged-stash-page-size 4"
 NVFP4 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp4-format e2m1"
 MXFP8 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp8-format e4m3 --fp8-recipe mxfp8"
@@ -91,6 +93,14 @@ CASES = {
     ),
     "dropless fp4 experts": ("accumulation", f"{DROPLESS} {NVFP4}", local("attn moe")),
     "dropless, fp4, full iteration": ("plain", f"{DROPLESS} {NVFP4}", full()),
+    "padded, HybridEP": ("padded capacity", PADDED_HYBRIDEP, local("moe")),
+    "padded, HybridEP, full iteration": ("padded capacity", PADDED_HYBRIDEP, full()),
+    "fully sharded, full iteration": ("padded capacity", FSDP, full()),
+    "fully sharded, dropless, clones, full iteration": (
+        "accumulation",
+        f"{DROPLESS} {FSDP} --fsdp-double-buffer --moe-clone-hot-experts 1",
+        full(),
+    ),
     "dropless, fp8, full iteration": ("plain", f"{DROPLESS} {MXFP8} {OVERLAP}", full()),
     "dropless, clones": ("plain", f"{DROPLESS} --moe-clone-hot-experts 1", local("attn moe")),
     "dropless, clones, full iteration": ("plain", f"{DROPLESS} --moe-clone-hot-experts 1 {OVERLAP}", full()),

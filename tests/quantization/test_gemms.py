@@ -135,12 +135,13 @@ def test_gemm_results_have_the_operand_dtype(dtype):
     assert all(f.dtype == dtype for f in found)
 
 
-def test_deferred_weight_gradient_equals_immediate():
+def test_deferred_weight_gradients_equal_immediate_ones():
     x, w, grad = operands()
     now, later = make_gemms("nvfp4"), make_gemms("nvfp4")
-    compute = later.make_wgrad_fn(grad, x)
-    later.weight_grad(grad * 2, x)  # the next microbatch's
-    assert torch.equal(now.weight_grad(grad, x), compute())
+    computes = [later.make_wgrad_fn(grad * microbatch, x) for microbatch in (1, 2)]
+    later.input_grad(grad, w)  # draws from another generator
+    for microbatch, compute in zip((1, 2), computes):
+        assert torch.equal(now.weight_grad(grad * microbatch, x), compute())
 
 
 def test_delayed_scales_follow_the_maxima_of_finished_iterations():

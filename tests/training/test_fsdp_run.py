@@ -130,11 +130,22 @@ def test_fully_sharded_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
 
 
 THREADS_AT_EXIT = """
-import atexit, pathlib, runpy, sys
+import atexit, glob, pathlib, runpy, sys, time
+
+def count_threads():
+    found = 0
+    for path in glob.glob("/proc/self/task/*/comm"):
+        try:
+            found += pathlib.Path(path).read_text().strip() == "pt_gloo_runloop"
+        except OSError:
+            pass
+    return found
 
 def print_threads():
-    names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
-    print("gloo threads at exit:", names.count("pt_gloo_runloop"), flush=True)
+    deadline = time.monotonic() + 10.0  # the kernel removes a thread a moment after its end
+    while count_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("gloo threads at exit:", count_threads(), flush=True)
 
 atexit.register(print_threads)
 sys.argv = sys.argv[1:]

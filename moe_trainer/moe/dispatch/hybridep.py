@@ -113,9 +113,16 @@ class _Exchange:
             self.dispatch_options["non_blocking"] = True
         if pad_multiple > 1:  # the library pads with zeros while it sorts
             self.dispatch_options["pad_multiple"] = self.combine_options["pad_multiple"] = pad_multiple
+        self.even_counts: list[int] | None = None
         self.library: _LibraryHandle | None = None
         self.gradients: tuple[Tensor, ...] = ()
         self._in_flight: tuple[Any, tuple[Tensor | None, ...]] | None = None
+
+    def set_even_counts(self, per_expert: int) -> None:
+        """Receive this number of tokens for every local expert, without a wait for counts."""
+        self.even_counts = [per_expert] * self.num_local
+        self.buffer_size = per_expert * self.num_local
+        self.dispatch_options["non_blocking"] = True
 
     def start(self, call: Callable[..., T], *inputs: Tensor | None) -> T:
         """Start call(*inputs), a method of this class; its tensors must not be read before `wait`."""
@@ -143,6 +150,8 @@ class _Exchange:
             **self.dispatch_options,
         )
         x_RH = _received(x_RH, scales, hidden.dtype)
+        if self.even_counts is not None:
+            return _LibraryHandle(handle, self.buffer_size, list(self.even_counts)), x_RH, probs_R
         if self.buffer_size is not None:
             return _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1]), x_RH, probs_R
         counts_e = counts_e.tolist()
@@ -275,6 +284,8 @@ class _HybridEPState:
 class HybridEPDispatcher(TokenDispatcher):
     """Send each token once to every rank of tp_ep that holds one of its experts; the library sorts."""
 
+    uses_even_counts = True
+
     def __init__(
         self,
         ps: ParallelState,
@@ -305,6 +316,8 @@ class HybridEPDispatcher(TokenDispatcher):
         exchange = _Exchange(
             self.buffer, self._stream, num_local, self.fused, hints.buffer_size, hints.pad_multiple, self.mxfp8
         )
+        if hints.known is not None and not self.fused:
+            exchange.set_even_counts(self.group.size * hints.known.per_expert)
         handle = _HybridEPState(routing_TV.contiguous(), exchange, num_tokens)
         return DispatchState(x_TH.contiguous(), probs_TV.contiguous(), [], handle)
 
