@@ -25,27 +25,37 @@ from moe_trainer.quantization.iteration import WeightCastCache
 
 
 class _Unstacked(torch.autograd.Function):
-    """Per-expert views of a stacked weight, or `tensors`; backward stacks their gradients, or returns `collect()`."""
-
     @staticmethod
-    def forward(ctx, weight_eNK: Tensor, collect: Callable[[], Tensor | None] | None, tensors: Sequence[Tensor] | None):
+    def forward(ctx, weight_eNK: Tensor, collect, tensors: Sequence[Tensor] | None, to_ours):
         ctx.set_materialize_grads(False)
-        ctx.collect, ctx.shape = collect, weight_eNK.shape[1:]
-        ctx.none = weight_eNK.new_empty(0)
+        ctx.collect, ctx.to_ours = collect, to_ours
         return weight_eNK.unbind(0) if tensors is None else tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         if ctx.collect is not None:
-            return ctx.collect(), None, None
-        return stacked([ctx.none.new_zeros(ctx.shape) if grad is None else grad for grad in grads]), None, None
+            return ctx.collect(), None, None, None
+        some = next((grad for grad in grads if grad is not None), None)
+        if some is None:
+            return None, None, None, None
+        found = stacked([torch.zeros_like(some) if grad is None else grad for grad in grads])
+        return found if ctx.to_ours is None else ctx.to_ours(found), None, None, None
 
 
 def unstacked(
-    weight_eNK: Tensor, collect: Callable[[], Tensor | None] | None, tensors: Sequence[Tensor] | None
+    weight_eNK: Tensor,
+    collect: Callable[[], Tensor | None] | None,
+    tensors: Sequence[Tensor] | None,
+    to_ours: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return per-expert views of a stacked weight, or the library's tensors of them; see _Unstacked."""
-    shown = _Unstacked.apply(weight_eNK, collect, tensors)
+    """Return per-expert views of a stacked weight for the library. Differentiable.
+
+    Args:
+        collect: returns the gradient of the stack, or None, instead of the sum over the views.
+        tensors: of the library, instead of views.
+        to_ours: converts a stack of their gradients to the layout of the weight.
+    """
+    shown = _Unstacked.apply(weight_eNK, collect, tensors, to_ours)
     if tensors is not None and weight_eNK.requires_grad and torch.is_grad_enabled():
         for tensor in shown:
             tensor.requires_grad_()  # the library's tensors remember what they were made with

@@ -12,6 +12,7 @@ weights are repeated with every microbatch, since operations know no first one.
 Shape letters: R tokens sorted by expert, e local experts, H hidden, F expert FFN width, G = 2F.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -21,33 +22,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
 
-from moe_trainer.layers.te_experts import stacked
+from moe_trainer.layers.te_experts import stacked, unstacked
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.ops.expert_mlp import compute_or_defer
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 NAMES = ("Sequential", "GroupedLinear", "ScaledSwiGLU")
 """What the pipeline takes from transformer_engine.pytorch.ops."""
-
-
-class _Unstacked(torch.autograd.Function):
-    """Per-expert weights in the library's order of rows; backward restores ours, or returns `collect()`."""
-
-    @staticmethod
-    def forward(ctx, weight_eNK: Tensor, interleave_size: int | None, collect: Callable[[], Tensor | None] | None):
-        ctx.set_materialize_grads(False)
-        ctx.interleave_size, ctx.collect = interleave_size, collect
-        return interleave(weight_eNK, interleave_size).unbind(0)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor | None):
-        if ctx.collect is not None:
-            return ctx.collect(), None, None
-        some = next((grad for grad in grads if grad is not None), None)
-        if some is None:
-            return None, None, None
-        found = [torch.zeros_like(some) if grad is None else grad for grad in grads]
-        return separate(stacked(found), ctx.interleave_size), None, None
 
 
 def interleave(w_eNK: Tensor, size: int | None) -> Tensor:
@@ -126,7 +107,9 @@ class FusedExpertMLP(nn.Module):
             _set_placeholders(linear, weight)
             size = self.interleave_size if linear is fc1 else None
             collect = None if self.queue is None else self._collector(linear, weight, size)
-            for expert, view in enumerate(_Unstacked.apply(weight, size, collect)):
+            rows = interleave(weight.detach(), size).unbind(0)
+            back = functools.partial(separate, size=size)
+            for expert, view in enumerate(unstacked(weight, collect, rows, back)):
                 weights[f"operations.{2 * index}.weight{expert}"] = view
         with self.context():
             return functional_call(pipeline, weights, (x_RH, counts_e, probs_R))

@@ -70,6 +70,10 @@ class Scaling:
         """Whether one scale serves the full tensor."""
         return self.rows == 0
 
+    def __str__(self) -> str:
+        where = "one scale per tensor" if self.per_tensor else f"one scale per {self.rows} x {self.cols}"
+        return f"{self.fmt.name} with {where}"
+
 
 class QuantizedTensor(NamedTuple):
     """A quantized matrix.
@@ -163,7 +167,7 @@ def expand_scales(scales: Tensor, scaling: Scaling, shape: torch.Size) -> Tensor
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """Return the values [R, K] in fp32 of bytes [R, K / 2] that hold two each, the first in the lower half."""
+    """Return the values of scaled_layouts.pack_e2m1, in fp32: [R, K]."""
     codes = packed.view(torch.uint8)
     code = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
     size = (code & 7).float()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.quantize import POWER_OF_TWO, TWO_LEVEL, QuantizedTensor, Scaling
-from moe_trainer.quantization.scaled_layouts import pack_e2m1, unpack_e2m1
+from moe_trainer.quantization.quantize import POWER_OF_TWO, TWO_LEVEL, QuantizedTensor, Scaling, unpack_e2m1
+from moe_trainer.quantization.scaled_layouts import pack_e2m1
 
 
 class InputFormat(NamedTuple):

@@ -52,15 +52,6 @@ def pack_e2m1(values_RK: Tensor) -> Tensor:
     return (code[:, 0::2] | code[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
-def unpack_e2m1(packed: Tensor) -> Tensor:
-    """Return the values of pack_e2m1, in fp32: [R, K]."""
-    codes = packed.view(torch.uint8)
-    code = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
-    size = (code & 7).float()
-    size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
-    return torch.where(code > 7, -size, size)
-
-
 def pad_to_multiple(x: QuantizedTensor, row_multiple: int, col_multiple: int) -> QuantizedTensor:
     """Pad with zeros to multiples, in the format's one-byte dtype (E2M1: fp32, or packed if nothing is missing)."""
     if x.is_packed:

@@ -146,7 +146,7 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     kind = gemm_kind(a, b)
     if kind is None or not kind.device <= torch.cuda.get_device_capability(device) < kind.until:
         logger.warning(
-            "GEMMs of %s with %s have no native kernel here: they are computed by definition, in fp32, which is slower "
+            "GEMMs of %s and %s have no native kernel here: they are computed by definition, in fp32, which is slower "
             "than bf16 (--transformer-impl transformer_engine has more kernels)",
             a,
             b,

@@ -161,11 +161,12 @@ def test_graphs_are_captured_again_when_a_buffer_was_too_small(graphs):
         assert replays[2] == replays[4] > 0
 
 
-# DeepSeek-V3's layout on GB300 in bf16: pipeline with virtual stages, experts over ranks, everything overlapped
+# DeepSeek-V3's layout on GB300 in MXFP8: pipeline with virtual stages, experts over ranks, everything overlapped
 RECIPE = (
     f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 {OVERLAP} {DROPLESS} --moe-router-force-load-balancing "
     "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --transformer-impl transformer_engine --on-missing-backend fallback "
-    "--recompute-granularity selective --recompute-modules mla_up_proj"
+    "--recompute-granularity selective --recompute-modules mla_up_proj "
+    "--hidden-size 64 --ffn-hidden-size 128 --moe-ffn-hidden-size 64 --fp8-format e4m3 --fp8-recipe mxfp8"
 )
 
 

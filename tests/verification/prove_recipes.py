@@ -2,6 +2,7 @@
 
     python tests/verification/prove_recipes.py [NAME...]             validate and plan; NAME: those whose name contains it
     python tests/verification/prove_recipes.py --equal [NAME...]     also shrink each and compare it with one process, on the CPU
+    python tests/verification/prove_recipes.py --equal --record      and keep the results for docs/recipes.md
     python tests/verification/prove_recipes.py --device [NAME...]    also run the small form on two emulated devices: as without
                                                           its graphs, waits of the host, graphs captured
     python tests/verification/prove_recipes.py --write               renew docs/recipes.md (validate and plan)
@@ -15,6 +16,8 @@ libraries are those that are installed; without DeepEP and HybridEP tokens go th
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from moe_trainer.verification.shrink import ShrinkError, shrink
 from tests.arguments.moe_recipes import RECIPES, TABLE_11, as_file
 
 PAGE = ROOT / "docs" / "recipes.md"
+PROVEN = ROOT / "scripts" / "bench_results" / "recipes.json"
 HARDWARE = re.compile(r"(g?b[23]00|h100)", re.IGNORECASE)
 RANKS = 4
 TOLERANCE = 1e-4
@@ -147,6 +151,24 @@ def runs_on_device(recipe: Recipe, folder: Path) -> str:
     return f"{same} (losses {losses == eager_losses}, norms {difference:.1e}); {captured} graphs; waits {waits}"
 
 
+def fingerprint(recipe: Recipe) -> str:
+    """Return what identifies a recipe."""
+    return hashlib.sha256(f"{recipe.preset} {recipe.ranks} {recipe.settings}".encode()).hexdigest()[:12]
+
+
+def read_proven() -> dict[str, dict[str, str]]:
+    """Return the recorded comparisons with one process: recipe -> {"recipe": fingerprint, "equal": mapping}."""
+    return json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
+
+
+def record_equal(recipe: Recipe, found: str) -> None:
+    """Keep the mapping with which a recipe equals one process."""
+    proven = read_proven() | {
+        recipe.name: {"recipe": fingerprint(recipe), "equal": found.partition("(")[2].partition(")")[0]}
+    }
+    PROVEN.write_text(json.dumps(dict(sorted(proven.items())), indent=0) + "\n")
+
+
 COLUMNS = {"validates": validates, "plans": plans, "equal": equals, "device": runs_on_device}
 
 
@@ -159,18 +181,21 @@ def page_lines() -> Iterator[str]:
     yield (
         "The 18 files of Megatron-LM's `examples/moe_recipes` (branch dev) and the nine rows of table 11 of arXiv "
         "2603.07685, with their flags on the presets of this program, on the number of devices they are for. *plan*: "
-        "whether the memory of the plan fits the device. Its option `equal` shrinks a recipe and compares it with one process; "
-        "`device` runs its small form, with its graphs, on emulated devices, and counts waits and captures."
+        "whether the memory of the plan fits the device. *equal to one process*: the mapping of the recipe's small form, whose losses, "
+        "gradients and weights are those of one process (option `equal`); `device` runs its small form, with its graphs, on emulated devices, and counts waits and captures."
     )
     yield ""
-    yield "| recipe | devices | flags are valid | plan |"
-    yield "|---|---|---|---|"
+    yield "| recipe | devices | flags are valid | plan | equal to one process |"
+    yield "|---|---|---|---|---|"
+    proven = read_proven()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for recipe in ALL:
             valid = validates(recipe, folder)
             plan = plans(recipe, folder) if valid == "yes" else ""
-            yield f"| {recipe.name} | {recipe.ranks} x {recipe.hardware} | {valid} | {plan} |"
+            entry = proven.get(recipe.name, {})
+            equal = entry.get("equal", "") if entry.get("recipe") == fingerprint(recipe) else ""
+            yield f"| {recipe.name} | {recipe.ranks} x {recipe.hardware} | {valid} | {plan} | {equal} |"
 
 
 def main(words: list[str]) -> int:
@@ -179,6 +204,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names")
     parser.add_argument("--equal", action="store_true", help="compare with one process")
+    parser.add_argument("--record", action="store_true", help="keep the results of --equal for the page")
     parser.add_argument("--device", action="store_true", help="run on emulated devices")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args(words)
@@ -193,6 +219,8 @@ def main(words: list[str]) -> int:
             for column in columns:
                 found = COLUMNS[column](recipe, Path(name))
                 print(f"{recipe.name} | {column}: {found}", flush=True)
+                if options.record and found.startswith("equal"):
+                    record_equal(recipe, found)
                 if column == "validates" and found != "yes":
                     break
     return ExitCode.OK

@@ -1,6 +1,9 @@
 """The table of combinations in the manual, and the proof of its entries."""
 
+import json
+
 import pytest
+from verification import prove_combinations
 
 from moe_trainer.verification import parity
 from scripts import combinations
@@ -11,6 +14,30 @@ def test_page_matches_the_program():
     assert combinations.PAGE.read_text() == "\n".join(combinations.page_lines()) + "\n"
 
 
+def test_every_accepted_pair_is_proven():
+    """On this command line: `combinations.py --prove FEATURE --record` and `prove_combinations.py --record FEATURE` renew it."""
+    proven = combinations.read_proven()
+    cells = {pair: combinations.proofs(pair, proven).split() for pair in combinations.accepted_pairs()}
+    assert [pair for pair, cell in cells.items() if ("D" if combinations.needs_device(pair) else "P") not in cell] == []
+
+
+def test_proof_of_other_flags_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(combinations, "PROVEN", tmp_path / "combinations.json")
+    pair = ("CP", "MTP")
+    assert combinations.proofs(pair, combinations.read_proven()) == "valid"
+    combinations.record(pair, "process", "cp 2")
+    assert combinations.proofs(pair, combinations.read_proven()) == "P"
+    monkeypatch.setattr(combinations, "MODEL", combinations.MODEL + " --seed 7")
+    assert combinations.proofs(pair, combinations.read_proven()) == "valid"
+
+
+@pytest.mark.parametrize("pair", [("graph, dropless", "MTP"), ("MXFP8", "HybridEP")], ids=" + ".join)
+def test_pair_on_devices_equals_its_reference(shared, pair):
+    recorded = json.loads((shared / "reference" / "deep_ep_api.json").read_text())
+    found = prove_combinations.prove(pair, recorded)
+    assert found == "bits" if "graph" in pair[0] else found.startswith("within"), found
+
+
 def test_alternatives_are_not_pairs():
     assert combinations.excludes("PP", "VPP") and combinations.excludes("stash", "alltoall")
     assert not combinations.excludes("stash", "HybridEP") and not combinations.excludes("PP", "PP")
@@ -18,11 +45,11 @@ def test_alternatives_are_not_pairs():
 
 
 def test_a_pair_is_proven_and_a_difference_is_reported(capsys, monkeypatch):
-    assert combinations.prove([("CP", "recompute")]) == 0
+    assert combinations.prove([("CP", "recompute")], False) == 0
     assert "CP + recompute (cp 2" in (out := capsys.readouterr().out) and "equal" in out
     wrong = lambda pool, case: parity.ParityResult(case, [], "loss of step 1")  # noqa: E731
     monkeypatch.setattr(parity, "check_parity", wrong)
-    assert combinations.prove([("CP", "MTP")]) == 1
+    assert combinations.prove([("CP", "MTP")], False) == 1
     assert "CP + MTP" in (out := capsys.readouterr().out) and "DIFFERENT loss of step 1" in out
 
 
@@ -30,4 +57,4 @@ def test_a_pair_is_proven_and_a_difference_is_reported(capsys, monkeypatch):
 @pytest.mark.parametrize("feature", combinations.FEATURES)
 def test_accepted_pairs_equal_one_process(feature, capsys):
     pairs = [pair for pair in combinations.accepted_pairs(feature) if pair[0] == feature]  # each once
-    assert combinations.prove(pairs) == 0, capsys.readouterr().out
+    assert combinations.prove(pairs, False) == 0, capsys.readouterr().out

@@ -9,6 +9,12 @@ def test_page_matches_the_program():
     assert prove_recipes.PAGE.read_text() == "\n".join(prove_recipes.page_lines()) + "\n"
 
 
+def test_every_valid_recipe_equals_one_process():
+    """`python tests/verification/prove_recipes.py --equal --record NAME` renews the record of a recipe."""
+    rows = [line.split(" | ") for line in prove_recipes.PAGE.read_text().splitlines() if " | fits | " in line]
+    assert len(rows) == 24 and all(row[4].strip(" |") for row in rows)
+
+
 def test_small_forms_keep_graphs_and_formats(tmp_path):
     recipe = next(recipe for recipe in prove_recipes.ALL if recipe.name == "table 11: DeepSeek-V3, GB200, BF16")
     args = parse_args(prove_recipes.device_argv(recipe, tmp_path), 2)
