@@ -84,7 +84,7 @@ def test_dry_run_exit_codes(capsys, flags, code, expected_text):
     assert expected_text in (err if code == 2 else out), (out, err)
 
 
-GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --fp4-format e2m1 --fp4-recipe nvfp4"
+GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --use-torch-fsdp2"
 
 
 @pytest.mark.parametrize(
