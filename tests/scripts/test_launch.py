@@ -155,7 +155,12 @@ def test_invalid_job_is_not_submitted(tmp_path):
         "PR=fp9: one of bf16 fp8 mxfp8"
         in dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
     )
+    sbatch = tmp_path / "bin" / "sbatch"  # the script looks for it first
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\ntouch submitted\n")
+    sbatch.chmod(0o755)
     env = make_environment(MODEL="mixtral_8x7b", TP="3")
+    env["PATH"] = f"{sbatch.parent}:{env['PATH']}"
     submitted = subprocess.run(
         ["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
@@ -163,6 +168,7 @@ def test_invalid_job_is_not_submitted(tmp_path):
         submitted.returncode == 2
         and "--tensor-model-parallel-size 3" in submitted.stderr
         and not (tmp_path / "runs").exists()
+        and not (tmp_path / "submitted").exists()
     )
     assert (
         "CLUSTER=nowhere"
