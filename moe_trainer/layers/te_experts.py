@@ -29,16 +29,14 @@ class _Unstacked(torch.autograd.Function):
     def forward(ctx, weight_eNK: Tensor, collect, tensors: Sequence[Tensor] | None, to_ours):
         ctx.set_materialize_grads(False)
         ctx.collect, ctx.to_ours = collect, to_ours
+        ctx.none, ctx.shape = weight_eNK.new_empty(0), weight_eNK.shape[1:]
         return weight_eNK.unbind(0) if tensors is None else tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         if ctx.collect is not None:
             return ctx.collect(), None, None, None
-        some = next((grad for grad in grads if grad is not None), None)
-        if some is None:
-            return None, None, None, None
-        found = stacked([torch.zeros_like(some) if grad is None else grad for grad in grads])
+        found = stacked([ctx.none.new_zeros(ctx.shape) if grad is None else grad for grad in grads])
         return found if ctx.to_ours is None else ctx.to_ours(found), None, None, None
 
 

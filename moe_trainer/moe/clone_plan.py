@@ -15,7 +15,7 @@ Source: ECHO, arXiv 2603.07685, 4.3.7. Its bin packing assigns one piece after t
 more per piece; rounds take as many launches for any number of ranks. With the token counts of
 tests/moe/test_clone_plan.py the largest load ends within a few percent of that of bin packing.
 
-Shape letters: E experts, P expert-parallel ranks, S slots of a rank, C slots of all ranks.
+Shape letters: E experts, P expert-parallel ranks, S slots of a rank.
 """
 
 from typing import NamedTuple

@@ -22,7 +22,7 @@ computed (the all-gather dispatcher and the libraries of flex sum over ranks in 
 expert's weight gradient is a sum over its clones. Quantized weights of a clone are those of its expert.
 
 Shape letters: T local tokens, E experts, e local experts, P ranks of ep, S slots of a rank, N sources (ranks of tp_ep),
-V columns: for every rank of ep its experts and then its slots.
+C slots of all ranks, V columns: for every rank of ep its experts and then its slots, K elements of an expert.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class ExpertCloner:
     def __init__(self, ps: ParallelState, num_experts: int, slots: int):
         """Store the sizes; `slots` is --moe-clone-hot-experts, the clones that a rank can host."""
         self.group, self.ep = ps.tp_ep, ps.ep
-        self.num_experts, self.slots = num_experts, slots
+        self.num_experts, self.slots, self.num_local = num_experts, slots, num_experts // ps.ep.size
         self._reader = AsyncHostReader()
 
     @torch.no_grad()
@@ -89,8 +89,9 @@ class ExpertCloner:
         counts_E = routing_TE.sum(0)
         counts_NE = counts_E.new_empty(self.group.size, self.num_experts)
         all_gather_flat(counts_NE.view(-1), counts_E, self.group)
-        plan = plan_clones(counts_NE.sum(0), self.ep.size, self.slots)
-        expert_V, low_NV, high_NV = self._columns(plan, counts_NE)
+        totals_E = counts_NE.sum(0)
+        plan = plan_clones(totals_E, self.ep.size, self.slots)
+        expert_V, low_NV, high_NV = self._columns(plan, counts_NE, totals_E)
         low_V, high_V = low_NV[self.group.rank], high_NV[self.group.rank]
         if on_device:
             return CloneRouting(plan, expert_V, low_V, high_V, None), None
@@ -113,9 +114,8 @@ class ExpertCloner:
             return None
         return KnownCounts(sum(by_source[self.ep.rank]), by_rank=by_source)
 
-    def _columns(self, plan: ClonePlan, counts_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _columns(self, plan: ClonePlan, counts_NE: Tensor, totals_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the expert of every column, and the range of each source's tokens that the column takes."""
-        totals_E = counts_NE.sum(0)
         experts_PE = torch.arange(self.num_experts, device=totals_E.device).view(self.ep.size, -1)
         remaining_E = totals_E.scatter_add(0, plan.expert.flatten(), -plan.num_tokens.flatten())
         expert_V = torch.cat([experts_PE, plan.expert], 1).flatten()
@@ -124,12 +124,13 @@ class ExpertCloner:
         before_NV = (counts_NE.cumsum(0) - counts_NE)[:, expert_V]  # an expert's tokens are numbered over the sources
         return expert_V, first_V - before_NV, last_V - before_NV
 
-    def clone_weights(self, routing: CloneRouting, is_saving: bool) -> "CloneWeights":
-        """Return the weights of the clones in one pass."""
-        num_local = self.num_experts // self.ep.size
+    def clone_weights(self, routing: CloneRouting, is_saving: bool) -> "CloneWeights | None":
+        """Return the weights of the clones in one pass; None if the host knows that there is no clone."""
         if routing.hosted is None:
-            return CloneWeights(_FixedExchange(self.ep, routing.plan, num_local), is_saving)
-        return CloneWeights(_ExactExchange(self.ep, routing.hosted, num_local), is_saving)
+            return CloneWeights(_FixedExchange(self.ep, routing.plan, self.num_local), is_saving)
+        if not any(routing.hosted):
+            return None
+        return CloneWeights(_ExactExchange(self.ep, routing.hosted, self.num_local), is_saving)
 
 
 def _flat(*tensors: Tensor) -> Tensor:

@@ -256,17 +256,15 @@ class MoELayer(nn.Module):
 
     def _known_counts(self, shape: torch.Size) -> KnownCounts | None:
         """Return what is known of the counts before routing, for dispatchers that use it."""
-        dispatcher, num_tokens = self.dispatcher, shape[0] * shape[1]
+        num_tokens = shape[0] * shape[1]
         if self._pads_routing or self.cloner is not None:
             return None
-        if self.capacity is not None and (dispatcher.uses_even_counts or dispatcher.uses_known_counts):
+        if self.capacity is not None:
             per_expert = expert_capacity(num_tokens, self.router.topk, self.router.num_experts, self.capacity)
             return KnownCounts(per_expert * self.router.num_experts, per_expert)
-        return (
-            None
-            if self.drops_tokens or not dispatcher.uses_known_counts
-            else KnownCounts(num_tokens * self.router.topk)
-        )
+        if self.drops_tokens or not self.dispatcher.uses_known_counts:
+            return None
+        return KnownCounts(num_tokens * self.router.topk)
 
     def allow_device_counts(self, problem: str | None) -> str | None:
         """Let counts stay on the device when the receive buffer is fixed. Return why not, None if they may.
@@ -319,6 +317,8 @@ class MoELayer(nn.Module):
         clone_weights = None
         if clone_routing is not None:
             clone_weights = self.cloner.clone_weights(clone_routing, self.activations.is_saving)
+            if clone_weights is None:
+                counts_e = counts_e[: self.cloner.num_local]  # no slot has tokens, on any rank
         if self.budget is None:
             return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights), None
         if isinstance(counts_e, Tensor):

@@ -128,7 +128,6 @@ class TokenDispatcher(ABC):
 
     supports_routing_padding = True  # a token may be sent to more experts than the router chooses
     uses_known_counts = False  # with known counts dispatch_preprocess waits for nothing and returns tensors only
-    uses_even_counts = False  # experts that are padded to capacity need no counts on the host (KnownCounts.per_expert)
     # why it cannot receive into a buffer of a given size, without counts on the host; None if it can
     fixed_buffer_problem: str | None = "the dispatcher receives buffers of the size of what arrives"
 

@@ -87,8 +87,8 @@ class _CommStream:
 class _Exchange:
     """One dispatch and its combine: the library's buffer and, after the dispatch, its handle.
 
-    With a buffer_size the counts stay on the device; with None the library returns as many tokens as it receives. One
-    call at a time is in flight, from `start` to `wait`.
+    With a buffer_size the counts stay on the device, unless even_counts are given, those of the experts; with None the
+    library returns as many tokens as it receives. One call at a time is in flight, from `start` to `wait`.
 
     Attributes:
         library: set by the dispatch.
@@ -104,6 +104,7 @@ class _Exchange:
         buffer_size: int | None,
         pad_multiple: int,
         mxfp8: Mxfp8Transport,
+        even_counts: list[int] | None,
     ):
         self.buffer, self.stream, self.num_local, self.mxfp8 = buffer, stream, num_local, mxfp8
         self.buffer_size = None if buffer_size is None else padded_size(buffer_size, num_local, pad_multiple)
@@ -113,16 +114,10 @@ class _Exchange:
             self.dispatch_options["non_blocking"] = True
         if pad_multiple > 1:  # the library pads with zeros while it sorts
             self.dispatch_options["pad_multiple"] = self.combine_options["pad_multiple"] = pad_multiple
-        self.even_counts: list[int] | None = None
+        self.even_counts = even_counts
         self.library: _LibraryHandle | None = None
         self.gradients: tuple[Tensor, ...] = ()
         self._in_flight: tuple[Any, tuple[Tensor | None, ...]] | None = None
-
-    def set_even_counts(self, per_expert: int) -> None:
-        """Receive this number of tokens for every local expert, without a wait for counts."""
-        self.even_counts = [per_expert] * self.num_local
-        self.buffer_size = per_expert * self.num_local
-        self.dispatch_options["non_blocking"] = True
 
     def start(self, call: Callable[..., T], *inputs: Tensor | None) -> T:
         """Start call(*inputs), a method of this class; its tensors must not be read before `wait`."""
@@ -151,7 +146,7 @@ class _Exchange:
         )
         x_RH = _received(x_RH, scales, hidden.dtype)
         if self.even_counts is not None:
-            return _LibraryHandle(handle, self.buffer_size, list(self.even_counts)), x_RH, probs_R
+            return _LibraryHandle(handle, self.buffer_size, self.even_counts), x_RH, probs_R
         if self.buffer_size is not None:
             return _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1]), x_RH, probs_R
         counts_e = counts_e.tolist()
@@ -284,8 +279,6 @@ class _HybridEPState:
 class HybridEPDispatcher(TokenDispatcher):
     """Send each token once to every rank of tp_ep that holds one of its experts; the library sorts."""
 
-    uses_even_counts = True
-
     def __init__(
         self,
         ps: ParallelState,
@@ -313,11 +306,13 @@ class HybridEPDispatcher(TokenDispatcher):
                 F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV)
             )
         num_local = routing_TV.shape[1] // self.group.size
+        even_counts, buffer_size = None, hints.buffer_size
+        if hints.known is not None and not self.fused:  # experts are padded to capacity
+            even_counts = [self.group.size * hints.known.per_expert] * num_local
+            buffer_size = sum(even_counts)
         exchange = _Exchange(
-            self.buffer, self._stream, num_local, self.fused, hints.buffer_size, hints.pad_multiple, self.mxfp8
+            self.buffer, self._stream, num_local, self.fused, buffer_size, hints.pad_multiple, self.mxfp8, even_counts
         )
-        if hints.known is not None and not self.fused:
-            exchange.set_even_counts(self.group.size * hints.known.per_expert)
         handle = _HybridEPState(routing_TV.contiguous(), exchange, num_tokens)
         return DispatchState(x_TH.contiguous(), probs_TV.contiguous(), [], handle)
 
