@@ -13,9 +13,8 @@ recomputed region); for a view the full storage. Not counted: weights, the batch
 only during an operator. Embedding and head are not layers; their logits are counted with the loss
 (ops/cross_entropy.py).
 
-The layers are this program's own, which save inputs of quantized GEMMs quantized (saved_quantized.py). What Transformer
-Engine's layers save instead (quantized inputs with their scales; row maps of their fused kernels) is not listed;
-memory.py accounts for fp8 inputs.
+Inputs of quantized GEMMs are saved quantized (saved_quantized.py), by this program's own layers and by Transformer
+Engine's. Row maps of its fused kernels are not listed.
 """
 
 from __future__ import annotations

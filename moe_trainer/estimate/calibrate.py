@@ -21,8 +21,8 @@ from moe_trainer.estimate.step_time import plan_step
 
 GEMM_FRACTIONS = MappingProxyType(
     {
-        "products_bf16": tuple(step / 100 for step in range(60, 81, 2)),
-        "products_fp8": tuple(step / 100 for step in range(40, 67, 2)),
+        "gemm_bf16": tuple(step / 100 for step in range(60, 81, 2)),
+        "gemm_fp8": tuple(step / 100 for step in range(40, 67, 2)),
     }
 )
 """Values to try, around the fractions of their peaks that large GEMMs of cuBLAS and block-scaled kernels reach."""
@@ -65,7 +65,7 @@ class Calibration:
         """Return the predicted TFLOP/s of a run."""
         plan = self.plans[name]
         # the iteration is added below; each format has its own fraction, head and router of an fp8 run the default one
-        field = "products_bf16" if plan.width == "bf16" else "products_fp8"
+        field = "gemm_bf16" if plan.width == "bf16" else "gemm_fp8"
         timed = Constants(**{field: getattr(constants, field)}, fill=constants.fill, iteration=0.0)
         key = name, timed
         if key not in self._found:

@@ -43,8 +43,8 @@ class Constants:
     ms for the 200 kernels of a layer.
 
     Attributes:
-        products_bf16: fraction of the peak that large bf16 GEMMs reach.
-        products_fp8: the same in fp8.
+        gemm_bf16: fraction of the peak that large bf16 GEMMs reach.
+        gemm_fp8: the same in fp8.
         fill: cost of filling and draining the pipeline of an output tile, in elements of the contracted dimension.
             Large GEMMs hardly notice it, narrow experts do.
         iteration: seconds of an iteration in which the device waits for the host, between microbatches of one and of
@@ -56,8 +56,8 @@ class Constants:
         update: fraction of the memory bandwidth that the optimizer step reaches.
     """
 
-    products_bf16: float = 0.70
-    products_fp8: float = 0.50
+    gemm_bf16: float = 0.70
+    gemm_fp8: float = 0.52
     fill: float = 512
     iteration: float = 0.02
     memory: float = 0.8
@@ -189,7 +189,7 @@ _KNOWN = (
         "a core of a server as a rank: round numbers to start `plan.py calibrate --from` with, no measurement",
         synchronous=True,
         constants=Constants(
-            products_bf16=0.5, fill=16, iteration=0.01, memory=0.5, launch=20e-6, latency=200e-6, update=0.5
+            gemm_bf16=0.5, fill=16, iteration=0.01, memory=0.5, launch=20e-6, latency=200e-6, update=0.5
         ),
     ),
 )

@@ -18,6 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
+
 if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.moe import MoEArgs
@@ -38,10 +40,6 @@ DEEPEP_WIDE = 2.0
 On 256 GB200, DeepSeek-V3 went from 830 to 944 TFLOP/s when HybridEP replaced DeepEP, 0.6 ms for each of 1,900 exchanges
 (Megatron-LM, branch dev, discussion).
 """
-
-
-MXFP8_BYTES = 1 + 1 / 32
-"""Bytes of an element that is sent in MXFP8 (quantization/mxfp8_rowwise.py)."""
 
 
 def dispatcher_name(moe: MoEArgs) -> str:
@@ -119,7 +117,7 @@ def dispatch_combine_seconds(
     back = makes if moe.moe_token_dispatcher_type == "alltoall" else reads
     there: float = size
     if (moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype) == "mxfp8":
-        there = MXFP8_BYTES
+        there = ELEMENT_BYTES["mxfp8"]
     sizes = (size, there) if backward else (there, size)
     return sum(exchange_seconds(args, links, tokens, each, width) for each, width in zip(sizes, (reads, back)))
 

@@ -113,7 +113,7 @@ def gemm_seconds(hardware: Hardware, m: float, n: float, k: float, width: str = 
     `width`: operand format, "bf16", "fp8" or "fp4". `size`: bytes of an element where the format is bf16 or wider.
     """
     narrow = width != "bf16" and hardware.fp8 > 0
-    fraction = hardware.constants.products_fp8 if narrow else hardware.constants.products_bf16
+    fraction = hardware.constants.gemm_fp8 if narrow else hardware.constants.gemm_bf16
     peak = hardware.peak(width if narrow else "bf16") * fraction
     if size == 4 and not hardware.synchronous:
         peak /= TF32_SLOWDOWN
@@ -124,7 +124,7 @@ def attention_rates(hardware: Hardware, length: float) -> tuple[float, float]:
     """Return the FLOP/s of core attention, forward and backward, for a rank's sequence length."""
     peak = hardware.peak("bf16")
     if hardware.synchronous:  # a CPU's kernels multiply here as everywhere
-        return (peak * hardware.constants.products_bf16,) * 2
+        return (peak * hardware.constants.gemm_bf16,) * 2
     _, *both = next(row for row in ATTENTION_RATES if row[0] == hardware.is_blackwell)
     forward, backward = (fraction * peak * length / (length + half) for fraction, half in both)
     return forward, backward
@@ -188,7 +188,7 @@ class LayerTime:
         model, heads = self.model, self.model.num_attention_heads // self.tp
         kv_rank, width = model.kv_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim
         selected = self.tokens * model.dsa_indexer_topk
-        peak = self.hardware.peak("bf16") * self.constants.products_bf16 / (TF32_SLOWDOWN if self.size == 4 else 1)
+        peak = self.hardware.peak("bf16") * self.constants.gemm_bf16 / (TF32_SLOWDOWN if self.size == 4 else 1)
         fwd = 2.0 * selected * heads * (width + kv_rank) / peak
         bwd = 2.0 * selected * heads * 3 * (width + kv_rank) / peak
         latent_io = (self.size * LATENT_PASSES[0], self.size * LATENT_PASSES[1] + FP32_BYTES * LATENT_PASSES[2])
@@ -244,7 +244,7 @@ class LayerTime:
                 keys, wide = self.tokens * model.dsa_indexer_topk, model.kv_lora_rank + model.qk_pos_emb_head_dim
             operations += 4.0 * self.pairs * index * width + 2.0 * keys * heads * wide
             elements += self.pairs * index * INDEXER_LOSS_PASSES[0] + keys * heads * INDEXER_LOSS_PASSES[1]
-        peak = self.hardware.peak("bf16") / TF32_SLOWDOWN * self.constants.products_bf16
+        peak = self.hardware.peak("bf16") / TF32_SLOWDOWN * self.constants.gemm_bf16
         return matrices, operations / peak + FP32_BYTES * elements / self.memory_bandwidth
 
     def _up_projections(self) -> float:
@@ -426,7 +426,7 @@ class LayerTime:
             seconds += 4 * self.sizes.rows * self.model.hidden_size * self.size / self.memory_bandwidth
         if is_moe and "shared_experts" in self.recomputed:
             seconds += self._shared_experts()
-        if is_moe and "moe_act" in self.recomputed and "moe" not in self.recomputed and self.sizes.quantized_experts:
+        if is_moe and "moe_act" in self.recomputed and "moe" not in self.recomputed and self.sizes.te_experts:
             # reads fc1's output again and writes the activation
             elements = (self.fc1_factor + 1) * self.sizes.received * self.expert_ffn
             seconds += elements * self.size / self.memory_bandwidth

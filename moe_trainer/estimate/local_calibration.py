@@ -31,8 +31,8 @@ WARM_UP, LEAST = 3, 5
 """Iterations after a start that are ignored, and iterations that are required after them."""
 PRIOR = MappingProxyType(
     {
-        "products_bf16": 0.7,
-        "products_fp8": 0.7,
+        "gemm_bf16": 0.7,
+        "gemm_fp8": 0.7,
         "memory": 0.7,
         "launch": 0.7,
         "iteration": 1.0,

@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
@@ -40,7 +39,7 @@ from moe_trainer.estimate.activations import chunk_activations, layer_activation
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor
-from moe_trainer.estimate.state_bytes import StateBytes
+from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes
 from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states
 from moe_trainer.estimate.te_support import te_quantizes
 from moe_trainer.pipeline.orders import make_orders
@@ -51,16 +50,6 @@ if TYPE_CHECKING:
     from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
 
-QUANTIZED = ("normed", "q_latent", "kv_latent", "core_attn.y", "experts.x", "linear_fc2.x")
-"""Inputs of GEMMs that Transformer Engine's layers are taken to save quantized.
-
-Attention's output and the one input of several down projections are saved as they are (save_original_input): plans
-of its layers count a byte too little for an element of these, which the fitted constants of step times include.
-"""
-QUANTIZED_BYTES = MappingProxyType({"fp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16})
-"""Of an element that Transformer Engine's layers save: a scale for at most 32 elements, in fp4 for 16."""
-SCALE_BYTES = MappingProxyType({"mxfp8": 1 / 32, "nvfp4": 1 / 16})
-"""Of an element that Transformer Engine casts; its other recipes have a scale for thousands of elements."""
 BLOCK, QUERY_BLOCK = 1 << 27, 512
 """Maximum elements of [heads, block, keys], and queries of a block, on a GPU (ops/sparse_attention.py)."""
 CLONE_EXCHANGE_ELEMENTS = 1 << 26
@@ -180,7 +169,7 @@ class ChunkBytes:
         self.sent = math.ceil(routed * processed_load(args.moe))
         self.received = math.ceil(routed * self.etp * processed_load(args.moe, load))
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
-        self.quantized_linears, self.quantized_experts = te_quantizes(args)
+        self.te_experts = te_quantizes(args)[1]
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
         self._layers: dict[tuple[bool, bool], float] = {}
 
@@ -193,27 +182,10 @@ class ChunkBytes:
         if key not in self._chunks:
             sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
             layers = chunk_activations(self.args, layout, received=self.received)
-            for entry in (*self._add_te_tensors(layers), *self._final_tensors(layout)):
-                sizes[module_name(entry.name), entry.on_host] += self._saved_bytes(entry)
+            for entry in (*layers, *self._final_tensors(layout)):
+                sizes[module_name(entry.name), entry.on_host] += entry.num_bytes
             self._chunks[key] = sizes
         return self._chunks[key]
-
-    def _add_te_tensors(self, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
-        """Add what Transformer Engine's experts save too: the input of their second GEMM, which ours recompute."""
-        keeps = self.quantized_experts and "moe_act" not in self.args.training.recomputed_modules
-        gate = 2 if self.args.model.swiglu or self.args.model.quick_geglu else 1
-        for entry in entries:
-            yield entry
-            if keeps and _local_name(entry.name) == "experts.linear_fc1.y":
-                shape = (entry.shape[0], entry.shape[1] // gate)
-                yield replace(entry, name=entry.name.replace("linear_fc1.y", "linear_fc2.x"), shape=shape)
-
-    def _saved_bytes(self, entry: SavedTensor) -> float:
-        leaf = _local_name(entry.name)
-        by_library = self.quantized_experts if leaf.startswith("experts.") else self.quantized_linears
-        if by_library and not leaf.startswith("pre_mlp") and leaf.endswith(QUANTIZED):
-            return entry.num_bytes * (QUANTIZED_BYTES["fp4" if self.args.precision.fp4 else "fp8"] / self.size)
-        return entry.num_bytes
 
     def _final_tensors(self, layout: ChunkLayout) -> Iterator[SavedTensor]:
         """Yield the tensors of the final norm, and of head and loss for the model and each MTP depth."""
@@ -241,7 +213,7 @@ class ChunkBytes:
         key = is_moe, args is self.args
         if key not in self._layers:
             entries = layer_activations(args, is_moe=is_moe, received=self.received)
-            self._layers[key] = sum(map(self._saved_bytes, self._add_te_tensors(entries)))
+            self._layers[key] = sum(entry.num_bytes for entry in entries)
         return self._layers[key]
 
 
@@ -260,7 +232,7 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
         args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
     )
     copies -= args.stored_weight_format == "fp8"  # the weights themselves are the first
-    size = (0.5 if args.precision.fp4 else 1.0) + SCALE_BYTES.get(recipe, 0.0)
+    size = ELEMENT_BYTES.get(recipe, ELEMENT_BYTES["fp8"])
     held = fp8_params_on_rank(plain, chunks)
     return max(0, copies) * size * (linears * held.dense + experts * held.expert)
 
@@ -397,7 +369,7 @@ def _buffers(
         dispatch *= 2 if args.parallel.overlap_moe_expert_parallel_comm else 1
     # in a pair one layer runs before another is freed
     working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
-    if True in kinds and moe.moe_grouped_gemm and not sizes.quantized_experts:
+    if True in kinds and moe.moe_grouped_gemm and not sizes.te_experts:
         # gradients of a layer's experts, before they are added to the main gradients
         working += params.layers[True].expert * sizes.size
     if training.recompute_granularity is not None:

@@ -45,6 +45,8 @@ def experts(layer: LayerSizes) -> Iterator[SavedTensor]:
     yield SavedTensor("experts.probs", (kept,), _logit_size(layer), "moe_act")
     ffn = (moe.moe_ffn_hidden_size or layer.model.ffn_hidden_size) // layer.etp
     yield SavedTensor("experts.linear_fc1.y", (kept, _fc1_factor(layer) * ffn), layer.size, "moe_act")
+    if layer.te_experts and "moe_act" not in layer.parts:  # ours compute it again (ops/expert_mlp.py)
+        yield SavedTensor("experts.linear_fc2.x", (kept, ffn), layer.size, "moe_act")
     if _sorts_received(layer):
         yield SavedTensor("experts.order", (2, layer.received), INDEX)
     if moe.moe_latent_size:

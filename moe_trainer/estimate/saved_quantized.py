@@ -1,7 +1,7 @@
 """Inputs that quantized linears save in 8 or 4 bits (moe_trainer/quantization/saved_input.py).
 
-This program's own linears and experts do; what Transformer Engine's save is in memory.py. A recipe for single layers
-(--te-precision-config-file) is not considered.
+Transformer Engine's linears and experts save the same ones. A recipe for single layers (--te-precision-config-file) is
+not considered.
 
 Shape letters: R tokens, K channels.
 """
@@ -16,26 +16,31 @@ from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
-from moe_trainer.estimate.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments
 
 BLOCKS = MappingProxyType({"blockwise": 128, "mxfp8": 32, "nvfp4": 16})
 """Tokens that share a scale; with other recipes all do."""
-_ALWAYS = ("linear_proj.x", "out_proj.x", "mlp.linear_fc2.x", "shared_experts.linear_fc2.x", "fc2_latent_proj.x")
+_ALWAYS = (
+    "linear_proj.x",
+    "out_proj.x",
+    "mlp.linear_fc2.x",
+    "experts.linear_fc2.x",
+    "shared_experts.linear_fc2.x",
+    "fc2_latent_proj.x",
+)
 
 
 def with_quantized_inputs(layer: LayerSizes, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
     """Yield what a layer saves, with the inputs that wait in 8 or 4 bits and their scales instead of those in full."""
     recipe = _recipe(layer)
-    linears, experts = (False, False) if layer.cpu else te_quantizes(layer.args)
     for entry in entries:
-        by_library = experts if entry.name.startswith("experts.") else linears
-        if recipe is None or by_library or not _is_saved_quantized(layer, entry.name, recipe):
+        if recipe is None or not _is_saved_quantized(layer, entry.name, recipe):
             yield entry
         else:
-            yield from _quantized(entry, recipe, layer.num_experts // layer.ep if entry.name == "experts.x" else 1)
+            groups = layer.num_experts // layer.ep if entry.name.startswith("experts.") else 1
+            yield from _quantized(entry, recipe, groups)
 
 
 def _recipe(layer: LayerSizes) -> str | None:
@@ -53,8 +58,8 @@ def _recipe(layer: LayerSizes) -> str | None:
 def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
     model, parts = layer.model, layer.parts
     keeps_latents = _keeps_latents(layer.args)
-    if name == "experts.x":  # with counts on the device the tokens are saved as they are (quantization/expert_mlp.py)
-        return layer.moe.moe_expert_rank_capacity_factor is None
+    if name == "experts.x":  # with counts on the device ours save the tokens as they are (quantization/expert_mlp.py)
+        return layer.te_experts or layer.moe.moe_expert_rank_capacity_factor is None
     if name in _ALWAYS:
         return True
     if name == "core_attn.y":

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_trainer.estimate.te_support import te_quantizes
+
 if TYPE_CHECKING:
     from arguments import Arguments
 
@@ -48,6 +50,8 @@ class LayerSizes:
         self.args, self.model, self.moe, self.is_moe, self.number = args, model, args.moe, is_moe, number
         self.cpu, self.packed = device == "cpu", packed
         self.parts = training.recomputed_modules
+        # whether Transformer Engine's layers compute the quantized GEMMs of (linears, experts)
+        self.te_linears, self.te_experts = (False, False) if self.cpu else te_quantizes(args)
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.residual = 4 if model.fp32_residual_connection else self.size

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 BLOCK_ELEMENTS = MappingProxyType({"blockwise": 128 * 128, "nvfp4": 16 * 16})
 BLOCK_SCALE_BYTES = 12
 """Scale of a block, its inverse, and the largest magnitude that both are computed from."""
-_BYTES = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
+ELEMENT_BYTES = MappingProxyType(
+    {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+)
+"""Bytes of an element by its format, with its share of a scale where few elements share one."""
 MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
 """Moments of a parameter by --optimizer."""
 
@@ -76,7 +79,7 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     instance_ranks = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))
     count = MOMENTS[optimizer.muon_scalar_optimizer if optimizer.optimizer == "muon" and table else optimizer.optimizer]
     formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
-    moments = float(sum(_BYTES[name] for name in formats[:count]))
+    moments = sum(ELEMENT_BYTES[name] for name in formats[:count])
     width = 2.0 if half else 4.0
     if parallel.has_sharded_params and _data_ranks(args, world_size, "dense") > 1:
         # shards are weights and main parameters at once
@@ -92,11 +95,11 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
-        width, main_device = fp8_param_bytes(args), float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
+        width, main_device = fp8_param_bytes(args), ELEMENT_BYTES[optimizer.main_params_dtype] if aware else 4.0
         main_host = main_device
     elif half and parallel.has_fp32_main_params(precision.params_dtype_name):
         # fp32 main parameters need only the bits that bf16 weights lack, except on a host that updates them
-        main_host = float(_BYTES[optimizer.main_params_dtype]) if aware else 4.0
+        main_host = ELEMENT_BYTES[optimizer.main_params_dtype] if aware else 4.0
         shared = aware and precision.bf16 and optimizer.main_params_dtype == "fp32"
         main_device = 2.0 if shared else main_host
         if not optimizer.optimizer_cpu_offload:
@@ -135,7 +138,7 @@ def fp8_param_bytes(args: Arguments) -> float:
     """Return the bytes of a stored weight, with its share of the block's scales but no scale per tensor."""
     stored = args.stored_weight_format
     if stored == "mxfp8":
-        return 2 * (1 + 1 / 32)  # by rows and by columns
+        return 2 * ELEMENT_BYTES["mxfp8"]  # by rows and by columns
     recipe = "nvfp4" if stored == "nvfp4" else args.precision.fp8_recipe
     scales = BLOCK_SCALE_BYTES / BLOCK_ELEMENTS[recipe] if recipe in BLOCK_ELEMENTS else 0.0
     return (0.5 if stored == "nvfp4" else 1.0) + scales

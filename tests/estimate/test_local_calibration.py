@@ -26,7 +26,7 @@ LINES = (
     f"{TOY} --micro-batch-size 2 --global-batch-size 8 --num-layers 8",
     f"{TOY} --micro-batch-size 1 --global-batch-size 8 --seq-length 512",
 )
-PLANTED = Constants(products_bf16=1.1, fill=16, iteration=0.02, memory=0.9, launch=1.2e-5, latency=3e-4, update=0.3)
+PLANTED = Constants(gemm_bf16=1.1, fill=16, iteration=0.02, memory=0.9, launch=1.2e-5, latency=3e-4, update=0.3)
 
 
 def run_record(argv, world_size=1, device="cpu", threads=1):
@@ -210,7 +210,7 @@ def test_calibration_refuses_output_over_inputs_pipes_and_folders(tmp_path, caps
 def test_calibrate_command(tmp_path):
     files = [write(tmp_path / f"{number}.jsonl", argv, planted_seconds(argv)) for number, argv in enumerate(LINES[:2])]
     code, text = run_script("calibrate", "--from", *files, "--output", tmp_path / "own.yaml")
-    assert code == 0 and "written:" in text and "products_bf16 0.5 ->" in text
+    assert code == 0 and "written:" in text and "gemm_bf16 0.5 ->" in text
     code, text = run_script("calibrate", "--from", files[0], "--output", tmp_path / "own.yaml")
     assert code == 0 and "one run cannot determine" in text and (tmp_path / "own-1.yaml").exists()
     code, text = run_script(*LINES[0].split(), "--world-size", "1", "--hardware", tmp_path / "own-1.yaml")
