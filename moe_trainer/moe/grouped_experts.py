@@ -19,6 +19,7 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.moe.padding import TokenPadding
 from moe_trainer.ops.expert_mlp import ActivationFns
+from moe_trainer.ops.grouped_gemm import check_token_counts
 
 GroupedLinear = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
@@ -68,10 +69,7 @@ def grouped_expert_mlp(
     pad_multiple.
     """
     num_tokens = x_RH.shape[0] - unused
-    if sum(counts) != num_tokens:
-        raise ValueError(
-            f"grouped_expert_mlp: the tokens per expert add up to {sum(counts)}, but there are {num_tokens} tokens"
-        )
+    check_token_counts("grouped_expert_mlp", counts, num_tokens)
     fc1, fc2 = linears
     padding = TokenPadding(counts, pad_multiple, x_RH.device)
     probs_R = None if probs_R is None else probs_R[:num_tokens]

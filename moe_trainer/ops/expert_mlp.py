@@ -11,6 +11,7 @@ Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN widt
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from moe_trainer.ops.grouped_gemm import (
     GROUPED_MM,
     GroupedGemms,
     can_read_offsets_on_device,
+    check_token_counts,
     expert_ranges,
     prefer_grouped,
     token_offsets,
@@ -28,7 +30,7 @@ from moe_trainer.ops.grouped_gemm import (
 from moe_trainer.ops.main_grad import MainGradSum, get_main_grad_sum
 from moe_trainer.ops.pointwise import Activation
 
-BLOCK_ROWS = 256  # tokens of an elementwise block in the grouped form on CPU
+BLOCK_TOKENS = 256  # of an elementwise block in the grouped form on CPU
 
 
 class ActivationFns(NamedTuple):
@@ -114,38 +116,50 @@ def get_activation_fns(activation: Activation) -> ActivationFns:
     return _by_autograd(activation)
 
 
+@dataclass(frozen=True)
+class _ExpertMLPOptions:
+    """What one call computes with besides tensors.
+
+    Attributes:
+        counts: tokens per expert, on the host or the device.
+        num_used: tokens that experts may have, as far as the host knows; those after them are unused.
+        gemms: of all experts in one call; None for a loop over the experts.
+        queue: takes weight gradients.
+    """
+
+    counts: tuple[int, ...] | Tensor
+    num_used: int
+    activation: ActivationFns
+    gemms: GroupedGemms | None
+    queue: Any
+
+    @property
+    def has_host_counts(self) -> bool:
+        return not isinstance(self.counts, Tensor)
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, num_rows, activation, gemms, queue):
-        """Run the experts.
-
-        Args:
-            gemms: of all experts in one call; None for a loop over the experts.
-            num_rows: number of used tokens in x, as far as the host knows.
-        """
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, options: _ExpertMLPOptions):
         p_R = None if probs_R is None else probs_R.contiguous()
-        ctx.offsets = None
-        if gemms is None:
-            h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation)
+        ctx.options, ctx.offsets, ctx.has_b1 = options, None, b1 is not None
+        ctx.owners = grad_owner(w1), grad_owner(w2)
+        if options.gemms is None:
+            h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, options)
         else:
-            ctx.offsets = token_offsets(counts, x_RH.device)
-            h_RG, y_RH = _forward_grouped(
-                x_RH, p_R, w1, b1, w2, b2, num_rows, not isinstance(counts, Tensor), ctx.offsets, activation, gemms
-            )
+            ctx.offsets = token_offsets(options.counts, x_RH.device)
+            h_RG, y_RH = _forward_grouped(x_RH, p_R, w1, b1, w2, b2, options, ctx.offsets)
         ctx.save_for_backward(x_RH, p_R, h_RG, w1, w2, b2)
-        ctx.counts, ctx.num_rows, ctx.activation, ctx.gemms = counts, num_rows, activation, gemms
-        ctx.has_b1 = b1 is not None
-        ctx.queue, ctx.owners = queue, (grad_owner(w1), grad_owner(w2))
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
-        run = _backward_loop if ctx.gemms is None else _backward_grouped
+        run = _backward_loop if ctx.options.gemms is None else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
         grad_w1, grad_w2 = (
-            compute_or_defer(ctx.queue, owner, grad) for owner, grad in zip(ctx.owners, (grad_w1, grad_w2))
+            compute_or_defer(ctx.options.queue, owner, grad) for owner, grad in zip(ctx.owners, (grad_w1, grad_w2))
         )
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
 
 
 def _defers(queue: Any) -> bool:
@@ -226,7 +240,7 @@ class _StackGrad:
         return self.grad_eNK
 
 
-def _product(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def _linear(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return torch.mm(x, w_t, out=out) if bias is None else torch.addmm(bias, x, w_t, out=out)
 
 
@@ -239,18 +253,18 @@ def _window(x: Tensor, start: int, stop: int, size: int) -> Tensor:
     return padded
 
 
-def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
-    found = expert_ranges(counts, x_RH)
-    slack = max((start + size for _, start, _, size in found), default=0)
+def _forward_loop(x_RH, p_R, w1, b1, w2, b2, options: _ExpertMLPOptions):
+    ranges = expert_ranges(options.counts, x_RH)
+    slack = max((start + size for _, start, _, size in ranges), default=0)
     # an expert's surplus tokens overwrite the start of the next one's, which come later and are written then
     h_RG = x_RH.new_empty(max(slack, x_RH.shape[0]), w1.shape[1])
     y_RH = x_RH.new_empty(h_RG.shape[0], w2.shape[1])
-    for expert, start, stop, size in found:
+    for expert, start, stop, size in ranges:
         p = None if p_R is None else _window(p_R, start, stop, size)
         rows = slice(start, start + size)
         x = _window(x_RH, start, stop, size)
-        h = _product(x, w1[expert].t(), None if b1 is None else b1[expert], h_RG[rows])
-        y = torch.mm(activation.forward(h, p), w2[expert].t(), out=y_RH[rows])
+        h = _linear(x, w1[expert].t(), None if b1 is None else b1[expert], h_RG[rows])
+        y = torch.mm(options.activation.forward(h, p), w2[expert].t(), out=y_RH[rows])
         if b2 is not None:
             y += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
     return h_RG, y_RH[: x_RH.shape[0]]
@@ -258,22 +272,22 @@ def _forward_loop(x_RH, p_R, w1, b1, w2, b2, counts, activation):
 
 def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    found = expert_ranges(ctx.counts, x_RH)
+    options, ranges = ctx.options, expert_ranges(ctx.options.counts, x_RH)
     grad_x = x_RH.new_empty(h_RG.shape[0], x_RH.shape[1]) if needs_x else None
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_w1 = grad_w2 = None
     if needs_w:
-        experts, later = [expert for expert, *_ in found], _defers(ctx.queue)
+        experts, later = [expert for expert, *_ in ranges], _defers(options.queue)
         grad_w1, grad_w2 = (
             _StackGrad(w, experts, later, None if later else get_main_grad_sum(owner, x_RH))
             for w, owner in zip((w1, w2), ctx.owners)
         )
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
-    for expert, start, stop, size in found:
+    for expert, start, stop, size in ranges:
         p, grad_y = None if p_R is None else _window(p_R, start, stop, size), _window(grad_RH, start, stop, size)
         rows, count = slice(start, start + size), stop - start
-        a, grad_h, block_grad_p = ctx.activation.backward(h_RG[rows], p, grad_y @ w2[expert])
+        a, grad_h, block_grad_p = options.activation.backward(h_RG[rows], p, grad_y @ w2[expert])
         if size > count:  # surplus tokens must add nothing to the weights' gradients
             a[count:].zero_()
             grad_h[count:].zero_()
@@ -285,25 +299,26 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
         if grad_b1 is not None:
             torch.sum(grad_h, 0, out=grad_b1[expert])
         if b2 is not None:
-            own = grad_RH[start:stop]
-            grad_b2[expert] = own.sum(0) if p is None else own.t() @ p[:count].to(own.dtype)
+            used = grad_y[:count]
+            grad_b2[expert] = used.sum(0) if p is None else used.t() @ p[:count].to(used.dtype)
         if p is not None:
             grad_p[start:stop] = block_grad_p[:count]
             if b2 is not None:
-                grad_p[start:stop] += grad_RH[start:stop] @ b2[expert]
+                grad_p[start:stop] += grad_y[:count] @ b2[expert]
     return None if grad_x is None else grad_x[: x_RH.shape[0]], grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _blocks(num_rows: int, is_cuda: bool) -> list[tuple[int, int]]:
-    step = max(1, num_rows) if is_cuda else BLOCK_ROWS
-    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+def _blocks(num_tokens: int, is_cuda: bool) -> list[tuple[int, int]]:
+    step = max(1, num_tokens) if is_cuda else BLOCK_TOKENS
+    return [(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activation, gemms):
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, options: _ExpertMLPOptions, offsets):
+    num_used, activation, gemms = options.num_used, options.activation, options.gemms
     h_RG = gemms.forward(x_RH, w1, offsets)
     if b1 is not None:
-        h_RG[:num_rows] += _per_row(b1, offsets, num_rows, exact)
-    blocks = _blocks(num_rows, x_RH.is_cuda)
+        h_RG[:num_used] += _bias_per_token(b1, offsets, options)
+    blocks = _blocks(num_used, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
         a_RF = activation.forward(h_RG, p_R)
     else:
@@ -312,29 +327,26 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, num_rows, exact, offsets, activa
             a_RF[start:stop] = activation.forward(h_RG[start:stop], None if p_R is None else p_R[start:stop])
     y_RH = gemms.forward(a_RF, w2, offsets)
     if b2 is not None:
-        bias_RH = _per_row(b2, offsets, num_rows, exact)
-        y_RH[:num_rows] += bias_RH if p_R is None else bias_RH * p_R[:num_rows].unsqueeze(1)
+        bias_RH = _bias_per_token(b2, offsets, options)
+        y_RH[:num_used] += bias_RH if p_R is None else bias_RH * p_R[:num_used].unsqueeze(1)
     return h_RG, y_RH
 
 
-def _per_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int, exact: bool) -> Tensor:
-    """Return each token's expert bias without synchronizing.
-
-    Args:
-        exact: there are no tokens after the experts'.
-    """
-    if not exact:
-        row_R = torch.arange(num_rows, dtype=offsets_e.dtype, device=offsets_e.device)
-        return bias_eN[torch.searchsorted(offsets_e, row_R, right=True).clamp_(max=len(bias_eN) - 1)]
-    return bias_eN.repeat_interleave(offsets_e.diff(prepend=offsets_e.new_zeros(1)), dim=0, output_size=num_rows)
+def _bias_per_token(bias_eN: Tensor, offsets_e: Tensor, options: _ExpertMLPOptions) -> Tensor:
+    """Return the bias of each used token's expert without synchronizing."""
+    num_used = options.num_used
+    if options.has_host_counts:
+        sizes_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
+        return bias_eN.repeat_interleave(sizes_e, dim=0, output_size=num_used)
+    token_R = torch.arange(num_used, dtype=offsets_e.dtype, device=offsets_e.device)  # some may be no expert's
+    return bias_eN[torch.searchsorted(offsets_e, token_R, right=True).clamp_(max=len(bias_eN) - 1)]
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    counts, num_rows, offsets = ctx.counts, ctx.num_rows, ctx.offsets
-    activation, gemms = ctx.activation, ctx.gemms
-    exact = not isinstance(counts, Tensor)
+    options, offsets = ctx.options, ctx.offsets
+    num_used, activation, gemms = options.num_used, options.activation, options.gemms
     grad_a = gemms.input_grad(grad_RH, w2, offsets)
-    blocks = _blocks(num_rows, x_RH.is_cuda)
+    blocks = _blocks(num_used, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
         grad_a, grad_h, grad_p = activation.backward(h_RG, p_R, grad_a)  # the first is a from here on
     else:
@@ -351,27 +363,23 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_w1 = (lambda: gemms.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
     grad_w2 = (lambda: gemms.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
     grad_x = gemms.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
-    grad_b1 = _sum_rows(grad_h, counts, offsets, gemms, x_RH.dtype) if ctx.has_b1 else None
+    grad_b1 = _sum_tokens(grad_h, options, offsets, x_RH.dtype) if ctx.has_b1 else None
     grad_b2 = None
     if b2 is not None:
         weighed_RH = grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1)
-        grad_b2 = _sum_rows(weighed_RH, counts, offsets, gemms, x_RH.dtype).to(b2.dtype)
+        grad_b2 = _sum_tokens(weighed_RH, options, offsets, x_RH.dtype).to(b2.dtype)
         if p_R is not None:
-            grad_p[:num_rows] += (grad_RH[:num_rows] * _per_row(b2, offsets, num_rows, exact)).sum(-1)
+            grad_p[:num_used] += (grad_RH[:num_used] * _bias_per_token(b2, offsets, options)).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _sum_rows(
-    rows: Tensor, counts: Sequence[int] | Tensor, offsets_e: Tensor, gemms: GroupedGemms, dtype: torch.dtype
-) -> Tensor:
-    if isinstance(
-        counts, Tensor
-    ):  # a GEMM with ones, in the dtype of which there are grouped ones; operands begin at multiples of 16 bytes
-        rows = rows.to(dtype)
-        return gemms.weight_grad(rows, rows.new_ones(len(rows), 8), offsets_e)[..., 0]
-    sums = rows.new_zeros(len(counts), rows.shape[1])
-    for expert, start, stop, _ in expert_ranges(counts):
-        torch.sum(rows[start:stop], 0, out=sums[expert])
+def _sum_tokens(rows_RN: Tensor, options: _ExpertMLPOptions, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum each expert's tokens; with counts on the device in `dtype`, that of the GEMMs."""
+    if not options.has_host_counts:
+        return options.gemms.sum_tokens(rows_RN.to(dtype), offsets_e)
+    sums = rows_RN.new_zeros(len(options.counts), rows_RN.shape[1])
+    for expert, start, stop, _ in expert_ranges(options.counts):
+        torch.sum(rows_RN[start:stop], 0, out=sums[expert])
     return sums
 
 
@@ -415,19 +423,16 @@ def expert_mlp(
     Raises:
         ValueError: if the counts do not add up to R, or are on the device and cannot be read there.
     """
-    num_rows, weights = x_RH.shape[0] - unused, (w1_eGH, b1_eG, w2_eHF, b2_eH)
+    num_used = x_RH.shape[0] - unused
     if isinstance(counts, Tensor):
         if not allow_grouped:
             raise ValueError("expert_mlp: counts on the device need a grouped GEMM")
         gemms = gemms or GROUPED_MM
     else:
-        if sum(counts) != num_rows:
-            raise ValueError(
-                f"expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
-            )
-        prefer = prefer_grouped(num_rows, len(counts), x_RH.dtype, x_RH.device)
+        check_token_counts("expert_mlp", counts, num_used)
+        prefer = prefer_grouped(num_used, len(counts), x_RH.dtype, x_RH.device)
         if gemms is None and prefer and _aligned(w1_eGH, w2_eHF):
             gemms = GROUPED_MM
-        counts, gemms = tuple(counts), gemms if allow_grouped and num_rows > 0 else None
-    fns = activation_fns or get_activation_fns(activation)
-    return _ExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, counts, num_rows, fns, gemms, queue)
+        counts, gemms = tuple(counts), gemms if allow_grouped and num_used > 0 else None
+    options = _ExpertMLPOptions(counts, num_used, activation_fns or get_activation_fns(activation), gemms, queue)
+    return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, options)

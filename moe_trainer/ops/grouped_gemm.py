@@ -50,18 +50,24 @@ def token_bucket(count: int) -> int:
     return -(-count // step) * step
 
 
+def check_token_counts(caller: str, counts: Sequence[int], num_tokens: int) -> None:
+    """Raise ValueError unless the tokens per expert add up to the number of tokens."""
+    if sum(counts) != num_tokens:
+        raise ValueError(f"{caller}: the tokens per expert add up to {sum(counts)}, but there are {num_tokens} tokens")
+
+
 def expert_ranges(counts: Sequence[int], x: Tensor | None = None) -> list[tuple[int, int, int, int]]:
     """Return (expert, start, stop, tokens to compute on) of every expert that has tokens.
 
     Tokens to compute on: the expert's own, or a bucket of them for half-precision x on CPU.
     """
     in_buckets = x is not None and x.dtype in HALF_DTYPES and x.device.type == "cpu"
-    found, start = [], 0
+    ranges, start = [], 0
     for expert, count in enumerate(counts):
         if count:
-            found.append((expert, start, start + count, token_bucket(count) if in_buckets else count))
+            ranges.append((expert, start, start + count, token_bucket(count) if in_buckets else count))
         start += count
-    return found
+    return ranges
 
 
 def token_offsets(counts: Sequence[int] | Tensor, device: torch.device) -> Tensor:
@@ -94,6 +100,10 @@ class GroupedGemms(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor], Tensor]
     input_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
     weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def sum_tokens(self, x_RN: Tensor, offsets_e: Tensor) -> Tensor:
+        """Sum each expert's tokens by a GEMM with ones, whose rows have the alignment of grouped GEMMs (16 bytes)."""
+        return self.weight_grad(x_RN, x_RN.new_ones(len(x_RN), 8), offsets_e)[..., 0]
 
 
 GROUPED_MM = GroupedGemms(grouped_forward, grouped_input_grad, grouped_weight_grad)

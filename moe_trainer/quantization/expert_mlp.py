@@ -11,30 +11,51 @@ Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN widt
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns, grad_owner
-from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, expert_ranges
+from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, check_token_counts, expert_ranges
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.grouped import TokenGroups, make_token_groups
 from moe_trainer.quantization.saved_input import SavedInput, StackedInputs
 
 
+@dataclass(frozen=True)
+class _QuantizedMLPOptions:
+    """What one call computes with besides tensors.
+
+    Attributes:
+        counts: tokens per expert on the host, or the groups of those on the device.
+        gemms: of fc1 and fc2.
+        queue: takes weight gradients.
+        saves_quantized: save quantized tokens; not with counts on the device.
+    """
+
+    counts: tuple[int, ...] | TokenGroups
+    activation: ActivationFns
+    gemms: tuple[QuantizedGemms, QuantizedGemms]
+    queue: Any
+    saves_quantized: bool = False
+
+    def ranges(self) -> list[tuple[int, slice]]:
+        """Return the tokens of every expert that has some."""
+        return [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(self.counts)]
+
+
 class _QuantizedExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts, activation, gemms, queue, saves_quantized):
-        fc1, fc2 = gemms
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, options: _QuantizedMLPOptions):
+        (fc1, fc2), activation, ranges = options.gemms, options.activation, options.ranges()
         h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), x_RH.new_zeros(x_RH.shape[0], w2.shape[1])
-        found = [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
 
         def activated():
-            for (expert, rows), h in zip(
-                found, fc1.outputs((x_RH[rows], fc1.expert_weight(w1, expert)) for expert, rows in found)
-            ):
+            pairs = ((x_RH[rows], fc1.expert_weight(w1, expert)) for expert, rows in ranges)
+            for (expert, rows), h in zip(ranges, fc1.outputs(pairs)):
                 h_RG[rows] = h
                 if b1 is not None:
                     h_RG[rows] += b1[expert]
@@ -43,39 +64,38 @@ class _QuantizedExpertMLP(torch.autograd.Function):
                     fc2.expert_weight(w2, expert),
                 )
 
-        for (expert, rows), y in zip(found, fc2.outputs(activated())):
+        for (expert, rows), y in zip(ranges, fc2.outputs(activated())):
             p = None if probs_R is None else probs_R[rows]
             y_RH[rows] = y
             if b2 is not None:
                 y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
-        inputs = [fc1.saved_input(x_RH[rows]) for _, rows in found] if saves_quantized else []
+        inputs = [fc1.saved_input(x_RH[rows]) for _, rows in ranges] if options.saves_quantized else []
         stack = SavedInput.stack(inputs) if inputs and None not in inputs else None
         ctx.save_for_backward(*((x_RH, None) if stack is None else stack[:2]), probs_R, h_RG, w1, w2, b2)
-        ctx.plan = counts, activation, gemms, queue, (grad_owner(w1), grad_owner(w2)), b1 is not None
+        ctx.options, ctx.owners, ctx.has_b1 = options, (grad_owner(w1), grad_owner(w2)), b1 is not None
         ctx.shape, ctx.stacked = x_RH.shape, None if stack is None else stack[2:]
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
         x, inverse, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
-        counts, activation, (fc1, fc2), queue, owners, has_b1 = ctx.plan
+        (fc1, fc2), ranges = ctx.options.gemms, ctx.options.ranges()
         grad_x, grad_p = grad_RH.new_zeros(ctx.shape), None if probs_R is None else torch.zeros_like(probs_R)
-        grad_b1 = w1.new_zeros(w1.shape[:2]) if has_b1 else None
+        grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
         of_w1: dict[int, Callable[[], Tensor]] = {}
         of_w2: dict[int, Callable[[], Tensor]] = {}
         grad_RH = grad_RH.contiguous()
-        found = [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
         if ctx.stacked is None:
-            inputs = (x[rows] for _, rows in found)
+            inputs = (x[rows] for _, rows in ranges)
         else:
             inputs = StackedInputs(x, inverse, *ctx.stacked).parts()
 
         def through_activation():
-            given = ((grad_RH[rows], fc2.expert_weight(w2, expert)) for expert, rows in found)
-            for (expert, rows), x_of_expert, grad_a in zip(found, inputs, fc2.input_grads(given)):
+            pairs = ((grad_RH[rows], fc2.expert_weight(w2, expert)) for expert, rows in ranges)
+            for (expert, rows), x_of_expert, grad_a in zip(ranges, inputs, fc2.input_grads(pairs)):
                 p, grad_y = None if probs_R is None else probs_R[rows], grad_RH[rows]
-                a, grad_h, block_grad_p = activation.backward(h_RG[rows], p, grad_a)
+                a, grad_h, block_grad_p = ctx.options.activation.backward(h_RG[rows], p, grad_a)
                 of_w2[expert] = fc2.make_wgrad_fn(grad_y, a)
                 of_w1[expert] = fc1.make_wgrad_fn(grad_h, x_of_expert)
                 if grad_b1 is not None:
@@ -88,67 +108,61 @@ class _QuantizedExpertMLP(torch.autograd.Function):
                         grad_p[rows] += grad_y @ b2[expert]
                 yield grad_h, fc1.expert_weight(w1, expert)
 
-        for (_, rows), part in zip(found, fc1.input_grads(through_activation())):
+        for (_, rows), part in zip(ranges, fc1.input_grads(through_activation())):
             grad_x[rows] = part
-        grad_w1, grad_w2 = (
-            compute_or_defer(
-                queue, owner, functools.partial(_stacked, w.shape, w.new_empty(0), parts) if needed else None
-            )
-            for owner, w, parts, needed in zip(
-                owners, (w1, w2), (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
-            )
-        )
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None, None
+        stacked = (functools.partial(_stacked, w.shape, w.new_empty(0), of_w) for w, of_w in ((w1, of_w1), (w2, of_w2)))
+        grad_w1, grad_w2 = _weight_grads(ctx, *stacked)
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
 
 
 class _BufferMLP(torch.autograd.Function):
     """The same with counts on the device: each GEMM is one call for all experts (grouped.py)."""
 
     @staticmethod
-    def forward(ctx, x_CH, probs_C, w1, b1, w2, b2, groups, activation, gemms, queue):
-        fc1, fc2 = gemms
+    def forward(ctx, x_CH, probs_C, w1, b1, w2, b2, options: _QuantizedMLPOptions):
+        (fc1, fc2), groups = options.gemms, options.counts
         h_CG = fc1.grouped_output(x_CH, w1, groups)
         if b1 is not None:
             h_CG = h_CG + _per_token(b1, groups)
-        y_CH = fc2.grouped_output(activation.forward(h_CG, probs_C), w2, groups)
+        y_CH = fc2.grouped_output(options.activation.forward(h_CG, probs_C), w2, groups)
         if b2 is not None:
             bias_CH = _per_token(b2, groups)
             y_CH = y_CH + (bias_CH if probs_C is None else (bias_CH * probs_C.unsqueeze(1)).to(y_CH.dtype))
         ctx.save_for_backward(x_CH, probs_C, h_CG, w1, w2, b2)
-        ctx.plan = groups, activation, gemms, queue, (grad_owner(w1), grad_owner(w2)), b1 is not None
+        ctx.options, ctx.owners, ctx.has_b1 = options, (grad_owner(w1), grad_owner(w2)), b1 is not None
         return y_CH
 
     @staticmethod
     def backward(ctx, grad_CH):
         x_CH, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
-        groups, activation, (fc1, fc2), queue, owners, has_b1 = ctx.plan
+        (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
         grad_CH = grad_CH.contiguous()
-        a_CF, grad_h, grad_p = activation.backward(h_CG, probs_C, fc2.grouped_input_grad(grad_CH, w2, groups))
-        grad_b1 = _sum_tokens(grad_h, groups) if has_b1 else None
+        grad_a = fc2.grouped_input_grad(grad_CH, w2, groups)
+        a_CF, grad_h, grad_p = ctx.options.activation.backward(h_CG, probs_C, grad_a)
+        grad_b1 = groups.gemms.sum_tokens(grad_h, groups.offsets_e) if ctx.has_b1 else None
         grad_b2 = None
         if b2 is not None:
             weighed = grad_CH if probs_C is None else (grad_CH * probs_C.unsqueeze(1)).to(grad_CH.dtype)
-            grad_b2 = _sum_tokens(weighed, groups)
+            grad_b2 = groups.gemms.sum_tokens(weighed, groups.offsets_e)
             if grad_p is not None:
                 grad_p = grad_p + (grad_CH * _per_token(b2, groups)).sum(-1)
         of_w2, of_w1 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups), fc1.make_grouped_wgrad_fn(grad_h, x_CH, groups)
         grad_x = fc1.grouped_input_grad(grad_h, w1, groups)
-        grad_w1, grad_w2 = (
-            compute_or_defer(queue, owner, compute if needed else None)
-            for owner, compute, needed in zip(
-                owners, (of_w1, of_w2), (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
-            )
-        )
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+        grad_w1, grad_w2 = _weight_grads(ctx, of_w1, of_w2)
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
+
+
+def _weight_grads(ctx, of_w1: Callable[[], Tensor], of_w2: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
+    """Compute or defer the gradients that autograd needs."""
+    needed = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
+    return tuple(
+        compute_or_defer(ctx.options.queue, owner, compute if is_needed else None)
+        for owner, compute, is_needed in zip(ctx.owners, (of_w1, of_w2), needed)
+    )
 
 
 def _per_token(bias_eN: Tensor, groups: TokenGroups) -> Tensor:
     return bias_eN[groups.expert_C.clamp(max=len(bias_eN) - 1)]
-
-
-def _sum_tokens(rows_CN: Tensor, groups: TokenGroups) -> Tensor:
-    """Sum each expert's tokens by a GEMM with ones, whose rows have the alignment of grouped GEMMs."""
-    return groups.gemms.weight_grad(rows_CN, rows_CN.new_ones(len(rows_CN), 8), groups.offsets_e)[..., 0]
 
 
 def _stacked(shape: torch.Size, none: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
@@ -190,15 +204,11 @@ def quantized_expert_mlp(
         ValueError: if the counts do not add up to R.
     """
     probs_R = None if probs_R is None else probs_R.contiguous()
-    fns, weights = activation_fns or get_activation_fns(activation), (w1_eGH, b1_eG, w2_eHF, b2_eH)
+    fns = activation_fns or get_activation_fns(activation)
+    inputs = x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH
     if isinstance(counts, Tensor):
         groups = make_token_groups(counts, x_RH.shape[0], grouped or GROUPED_MM)
-        return _BufferMLP.apply(x_RH.contiguous(), probs_R, *weights, groups, fns, gemms, queue)
-    num_rows = x_RH.shape[0] - unused
-    if sum(counts) != num_rows:
-        raise ValueError(
-            f"quantized_expert_mlp: the experts' row counts add up to {sum(counts)}, but there are {num_rows} rows"
-        )
+        return _BufferMLP.apply(*inputs, _QuantizedMLPOptions(groups, fns, gemms, queue))
+    check_token_counts("quantized_expert_mlp", counts, x_RH.shape[0] - unused)
     saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
-    plan = tuple(counts), fns, gemms, queue, saves_quantized
-    return _QuantizedExpertMLP.apply(x_RH.contiguous(), probs_R, *weights, *plan)
+    return _QuantizedExpertMLP.apply(*inputs, _QuantizedMLPOptions(tuple(counts), fns, gemms, queue, saves_quantized))

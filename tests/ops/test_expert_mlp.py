@@ -71,7 +71,7 @@ def test_grouped_equals_loop(kind, biases, counts, monkeypatch):
     results = []
     for grouped in (False, True):
         y = run(values, activation, counts, grouped)
-        assert (y.grad_fn.gemms is not None) == grouped
+        assert (y.grad_fn.options.gemms is not None) == grouped
         results.append([y, *torch.autograd.grad(y, [values[name] for name in names], grad)])
     for name, loop, one_call in zip(["y", *names], *results):
         torch.testing.assert_close(one_call, loop, atol=1e-4, rtol=1e-4, msg=labelled(name))
@@ -136,9 +136,9 @@ def test_expert_mlp_without_rows():
     assert values["w1_eGH"].grad.eq(0).all() and values["b2_eH"].grad.eq(0).all()
 
 
-def test_counts_that_do_not_match_the_rows_are_rejected():
+def test_counts_that_do_not_match_the_tokens_are_rejected():
     activation = ACTIVATIONS["swiglu"]
-    with pytest.raises(ValueError, match="add up to 7, but there are 8 rows"):
+    with pytest.raises(ValueError, match="add up to 7, but there are 8 tokens"):
         run(inputs(activation), activation, (3, 0, 1, 3))
 
 
