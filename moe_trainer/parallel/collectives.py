@@ -167,60 +167,68 @@ def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tenso
     return _AllToAll.apply(group, tuple(send), tuple(receive), *tensors)
 
 
-class AllToAllHandle:
-    """State of an all-to-all between start_all_to_all and finish_all_to_all, in forward and in backward."""
+class AllToAllExchange:
+    """An asynchronous all-to-all in forward, and that of the gradients in backward.
+
+    Attributes:
+        pending: the exchange in flight; None before `start` and after `wait`.
+    """
 
     def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int]):
-        self.group, self.send, self.receive = group, tuple(send), tuple(receive)
+        self.group, self._sizes = group, (tuple(send), tuple(receive))
         self.pending: PendingAllToAll | None = None
 
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        """Start to send tensors, or gradients in the opposite direction."""
+        self.pending = PendingAllToAll(tensors, *(self._sizes[::-1] if is_backward else self._sizes), self.group)
 
-class _StartAllToAll(torch.autograd.Function):
+    def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
+        """Return what has been received."""
+        pending, self.pending = self.pending, None
+        assert pending is not None, "all_to_all: nothing is in flight"
+        return pending.wait()
+
+    def placeholders(self) -> tuple[Tensor, ...]:
+        """Return tensors of the shapes that are being received in forward; they must not be read."""
+        assert self.pending is not None, "all_to_all: nothing is in flight"
+        return self.pending.outs
+
+
+class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, handle, *tensors):
-        ctx.handle = handle
-        handle.pending = PendingAllToAll(tensors, handle.send, handle.receive, handle.group)
-        return handle.pending.outs
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        exchange.start(tensors, False)
+        return exchange.placeholders()
+
+    @staticmethod
+    def backward(ctx, *_):
+        return None, *ctx.exchange.wait(True)  # _FinishExchange.backward has sent the gradients
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *_):
+        ctx.exchange = exchange
+        return tuple(x.view_as(x) for x in exchange.wait(False))
 
     @staticmethod
     def backward(ctx, *grads):
-        # _FinishAllToAll.backward has started the exchange of `grads`
-        pending, ctx.handle.pending = ctx.handle.pending, None
-        return None, *pending.wait()
-
-
-class _FinishAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, handle, *tensors):
-        ctx.handle = handle
-        handle.pending.wait()
-        handle.pending = None
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        handle = ctx.handle
-        handle.pending = PendingAllToAll(grads, handle.receive, handle.send, handle.group)
+        ctx.exchange.start(grads, True)
         return None, *grads
 
 
-def start_all_to_all(
-    group: Group, send: Sequence[int], receive: Sequence[int], *tensors: Tensor
-) -> tuple[AllToAllHandle, tuple[Tensor, ...]]:
-    """Start an asynchronous all_to_all; pass the results unchanged to finish_all_to_all. Differentiable.
+def start_exchange(exchange: AllToAllExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Start an exchange; return the inputs of finish_exchange, which must not be read before it. Differentiable.
 
-    Computation between the two calls overlaps the exchange, and its backward overlaps the exchange of the gradients.
+    Computation between the two calls overlaps the exchange, and its backward overlaps that of the gradients.
     """
-    handle = AllToAllHandle(group, send, receive)
-    if group.size == 1:
-        return handle, tensors
-    return handle, _StartAllToAll.apply(handle, *tensors)
+    return tensors if exchange.group.size == 1 else _StartExchange.apply(exchange, *tensors)
 
 
-def finish_all_to_all(handle: AllToAllHandle, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if handle.group.size == 1:
-        return tuple(tensors)
-    return _FinishAllToAll.apply(handle, *tensors)
+def finish_exchange(exchange: AllToAllExchange, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Wait for the tensors of start_exchange and return them."""
+    return tuple(tensors) if exchange.group.size == 1 else _FinishExchange.apply(exchange, *tensors)
 
 
 class _Mapping(torch.autograd.Function):

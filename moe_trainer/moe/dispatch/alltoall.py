@@ -36,7 +36,6 @@ from moe_trainer.moe.dispatch.base import (
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
-    finish_token_exchange,
     gather_tokens,
     reduce_scatter_tokens,
     start_token_exchange,
@@ -52,7 +51,7 @@ from moe_trainer.ops.fixed_slots import (
     sum_slots,
 )
 from moe_trainer.ops.permute import Permutation, block_permutation, reorder
-from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat
+from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat, finish_exchange
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -183,7 +182,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens and gather those of the other etp ranks."""
         plan: _AllToAllState = state.handle
-        x_RH, probs_R = finish_token_exchange(plan.work, (state.x_RH, state.probs_R))
+        x_RH, probs_R = finish_exchange(plan.work, (state.x_RH, state.probs_R))
         x_RH = gather_tokens(x_RH, plan.gathered, self.etp, self.mxfp8.dispatch)
         probs_R = all_gather_rows(probs_R, plan.gathered, self.etp)
         return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(plan, work=None))
@@ -290,7 +289,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return y_RH, work
 
     def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        return finish_token_exchange(handle, (y_RH,))[0]
+        return finish_exchange(handle, (y_RH,))[0]
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         plan: _AllToAllState = state.handle

@@ -45,14 +45,15 @@ from moe_trainer.ops.permute import (
     unpermute,
 )
 from moe_trainer.parallel.collectives import (
+    AllToAllExchange,
     PendingAllToAll,
     all_gather_flat,
     all_gather_rows,
     all_to_all,
     all_to_all_flat,
-    finish_all_to_all,
+    finish_exchange,
     reduce_scatter_rows,
-    start_all_to_all,
+    start_exchange,
 )
 from moe_trainer.parallel.state import ParallelState
 
@@ -200,14 +201,15 @@ class HierarchicalDispatcher(TokenDispatcher):
         routing_CX = permute_rows(plan.routing.to(torch.uint8), to_nodes, self.inter.size)
         pending = PendingAllToAll([routing_CX], *sizes, self.inter)
         x_CH, probs_CX = permute(state.x_RH, to_nodes), permute_rows(state.probs_R, to_nodes, self.inter.size)
-        work, (x_MH, probs_MX) = start_all_to_all(self.inter, *sizes, x_CH, probs_CX)
-        return DispatchState(x_MH, probs_MX, counts_e, replace(plan, work=(work, pending), to_nodes=to_nodes))
+        exchange = AllToAllExchange(self.inter, *sizes)
+        x_MH, probs_MX = start_exchange(exchange, x_CH, probs_CX)
+        return DispatchState(x_MH, probs_MX, counts_e, replace(plan, work=(exchange, pending), to_nodes=to_nodes))
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens, distribute them inside the node, and gather those of the other etp ranks."""
         plan: _HierarchicalState = state.handle
-        work, pending = plan.work
-        x_NH, probs_Ne = finish_all_to_all(work, (state.x_RH, state.probs_R))
+        exchange, pending = plan.work
+        x_NH, probs_Ne = finish_exchange(exchange, (state.x_RH, state.probs_R))
         (routing_Ne,), sizes = pending.wait(), plan.sizes
         to_ranks = order_N = inverse_N = None
         if self.intra.size > 1:
@@ -258,11 +260,12 @@ class HierarchicalDispatcher(TokenDispatcher):
             (y_NH,) = reorder(plan.inverse_N, plan.order_N, y_NH)
             (y_IH,) = all_to_all(self.intra, sizes.from_ranks, sizes.to_ranks, y_NH)
             y_NH = unpermute(y_IH, plan.to_ranks)
-        work, (y_CH,) = start_all_to_all(self.inter, sizes.from_nodes, sizes.to_nodes, y_NH)
-        return y_CH, work
+        exchange = AllToAllExchange(self.inter, sizes.from_nodes, sizes.to_nodes)
+        (y_CH,) = start_exchange(exchange, y_NH)
+        return y_CH, exchange
 
     def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        return finish_all_to_all(handle, (y_RH,))[0]
+        return finish_exchange(handle, (y_RH,))[0]
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum each token's results of the nodes."""

@@ -9,17 +9,15 @@ in high precision.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_trainer.parallel.collectives import (
-    PendingAllToAll,
+    AllToAllExchange,
     all_gather_rows,
-    finish_all_to_all,
     reduce_scatter_rows,
-    start_all_to_all,
+    start_exchange,
 )
 from moe_trainer.parallel.state import Group
 from moe_trainer.quantization.mxfp8_rowwise import join, pack, round_to_mxfp8, split, unpack
@@ -77,58 +75,31 @@ class RoundToMxfp8(torch.autograd.Function):
         return round_to_mxfp8(grad_RH) if ctx.in_backward else grad_RH, None, None
 
 
-class PackedAllToAll:
-    """One all-to-all over a group whose first tensor is packed to MXFP8 in forward, in backward, or both."""
+class PackedExchange(AllToAllExchange):
+    """An all-to-all whose first tensor is packed to MXFP8 in forward, in backward, or both."""
 
     def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int], *, forward: bool, backward: bool):
-        self.group, self.sizes, self.is_packed = group, (tuple(send), tuple(receive)), (forward, backward)
-        self.shape = 0, torch.float32
-        self.in_flight: PendingAllToAll | None = None
+        super().__init__(group, send, receive)
+        self._is_packed = forward, backward
+        self._width, self._dtype = 0, torch.float32  # of the first tensor
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
         """Start to send the tensors."""
         x_RH, *others = tensors
-        self.shape = x_RH.shape[1], x_RH.dtype
-        sizes = self.sizes[::-1] if is_backward else self.sizes
-        self.in_flight = PendingAllToAll(
-            (pack(x_RH) if self.is_packed[is_backward] else x_RH, *others), *sizes, self.group
-        )
+        self._width, self._dtype = x_RH.shape[1], x_RH.dtype
+        super().start((pack(x_RH) if self._is_packed[is_backward] else x_RH, *others), is_backward)
 
     def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
         """Wait for the received tensors."""
-        (x_RH, *others), self.in_flight = self.in_flight.wait(), None
-        return unpack(x_RH, *self.shape) if self.is_packed[is_backward] else x_RH, *others
+        x_RH, *others = super().wait(is_backward)
+        return unpack(x_RH, self._width, self._dtype) if self._is_packed[is_backward] else x_RH, *others
 
     def placeholders(self) -> tuple[Tensor, ...]:
-        """Return tensors of the received shapes, without data, for the time in which they are in flight."""
-        x_RH, *others = self.in_flight.outs
-        if self.is_packed[False]:
-            x_RH = torch.zeros(1, dtype=self.shape[1], device=x_RH.device).expand(x_RH.shape[0], self.shape[0])
+        """Return tensors of the received shapes; the packed one without data."""
+        x_RH, *others = super().placeholders()
+        if self._is_packed[False]:
+            x_RH = torch.zeros(1, dtype=self._dtype, device=x_RH.device).expand(x_RH.shape[0], self._width)
         return x_RH, *others
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, *tensors):
-        ctx.exchange = exchange
-        exchange.start(tensors, False)
-        return exchange.placeholders()
-
-    @staticmethod
-    def backward(ctx, *_):
-        return None, *ctx.exchange.wait(True)  # _Finish has sent the gradients
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, *_):
-        ctx.exchange = exchange
-        return tuple(x.view_as(x) for x in exchange.wait(False))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.exchange.start(grads, True)
-        return None, *grads
 
 
 def start_token_exchange(
@@ -138,8 +109,8 @@ def start_token_exchange(
     *tensors: Tensor,
     round_forward: bool = False,
     round_backward: bool = False,
-) -> tuple[Any, tuple[Tensor, ...]]:
-    """Start an all-to-all as collectives.start_all_to_all, with the first tensor [R, H] in MXFP8. Differentiable.
+) -> tuple[AllToAllExchange, tuple[Tensor, ...]]:
+    """Start an all-to-all of tokens [R, H], in MXFP8 where they are rounded, and of further tensors. Differentiable.
 
     A group of one rounds without sending.
 
@@ -152,23 +123,14 @@ def start_token_exchange(
         round_backward: round its gradient.
 
     Returns:
-        The inputs of finish_token_exchange. The tensors must not be read before it.
+        The inputs of collectives.finish_exchange. The tensors must not be read before it.
     """
-    if not (round_forward or round_backward):
-        return start_all_to_all(group, send, receive, *tensors)
-    if group.size == 1:
-        return None, (RoundToMxfp8.apply(tensors[0], round_forward, round_backward), *tensors[1:])
-    exchange = PackedAllToAll(group, send, receive, forward=round_forward, backward=round_backward)
-    return exchange, _Start.apply(exchange, *tensors)
-
-
-def finish_token_exchange(handle: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Wait for the tensors of start_token_exchange."""
-    if handle is None:
-        return tuple(tensors)
-    if isinstance(handle, PackedAllToAll):
-        return _Finish.apply(handle, *tensors)
-    return finish_all_to_all(handle, tensors)
+    exchange = AllToAllExchange(group, send, receive)
+    if round_forward or round_backward:
+        exchange = PackedExchange(group, send, receive, forward=round_forward, backward=round_backward)
+        if group.size == 1:
+            tensors = RoundToMxfp8.apply(tensors[0], round_forward, round_backward), *tensors[1:]
+    return exchange, start_exchange(exchange, *tensors)
 
 
 class _GatherPacked(torch.autograd.Function):
