@@ -34,7 +34,11 @@ logger = logging.getLogger(__name__)
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shape of a token and dtype, for each tensor of a group."""
-FACTOR_STEPS = 1000  # logged factors are multiples of 1 / FACTOR_STEPS
+
+
+def round_up_factor(factor: float) -> float:
+    """Round a factor of the balanced size up to three decimals, so that the logged one suffices."""
+    return math.ceil(factor * 1000) / 1000
 
 
 class PagePool:
@@ -66,7 +70,7 @@ class PagePool:
     def sufficient_factor(self) -> float:
         """Smallest factor of the device's pages with which everything so far would have fitted."""
         pages_per_group = -(-max(0, self._peak_pages - self.num_host) // max(1, self.peak_groups))
-        return math.ceil(pages_per_group * self._page_size / self.balanced_size * FACTOR_STEPS) / FACTOR_STEPS
+        return round_up_factor(pages_per_group * self._page_size / self.balanced_size)
 
     def begin_iteration(self, factor_device: float, factor_host: float) -> bool:
         """Free all pages; return whether the memory has been replaced by a larger one."""
@@ -365,7 +369,7 @@ class PagedStash:
         return self._pools[signature]
 
     def run_copies(self, copy: Callable[[], None]) -> Any:
-        """Run copies behind what the current stream has; return their event, None without CUDA."""
+        """Run copies after what is on the current stream; return their event, None without CUDA."""
         if self._stream is None:
             copy()
             return None

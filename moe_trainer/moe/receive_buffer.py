@@ -22,18 +22,15 @@ Shape letters: T local tokens, R routed tokens received, C tokens in the buffer,
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
-from moe_trainer.memory.paged_stash import PagedStash
+from moe_trainer.memory.paged_stash import PagedStash, round_up_factor
 
 logger = logging.getLogger(__name__)
-
-FACTOR_STEPS = 1000  # logged factors are multiples of 1 / FACTOR_STEPS
 
 
 class ReceiveBudget:
@@ -75,7 +72,7 @@ class ReceiveBudget:
         size = expert_buffer_tokens(self.balanced_size, self.factor)
         if num_received <= size:
             return size
-        sufficient = math.ceil(num_received / self.balanced_size * FACTOR_STEPS) / FACTOR_STEPS
+        sufficient = round_up_factor(num_received / self.balanced_size)
         if self.should_log_growth:
             logger.warning(
                 "%s needs a buffer of %d tokens on this rank, but --moe-expert-rank-capacity-factor %g allows %d; the "
