@@ -90,6 +90,7 @@ class Experts(nn.Module):
         moe: MoEArgs,
         ps: ParallelState,
         name: str,
+        *,
         queue: WeightGradQueue | None = None,
         activations: ActivationPolicy | None = None,
         quantize: Callable[..., QuantizedGemms | None] | None = None,
@@ -106,7 +107,7 @@ class Experts(nn.Module):
             name: global name.
             queue: queue of deferred weight gradients; None computes them in backward.
             activations: recompute and offload policy of the chunk.
-            quantize: builds quantized GEMMs from (name, cut=, expert=).
+            quantize: builds quantized GEMMs from (name, is_sharded=, is_expert=), or returns None.
             kernels: our kernels.
             grouped_linear, expert_mlp: the LayerFactory's, which may return None.
 

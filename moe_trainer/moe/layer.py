@@ -100,12 +100,12 @@ class MoELayer(nn.Module):
             moe,
             ps,
             f"{name}.experts",
-            factory.queue,
-            factory.activations,
-            factory.quantize,
-            factory.kernels,
-            factory.grouped_linear,
-            factory.expert_mlp,
+            queue=factory.queue,
+            activations=factory.activations,
+            quantize=factory.quantize,
+            kernels=factory.kernels,
+            grouped_linear=factory.grouped_linear,
+            expert_mlp=factory.expert_mlp,
         )
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if moe.moe_latent_size is not None:
