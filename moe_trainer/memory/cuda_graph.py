@@ -322,13 +322,9 @@ class _GraphedPart:
             self._load(grads)
             self._backward_graph.replay()
         self._pass = lambda: None
-        return [x if x is None else x.detach() for x in self.input_grads], [
-            x
-            if x is None
-            else x.detach()
-            if param._post_accumulate_grad_hooks
-            else x.clone()  # hooks consume it at once
-            for param, x in zip(self.params, self._param_grads)
+        input_grads = [x if x is None else x.detach() for x in self.input_grads]
+        return input_grads, [
+            x if x is None else _returned_grad(param, x) for param, x in zip(self.params, self._param_grads)
         ]
 
     def _load(self, grads: Sequence[Tensor | None]) -> None:
@@ -357,6 +353,11 @@ class _GraphedPart:
         """Run the modules' forward pre-hooks, which wait for parameters."""
         for module, hook in self._hooks:
             hook(module, ())
+
+
+def _returned_grad(param: Parameter, grad: Tensor) -> Tensor:
+    """Return a parameter's gradient so that the next replay may overwrite its buffer: hooks consume it at once."""
+    return grad.detach() if param._post_accumulate_grad_hooks else grad.clone()
 
 
 class _Graphed(torch.autograd.Function):
