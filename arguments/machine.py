@@ -242,7 +242,7 @@ def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str
 
 
 def _older(version: str, least: str) -> bool:
-    """Is a version such as 2.7.0+cu129 before another? Compares the leading numbers."""
+    """Return whether the leading numbers of a version such as 2.7.0+cu129 are before those of another."""
     parts = [tuple(int(n) for n in re.findall(r"\d+", text.split("+")[0])[:2]) for text in (version, least)]
     return parts[0] < parts[1]
 

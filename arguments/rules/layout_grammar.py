@@ -1,4 +1,4 @@
-"""The pipeline layout string: which layers stand on which pipeline stage.
+"""The pipeline layout string: which layers are on which pipeline stage.
 
 Grammar of --pipeline-model-parallel-layout: stages separated by `|`; inside a stage the characters E (embedding), t
 (decoder layer), m (multi-token prediction layer) and L (loss); commas are ignored; `x*N` repeats one character (also
@@ -41,7 +41,7 @@ class PipelineLayout:
         return [index for index, stage in enumerate(self.stages) if kind in stage]
 
     def mtp_standalone(self, pp: int) -> bool:
-        """Do the MTP layers stand on another pipeline rank than the last one?"""
+        """Return whether the MTP layers are on another pipeline rank than the last one."""
         holders = self.stages_with(MTP)
         return bool(holders) and holders[0] % pp != pp - 1
 

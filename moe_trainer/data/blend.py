@@ -60,7 +60,7 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
         return Blend(tuple(words), None)
     if not_numbers:
         raise ValueError(
-            f'{flag}: "{not_numbers[0]}" stands where a weight is needed; give a weight before every prefix, or '
+            f'{flag}: "{not_numbers[0]}" is given where a weight is needed; give a weight before every prefix, or '
             "before none"
         )
     weights = [float(word) for word in words[::2]]

@@ -77,7 +77,7 @@ def _order_lines(outcome: SearchResult) -> list[str]:
     lines = []
     if tied:
         lines.append(
-            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported stands first: "
+            f"a tie with the first, by these estimates: {_ranges(tied)}. Among ties the best supported is first: "
             "the smallest error, then the simplest mapping, then the nearest published run"
         )
     if fastest.plan is not first and fastest.plan.time.step < 0.995 * first.time.step:
@@ -106,7 +106,7 @@ def _ranges(numbers: list[int]) -> str:
 def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:
     """Return why nothing was found, and what would help."""
     if outcome.planned and outcome.rejected == outcome.planned:
-        return ["no mapping is legal with these flags (the commonest reasons stand above)"]
+        return ["no mapping is legal with these flags (the commonest reasons are above)"]
     if outcome.closest is None:
         return [
             f"none fits on {gpus} devices: no sizes divide heads, experts (--num-experts) and --global-batch-size (a "

@@ -2,8 +2,8 @@
 
 Every rank learns how many tokens each source has for each expert and makes the same plan (clone_plan.py). The layer
 then treats an expert-parallel rank as one with `slots` more experts: `CloneRouting` converts the [T, E] routing to
-these columns, and the dispatcher is unchanged. The weights of the clones come by an all-to-all over ps.ep and stand
-behind the local experts' in one stack; their gradients return the same way and are added to the expert's own.
+these columns, and the dispatcher is unchanged. The weights of the clones are received by an all-to-all over ps.ep and
+follow the local experts' in one stack; their gradients return the same way and are added to the expert's own.
 
 The plan is made on the device. Where the host reads token counts anyway it also reads the plan, and exactly the
 weights of clones are sent. With a fixed receive buffer it reads nothing: every pair of ranks exchanges `slots` experts,
@@ -46,7 +46,7 @@ from moe_trainer.parallel.state import Group, ParallelState
 class CloneRouting:
     """Routing of this rank's tokens over experts and clones.
 
-    Column v stands for expert_V[v] and takes those of the expert's tokens on this rank, counted by token, that are in
+    Column v is of expert_V[v] and takes those of the expert's tokens on this rank, counted by token, that are in
     [low_V, high_V).
 
     Attributes:
@@ -231,7 +231,7 @@ class _FixedExchange:
 
 
 class CloneWeights:
-    """The local experts' weights with those of the clones on this rank behind them, in one pass.
+    """The local experts' weights followed by those of the clones on this rank, in one pass.
 
     Attributes:
         num_clones: clones on this rank, at most the slots.

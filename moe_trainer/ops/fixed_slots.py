@@ -23,7 +23,7 @@ class SlotMap:
     """Where the rows of all slots come from.
 
     Attributes:
-        routes: map of T + 1 tokens, of which the last one stands in rows without a token.
+        routes: map of T + 1 tokens, of which the last one is that of rows without a token.
         counts_Se: rows of each expert in the slots, with padding, int64.
         overflow: int32 [1], nonzero if tokens are left out.
     """
@@ -104,7 +104,7 @@ class BufferOrder:
     """Where rows of slots and of the buffer are in the other.
 
     Attributes:
-        slot_row_C, is_used_C: the row of the slots that stands in each row of the buffer, and whether there is one.
+        slot_row_C, is_used_C: the row of the slots that each row of the buffer holds, and whether there is one.
         buffer_row_N: the row of the buffer of each used row of the slots.
         counts_e: rows of each expert in the buffer, with padding, int64.
     """

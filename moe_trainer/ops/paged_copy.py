@@ -5,7 +5,7 @@ lists the pages of a buffer's tokens, in order. Its length is an upper bound, an
 number of pages: plain torch has one more page there, whose contents are not used.
 
 The free pages are one byte each. An allocation takes the first free ones, so pages with low numbers are preferred
-(memory/paged_stash.py puts the host's behind the device's), and any order of frees is possible.
+(memory/paged_stash.py puts the host's after the device's), and any order of frees is possible.
 
 ops/triton_paged_copy.py has the same functions as kernels, which touch the pages in use only.
 

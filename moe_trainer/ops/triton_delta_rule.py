@@ -27,7 +27,7 @@ POSITIONS, CHANNELS = tl.constexpr(64), tl.constexpr(64)  # of a program
 
 @triton.jit
 def _same(ids, one, other, length):
-    """Are both positions there, and in one document?"""
+    """Return whether both positions exist and are in one document."""
     there = (one >= 0) & (other >= 0) & (one < length) & (other < length)
     return there & (tl.load(ids + one, mask=there, other=0) == tl.load(ids + other, mask=there, other=0))
 

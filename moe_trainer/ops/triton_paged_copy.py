@@ -71,7 +71,7 @@ def copy_back_kernel(
     length,
     BYTES: tl.constexpr,
 ):
-    """Copy BYTES of one page back, or write zeros where there is no page and behind the last token."""
+    """Copy BYTES of one page back, or write zeros where there is no page and after the last token."""
     entry = tl.program_id(0).to(tl.int64)
     page = tl.load(table + entry, mask=entry < length, other=num_pages)
     place = tl.program_id(1).to(tl.int64) * BYTES + tl.arange(0, BYTES)

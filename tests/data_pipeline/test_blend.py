@@ -85,7 +85,7 @@ def test_blend_spellings_are_parsed(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "no data prefix"), (["0.5", "a", "x", "b"], '"x" stands where a weight'), (["-1", "a"], "non-negative")],
+    [([], "no data prefix"), (["0.5", "a", "x", "b"], '"x" is given where a weight'), (["-1", "a"], "non-negative")],
 )
 def test_invalid_blends_are_rejected(words, message):
     with pytest.raises(ValueError, match=f"--data-path.*{message}"):
