@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moe_trainer.ops.permute import Permutation, PermuteMap
 from moe_trainer.quantization.fp8_weight import Fp8Weight
-from moe_trainer.quantization.gemms import QuantizationRecipe
 from moe_trainer.quantization.quantize import E5M2
+from moe_trainer.quantization.recipe import QuantizationRecipe
 
 INSTALL = "pip install --no-build-isolation transformer_engine[pytorch]"
 PYTORCH = "transformer_engine.pytorch"

@@ -30,8 +30,8 @@ from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryWeight, sho
 from moe_trainer.layers.te_ops import FusedExpertMLP
 from moe_trainer.layers.tp_overlap import GEMM_NAMES, TpOverlap
 from moe_trainer.parallel.state import Group, ParallelState
-from moe_trainer.quantization.config import QuantizationRecipe
 from moe_trainer.quantization.iteration import WeightCastCache
+from moe_trainer.quantization.recipe import QuantizationRecipe
 
 NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
 """What the layers take from transformer_engine.pytorch."""

@@ -13,9 +13,10 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.custom_recipe import CustomRecipe
-from moe_trainer.quantization.gemms import DelayedScaling, QuantizationRecipe, QuantizedGemms, make_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.precision_file import Formats, PrecisionFile, PrecisionFileError
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
+from moe_trainer.quantization.recipe import DelayedScaling, QuantizationRecipe, make_recipe
 
 
 def get_recipe(precision: PrecisionArgs) -> QuantizationRecipe | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_trainer.errors import UserError
-from moe_trainer.quantization.gemms import QuantizationRecipe, make_recipe
+from moe_trainer.quantization.recipe import QuantizationRecipe, make_recipe
 
 FORMATS = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
 HIGH_PRECISION = "high_precision"

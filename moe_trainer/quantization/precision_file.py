@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from arguments.regular_file import regular_file
 from moe_trainer.errors import UserError
-from moe_trainer.quantization.gemms import QuantizationRecipe, make_recipe
+from moe_trainer.quantization.recipe import QuantizationRecipe, make_recipe
 
 logger = logging.getLogger(__name__)
 

@@ -128,7 +128,8 @@ def delayed_scaling(algorithm: str) -> list[tuple[list[float], list[float], list
     import transformer_engine.pytorch as library
     from transformer_engine.common import recipe as te_recipe
 
-    from moe_trainer.quantization.gemms import DelayedScaling, QuantizedGemms, make_recipe
+    from moe_trainer.quantization.gemms import QuantizedGemms
+    from moe_trainer.quantization.recipe import DelayedScaling, make_recipe
 
     recipe = te_recipe.DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=algorithm)
     linear = library.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cuda")
@@ -187,7 +188,7 @@ def stored_weights(recipe: str) -> list[tuple[bool, bool, bool, bool]]:
     """For every matrix of a stack: equal bytes, scales and transposes of the library's own cast, and shared memory."""
     from moe_trainer.layers import te
     from moe_trainer.quantization.fp8_weight import Fp8Weight
-    from moe_trainer.quantization.gemms import make_recipe
+    from moe_trainer.quantization.recipe import make_recipe
 
     values = torch.randn(2, 256, 192, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
     stored = Fp8Weight(values.shape, make_recipe(recipe).weight, values.dtype, values.device)

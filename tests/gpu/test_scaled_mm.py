@@ -6,8 +6,8 @@ What can be shown without one is in tests/quantization/test_scaled_mm.py.
 import pytest
 import torch
 
-from moe_trainer.quantization.gemms import make_recipe
 from moe_trainer.quantization.quantize import quantize
+from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
 from moe_trainer.quantization.scaled_mm import gemm_kind, native_mm, scaled_mm
 

@@ -16,8 +16,9 @@ from moe_trainer.moe.padding import pad_routing
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe
-from moe_trainer.quantization.gemms import DelayedScaling, QuantizedGemms
+from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.iteration import begin_iteration, iter_quantized_gemms, scaling_state, update_scales
+from moe_trainer.quantization.recipe import DelayedScaling
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.rerun import with_rewindable_batches
 from moe_trainer.training.step import train_step

@@ -8,7 +8,8 @@ from arguments import ArgumentError, parse_args
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe
 from moe_trainer.quantization.custom_recipe import CustomRecipe, QuantizerFactoryError
-from moe_trainer.quantization.gemms import QuantizedGemms, make_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms
+from moe_trainer.quantization.recipe import make_recipe
 
 HERE = "quantization.test_custom_recipe"
 CUSTOM = "--fp8-format e4m3 --fp8-recipe custom --fp8-quantizer-factory"

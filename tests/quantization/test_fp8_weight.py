@@ -7,9 +7,10 @@ import torch
 
 from moe_trainer.quantization.fp4_weight import Fp4Weight
 from moe_trainer.quantization.fp8_weight import Fp8Weight, can_store_once
-from moe_trainer.quantization.gemms import QuantizedGemms, make_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.mx_weight import MxWeight
 from moe_trainer.quantization.quantize import compute_amax, quantize
+from moe_trainer.quantization.recipe import make_recipe
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "nvfp4")
 

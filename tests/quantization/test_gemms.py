@@ -14,8 +14,9 @@ from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
-from moe_trainer.quantization.gemms import GRAD, WEIGHT, DelayedScaling, QuantizedGemms, X, make_recipe
+from moe_trainer.quantization.gemms import GRAD, WEIGHT, QuantizedGemms, X
 from moe_trainer.quantization.quantize import FP32, POWER_OF_TWO, TWO_LEVEL, quantize
+from moe_trainer.quantization.recipe import DelayedScaling, make_recipe
 
 NAMES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 BOUND = {"nvfp4": 0.25}  # of a GEMM's norm; 0.08 for 8 bits

@@ -9,8 +9,9 @@ from torch import nn
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
-from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms, make_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms
 from moe_trainer.quantization.grouped import make_token_groups
+from moe_trainer.quantization.recipe import make_recipe
 
 HIDDEN, FFN, COUNTS = 64, 32, (70, 0, 33, 5)
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")

@@ -17,8 +17,9 @@ from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import layer_factory
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms, make_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms
 from moe_trainer.quantization.precision_file import PrecisionFile, PrecisionFileError
+from moe_trainer.quantization.recipe import make_recipe
 
 DEFAULT = make_recipe("tensorwise")
 

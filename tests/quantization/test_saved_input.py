@@ -12,8 +12,9 @@ from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
-from moe_trainer.quantization.gemms import QuantizedGemms, make_recipe
+from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.quantize import quantize
+from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.saved_input import SavedInput
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")

@@ -16,8 +16,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization import gemms, scaled_grouped
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
-from moe_trainer.quantization.gemms import make_recipe
 from moe_trainer.quantization.quantize import quantize
+from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
 
 SIGNATURE = inspect.signature(F.scaled_grouped_mm)

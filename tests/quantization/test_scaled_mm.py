@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from moe_trainer.quantization import scaled_mm as module
-from moe_trainer.quantization.gemms import make_recipe
 from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, QuantizedTensor, Scaling, quantize
+from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.scaled_layouts import pack_e2m1, pad_to_multiple, split_two_level, swizzle_scales
 from moe_trainer.quantization.scaled_mm import BLOCKS, MX, NV, TENSORS, gemm_kind, native_mm
 

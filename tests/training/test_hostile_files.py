@@ -30,8 +30,8 @@ from moe_trainer.io import resume_offset
 from moe_trainer.metrics.dashboard import open_dashboard
 from moe_trainer.metrics.wandb_run import _read
 from moe_trainer.optim.loss_scale import DynamicLossScale
-from moe_trainer.quantization.gemms import make_recipe
 from moe_trainer.quantization.precision_file import PrecisionFile
+from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport
 from moe_trainer.training.setup import read_safetensors
 
