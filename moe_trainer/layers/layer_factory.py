@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe
 from moe_trainer.quantization.gemms import QuantizedGemms
+from moe_trainer.quantization.recipe import QuantizationRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +179,8 @@ def select_layer_factory(
         )
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         return local
-    return _fused(
-        local, ps, cp_comm_types, backends, model, moe, precision, defers, stored_format, tensors_of_experts, overlap
-    )
+    selection = _FusedSelection(local, ps, backends, model, moe, precision, stored_format, tensors_of_experts)
+    return selection.make_factory(tuple(cp_comm_types), defers, overlap)
 
 
 def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> bool:
@@ -195,24 +196,61 @@ def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> b
     )
 
 
-def _fused(
-    local: LayerFactory,
-    ps: ParallelState,
-    cp_comm_types: Sequence[str],
-    backends: BackendPolicy,
-    model: ModelArgs,
-    moe: MoEArgs,
-    precision: PrecisionArgs,
-    defers: bool,
-    stored_format: str | None,
-    tensors_of_experts: frozenset[str],
-    overlap: TpOverlap | None,
-) -> LayerFactory:
-    """Return TransformerEngine's factory, with local layers where it does not support the flags."""
+@dataclass(frozen=True)
+class _FusedSelection:
+    """Selection of the layers that TransformerEngine computes; the log says why others are local."""
 
-    def fits(what: str, problem: str | None, loud: bool = False) -> bool:
+    local: LayerFactory
+    ps: ParallelState
+    backends: BackendPolicy
+    model: ModelArgs
+    moe: MoEArgs
+    precision: PrecisionArgs
+    stored_format: str | None
+    tensors_of_experts: frozenset[str]
+
+    def make_factory(self, cp_comm_types: tuple[str, ...], defers: bool, overlap: TpOverlap | None) -> LayerFactory:
+        """Return TransformerEngine's factory, with local layers where it does not support the flags."""
+        recipe, stream = get_recipe(self.precision), None
+        low = recipe is not None and self._fits(
+            f"linears and experts with {recipe.name} scaling",
+            te_support.recipe_problem(self.precision, self.stored_format == "nvfp4") or te.recipe_problem(recipe),
+            loud=True,
+        )
+        attention_problem = te_layers.attention_problem(self.model, self.precision.params_dtype_name, self.ps)
+        attends = self._fits("core attention", attention_problem)
+        self._fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
+        if attends and self.ps.cp.size > 1:
+            stream = torch.cuda.Stream()
+        experts = self._select_experts(recipe, low) if self.moe.num_experts and self.moe.moe_grouped_gemm else {}
+        _log_unused_kernels(self.local.kernels, low, **experts)
+        layers = te_layers.FusedLayers(
+            te.load(),
+            self.ps,
+            cp_comm_types,
+            te.autocast(recipe) if low else None,
+            attends,
+            stream,
+            overlap=overlap,
+            stores=self.stored_format == "fp8",
+            **experts,
+        )
+        return replace(
+            self.local,
+            name="transformer_engine",
+            column_linear=layers.column_linear,
+            row_linear=layers.row_linear,
+            replicated_linear=layers.replicated_linear,
+            grouped_linear=layers.grouped_linear,
+            expert_mlp=layers.expert_mlp,
+            norm=layers.norm if self._norms_fit() else self.local.norm,
+            core_attention=layers.core_attention,
+        )
+
+    def _fits(self, what: str, problem: str | None, loud: bool = False) -> bool:
+        """Return whether there is no problem; `loud` for the GEMMs, which are what fp8 and fp4 are asked for."""
         # nothing types what stays local, so only --on-missing-backend error stops here
-        return backends.should_use(
+        return self.backends.should_use(
             (),
             flag="--transformer-impl transformer_engine",
             problem=problem and f"{what}: {problem}",
@@ -221,108 +259,94 @@ def _fused(
             loud=loud,
         )
 
-    recipe, stream = get_recipe(precision), None
-    # loud: the GEMMs are what fp8 and fp4 are asked for
-    low = recipe is not None and fits(
-        f"linears and experts with {recipe.name} scaling",
-        te_support.recipe_problem(precision, stored_format == "nvfp4") or te.recipe_problem(recipe),
-        loud=True,
-    )
-    attends = fits("core attention", te_layers.attention_problem(model, precision.params_dtype_name, ps))
-    fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
-    if attends and ps.cp.size > 1:
-        stream = torch.cuda.Stream()
-    experts = {}
-    if moe.num_experts and moe.moe_grouped_gemm:
+    def _select_experts(self, recipe: QuantizationRecipe | None, low: bool) -> dict[str, Any]:
+        """Return the arguments of FusedLayers for experts; `low`: the library computes GEMMs with the recipe."""
+        fused = self._uses_operation_fuser()
+        quantized = (
+            low
+            and not self._leaves_counts_on_device(recipe, fused)
+            and self._fits(f"experts with {recipe.name} scaling", self._experts_problem(recipe.alignment), loud=True)
+        )
+        host_problem = functools.partial(
+            te_layers.host_counts_problem, self.precision, capability=self.backends.capability, moe=self.moe
+        )
+        return {
+            "quantized_experts": quantized,
+            "plain_experts": self._select_plain_experts(fused),
+            "pad_multiple": te.pad_multiple(recipe) if quantized else 1,
+            "expert_ops": fused,
+            "interleave_size": self.moe.moe_mlp_glu_interleave_size,
+            "plain_host_problem": host_problem(recipe=None),
+            "quantized_host_problem": host_problem(recipe=recipe),
+        }
 
-        def experts_problem(alignment: int) -> str | None:
-            return te_layers.experts_problem(te.load(), model, moe, ps, alignment)
+    def _experts_problem(self, alignment: int) -> str | None:
+        return te_layers.experts_problem(te.load(), self.model, self.moe, self.ps, alignment)
 
-        bf16 = precision.params_dtype_name == "bf16"
-        fused = model.use_transformer_engine_op_fuser and backends.should_use(
+    def _uses_operation_fuser(self) -> bool:
+        if not self.model.use_transformer_engine_op_fuser:
+            return False
+        problem = "it cannot take weights that are stored in fp8"
+        if self.stored_format != "fp8":
+            problem = te_layers.expert_ops_problem(self.model, self.moe, self.tensors_of_experts)
+        return self.backends.should_use(
             ("use_transformer_engine_op_fuser",),
             flag="--use-transformer-engine-op-fuser",
-            problem="it cannot take weights that are stored in fp8"
-            if stored_format == "fp8"
-            else te_layers.expert_ops_problem(model, moe, tensors_of_experts),
+            problem=problem,
             remedy="Leave this flag out",
             instead="experts without the library's operation fuser",
             loud=True,
         )
-        reads_offsets = backends.capability[0] in GROUPED_MM_CAPABILITIES or local.kernels.grouped_gemms is not None
-        leaves_counts = (
-            reads_offsets and not fused and te_support.leaves_counts_on_device(moe, precision, backends.typed)
+
+    def _leaves_counts_on_device(self, recipe: QuantizationRecipe, fused: bool) -> bool:
+        """Return whether quantized experts are local because the library's need token counts on the host; log it."""
+        has_grouped_gemm = (
+            self.backends.capability[0] in GROUPED_MM_CAPABILITIES or self.local.kernels.grouped_gemms is not None
         )
-        if low and leaves_counts:
+        leaves_counts = (
+            has_grouped_gemm
+            and not fused
+            and te_support.leaves_counts_on_device(self.moe, self.precision, self.backends.typed)
+        )
+        if leaves_counts:
             logger.info(
                 "experts with %s scaling are computed by this program's grouped GEMMs, which read token counts on the "
                 "device (--moe-expert-rank-capacity-factor); with --transformer-impl transformer_engine on the command "
                 "line they are TransformerEngine's, which read them on the host",
                 recipe.name,
             )
-        quantized = (
-            low
-            and not leaves_counts
-            and fits(f"experts with {recipe.name} scaling", experts_problem(recipe.alignment), loud=True)
-        )
-        named = "triton_kernels" in backends.typed and local.kernels.grouped_gemms is not None
-        plain = (
-            backends.capability >= te_layers.BF16_EXPERTS_FROM
-            and not named
-            and moe.moe_expert_rank_capacity_factor is None
-            and experts_problem(1) is None
-            if bf16 and not fused
-            else fits(f"experts in {precision.params_dtype_name}", experts_problem(1))
-        )
-        if bf16 and not plain:
+        return leaves_counts
+
+    def _select_plain_experts(self, fused: bool) -> bool:
+        """Return whether the library computes experts in high precision."""
+        bf16 = self.precision.params_dtype_name == "bf16"
+        if bf16 and not fused:
+            is_selected = (
+                self.backends.capability >= te_layers.BF16_EXPERTS_FROM
+                and not self._is_kernel_named(self.local.kernels.grouped_gemms is not None)
+                and self.moe.moe_expert_rank_capacity_factor is None
+                and self._experts_problem(1) is None
+            )
+        else:
+            is_selected = self._fits(f"experts in {self.precision.params_dtype_name}", self._experts_problem(1))
+        if bf16 and not is_selected:
             # torch's one GEMM for all experts saves less for backward (ops/expert_mlp.py), so nothing is missing: not
-            # for `fits`
+            # for `_fits`
             logger.info("experts in bf16 are computed by this program's own grouped GEMMs, not by TransformerEngine's")
-        experts = {
-            "quantized_experts": quantized,
-            "plain_experts": plain,
-            "pad_multiple": te.pad_multiple(recipe) if quantized else 1,
-            "expert_ops": fused,
-            "interleave_size": moe.moe_mlp_glu_interleave_size,
-            "plain_host_problem": te_layers.host_counts_problem(precision, None, backends.capability, moe),
-            "quantized_host_problem": te_layers.host_counts_problem(precision, recipe, backends.capability, moe),
-        }
-    _log_unused_kernels(local.kernels, low, **experts)
-    layers = te_layers.FusedLayers(
-        te.load(),
-        ps,
-        tuple(cp_comm_types),
-        te.autocast(recipe) if low else None,
-        attends,
-        stream,
-        overlap=overlap,
-        stores=stored_format == "fp8",
-        **experts,
-    )
-    named = (
-        "triton_kernels" in backends.typed
-        and local.kernels.rms_norm is not Kernels.rms_norm
-        and model.normalization == "RMSNorm"
-    )
-    if named:  # code that names a kernel wants that one
-        logger.info("norms are those of --triton-kernels norm, not TransformerEngine's")
-    norms_fit = not named and fits(
-        "norms",
-        "it rounds the residual stream before the norm, not after it (--fp32-residual-connection)"
-        if model.fp32_residual_connection
-        else None,
-    )
-    return replace(
-        local,
-        name="transformer_engine",
-        column_linear=layers.column_linear,
-        row_linear=layers.row_linear,
-        replicated_linear=layers.replicated_linear,
-        grouped_linear=layers.grouped_linear,
-        expert_mlp=layers.expert_mlp,
-        norm=layers.norm if norms_fit else local.norm,
-        core_attention=layers.core_attention,
-    )
+        return is_selected
+
+    def _norms_fit(self) -> bool:
+        if self.model.normalization == "RMSNorm" and self._is_kernel_named(
+            self.local.kernels.rms_norm is not Kernels.rms_norm
+        ):
+            logger.info("norms are those of --triton-kernels norm, not TransformerEngine's")
+            return False
+        problem = "it rounds the residual stream before the norm, not after it (--fp32-residual-connection)"
+        return self._fits("norms", problem if self.model.fp32_residual_connection else None)
+
+    def _is_kernel_named(self, is_selected: bool) -> bool:
+        """Return whether a selected kernel of ours was named on the command line, which takes precedence."""
+        return is_selected and "triton_kernels" in self.backends.typed
 
 
 def _log_unused_kernels(
