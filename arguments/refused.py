@@ -1,73 +1,34 @@
-"""The manual's page on rejected flags (docs/refused_flags.md), generated from flag_status.py.
+"""The manual's page on rejected flags (docs/refused_flags.md), generated from flag_status.py and the limits of rules/.
 
-    python -m arguments.refused > docs/refused_flags.md
-
-COMBINATIONS lists flags that act, but not together; a test checks that the rules reject each of them.
+python -m arguments.refused > docs/refused_flags.md
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from string import Formatter
+from types import MappingProxyType
 
-from arguments import flag_status
+from arguments import flag_status, rules
 from arguments.container import OPTIONS
+from arguments.rules.derived_sizes import derive_sizes
+from arguments.settings import Limit, Settings
 
-GRAPHS = "--cuda-graph-impl local --cuda-graph-modules"
-PADDED = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-
-COMBINATIONS = (
-    # (flags, why)
-    (
-        "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
-        "sizes must not depend on the routing: a graph of the full iteration, and one of full layers "
-        "(`--cuda-graph-impl local`), needs HybridEP with `--moe-expert-rank-capacity-factor`, or padded experts "
-        f"(`{PADDED}`)",
-    ),
-    (
-        f"{GRAPHS} moe --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep "
-        "--moe-expert-rank-capacity-factor 1.5 --moe-grouped-gemm --expert-model-parallel-size 2",
-        "NCCL EP's context is made again by the host, which a graph does not repeat; HybridEP needs no such context",
-    ),
-    (
-        f"{GRAPHS} attn --use-torch-fsdp2",
-        "sharded parameters (`--use-megatron-fsdp` too) are gathered at a different address every time; a graph of the "
-        "full iteration contains the gathers",
-    ),
-    (
-        f"{GRAPHS} attn --attention-dropout 0.1 --recompute-granularity selective",
-        "dropout inside a graph cannot be drawn twice with the same result; this also holds for `--hidden-dropout` and "
-        "`--moe-input-jitter-eps`, and under tensor parallelism without recompute",
-    ),
-    (f"{GRAPHS} moe_router --moe-router-load-balancing-type sinkhorn", "the host decides when it has converged"),
-    (f"{GRAPHS} moe_router --moe-router-force-biased 1.0", "forced biases are drawn on the host"),
-    (
-        f"{GRAPHS} moe_router moe_preprocess --moe-expert-capacity-factor 1.0",
-        "with the all-to-all, as in Megatron-LM: the number of local tokens depends on the routing; the same holds for "
-        "`--moe-router-padding-for-quantization`",
-    ),
-    (
-        "--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-schedule zero-bubble --pipeline-model-parallel-size "
-        "2",
-        "the parameters are sharded again when deferred weight gradients are computed",
-    ),
-    (
-        "--overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
-        "as in Megatron-LM: recompute selected modules instead",
-    ),
-    (
-        "--moe-clone-hot-experts 1 --expert-model-parallel-size 2 --fp8-format hybrid --fp8-recipe delayed",
-        "delayed scaling keeps one scale for all experts of a rank; clones also need weights in high precision, so "
-        "neither `--fp8-param-gather` nor `--fp4-param-gather`",
-    ),
-    (
-        "--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
-        "MXFP8 dispatch needs the all-to-all, DeepEP or HybridEP: the others carry bf16",
-    ),
-    (
-        "--moe-paged-stash --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
-        "--moe-expert-rank-capacity-factor 1.2 --expert-model-parallel-size 2 --cpu-offloading-num-layers 2",
-        "the same tensors would be offloaded twice",
-    ),
+TOPICS = MappingProxyType(
+    {
+        "finermoe": "FineRMoE",
+        "attention": "Attention",
+        "sparse_attention": "Sparse attention",
+        "pipeline": "Pipeline schedules",
+        "dispatcher": "Dispatchers and experts",
+        "optimizer": "Optimizer and sharded parameters",
+        "precision": "Precision",
+        "overlap": "Overlap of communication",
+        "graph_limits": "CUDA graphs",
+        "checkpoint": "Checkpoints",
+    }
 )
+"""Heading of the limits of each module of rules/."""
+
 
 _HEAD = """\
 # Flags and combinations that are rejected
@@ -124,11 +85,35 @@ def _unsupported() -> Iterator[str]:
 
 def _combinations() -> Iterator[str]:
     yield "\n## Flags that act, but not together\n"
-    yield from (_entry([flags], why) for flags, why in COMBINATIONS)
+    yield "Megatron-LM's rules hold too. It runs these combinations, or has no such flags.\n"
+    settings = Settings(OPTIONS)
+    found = rules.limits(settings, derive_sizes(settings, None))
+    for topic, entries in groupby(found, key=lambda entry: entry[0]):
+        yield f"### {TOPICS[topic]}\n"
+        yield from dict.fromkeys(f"- {limit_text(limit)}" for _, limit in entries)
+        yield ""
+
+
+class _Spelling:
+    """A flag in the text of a limit: its usual spelling, whatever its value."""
+
+    def __init__(self, dest: str):
+        self._dest = dest
+
+    def __format__(self, style: str) -> str:
+        if style not in ("", "flag", "shown"):
+            raise ValueError(f"{self._dest}: a limit has no {style} outside of a command line")
+        return f"`{_flag(self._dest)}`"
+
+
+def limit_text(limit: Limit) -> str:
+    """Return the message of a limit with the usual spellings of its flags, as Markdown."""
+    fields = {name for _, name, _, _ in Formatter().parse(limit.message) if name}
+    return limit.message.format(*map(_Spelling, limit.dests), **{name: _Spelling(name) for name in fields})
 
 
 def _products() -> Iterator[str]:
-    yield "\n## Flags of other products\n"
+    yield "## Flags of other products\n"
     for product in flag_status.PRODUCTS:
         flags = [word.partition("=")[0] for word in product.flags.split()]
         flags += [f"{prefix}*" for prefix in product.prefixes.split()]

@@ -36,6 +36,23 @@ class Violation:
         return self.message
 
 
+class Limit(NamedTuple):
+    """A combination that this program rejects, although Megatron-LM runs it or has no such flag.
+
+    A rule yields its limits whether they apply or not, so that the manual's page of rejected combinations
+    (arguments/refused.py) lists them all.
+
+    Attributes:
+        applies: whether the settings have the combination.
+        message, dests, kind: see `Settings.violation`. The message needs no other values.
+    """
+
+    applies: object
+    message: str
+    dests: tuple[str, ...] = ()
+    kind: str = "rule"
+
+
 class ArgumentError(ValueError):
     """A command line that cannot run.
 
@@ -155,8 +172,10 @@ class Settings:
         """Return `--flag value` for messages, marked if the user did not give the value."""
         if self.values[dest] is None:
             return f"{self.flag(dest)} (not given)"
-        source = self.source[dest]
-        return f"{self.shown(dest)} ({source})" if source in ("default", "derived") else self.shown(dest)
+        source, why = self.source[dest], self.why.get(dest, "")
+        if source not in ("default", "derived"):
+            return self.shown(dest)
+        return f"{self.shown(dest)} ({why if source == 'derived' and why.startswith('from --') else source})"
 
     def violation(self, message: str, *dests: str, kind: str = "rule", **values: object) -> Violation:
         """Return the violation of a rule about the flags in its message, the most important first.

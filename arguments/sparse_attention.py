@@ -7,6 +7,7 @@ selected keys. Packed documents are not considered: masked attention skips more 
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,20 +51,30 @@ def gathered_attention_cost(model: ModelArgs | Settings, heads: int) -> float:
     return model.dsa_indexer_topk * (4 * width + 4 * model.kv_lora_rank + GATHER_COST_FACTOR * width / heads)
 
 
-def find_gather_conflict(model: ModelArgs | Settings, quantized: bool) -> tuple[str, str] | None:
-    """Return (destination, reason) of a flag that prevents gathering keys, or None.
+GATHER_CONFLICTS = MappingProxyType(
+    {
+        "fp8": "with latents the up-projection is not a separate GEMM that could be quantized",
+        "fp4": "with latents the up-projection is not a separate GEMM that could be quantized",
+        "attention_dropout": "it draws by blocks of consecutive keys",
+        "dsa_indexer_use_sparse_loss": (
+            "without it the indexers' loss multiplies every query with all keys of every head"
+        ),
+    }
+)
+"""Flags that prevent gathering keys, with the reason."""
 
-    `quantized`: linear layers compute in fp8 or fp4.
+
+def find_gather_conflict(model: ModelArgs | Settings, quantized: str | None) -> str | None:
+    """Return a destination of GATHER_CONFLICTS that prevents gathering keys, or None.
+
+    `quantized`: the flag ("fp8" or "fp4") with which linear layers compute in a low precision.
     """
     if quantized:
-        return "fp8", "with latents the up-projection is not a separate GEMM that could be quantized"
+        return quantized
     if model.attention_dropout:
-        return "attention_dropout", "it draws by blocks of consecutive keys"
+        return "attention_dropout"
     if model.dsa_indexer_loss_coeff and not model.dsa_indexer_use_sparse_loss:
-        return (
-            "dsa_indexer_use_sparse_loss",
-            "without it the indexers' loss multiplies every query with all keys of every head",
-        )
+        return "dsa_indexer_use_sparse_loss"
     return None
 
 
@@ -75,9 +86,9 @@ def gather_unsupported_reason(model: ModelArgs | Settings, heads: int, length: i
     """
     if not is_sparse(model, length):
         return "attention is dense"
-    conflict = find_gather_conflict(model, quantized)
+    conflict = find_gather_conflict(model, "fp8" if quantized else None)
     if conflict is not None:
-        return conflict[1]
+        return GATHER_CONFLICTS[conflict]
     if model.dsa_attention_form != "auto":
         return None if model.dsa_attention_form == "gathered" else "--dsa-attention-form masked"
     if masked_attention_cost(model, length) <= gathered_attention_cost(model, heads):

@@ -2,12 +2,14 @@
 
 `resolve` fills in derived values; `check` runs every rule and returns every violation; `derived` lists values that
 follow from several flags, under Megatron's names. One module per topic. A rule is a function of the flat `Settings` and
-the `DerivedSizes` of the pass; its name begins with `resolve_` (derives values), `note_` (only explains) or `check_`
-(yields violations), and rules run in order of definition. megatron_differences.py records the deliberate differences
-from Megatron-LM, and machine.py has the rules about the machine.
+the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values), `note_` (only explains), `check_`
+(yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
+which the manual lists). Rules run in order of definition. tests/data/check_sources.json names the rules of Megatron-LM
+(commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
+deliberate differences, and machine.py has the rules about the machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from arguments import megatron_differences
@@ -34,11 +36,11 @@ from arguments.rules import (
     training,
 )
 from arguments.rules.derived import derived
-from arguments.rules.derived_sizes import derive_sizes
+from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
 from arguments.rules.precedence import command_line_wins
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
-__all__ = ["AREAS", "CHECKS", "RESOLVERS", "check", "derived", "resolve"]
+__all__ = ["AREAS", "CHECKS", "LIMITS", "RESOLVERS", "check", "derived", "limits", "resolve"]
 
 AREAS = (
     numbers,
@@ -81,6 +83,7 @@ RESOLVERS = tuple(
     for rule in _rules(area, prefixes)
 )
 CHECKS = tuple(rule for area in AREAS for rule in _rules(area, ("check_",)))
+LIMITS = tuple(rule for area in AREAS for rule in _rules(area, ("limit_",)))
 
 
 def resolve(s: Settings, world_size: int | None) -> None:
@@ -102,4 +105,14 @@ def check(s: Settings, world_size: int | None) -> list[Violation]:
     """Run every rule on resolved settings and return every violation, each once."""
     facts = derive_sizes(s, world_size)
     found = [violation for rule in CHECKS for violation in rule(s, facts)]
+    for _, limit in limits(s, facts):
+        if limit.applies:
+            found.append(s.violation(limit.message, *limit.dests, kind=limit.kind))
     return list(dict.fromkeys(found))
+
+
+def limits(s: Settings, sizes: DerivedSizes) -> Iterator[tuple[str, Limit]]:
+    """Yield every limit of this program with its topic, whether it applies to these settings or not."""
+    for rule in LIMITS:
+        for limit in rule(s, sizes):
+            yield rule.__module__.rpartition(".")[2], limit

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 MTP_POSITIONS = ("rope", "none")
 DELTA_NETS = ("gdn", "gdn2")
@@ -39,12 +39,12 @@ def check_mla_without_gqa(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_mla_without_output_gate(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.multi_latent_attention and s.attention_output_gate:
-        yield s.violation(
-            "{attention_output_gate} cannot be combined with {multi_latent_attention}: the gate is part of the fused "
-            "projection of queries, keys and values, which latent attention does not have."
-        )
+def limit_output_gate(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        s.multi_latent_attention and s.attention_output_gate,
+        "{attention_output_gate} cannot be combined with {multi_latent_attention}: the gate is part of the fused "
+        "projection of queries, keys and values, which latent attention does not have.",
+    )
 
 
 def check_rope_type(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -89,25 +89,26 @@ def check_qk_clip_alpha(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{qk_clip_alpha} must be above 0 and below 1 with {qk_clip}.")
 
 
-def check_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Ours: max-logit tracking is an uncaptured module, and normalized queries do not shrink with their weights."""
+def limit_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest in ("qk_clip", "log_max_attention_logit"):
-        if getattr(s, dest) and s.cuda_graph_impl != "none":
-            yield s.violation(
-                "{:flag} cannot be combined with {cuda_graph_impl}: a captured attention records nothing.", dest
-            )
-    if not s.qk_clip:
-        return
+        yield Limit(
+            getattr(s, dest) and s.cuda_graph_impl != "none",
+            "{:flag} cannot be combined with {cuda_graph_impl}: a captured attention records nothing.",
+            (dest,),
+        )
     for norm in ("qk_layernorm", "qk_l2_norm"):
-        if getattr(s, norm) and not s.multi_latent_attention:
-            yield s.violation(
-                "{qk_clip} cannot be combined with {:flag}: the norm sets the length of queries and keys, so the "
-                "weights do not change the logits.",
-                norm,
-            )
+        yield Limit(
+            s.qk_clip and getattr(s, norm) and not s.multi_latent_attention,
+            "{qk_clip} cannot be combined with {:flag}, except with {multi_latent_attention:flag}: the norm sets the "
+            "length of queries and keys, so the weights do not change the logits.",
+            (norm,),
+        )
     for shards in ("use_torch_fsdp2", "use_megatron_fsdp"):
-        if getattr(s, shards):
-            yield s.violation("{qk_clip} cannot be combined with {:flag}: sharded parameters are not rescaled.", shards)
+        yield Limit(
+            s.qk_clip and getattr(s, shards),
+            "{qk_clip} cannot be combined with {:flag}: sharded parameters are not rescaled.",
+            (shards,),
+        )
 
 
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -127,13 +128,16 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
                 dest,
                 ranks=f.tp * f.cp,
             )
-    if not s.swiglu and s.experimental_attention_variant == "gdn":
-        yield s.violation(
-            "{experimental_attention_variant} needs {swiglu:flag}: its convolution and its output gate use the "
-            "activation of the feed-forward layers, and only SiLU is built."
-        )
     if not divides(getattr(s, keys), getattr(s, values)):
         yield s.violation("{linear_num_value_heads} must be a multiple of {linear_num_key_heads}.")
+
+
+def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        not s.swiglu and s.experimental_attention_variant == "gdn",
+        "{experimental_attention_variant:flag} gated_delta_net needs {swiglu:flag}: its convolution and its output "
+        "gate use the activation of the feed-forward layers, and only SiLU is built.",
+    )
 
 
 def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 SAVE, INTERVAL, RETAIN = "save", "save_interval", "save_retain_interval"
 DUMPS = (
@@ -87,27 +87,20 @@ def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
         yield s.violation("{override_ckpt_iteration} must be at least 0.")
 
 
-def check_legacy_format_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest in ("ckpt_format", "ckpt_convert_format"):
-        if getattr(s, dest) == "torch" and s.optimizer not in ("adam", "sgd"):
-            yield s.violation(
-                "{:flag} torch has the state of {optimizer:flag} adam and sgd only, not of {optimizer:value}; use "
-                "{:flag} torch_dist.",
-                dest,
-                dest,
-            )
-
-
-def check_legacy_format_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    for dest in ("ckpt_format", "ckpt_convert_format"):
+        is_legacy = getattr(s, dest) == "torch"
+        yield Limit(
+            is_legacy and s.optimizer not in ("adam", "sgd"),
+            "{:flag} torch has the state of {optimizer:flag} adam and sgd only; use {:flag} torch_dist.",
+            (dest, dest),
+        )
         for layers in ("experimental_attention_variant", "moe_latent_size"):
-            if getattr(s, dest) == "torch" and getattr(s, layers) not in (None, "dsa"):
-                yield s.violation(
-                    "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
-                    dest,
-                    layers,
-                    dest,
-                )
+            yield Limit(
+                is_legacy and getattr(s, layers) not in (None, "dsa"),
+                "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
+                (dest, layers, dest),
+            )
 
 
 def check_torch_format_needs_gloo(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -143,27 +136,33 @@ def check_upcycling(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             kind="build",
             pieces=pieces,
         )
-    fine = s.finermoe_intermediate_granularity is not None
     if s.given("moe_upcycling_granularity") and pieces is not None and s.moe_upcycling_granularity != pieces:
         yield s.violation(
             "{moe_upcycling_granularity} must be {pieces}: {ffn_hidden_size} / {moe_ffn_hidden_size}; or leave one of "
             "them out.",
             pieces=pieces,
         )
+
+
+def limit_upcycling(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.moe_use_upcycling and s.save is not None and f.experts is not None
     for dest, why in UNKNOWN_TO_UPCYCLING:
-        if s.values[dest] not in (None, False, 0, 0.0):
-            yield s.violation("{moe_use_upcycling} {why}, not {:flag}.", dest, why=why)
-    shared = s.moe_shared_expert_intermediate_size
-    if shared is not None and not (fine and shared == dense):
-        yield s.violation(
-            "{moe_use_upcycling} makes no {moe_shared_expert_intermediate_size}: only FineRMoE's shared expert is the "
-            "dense network, as wide as it ({dense}).",
-            dense=dense,
+        yield Limit(
+            is_on and s.values[dest] not in (None, False, 0, 0.0),
+            f"{{moe_use_upcycling}} {why}, not {{:flag}}.",
+            (dest,),
         )
-    if fine and s.add_bias_linear:
-        yield s.violation(
-            "{moe_use_upcycling} to FineRMoE's experts needs {add_bias_linear:flag}: they have no biases."
-        )
+    fine, shared = s.finermoe_intermediate_granularity is not None, s.moe_shared_expert_intermediate_size
+    yield Limit(
+        is_on and shared is not None and not (fine and shared == s.ffn_hidden_size),
+        "{moe_use_upcycling} makes no {moe_shared_expert_intermediate_size}: only FineRMoE's shared expert is the "
+        "dense network, as wide as {ffn_hidden_size}.",
+    )
+    yield Limit(
+        is_on and fine and s.add_bias_linear,
+        "{moe_use_upcycling} to the experts of {finermoe_intermediate_granularity:flag} needs {add_bias_linear:flag}: "
+        "they have no biases.",
+    )
 
 
 def check_old_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -1,8 +1,7 @@
 """Tokens between router and experts, and the structure of the experts.
 
 Capacity and padding, per expert and per rank; dispatchers with the flags of a single dispatcher or backend, old
-spellings included; shared experts, biases and projections of the experts; clones of hot experts (ours). Rule numbers
-follow Megatron-LM's checks (commit d98e8a64, validate_args and TransformerConfig).
+spellings included; shared experts, biases and projections of the experts; clones of hot experts (ours).
 """
 
 import math
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -134,33 +133,31 @@ def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Ours: Megatron-LM has these for its ncclep backend only."""
-    width = s.moe_latent_size or s.hidden_size
-    multiple = MXFP8_WIDTHS.get(s.moe_flex_dispatcher_backend, 1) if s.moe_token_dispatcher_type == "flex" else 1
+def limit_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    is_flex, width = s.moe_token_dispatcher_type == "flex", s.moe_latent_size or s.hidden_size or 0
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
-        if s.values[dest] == "bf16":
-            continue
-        if s.moe_token_dispatcher_type == "allgather":
-            yield s.violation(
-                "{} needs {moe_token_dispatcher_type:flag} alltoall or flex, not {moe_token_dispatcher_type:value}, "
-                "which carries bf16.",
-                dest,
+        is_on = s.values[dest] != "bf16"
+        yield Limit(
+            is_on and s.moe_token_dispatcher_type == "allgather",
+            "{:flag} mxfp8 cannot be combined with {moe_token_dispatcher_type:flag} allgather, which carries bf16; use "
+            "alltoall or flex.",
+            (dest,),
+        )
+        for backend in ("ncclep", "hierarchical"):
+            yield Limit(
+                is_on and is_flex and s.moe_flex_dispatcher_backend == backend,
+                "{:flag} mxfp8 cannot be combined with {moe_flex_dispatcher_backend:flag} "
+                f"{backend}, which carries bf16 here; use deepep or hybridep, or the alltoall dispatcher.",
+                (dest,),
+                "later",
             )
-        elif s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend in ("ncclep", "hierarchical"):
-            yield s.violation(
-                "{} needs {moe_flex_dispatcher_backend:flag} deepep or hybridep, or the alltoall dispatcher: "
-                "{moe_flex_dispatcher_backend:value} carries bf16 here.",
-                dest,
-                kind="later",
-            )
-        elif width and width % multiple:
-            yield s.violation(
-                "{} over {moe_flex_dispatcher_backend:flag} {moe_flex_dispatcher_backend:value} needs tokens of a "
-                "multiple of {multiple} channels (--hidden-size, or --moe-latent-size), not {width}.",
-                dest,
-                multiple=multiple,
-                width=width,
+        for backend, multiple in MXFP8_WIDTHS.items():
+            yield Limit(
+                is_on and is_flex and s.moe_flex_dispatcher_backend == backend and width % multiple,
+                "{:flag} mxfp8 over {moe_flex_dispatcher_backend:flag} "
+                f"{backend} needs tokens of a multiple of {multiple} channels "
+                "({hidden_size}, or {moe_latent_size}).",
+                (dest,),
             )
 
 
@@ -261,25 +258,23 @@ def note_no_cloning_without_ep(s: Settings, f: DerivedSizes) -> None:
         s.note(f"{s.shown('moe_clone_hot_experts')}: with --expert-model-parallel-size 1 there is no load to balance.")
 
 
-def check_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if not s.moe_clone_hot_experts:
-        return
-    if f.experts is None:
-        yield s.violation(
-            "{moe_clone_hot_experts:flag} needs {num_experts:flag}: a dense model has no experts to clone."
-        )
-    if s.fp8 and s.fp8_recipe == "delayed":
-        yield s.violation(
-            "{moe_clone_hot_experts:flag} cannot be combined with {fp8_recipe}: delayed scaling keeps one scale for "
-            "all experts of a rank, which would then depend on the plan; use another {fp8_recipe:flag}."
-        )
+def limit_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        s.moe_clone_hot_experts and f.experts is None,
+        "{moe_clone_hot_experts:flag} needs {num_experts:flag}: a dense model has no experts to clone.",
+    )
+    yield Limit(
+        s.moe_clone_hot_experts and s.fp8 and s.fp8_recipe == "delayed",
+        "{moe_clone_hot_experts:flag} cannot be combined with {fp8_recipe:flag} delayed: delayed scaling keeps one "
+        "scale for all experts of a rank, which would then depend on the plan; use another recipe.",
+    )
     for stored in ("fp8_param_gather", "fp4_param_gather"):
-        if getattr(s, stored):
-            yield s.violation(
-                "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are made of weights in high "
-                "precision, of which there are none then.",
-                stored,
-            )
+        yield Limit(
+            s.moe_clone_hot_experts and getattr(s, stored),
+            "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are made of weights in high "
+            "precision, of which there are none then.",
+            (stored,),
+        )
 
 
 def check_latent_projection(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

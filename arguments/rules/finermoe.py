@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from arguments.moe import ExpertGrid
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides, positive, quotient
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 CUTS, SLICES = "finermoe_intermediate_granularity", "finermoe_output_granularity"
 COPIES, CANDIDATES = "finermoe_intermediate_expansion", "finermoe_output_expansion"
@@ -113,37 +113,35 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_finermoe_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if not _is_finermoe(s):
-        return
-    dest = CUTS if s.given(CUTS) else SLICES
+def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     for other, why in EXCLUDED:
-        if s.values[other] not in (None, False, 0):
-            yield s.violation("{:flag} cannot be combined with {:flag}: {why}.", dest, other, why=why)
-    if s.moe_router_score_function != "softmax":
-        yield s.violation(
-            "{:flag} cannot be combined with {moe_router_score_function}: its scores are a softmax.", dest
+        yield Limit(
+            is_on and s.values[other] not in (None, False, 0),
+            f"{{:flag}} cannot be combined with {{:flag}}: {why}.",
+            (dest, other),
         )
-    strange = [kind for kind in balancing_types(s) if kind not in BALANCING]
-    if strange:
-        yield s.violation(
-            "{:flag} needs {moe_router_load_balancing_type:flag} {accepted}, not {kinds}: it is not defined for groups "
-            "of experts.",
-            dest,
-            accepted=", ".join(BALANCING),
-            kinds=" ".join(strange),
-        )
-    if s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend != "hierarchical":
-        yield s.violation(
-            "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather, or "
-            "{moe_flex_dispatcher_backend:flag} hierarchical: the libraries of flex add full outputs, not slices.",
-            dest,
-        )
-    named = [name for name in s.triton_kernels if name in KERNELS]
-    if named:
-        yield s.violation(
-            "{:flag} cannot be combined with {triton_kernels:flag} {kernels}: the kernels of router and permutation do "
-            "not know slices; name the others.",
-            dest,
-            kernels=" ".join(named),
+    yield Limit(
+        is_on and s.moe_router_score_function != "softmax",
+        "{:flag} cannot be combined with {moe_router_score_function}: its scores are a softmax.",
+        (dest,),
+    )
+    yield Limit(
+        is_on and not all(kind in BALANCING for kind in balancing_types(s)),
+        f"{{:flag}} needs {{moe_router_load_balancing_type:flag}} {', '.join(BALANCING)}: other balancing is not "
+        "defined for groups of experts.",
+        (dest,),
+    )
+    yield Limit(
+        is_on and s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend != "hierarchical",
+        "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather, or {moe_flex_dispatcher_backend:flag} "
+        "hierarchical: the libraries of flex add full outputs, not slices.",
+        (dest,),
+    )
+    for name in KERNELS:
+        yield Limit(
+            is_on and name in s.triton_kernels,
+            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: the kernels of router and permutation "
+            "do not know slices; name the others.",
+            (dest,),
         )

@@ -8,7 +8,7 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
 
@@ -26,16 +26,12 @@ def _graph_flag(s: Settings) -> str:
     return next((s.flag(old) for old in ("enable_cuda_graph", "external_cuda_graph") if s.given(old)), s.describe(IMPL))
 
 
-def _not_capturable(s: Settings, reason: str, dest: str) -> Violation:
-    with_what = "" if dest == MODULES else f" with {s.describe(dest)}"
-    return s.violation(
-        "{asks}{with_what} is not possible: {reason} Leave one of the two out.",
-        dest,
-        IMPL,
-        kind="later",
-        asks=_graph_flag(s),
-        with_what=with_what,
-        reason=reason,
+def _not_captured(applies: object, part: str, dest: str, reason: str) -> Limit:
+    return Limit(
+        applies,
+        f"{{cuda_graph_impl}} cannot capture {part} with {{}}: {reason} Leave one of the two out.",
+        (dest,),
+        "later",
     )
 
 
@@ -100,174 +96,176 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
         s.note(f"{_graph_flag(s)} with moe_preprocess: moe_preprocess is not captured ({reason}); moe_router is.")
 
 
-def check_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def limit_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """Report one reason only: removing another flag would not make such a graph possible."""
-    if _iteration_varies(s):
-        yield s.violation(
-            "{asks}: the full iteration of a dropless MoE model is captured with HybridEP's fixed receive buffer "
-            "only: use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep with "
-            "{moe_expert_rank_capacity_factor:flag}, --moe-expert-capacity-factor with "
-            "{moe_pad_expert_input_to_capacity:flag}, or {cuda_graph_impl:flag} local --cuda-graph-modules attn "
-            "moe_router.",
-            kind="later",
-            asks=_graph_flag(s),
-        )
+    yield Limit(
+        _iteration_varies(s),
+        "{cuda_graph_impl:flag} full_iteration: the full iteration of a dropless MoE model is captured with HybridEP's "
+        "fixed receive buffer only: use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep with "
+        "{moe_expert_rank_capacity_factor:flag}, --moe-expert-capacity-factor with "
+        "{moe_pad_expert_input_to_capacity:flag}, or {cuda_graph_impl:flag} local --cuda-graph-modules attn "
+        "moe_router.",
+        kind="later",
+    )
 
 
-def check_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    moe = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
-    if "layer" in _captured(s) and moe and not _is_padded(s) and not has_fixed_receive_buffer(s):
-        what = f"without {s.flag(MODULES)} captures full layers"
-        yield s.violation(
-            "{asks} {what}, and the number of tokens per expert varies: use --moe-expert-capacity-factor with "
-            "--moe-pad-expert-input-to-capacity, --moe-expert-rank-capacity-factor with the HybridEP dispatcher, or "
-            "--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess.",
-            IMPL,
-            "moe_pad_expert_input_to_capacity",
-            kind="later",
-            asks=_graph_flag(s),
-            what=what,
-        )
+def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
+    yield Limit(
+        "layer" in _captured(s) and has_experts and not _is_padded(s) and not has_fixed_receive_buffer(s),
+        "{cuda_graph_impl} without {cuda_graph_modules:flag} captures full layers, and the number of tokens per expert "
+        "varies: use --moe-expert-capacity-factor with {moe_pad_expert_input_to_capacity:flag}, "
+        "--moe-expert-rank-capacity-factor with the HybridEP dispatcher, or --cuda-graph-impl local "
+        "--cuda-graph-modules attn moe_router moe_preprocess.",
+        kind="later",
+    )
 
 
-def check_experts_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    captured = _captured(s)
-    if (
-        s.num_experts and "moe_preprocess" in captured and s.moe_token_dispatcher_type == "alltoall"
-    ):  # as in Megatron-LM
-        if s.moe_expert_capacity_factor is not None and not _is_padded(s):
-            yield _not_capturable(
-                s, "moe_preprocess orders a fixed number of tokens, and some are dropped.", "moe_expert_capacity_factor"
-            )
-        if s.moe_router_padding_for_quantization:
-            yield _not_capturable(
-                s,
-                "moe_preprocess orders a fixed number of tokens, and padding adds to them.",
-                "moe_router_padding_for_quantization",
-            )
-    if not s.num_experts or "moe" not in captured:
+def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """As in Megatron-LM."""
+    if not s.num_experts or "moe_preprocess" not in _captured(s) or s.moe_token_dispatcher_type != "alltoall":
         return
-    if has_fixed_receive_buffer(s) and not _is_padded(s):
-        yield from _check_dropless_experts(s)
-    elif _is_padded(s):
-        yield from _check_padded_experts(s, f)
+    text = "{cuda_graph_impl} cannot capture moe_preprocess with {}: it orders a fixed number of tokens."
+    if s.moe_expert_capacity_factor is not None and not _is_padded(s):
+        yield s.violation(text, "moe_expert_capacity_factor", kind="later")
+    if s.moe_router_padding_for_quantization:
+        yield s.violation(text, "moe_router_padding_for_quantization", kind="later")
 
 
-def _check_dropless_experts(s: Settings) -> Iterator[Violation]:
-    """Report what needs token counts on the host, or runs another microbatch between two parts of a graph."""
-    for dest, is_on, reason in (
+def limit_dropless_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """Reject what needs token counts on the host, or runs another microbatch between two parts of a graph."""
+    is_on = s.num_experts and "moe" in _captured(s) and has_fixed_receive_buffer(s) and not _is_padded(s)
+    for dest, is_wrong, reason in (
         (
             "moe_permute_fusion_into_hybridep",
             s.moe_permute_fusion_into_hybridep,
             "its fused combine needs counts on the host.",
         ),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
-        (
-            "overlap_moe_expert_parallel_comm",
-            s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration",
-            "another microbatch cannot run inside a graph of a layer.",
-        ),
     ):
-        if is_on:
-            yield _not_capturable(s, reason, dest)
+        yield _not_captured(is_on and is_wrong, "dropless moe", dest, reason)
 
 
-def _check_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.num_experts and "moe" in _captured(s) and _is_padded(s)
     for dest, reason in (
         ("moe_clone_hot_experts", "experts that are padded to capacity have equally many tokens, so none is hot."),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):
-        if getattr(s, dest):
-            yield _not_capturable(s, reason, dest)
-    if s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration":
-        yield _not_capturable(
-            s, "another microbatch cannot run inside a graph of a layer.", "overlap_moe_expert_parallel_comm"
-        )
-    if s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hierarchical" and f.ep * f.etp > 1:
-        yield _not_capturable(
-            s, "the number of tokens for each node depends on the routing.", "moe_flex_dispatcher_backend"
-        )
+        yield _not_captured(is_on and getattr(s, dest), "padded moe", dest, reason)
 
 
-def check_router_capturable(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if not s.num_experts or not _captured(s) & {"moe_router", "moe"}:
-        return
-    if "sinkhorn" in balancing_types(s):
-        yield _not_capturable(s, "sinkhorn checks for convergence on the host.", "moe_router_load_balancing_type")
-    if s.moe_router_force_biased is not None:
-        yield _not_capturable(s, "forced biases are drawn on the host.", "moe_router_force_biased")
+def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.num_experts and "moe" in _captured(s) and (_is_padded(s) or has_fixed_receive_buffer(s))
+    yield _not_captured(
+        is_on and s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration",
+        "moe",
+        "overlap_moe_expert_parallel_comm",
+        "another microbatch cannot run inside a graph of a layer.",
+    )
+    is_flex = s.moe_token_dispatcher_type == "flex" and f.ep * f.etp > 1
+    yield Limit(
+        is_on and is_flex and s.moe_flex_dispatcher_backend == "hierarchical",
+        "{cuda_graph_impl} cannot capture moe with {moe_flex_dispatcher_backend:flag} hierarchical: the number of "
+        "tokens for each node depends on the routing. Leave one of the two out.",
+        kind="later",
+    )
 
 
-def check_rng_capturable(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.num_experts and _captured(s) & {"moe_router", "moe"}
+    yield Limit(
+        is_on and "sinkhorn" in balancing_types(s),
+        "{cuda_graph_impl} cannot capture moe_router with {moe_router_load_balancing_type:flag} sinkhorn: it checks "
+        "for convergence on the host. Leave one of the two out.",
+        kind="later",
+    )
+    yield _not_captured(
+        is_on and s.moe_router_force_biased is not None,
+        "moe_router",
+        "moe_router_force_biased",
+        "forced biases are drawn on the host.",
+    )
+
+
+def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """Graphs draw from the device's own generator; streams of tensor-parallel ranks are put in its place by Python.
 
     Forced routing (--moe-router-force-load-balancing) is drawn outside and read by the graph, whatever is recomputed.
     """
     captured = _captured(s)
-    noise = [
-        dest
-        for dest, inside in (
-            ("attention_dropout", "attn" in captured),
-            ("hidden_dropout", bool(captured & {"attn", "mlp", "moe", "layer"})),
-            ("moe_input_jitter_eps", bool(captured & {"moe_router", "moe"})),
+    for dest, part, is_inside, is_parallel in (
+        ("attention_dropout", "attn", "attn" in captured, f.tp > 1),
+        (
+            "hidden_dropout",
+            "attn, mlp or moe",
+            captured & {"attn", "mlp", "moe", "layer"},
+            f.tp > 1 and s.sequence_parallel,
+        ),
+        ("moe_input_jitter_eps", "moe_router", s.num_experts and captured & {"moe_router", "moe"}, f.tp > 1),
+    ):
+        is_on = is_inside and getattr(s, dest)
+        ranks = "{sequence_parallel:flag}" if dest == "hidden_dropout" else "{tensor_model_parallel_size}"
+        yield _not_captured(
+            is_on and is_parallel,
+            part,
+            dest,
+            f"with {ranks} random numbers come from a separate generator of each tensor-parallel rank.",
         )
-        if inside and getattr(s, dest) and (s.num_experts or not dest.startswith("moe"))
-    ]
-    for dest in noise:
-        if f.tp > 1 and (dest != "hidden_dropout" or s.sequence_parallel):
-            yield _not_capturable(s, "random numbers come from a stream of each tensor-parallel rank.", dest)
-        if s.recompute_granularity is not None:
-            yield _not_capturable(
-                s,
-                f"with {s.describe('recompute_granularity')} its random numbers are drawn twice, from a state on the "
-                "host.",
-                dest,
-            )
-    if f.cp > 1 and "attention_dropout" in noise:
-        yield _not_capturable(
-            s, "attention dropout over context-parallel ranks draws a seed on the host.", "attention_dropout"
+        yield _not_captured(
+            is_on and s.recompute_granularity is not None,
+            part,
+            dest,
+            "with {recompute_granularity} its random numbers are drawn twice, from a state on the host.",
         )
+    yield _not_captured(
+        "attn" in captured and s.attention_dropout and f.cp > 1,
+        "attn",
+        "attention_dropout",
+        "over the ranks of {context_parallel_size} it draws a seed on the host.",
+    )
 
 
-def check_recompute_capturable(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     captured = _captured(s)
-    if not captured:
-        return
-    if (
+    yield Limit(
         s.recompute_granularity == "selective"
         and "moe" in as_list(s.recompute_modules)
         and captured & {"moe_router", "moe_preprocess"}
-        and "layer" not in captured
-    ):
-        yield _not_capturable(s, "a graph of moe_router cannot run again inside moe.", "recompute_modules")
+        and "layer" not in captured,
+        "{cuda_graph_impl} cannot capture moe_router with {recompute_modules:flag} moe: a graph of moe_router cannot "
+        "run again inside moe. Leave one of the two out.",
+        kind="later",
+    )
 
 
-def check_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
-        if _captured(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration":
-            yield _not_capturable(
-                s,
-                "sharded parameters are gathered at a different address every time; a graph of the full iteration "
-                "contains the gathers.",
-                dest,
-            )
-    if "mamba" in _captured(s):
-        yield s.violation(
-            "{asks}: there are no Mamba layers; leave mamba out of {cuda_graph_modules:flag}.",
-            IMPL,
-            kind="later",
-            asks=_graph_flag(s),
+        yield _not_captured(
+            _captured(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
+            "modules",
+            dest,
+            "sharded parameters are gathered at a different address every time; a graph of the full iteration contains "
+            "the gathers.",
         )
 
 
-def check_full_iteration_communication(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Report a gather that starts before the graph: a graph waits for what it has launched itself."""
-    if s.cuda_graph_impl != "full_iteration" or _iteration_varies(s):
-        return
-    if s.overlap_param_gather_with_optimizer_step:
-        yield _not_capturable(
-            s,
-            "the graph gathers the parameters at its start, after the optimizer's step.",
-            "overlap_param_gather_with_optimizer_step",
-        )
+def limit_mamba(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        "mamba" in _captured(s),
+        "{cuda_graph_impl} with {cuda_graph_modules:flag} mamba: there are no Mamba layers; leave mamba out.",
+        kind="later",
+    )
+
+
+def limit_full_iteration_gather(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """Reject a gather that starts before the graph: a graph waits for what it has launched itself."""
+    yield _not_captured(
+        s.cuda_graph_impl == "full_iteration"
+        and not _iteration_varies(s)
+        and s.overlap_param_gather_with_optimizer_step,
+        "the full iteration",
+        "overlap_param_gather_with_optimizer_step",
+        "the graph gathers the parameters at its start, after the optimizer's step.",
+    )

@@ -1,14 +1,13 @@
 """The optimizer, learning rates, weight decay, and sharding of the optimizer.
 
 Schedules of rates and weight decay must be complete and ordered; optimizers other than Adam and SGD assign full layers
-to ranks; the two FSDPs exclude several flags. Rule numbers follow Megatron-LM's checks (commit d98e8a64, validate_args
-and TransformerConfig).
+to ranks; the two FSDPs exclude several flags.
 """
 
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 PLAIN = ("adam", "sgd")
 MUON_COEFFICIENTS = ("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5")
@@ -124,9 +123,11 @@ def check_lr_given(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{lr:flag} is missing; there is no default for it.")
 
 
-def check_record_needs_update(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.freeze_all_layers and s.record_step is not None:
-        yield s.violation("{record_step:flag} records an update, and {freeze_all_layers} makes none.")
+def limit_record_without_update(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        s.freeze_all_layers and s.record_step is not None,
+        "{record_step:flag} records an update, and {freeze_all_layers} makes none.",
+    )
 
 
 def check_lr_order(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -203,29 +204,27 @@ def check_outer_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Ours: narrow main parameters are the model's own, so they have its format."""
+def limit_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     dtype = s.megatron_fsdp_main_params_dtype
-    if not s.use_megatron_fsdp or dtype == "fp32" or not (s.bf16 or s.fp16):
-        return
-    model = "bf16" if s.bf16 else "fp16"
-    if dtype not in ("auto", model):
-        yield s.violation(
-            "{megatron_fsdp_main_params_dtype} with a model in {model} must be fp32, auto or {model}: without a "
-            "separate fp32 copy the model's parameters are the main parameters.",
-            model=model,
+    is_narrow = s.use_megatron_fsdp and dtype != "fp32" and (s.bf16 or s.fp16)
+    for model in ("bf16", "fp16"):
+        yield Limit(
+            is_narrow and s.values[model] and dtype not in ("auto", model),
+            "{megatron_fsdp_main_params_dtype} with {:flag} must be "
+            f"fp32, auto or {model}: without a separate fp32 copy the model's parameters are the main parameters.",
+            (model,),
         )
     for dest, is_on in (
         ("fp8_param_gather", s.fp8_param_gather and s.fp8),
         ("fp4_param_gather", s.fp4_param_gather and s.fp4),
-        ("use_precision_aware_optimizer", s.use_precision_aware_optimizer and s.main_params_dtype != "fp32"),
+        ("main_params_dtype", s.use_precision_aware_optimizer and s.main_params_dtype != "fp32"),
     ):
-        if is_on:
-            yield s.violation(
-                "{megatron_fsdp_main_params_dtype} cannot be combined with {:flag}, which stores main parameters in "
-                "another format.",
-                dest,
-            )
+        yield Limit(
+            is_narrow and is_on,
+            "{megatron_fsdp_main_params_dtype} cannot be combined with {:shown}, which stores main parameters in "
+            "another format.",
+            (dest,),
+        )
 
 
 def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -240,22 +239,24 @@ def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def check_fsdp_deferred_wgrad(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    """Ours: parameters are sharded again when deferred weight gradients are computed (parallel/fsdp.py)."""
-    sharded = s.use_megatron_fsdp and s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-    if not (sharded or s.use_torch_fsdp2):
-        return
-    parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
-    for dest, is_deferred in (
-        ("pipeline_schedule", s.pipeline_schedule == "zero-bubble"),
-        ("defer_embedding_wgrad_compute", s.defer_embedding_wgrad_compute),
-    ):
-        if is_deferred:
-            yield s.violation(
-                "{:flag} cannot be combined with {}: a layer's parameters are gathered for one complete forward and "
-                "backward only, and this separates them.",
-                parent,
-                dest,
+def fully_sharded(s: Settings) -> dict[str, bool]:
+    """Return, for the flag of each FSDP, whether it shards gradients (and perhaps parameters)."""
+    shards_grads = s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    return {"use_torch_fsdp2": s.use_torch_fsdp2, "use_megatron_fsdp": s.use_megatron_fsdp and shards_grads}
+
+
+def limit_fsdp_deferred_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """Parameters are sharded again when deferred weight gradients are computed (parallel/fsdp.py)."""
+    for parent, is_sharded in fully_sharded(s).items():
+        for flag, is_deferred in (
+            ("{pipeline_schedule:flag} zero-bubble", s.pipeline_schedule == "zero-bubble"),
+            ("{defer_embedding_wgrad_compute:flag}", s.defer_embedding_wgrad_compute),
+        ):
+            yield Limit(
+                is_sharded and is_deferred,
+                f"{{:flag}} cannot be combined with {flag}: a layer's parameters are gathered for one complete forward "
+                "and backward only, and this separates them.",
+                (parent,),
             )
 
 

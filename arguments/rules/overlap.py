@@ -2,15 +2,14 @@
 
 Token exchange overlaps with another microbatch or with weight gradients, which needs a matching schedule and complete
 backward passes; parameter gathers overlap with forward passes or the optimizer step, which needs sharded state. If
-there is nothing to overlap, a note says so. Rule numbers follow Megatron-LM's checks (commit d98e8a64, validate_args
-and TransformerConfig).
+there is nothing to overlap, a note says so.
 """
 
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.optimizer import is_layer_wise
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 OVERLAP = "overlap_moe_expert_parallel_comm"
 
@@ -77,13 +76,16 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
             "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both use the same "
             "gap."
         )
-    if s.use_megatron_fsdp and s.fsdp_double_buffer:
-        yield s.violation(
-            "{overlap_moe_expert_parallel_comm} cannot be combined with {fsdp_double_buffer:flag}: two passes hold the "
-            "gathered parameters of more than two layers."
-        )
     if s.mtp_num_layers is not None and s.mtp_num_layers > 1:
         yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")
+
+
+def limit_ep_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        s.overlap_moe_expert_parallel_comm and s.use_megatron_fsdp and s.fsdp_double_buffer,
+        "{overlap_moe_expert_parallel_comm} cannot be combined with {fsdp_double_buffer:flag}: two passes hold the "
+        "gathered parameters of more than two layers.",
+    )
 
 
 def check_delay_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -150,13 +152,19 @@ def check_gather_with_optimizer_step(s: Settings, f: DerivedSizes) -> Iterator[V
         yield s.violation(
             "{overlap_param_gather_with_optimizer_step} needs {ckpt_format:flag} torch, not {ckpt_format:value}."
         )
-    for other, asked in (
-        ("optimizer", is_layer_wise(s)),
-        ("use_megatron_fsdp", s.use_megatron_fsdp),
-        ("reuse_grad_buf_for_mxfp8_param_ag", s.reuse_grad_buf_for_mxfp8_param_ag),
-    ):
-        if asked:
-            yield s.violation("{overlap_param_gather_with_optimizer_step} cannot be combined with {:shown}.", other)
+
+
+def limit_gather_with_optimizer_step(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        s.overlap_param_gather_with_optimizer_step and is_layer_wise(s),
+        "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than adam and sgd.",
+    )
+    for other in ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag"):
+        yield Limit(
+            s.overlap_param_gather_with_optimizer_step and getattr(s, other),
+            "{overlap_param_gather_with_optimizer_step} cannot be combined with {:flag}.",
+            (other,),
+        )
 
 
 def note_gather_after_step(s: Settings, _f: DerivedSizes) -> None:

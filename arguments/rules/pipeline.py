@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from arguments.megatron_differences import middle_layers_per_rank
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient, uneven_ends
 from arguments.rules.layout_grammar import problems, read_layout
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 LAYOUT = "pipeline_model_parallel_layout"
@@ -220,24 +220,23 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         )
 
 
-def check_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    schedule = s.pipeline_schedule
-    if schedule == "1f1b" and f.vpp is not None:
-        cause = next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None)
-        yield s.violation(
-            "{pipeline_schedule} cannot run the {vpp} virtual stages that {} makes; choose interleaved or zero-bubble.",
-            cause,
-            vpp=f.vpp,
+def limit_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    for cause in (LAYOUT, VIRTUAL, PER_VIRTUAL):
+        yield Limit(
+            s.pipeline_schedule == "1f1b" and f.vpp is not None and getattr(s, cause) is not None,
+            "{pipeline_schedule:flag} 1f1b cannot run the virtual stages that {} makes; choose interleaved or "
+            "zero-bubble.",
+            (cause,),
         )
-    if schedule == "interleaved" and f.vpp is None:
-        yield s.violation(
-            "{pipeline_schedule} needs virtual stages: {num_virtual_stages_per_pipeline_rank:flag} above 1, "
-            "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout."
-        )
-    others = ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad")
-    other = next((dest for dest in others if getattr(s, dest)), None)
-    if schedule == "zero-bubble" and other is not None:
-        yield s.violation(
-            "{pipeline_schedule} cannot be combined with {:flag}: both decide when weight gradients are computed.",
-            other,
+    yield Limit(
+        s.pipeline_schedule == "interleaved" and f.vpp is None,
+        "{pipeline_schedule:flag} interleaved needs virtual stages: {num_virtual_stages_per_pipeline_rank:flag} above "
+        "1, --num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout.",
+    )
+    for other in ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad"):
+        yield Limit(
+            s.pipeline_schedule == "zero-bubble" and getattr(s, other),
+            "{pipeline_schedule:flag} zero-bubble cannot be combined with {:flag}: both decide when weight gradients "
+            "are computed.",
+            (other,),
         )

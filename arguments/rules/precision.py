@@ -2,13 +2,14 @@
 
 Formats that exclude each other or need one (half precision, fp8, fp4, fp8 parameter gather); low-precision optimizer
 state, which needs the precision-aware optimizer; features whose results depend on the order of sums. Ranges of numbers
-are ours. Rule numbers follow Megatron-LM's checks (commit d98e8a64, validate_args and TransformerConfig).
+are ours.
 """
 
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes
-from arguments.settings import Settings, Violation
+from arguments.rules.optimizer import fully_sharded
+from arguments.settings import Limit, Settings, Violation
 
 FP8, FP4 = "fp8", "fp4"
 NARROW_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -135,8 +136,16 @@ def check_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             continue
         if not getattr(s, factory):
             yield s.violation("{:shown} needs {:flag}.", recipe, factory)
-        if s.te_precision_config_file is not None:
-            yield s.violation("{te_precision_config_file:flag} cannot be combined with {:shown}: both choose.", recipe)
+
+
+def limit_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    for fmt in (FP8, FP4):
+        recipe = f"{fmt}_recipe"
+        yield Limit(
+            getattr(s, fmt) and getattr(s, recipe) == "custom" and s.te_precision_config_file is not None,
+            "{te_precision_config_file:flag} cannot be combined with {:flag} custom: both choose the formats.",
+            (recipe,),
+        )
 
 
 def check_fp8_output_proj(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -173,30 +182,32 @@ def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[V
             yield s.violation("{} needs {use_precision_aware_optimizer:flag}.", dest)
 
 
-def check_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Ours: fully sharded parameters are the fp32 main parameters, and torch accumulates their gradients in fp32."""
-    sharded = s.use_megatron_fsdp and s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-    if not (sharded or s.use_torch_fsdp2):
-        return
-    parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
-    for dest in ("main_params_dtype", "main_grads_dtype"):
-        if getattr(s, dest) != "fp32":
-            yield s.violation(
-                "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.", dest, parent
+def limit_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """Fully sharded parameters are the fp32 main parameters, and torch accumulates their gradients in fp32."""
+    for parent, is_sharded in fully_sharded(s).items():
+        for dest in ("main_params_dtype", "main_grads_dtype"):
+            yield Limit(
+                is_sharded and getattr(s, dest) != "fp32",
+                "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.",
+                (dest, parent),
             )
-    for dest in ("ddp_param_name_patterns_for_fp32_local_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"):
-        if getattr(s, dest):
-            yield s.violation(
-                "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.", dest, parent
+        for dest in (
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+            "ddp_reduce_scatter_with_fp32_accumulation",
+        ):
+            yield Limit(
+                is_sharded and getattr(s, dest),
+                "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.",
+                (dest, parent),
             )
 
 
-def check_one_state_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.optimizer_cpu_offload and s.chunked_optimizer_state_offload:
-        yield s.violation(
-            "Use only one of {optimizer_cpu_offload} (the host updates its share) and "
-            "{chunked_optimizer_state_offload} (the device does)."
-        )
+def limit_state_offload(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        s.optimizer_cpu_offload and s.chunked_optimizer_state_offload,
+        "Use only one of {optimizer_cpu_offload} (the host updates its share) and {chunked_optimizer_state_offload} "
+        "(the device does).",
+    )
 
 
 def check_half_precision_features(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -1,8 +1,7 @@
 """Recompute of activations, and offload of activations or optimizer state.
 
 Requirements of full and selective recompute; offload of activations, which must not also be recomputed; requirements of
-optimizer offload. Modules that no layer has are a note here, not an error. Rule numbers follow Megatron-LM's checks
-(commit d98e8a64, validate_args and TransformerConfig).
+optimizer offload. Modules that no layer has are a note here, not an error.
 """
 
 from collections.abc import Iterator

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
-from arguments.settings import Settings, Violation
-from arguments.sparse_attention import find_gather_conflict
+from arguments.settings import Limit, Settings, Violation
+from arguments.sparse_attention import GATHER_CONFLICTS, find_gather_conflict
 
 VARIANT, WARMUP, COEFF = "experimental_attention_variant", "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
 FORM = "dsa_attention_form"
@@ -46,10 +46,11 @@ def note_indexers_without_loss(s: Settings, _f: DerivedSizes) -> None:
 # Checks.
 
 
-def _check_conflicts(s: Settings, dest: str, others: tuple[tuple[str, str], ...]) -> Iterator[Violation]:
+def _limit_each(s: Settings, is_on: bool, what: str, others: tuple[tuple[str, str], ...]) -> Iterator[Limit]:
     for other, why in others:
-        if s.values[other] != s.default(other):
-            yield s.violation("{} cannot be combined with {}: {why}.", dest, other, why=why)
+        yield Limit(
+            is_on and s.values[other] != s.default(other), f"{what} cannot be combined with {{}}: {why}.", (other,)
+        )
 
 
 def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -61,14 +62,16 @@ def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         if s.values[dest] is None:
             yield s.violation("{experimental_attention_variant} needs {:flag}.", dest)
     yield from _check_indexer_heads(s)
-    yield from _check_conflicts(s, VARIANT, NOT_BUILT)
-    kinds = as_list(s.cp_comm_type)
-    if f.cp > 1 and any(kind not in ALLGATHER for kind in kinds):
-        yield s.violation(
-            "{experimental_attention_variant} with {context_parallel_size} needs {cp_comm_type:flag} allgather in "
-            "every layer: a query selects among the keys of the full sequence, not {XX0}.",
-            XX0=" ".join(kinds),
-        )
+
+
+def limit_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.experimental_attention_variant == "dsa"
+    yield from _limit_each(s, is_on, f"{{{VARIANT}:flag}} dsa", NOT_BUILT)
+    yield Limit(
+        is_on and f.cp > 1 and any(kind not in ALLGATHER for kind in as_list(s.cp_comm_type)),
+        "{experimental_attention_variant:flag} dsa with {context_parallel_size} needs {cp_comm_type:flag} allgather in "
+        "every layer: a query selects among the keys of the full sequence.",
+    )
 
 
 def _check_indexer_heads(s: Settings) -> Iterator[Violation]:
@@ -87,18 +90,20 @@ def _check_indexer_heads(s: Settings) -> Iterator[Violation]:
         )
 
 
-def check_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.dsa_attention_form != "gathered" or s.experimental_attention_variant != "dsa" or s.dsa_indexer_warmup:
-        return
-    problem = find_gather_conflict(s, bool(s.fp8 or s.fp4))
-    if problem is None:
-        return
-    dest, why = problem
-    if dest == "dsa_indexer_use_sparse_loss":
-        yield s.violation("{dsa_attention_form} with {dsa_indexer_loss_coeff} needs {:flag}: {why}.", dest, why=why)
-        return
-    dest = "fp4" if dest == "fp8" and not s.fp8 else dest
-    yield s.violation("{dsa_attention_form} cannot be combined with {}: {why}.", dest, why=why)
+def limit_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    is_gathered = s.dsa_attention_form == "gathered" and s.experimental_attention_variant == "dsa"
+    conflict = (
+        find_gather_conflict(s, "fp8" if s.fp8 else "fp4" if s.fp4 else None)
+        if is_gathered and not s.dsa_indexer_warmup
+        else None
+    )
+    form = "{dsa_attention_form:flag} gathered"
+    for dest, why in GATHER_CONFLICTS.items():
+        if dest == "dsa_indexer_use_sparse_loss":
+            message = f"{form} with {{dsa_indexer_loss_coeff}} needs {{:flag}}: {why}."
+        else:
+            message = f"{form} cannot be combined with {{}}: {why}."
+        yield Limit(conflict == dest, message, (dest,))
 
 
 def check_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -110,4 +115,7 @@ def check_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "{dsa_indexer_warmup} needs {dsa_indexer_loss_coeff:flag} above 0: it trains with the indexers' loss only."
         )
-    yield from _check_conflicts(s, WARMUP, FROZEN)
+
+
+def limit_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield from _limit_each(s, s.dsa_indexer_warmup, f"{{{WARMUP}}}", FROZEN)

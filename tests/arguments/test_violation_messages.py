@@ -26,4 +26,4 @@ def test_fields_of_messages_exist():
         unknown = any(isinstance(argument, ast.Starred) for argument in call.args)
         if not unknown and fields.count("") > len(call.args) - 1:
             problems.append(f"{place}: more {{}} than flags")
-    assert len(calls) > 250 and not problems, "\n".join(problems)
+    assert len(calls) > 200 and not problems, "\n".join(problems)
