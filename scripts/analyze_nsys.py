@@ -107,7 +107,9 @@ def _read_tables(report: sqlite3.Connection) -> tuple[list[Range], list[Kernel],
         raise ReportError(f"it has no {missing[0]}; profile with --trace=cuda,nvtx and train with --nvtx-ranges")
     ranges = [
         Range(*row)
-        for row in report.execute(
+        for row in _rows(
+            report,
+            "NVTX_EVENTS",
             "SELECT n.start, n.end, n.globalTid, COALESCE(n.text, s.value) FROM NVTX_EVENTS n "
             "LEFT JOIN StringIds s ON s.id = n.textId WHERE n.eventType IN (?, ?) AND n.end IS NOT NULL "
             "AND COALESCE(n.text, s.value) IS NOT NULL ORDER BY n.start",
@@ -115,9 +117,11 @@ def _read_tables(report: sqlite3.Connection) -> tuple[list[Range], list[Kernel],
         )
     ]
     kernels = [kernel for kind in ACTIVITIES if _table(kind) in tables for kernel in _read_kernels(report, kind)]
-    calls = report.execute(
+    calls = _rows(
+        report,
+        "CUPTI_ACTIVITY_KIND_RUNTIME",
         "SELECT r.start, r.end, r.globalTid, s.value FROM CUPTI_ACTIVITY_KIND_RUNTIME r "
-        "JOIN StringIds s ON s.id = r.nameId WHERE r.end IS NOT NULL ORDER BY r.start"
+        "JOIN StringIds s ON s.id = r.nameId WHERE r.end IS NOT NULL ORDER BY r.start",
     )
     waits = [Range(*row) for row in calls if WAITS.search(row[3])]
     return ranges, sorted(kernels, key=lambda kernel: kernel.launch), waits
@@ -135,7 +139,21 @@ def _read_kernels(report: sqlite3.Connection, kind: str) -> Iterator[Kernel]:
         "JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId "
         "AND (r.globalTid >> ?) = (k.globalPid >> ?) WHERE k.end IS NOT NULL"
     )
-    return (Kernel(*row) for row in report.execute(query, (PROCESS_BITS, PROCESS_BITS)))
+    return (Kernel(*row) for row in _rows(report, _table(kind), query, (PROCESS_BITS, PROCESS_BITS)))
+
+
+def _rows(report: sqlite3.Connection, table: str, query: str, values: tuple[int, ...] = ()) -> Iterator[tuple]:
+    """Yield the rows of a query: times, a thread, a name. SQLite stores any type in any column.
+
+    Raises:
+        ReportError: if a time is no integer, or a name is no text.
+    """
+    for row in report.execute(query, values):
+        *times, _, name = row
+        wrong = [value for value in times if type(value) is not int] + ([] if type(name) is str else [name])
+        if wrong:
+            raise ReportError(f"{table} has {wrong[0]!r} where a time (an integer) or a name (text) is needed")
+        yield row
 
 
 def innermost(ranges: Iterable[Range], kernels: Sequence[Kernel]) -> list[Range | None]:

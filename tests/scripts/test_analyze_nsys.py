@@ -157,3 +157,25 @@ def test_kernels_without_duration_or_end(tmp_path):
         report.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL WHERE correlationId = 2")
         report.commit()
     assert script.main([str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("UPDATE NVTX_EVENTS SET start = 'soon' WHERE end = 7000000", "NVTX_EVENTS has 'soon' where a time"),
+        ("UPDATE NVTX_EVENTS SET start = NULL", "NVTX_EVENTS has None where a time"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = 1.5", "has 1.5 where a time"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET end = 'never'", "CUPTI_ACTIVITY_KIND_RUNTIME has 'never'"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 'x' WHERE correlationId = 1", "KIND_KERNEL has 'x'"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET start = x'00'", "KIND_MEMCPY has b'\\x00'"),
+        ("UPDATE StringIds SET value = x'ff'", "has b'\\xff' where a time (an integer) or a name (text)"),
+    ],
+)
+def test_values_of_another_type_are_named(tmp_path, capsys, change, reason):
+    path = write_report(tmp_path / "r.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as report:
+        report.execute(change)
+        report.commit()
+    assert script.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"analyze_nsys.py: {path}: ") and reason in error
