@@ -1,13 +1,13 @@
 """--check-files: check the files that the flags name, and the space for outputs, before a job waits in a queue.
 
-Opens the indexes of all token files, the tokenizer, the checkpoint to load and the output folders. No model is built,
-and torch is imported only to inspect a checkpoint. All problems are collected.
+Opens the indexes of all token files, the tokenizer, the checkpoint to load, files of settings and the output folders.
+No model is built, and torch is imported only to inspect a checkpoint or settings of layers. All problems are collected.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,7 @@ from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.sources import get_blends_per_split, get_common_blend, requested_sizes, source_flag
 from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.estimate.state_bytes import MOMENTS
 
@@ -36,6 +37,7 @@ def check_files(args: Arguments) -> FileCheckResult:
     vocab_size = check.tokenizer()
     check.data(vocab_size)
     check.loaded()
+    check.layer_settings()
     check.outputs(vocab_size)
     return FileCheckResult(check.problems, check.lines, vocab_size)
 
@@ -253,6 +255,31 @@ class _Check:
         size = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
         kind = "Hugging Face or released weights" if is_weights_only(found) else found.name
         return f"{kind}, complete, {_format_bytes(size)}"
+
+    def layer_settings(self) -> None:
+        """Read the files with settings of single layers, as the model's construction does."""
+        parallel, precision = self.args.parallel, self.args.precision
+        if parallel.tp_comm_overlap and parallel.tp_comm_overlap_cfg is not None:
+            from moe_trainer.layers.tp_overlap import TpOverlap
+
+            self._read("--tp-comm-overlap-cfg", lambda: TpOverlap.from_args(parallel))
+        path = precision.te_precision_config_file
+        if path is not None and (precision.fp8 or precision.fp4):
+            from moe_trainer.quantization.config import get_recipe
+            from moe_trainer.quantization.precision_file import PrecisionFile
+
+            def load() -> None:
+                recipe = get_recipe(precision)
+                if recipe is not None:
+                    PrecisionFile.load(path, recipe)
+
+            self._read("--te-precision-config-file", load)
+
+    def _read(self, flag: str, load: Callable[[], object]) -> None:
+        try:
+            load()
+        except UserError as error:
+            self._add_problem(flag, str(error))
 
     def outputs(self, vocab_size: int | None) -> None:
         """Check that the output folders are writable and the checkpoints fit."""

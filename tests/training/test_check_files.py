@@ -106,6 +106,35 @@ def test_all_missing_files_are_reported_together(folder, capsys, monkeypatch):
     assert out.startswith("not valid: 8 problems") and "Traceback" not in err
 
 
+OVERLAP = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-cfg"
+FORMATS = "--fp8-format e4m3 --fp8-recipe mxfp8 --bf16 --te-precision-config-file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "text"),
+    [
+        (OVERLAP, None, "--tp-comm-overlap-cfg f.yaml: [Errno 2] No such file or directory"),
+        (OVERLAP, "a: [", "--tp-comm-overlap-cfg f.yaml: while parsing"),
+        (OVERLAP, "proj: {num_splits: 2}", "--tp-comm-overlap-cfg f.yaml: proj is no GEMM"),
+        (OVERLAP, "proj_fprop: {num_split: 2}", "num_split is no setting"),
+        (OVERLAP, "proj_fprop: {num_splits: 2}", None),
+        (FORMATS, None, "--te-precision-config-file f.yaml: [Errno 2] No such file or directory"),
+        (
+            FORMATS,
+            "configs: {}\nmatchers: {a: {type: glob, pattern: x, config: b, enabled: true}}",
+            "there is no config 'b'",
+        ),
+        (FORMATS, "configs: {}\nmatchers: {}", None),
+    ],
+)
+def test_files_of_settings_are_read(folder, capsys, flags, content, text):
+    if content is not None:
+        (folder / "f.yaml").write_text(content)
+    code, _, err = check(capsys, *NULL, "--data-path", "a", "--eval-iters", "0", *flags.split(), "f.yaml")
+    assert (code, text or "") == ((2, text) if text and text in " ".join(err.split()) else (0, "")), err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
