@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_trainer.memory.side_stream import SideStream
 from moe_trainer.ops.transfer import to_device
 
 
 class AsyncHostReader:
-    """Starts host reads of one dispatcher, on its own stream."""
+    """Starts host reads of one dispatcher, on a separate stream."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream = SideStream()
 
     def start(self, compute: Callable[..., Tensor], *inputs: Tensor, work: Any = None) -> Callable[[], list[int]]:
         """Start to read compute(*inputs).
@@ -33,27 +34,25 @@ class AsyncHostReader:
         """
         if not inputs[0].is_cuda:
             return lambda: compute(*inputs).flatten().tolist()
-        stream = self._stream(inputs[0].device)
-        stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
-        with torch.cuda.stream(stream):
+        device = inputs[0].device
+
+        def copy() -> Tensor:
             if work is not None:
                 work.wait()
             numbers = compute(*inputs)
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             for x in inputs:
-                x.record_stream(stream)
-            copied = stream.record_event()
+                x.record_stream(torch.cuda.current_stream(device))
+            return host
+
+        host, copied = self._stream.run(copy, device)
 
         def values() -> list[int]:
+            assert copied is not None
             copied.synchronize()
             return host.flatten().tolist()
 
         return values
-
-    def _stream(self, device: torch.device) -> "torch.cuda.Stream":
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 def integer_tensor(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_trainer.memory.side_stream import SideStream, wait_for
 from moe_trainer.ops.paged_copy import TORCH_PAGE_KERNELS, PageKernels, PageMemory, free_pages
 
 logger = logging.getLogger(__name__)
@@ -295,7 +296,7 @@ class PagedStash:
         self._factors = factor_device, factor_host
         self._pools: dict[Signature, PagePool] = {}
         # one stream for all copies and changes of free pages, which are so in order
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = SideStream()
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self._num_iterations = self.generation = self.num_overflows = 0
 
@@ -370,15 +371,8 @@ class PagedStash:
 
     def run_copies(self, copy: Callable[[], None]) -> Any:
         """Run copies after what is on the current stream; return their event, None without CUDA."""
-        if self._stream is None:
-            copy()
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copy()
-            return self._stream.record_event()
+        return self._stream.run(copy, self._device)[1]
 
     def wait(self, event: Any) -> None:
         """Make the current stream wait for an event."""
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        wait_for(event, self._device)

@@ -6,7 +6,7 @@ kernel, on CPU 3 to 9 times faster than gather + sum and 2 times faster than ind
 top-8). A token may have any number of copies. Order: by expert, then by token (stable), as in Megatron-Core; copies are
 summed in ascending expert order. Blocks [source][expert] become [expert][source] by `block_permutation` and `reorder`.
 
-Shape letters: T tokens, E experts, R routed tokens (token, expert pairs), H hidden, S sources.
+Shape letters: T and N tokens, E and V experts, K top-k, R routed tokens (token, expert pairs), H hidden, S sources.
 """
 
 from dataclasses import dataclass, replace
@@ -183,6 +183,31 @@ class _Reorder(torch.autograd.Function):
 def reorder(order_R: Tensor, inverse_R: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Gather row order_R[i] of every tensor into row i; inverse_R undoes it."""
     return _Reorder.apply(order_R, inverse_R, *tensors)
+
+
+def dense_to_topk(probs_TV: Tensor, routing_TV: Tensor, num_choices: int) -> tuple[Tensor, Tensor]:
+    """Convert a dense routing to indices and weights of the chosen experts, ascending, followed by -1 and 0.
+
+    Returns:
+        idx_TK int64 and weights_TK fp32 (differentiable).
+    """
+    num_experts = routing_TV.shape[1]
+    index_TV = torch.where(routing_TV, torch.arange(num_experts, device=routing_TV.device), num_experts)
+    idx_TK = index_TV.topk(num_choices, dim=1, largest=False, sorted=True)[0]
+    chosen_TK = idx_TK < num_experts
+    weights_TK = probs_TV.gather(1, idx_TK.clamp(max=num_experts - 1)).float() * chosen_TK
+    return torch.where(chosen_TK, idx_TK, -1), weights_TK
+
+
+def topk_to_dense(idx_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Convert top-k indices and weights to probs_NE (differentiable) and routing_NE; entries of -1 are ignored."""
+    cells_NK = torch.where(idx_NK < 0, num_experts, idx_NK).long()
+    shape = (idx_NK.shape[0], num_experts + 1)
+    routing_NE = torch.zeros(shape, dtype=torch.bool, device=idx_NK.device).scatter_(1, cells_NK, True)
+    # clear first: the weight of a -1 may be anything, and several of them collide in the last column
+    weights_NK = weights_NK.masked_fill(idx_NK < 0, 0.0)
+    probs_NE = weights_NK.new_zeros(shape).scatter_add(1, cells_NK, weights_NK)
+    return probs_NE[:, :num_experts], routing_NE[:, :num_experts]
 
 
 class Permutation:

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_trainer.ops.permute import make_permute_map, permute, permute_probs, sort_by_expert, unpermute
+from moe_trainer.ops.permute import (
+    dense_to_topk,
+    make_permute_map,
+    permute,
+    permute_probs,
+    sort_by_expert,
+    topk_to_dense,
+    unpermute,
+)
 
 T, E, H = 7, 5, 4
 
@@ -77,3 +85,25 @@ def test_permutation_sorts_int32_keys():
         == sorted(routes.cell_R[routes.row_R[start:stop]].tolist(), reverse=True)
         for start, stop in zip(routes.offsets_T.tolist(), routes.offsets_T.tolist()[1:])
     )
+
+
+def test_unused_topk_slots_have_zero_weight():
+    """Slots of tokens with fewer than K experts are -1; an exchange may multiply by their weights."""
+    routing_TV = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    probs_TV = (torch.arange(12.0).view(3, 4) + 1).requires_grad_()  # not zero where there is no route either
+    idx_TK, weights_TK = dense_to_topk(probs_TV, routing_TV, 3)
+    assert idx_TK.tolist() == [[1, 3, -1], [-1, -1, -1], [0, -1, -1]]
+    assert weights_TK.tolist() == [[2.0, 4.0, 0.0], [0.0, 0.0, 0.0], [9.0, 0.0, 0.0]]
+    weights_TK.sum().backward()
+    assert torch.equal(probs_TV.grad, routing_TV.float())
+
+
+def test_weights_of_unused_topk_slots_are_ignored():
+    weights_NK = torch.tensor([[2.0, float("nan")], [float("inf"), 7.0]], requires_grad=True)
+    probs_NE, routing_NE = topk_to_dense(torch.tensor([[1, -1], [-1, -1]]), weights_NK, 3)
+    assert routing_NE.tolist() == [[False, True, False], [False] * 3] and probs_NE.tolist() == [
+        [0.0, 2.0, 0.0],
+        [0.0] * 3,
+    ]
+    probs_NE.sum().backward()
+    assert weights_NK.grad.tolist() == [[1.0, 0.0], [0.0, 0.0]]

@@ -43,7 +43,7 @@ from moe_trainer.moe.dispatch.mxfp8_transport import (
     placeholder,
     to_payload,
 )
-from moe_trainer.ops.permute import Permutation
+from moe_trainer.ops.permute import Permutation, dense_to_topk, topk_to_dense
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -242,31 +242,6 @@ class _FinishCombine(torch.autograd.Function):
         sent = to_payload(grad_TH.contiguous(), handle.mxfp8.gradients)
         *handle.gradients, handle.event = handle.buffer.dispatch_with_handle(sent, handle.library_handle)
         return None, grad_TH
-
-
-def dense_to_topk(probs_TV: Tensor, routing_TV: Tensor, num_choices: int) -> tuple[Tensor, Tensor]:
-    """Convert a dense routing to indices and weights of the chosen experts, ascending, followed by -1 and 0.
-
-    Returns:
-        idx_TK int64 and weights_TK fp32 (differentiable).
-    """
-    num_experts = routing_TV.shape[1]
-    index_TV = torch.where(routing_TV, torch.arange(num_experts, device=routing_TV.device), num_experts)
-    idx_TK = index_TV.topk(num_choices, dim=1, largest=False, sorted=True)[0]
-    chosen_TK = idx_TK < num_experts
-    weights_TK = probs_TV.gather(1, idx_TK.clamp(max=num_experts - 1)).float() * chosen_TK
-    return torch.where(chosen_TK, idx_TK, -1), weights_TK
-
-
-def topk_to_dense(idx_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Convert top-k indices and weights to probs_NE (differentiable) and routing_NE; entries of -1 are ignored."""
-    cells_NK = torch.where(idx_NK < 0, num_experts, idx_NK).long()
-    shape = (idx_NK.shape[0], num_experts + 1)
-    routing_NE = torch.zeros(shape, dtype=torch.bool, device=idx_NK.device).scatter_(1, cells_NK, True)
-    # clear first: the weight of a -1 may be anything, and several of them collide in the last column
-    weights_NK = weights_NK.masked_fill(idx_NK < 0, 0.0)
-    probs_NE = weights_NK.new_zeros(shape).scatter_add(1, cells_NK, weights_NK)
-    return probs_NE[:, :num_experts], routing_NE[:, :num_experts]
 
 
 @dataclass(frozen=True)

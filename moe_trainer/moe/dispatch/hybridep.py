@@ -4,7 +4,7 @@ The library takes the dense routing map and probabilities, sends each token once
 sorts what it receives by local expert; combine sums a token's results on the rank and between ranks. This file adds
 the gradients: that of a dispatch is a combine, and that of a combine a dispatch with the same handle. The order of
 tokens is the all-to-all's. Dispatches carry MXFP8 where asked (mxfp8_transport.py); the library combines bf16 only.
-It works on the current stream; its calls run here on a stream of their own, so that other work overlaps with them from
+It works on the current stream; its calls run here on a separate stream, so that other work overlaps with them from
 start_* to finish_*, in backward too.
 
 With a fixed receive buffer the counts stay on the device and nothing waits for the host. Tokens that do not fit are
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.memory.side_stream import SideStream, wait_for
 from moe_trainer.moe.dispatch import deepep
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -61,29 +62,6 @@ class _LibraryHandle:
     overflow: Tensor | None = None
 
 
-class _CommStream:
-    """Runs the library's calls concurrently with the computation: on one stream of its own, in the order of the calls.
-
-    Every call first waits for the computation's stream. So the allocator may give memory of this stream that the
-    computation has freed to a later call, and inputs live as long as the caller keeps them, until it has waited. A CPU
-    runs a call at once.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def run(self, call: Callable[[], T], device: torch.device) -> tuple[T, "torch.cuda.Event | None"]:
-        """Return what the call returns, and an event to wait for before it is read."""
-        if device.type != "cuda":
-            return call(), None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            return call(), stream.record_event()
-
-
 class _Exchange:
     """One dispatch and its combine: the library's buffer and, after the dispatch, its handle.
 
@@ -98,7 +76,7 @@ class _Exchange:
     def __init__(
         self,
         buffer: Any,
-        stream: _CommStream,
+        stream: SideStream,
         num_local: int,
         fused: bool,
         buffer_size: int | None,
@@ -128,8 +106,7 @@ class _Exchange:
     def wait(self) -> None:
         """Have the computation wait for the call in flight."""
         (event, inputs), self._in_flight = self._in_flight, None
-        if event is not None:
-            torch.cuda.current_stream(inputs[0].device).wait_event(event)
+        wait_for(event, inputs[0].device)
 
     def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_LibraryHandle, Tensor, Tensor]:
         """Dispatch by a routing map. Without a fixed buffer the host waits for the counts."""
@@ -292,7 +269,7 @@ class HybridEPDispatcher(TokenDispatcher):
         self.group, self.mxfp8 = ps.tp_ep, mxfp8
         self.etp_expansion = EtpExpansion(ps)
         self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
-        self._stream = _CommStream()
+        self._stream = SideStream()
         self.fixed_buffer_problem = FUSED_NEEDS_COUNTS if fused else None
 
     def dispatch_preprocess(

@@ -37,8 +37,8 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.deepep import dense_to_topk
 from moe_trainer.moe.receive_buffer import ReceiveBudget
+from moe_trainer.ops.permute import dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
