@@ -13,9 +13,7 @@ run as it is, graphs and libraries; tests/verification/prove_combinations.py com
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -28,9 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 from arguments.parse import resolve_command_line
 from moe_trainer.exit_codes import ExitCode
+from scripts.proof_record import ProofRecord
 
 PAGE = ROOT / "docs" / "combinations.md"
-PROVEN = ROOT / "scripts" / "bench_results" / "combinations.json"
+PROVEN = ProofRecord(ROOT / "scripts" / "bench_results" / "combinations.json", "flags")
 RANKS = 8
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 4 --normalization RMSNorm --swiglu "
@@ -121,32 +120,14 @@ def needs_device(pair: tuple[str, str]) -> bool:
     return any(name in LIBRARIES or name == "NVFP4" or FEATURES[name].kind == "graphs" for name in pair)
 
 
-def fingerprint(pair: tuple[str, str]) -> str:
-    """Return what identifies the command line of a pair."""
-    return hashlib.sha256(" ".join(make_argv(*pair)).encode()).hexdigest()[:12]
+def record(pair: tuple[str, str], **results: str) -> None:
+    """Keep the result of a proof, by "process" or "device"."""
+    PROVEN.keep(" + ".join(pair), " ".join(make_argv(*pair)), **results)
 
 
-def read_proven() -> dict[str, dict[str, str]]:
-    """Return the recorded proofs: pair -> {"flags": fingerprint, "process" or "device": result}."""
-    return json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
-
-
-def record(pair: tuple[str, str], how: str, result: str) -> None:
-    """Keep the result of a proof."""
-    proven = read_proven()
-    key = " + ".join(pair)
-    entry = proven.get(key, {})
-    if entry.get("flags") != fingerprint(pair):
-        entry = {"flags": fingerprint(pair)}
-    proven[key] = entry | {how: result}
-    PROVEN.write_text(json.dumps(dict(sorted(proven.items())), indent=0) + "\n")
-
-
-def proofs(pair: tuple[str, str], proven: dict[str, dict[str, str]]) -> str:
+def proofs(pair: tuple[str, str]) -> str:
     """Return the cell of an accepted pair."""
-    entry = proven.get(" + ".join(pair), {})
-    if entry.get("flags") != fingerprint(pair):
-        return "valid"
+    entry = PROVEN.find(" + ".join(pair), " ".join(make_argv(*pair)))
     if any(result.startswith("FAILED") for result in entry.values()):
         return "FAILED"
     marks = ["P"] if "process" in entry and "NVFP4" not in pair else []  # which that proof leaves out
@@ -193,7 +174,7 @@ def page_lines() -> Iterator[str]:
     yield ""
     names = list(FEATURES)
     reasons: dict[str, int] = {}
-    proven, rows = read_proven(), []
+    rows = []
     for row, one in enumerate(names):
         cells = []
         for other in names[: row + 1]:
@@ -204,7 +185,7 @@ def page_lines() -> Iterator[str]:
             if text is not None:
                 cells.append(str(reasons.setdefault(text, len(reasons) + 1)))
             else:
-                cells.append("yes" if one == other else proofs((other, one), proven))
+                cells.append("yes" if one == other else proofs((other, one)))
         rows.append(f"| {one} | {' | '.join([*cells, *[''] * (len(names) - len(cells))])} |")
     yield f"| | {' | '.join(names)} |"
     yield f"|---|{'---|' * len(names)}"
@@ -250,7 +231,7 @@ def prove(pairs: list[tuple[str, str]], is_recorded: bool) -> int:
             result = check_parity(pool, case)
             different += not result.is_equal
             if is_recorded:
-                record((one, other), "process", str(case.mapping) if result.is_equal else "FAILED")
+                record((one, other), process=str(case.mapping) if result.is_equal else "FAILED")
             what = "equal" if result.is_equal else f"DIFFERENT {result.failure[-500:]} {result.differences[:2]}"
             print(f"{one} + {other} ({case.mapping}): {what} ({result.seconds:.1f} s)", flush=True)
     return ExitCode.FAILED if different else ExitCode.OK

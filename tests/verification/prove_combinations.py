@@ -116,7 +116,7 @@ def main(words: list[str]) -> int:
         failed += not good
         print(f"{' + '.join(pair)}: {found} ({time.monotonic() - started:.1f} s)", flush=True)
         if options.record:
-            combinations.record(pair, "device", found if good else "FAILED")
+            combinations.record(pair, device=found if good else "FAILED")
     return ExitCode.FAILED if failed else ExitCode.OK
 
 

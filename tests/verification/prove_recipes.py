@@ -16,8 +16,6 @@ libraries are those that are installed; without DeepEP and HybridEP tokens go th
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import re
 import sys
 import tempfile
@@ -33,10 +31,11 @@ from arguments.parse import resolve_command_line
 from arguments.spelling import to_command_line
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.verification.shrink import ShrinkError, shrink
+from scripts.proof_record import ProofRecord
 from tests.arguments.moe_recipes import RECIPES, TABLE_11, as_file
 
 PAGE = ROOT / "docs" / "recipes.md"
-PROVEN = ROOT / "scripts" / "bench_results" / "recipes.json"
+PROVEN = ProofRecord(ROOT / "scripts" / "bench_results" / "recipes.json", "recipe")
 HARDWARE = re.compile(r"(g?b[23]00|h100)", re.IGNORECASE)
 RANKS = 4
 TOLERANCE = 1e-4
@@ -62,6 +61,10 @@ class Recipe(NamedTuple):
     preset: str
     ranks: int
     settings: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.preset} {self.ranks} {self.settings}"
 
     @property
     def hardware(self) -> str:
@@ -151,24 +154,6 @@ def runs_on_device(recipe: Recipe, folder: Path) -> str:
     return f"{same} (losses {losses == eager_losses}, norms {difference:.1e}); {captured} graphs; waits {waits}"
 
 
-def fingerprint(recipe: Recipe) -> str:
-    """Return what identifies a recipe."""
-    return hashlib.sha256(f"{recipe.preset} {recipe.ranks} {recipe.settings}".encode()).hexdigest()[:12]
-
-
-def read_proven() -> dict[str, dict[str, str]]:
-    """Return the recorded comparisons with one process: recipe -> {"recipe": fingerprint, "equal": mapping}."""
-    return json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
-
-
-def record_equal(recipe: Recipe, found: str) -> None:
-    """Keep the mapping with which a recipe equals one process."""
-    proven = read_proven() | {
-        recipe.name: {"recipe": fingerprint(recipe), "equal": found.partition("(")[2].partition(")")[0]}
-    }
-    PROVEN.write_text(json.dumps(dict(sorted(proven.items())), indent=0) + "\n")
-
-
 COLUMNS = {"validates": validates, "plans": plans, "equal": equals, "device": runs_on_device}
 
 
@@ -187,14 +172,12 @@ def page_lines() -> Iterator[str]:
     yield ""
     yield "| recipe | devices | flags are valid | plan | equal to one process |"
     yield "|---|---|---|---|---|"
-    proven = read_proven()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for recipe in ALL:
             valid = validates(recipe, folder)
             plan = plans(recipe, folder) if valid == "yes" else ""
-            entry = proven.get(recipe.name, {})
-            equal = entry.get("equal", "") if entry.get("recipe") == fingerprint(recipe) else ""
+            equal = PROVEN.find(recipe.name, recipe.text).get("equal", "")
             yield f"| {recipe.name} | {recipe.ranks} x {recipe.hardware} | {valid} | {plan} | {equal} |"
 
 
@@ -220,7 +203,8 @@ def main(words: list[str]) -> int:
                 found = COLUMNS[column](recipe, Path(name))
                 print(f"{recipe.name} | {column}: {found}", flush=True)
                 if options.record and found.startswith("equal"):
-                    record_equal(recipe, found)
+                    mapping = found.partition("(")[2].partition(")")[0]
+                    PROVEN.keep(recipe.name, recipe.text, equal=mapping)
                 if column == "validates" and found != "yes":
                     break
     return ExitCode.OK

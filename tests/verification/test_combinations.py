@@ -7,6 +7,7 @@ from verification import prove_combinations
 
 from moe_trainer.verification import parity
 from scripts import combinations
+from scripts.proof_record import ProofRecord
 
 
 def test_page_matches_the_program():
@@ -16,19 +17,23 @@ def test_page_matches_the_program():
 
 def test_every_accepted_pair_is_proven():
     """On this command line: `combinations.py --prove FEATURE --record` and `prove_combinations.py --record FEATURE` renew it."""
-    proven = combinations.read_proven()
-    cells = {pair: combinations.proofs(pair, proven).split() for pair in combinations.accepted_pairs()}
+    cells = {pair: combinations.proofs(pair).split() for pair in combinations.accepted_pairs()}
     assert [pair for pair, cell in cells.items() if ("D" if combinations.needs_device(pair) else "P") not in cell] == []
 
 
 def test_proof_of_other_flags_does_not_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(combinations, "PROVEN", tmp_path / "combinations.json")
+    monkeypatch.setattr(combinations, "PROVEN", ProofRecord(tmp_path / "combinations.json", "flags"))
     pair = ("CP", "MTP")
-    assert combinations.proofs(pair, combinations.read_proven()) == "valid"
-    combinations.record(pair, "process", "cp 2")
-    assert combinations.proofs(pair, combinations.read_proven()) == "P"
+    assert combinations.proofs(pair) == "valid"
+    combinations.record(pair, process="cp 2")
+    assert combinations.proofs(pair) == "P"
+    combinations.record(("CP", "Muon"), device="bits")
+    combinations.record(pair, device="bits")
+    assert combinations.proofs(pair) == "P D" and combinations.proofs(("CP", "Muon")) == "D"
     monkeypatch.setattr(combinations, "MODEL", combinations.MODEL + " --seed 7")
-    assert combinations.proofs(pair, combinations.read_proven()) == "valid"
+    assert combinations.proofs(pair) == "valid"
+    combinations.record(pair, device="bits")
+    assert combinations.proofs(pair) == "D", "the other proof was of other flags"
 
 
 @pytest.mark.parametrize("pair", [("graph, dropless", "MTP"), ("MXFP8", "HybridEP")], ids=" + ".join)
