@@ -6,7 +6,7 @@
 Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of
 256, micro-batch 4. `wide` and `many` are large enough to be bound by GEMMs: hidden 512, 8 layers, 8 heads,
 ffn 1,024, sequences of 512, micro-batch 8, with 8 experts top-2 and with 64 experts top-8 (822 M parameters: 17 GB).
-All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient clipping at 1. Each contender is a process of its own that
+All: vocabulary 8,192, balancing loss 0.01, AdamW, gradient clipping at 1. Each contender is a separate process that
 builds the model and then trains steps on request. They begin one after the other; one that fails, dies or does not
 answer within --limit seconds is left out, and the table shows why. With the small model rounds alternate between them,
 so that a disturbance of the machine meets all alike, and the median round counts; the large ones do not fit in memory

@@ -2,7 +2,7 @@
 
     python scripts/bench_sparse_keys.py [--lengths 4096 8192 16384 32768] [--heads 8] [--loss no yes] [--write]
 
-The layer is latent attention with its indexer, in fp32. Every figure is of a process of its own, with one thread:
+The layer is latent attention with its indexer, in fp32. Every figure is of a separate process, with one thread:
 seconds of the processor (other work on the machine counts little), and by how much the largest memory of the process
 grew. Both forms compute on the same weights and inputs; the largest difference of their outputs and input gradients is
 shown. "by itself" is what --dsa-attention-form auto takes (arguments/sparse_attention.py). --loss yes: the indexer

@@ -11,7 +11,7 @@ do not, but their checkpoints name the two norms of a layer as if they did (not 
 | MLA's q_layernorm, kv_layernorm | | alone | in linear_q_up_proj, linear_kv_up_proj; alone with sparse attention |
 | q_layernorm, k_layernorm of heads, all others | alone | alone | alone |
 
-Transformer Engine's norms and attention have an `_extra_state` each, as linears have in both: an object of their own,
+Transformer Engine's norms and attention have an `_extra_state` each, as linears have in both: a separate object,
 empty without fp8 scales, which Megatron's loader requires.
 
 Experimental attention variants have Transformer Engine's spec only. An MTP layer is like the last decoder layer.

@@ -109,7 +109,7 @@ class PendingSave:
         scalars = saved_optimizer.scalars() if saved_optimizer is not None else None
         self._legacy = self._legacy_writer(state, chunks, scalars) if self._is_legacy else None
         common = common_state.build(state, scalars) if ps.world.rank == 0 else None
-        # releases of Megatron-LM up to core_v0.18 read the common state from a file of its own
+        # releases of Megatron-LM up to core_v0.18 read the common state from a separate file
         self._common_file = common_state.dump_file(common) if common is not None and self._legacy is None else None
         self._planner, self._index = self._plan_writes(
             _shard_lists(state, chunks, saved_optimizer, ps, self._legacy is None),

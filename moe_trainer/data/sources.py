@@ -70,7 +70,7 @@ def get_common_blend(data: DataArgs) -> Blend | None:
 
 
 def get_blends_per_split(data: DataArgs) -> tuple[Blend | None, ...] | None:
-    """Return the blend of each split, None where the splits have no files of their own.
+    """Return the blend of each split, None where the splits have no separate files.
 
     Raises:
         ValueError: if one cannot be read, or both kinds of flags name the data.

@@ -110,7 +110,7 @@ def json_byte_lengths(encoder: Any) -> list[int]:
     The decoder is byte-level, or one of pieces with byte fallback.
 
     Raises:
-        ValueError: for decoders whose tokens do not stand for bytes of their own (WordPiece, ...).
+        ValueError: for decoders whose tokens do not stand for fixed bytes (WordPiece, ...).
     """
     content = json.loads(encoder.to_str())
     decoder = content.get("decoder") or {}

@@ -84,7 +84,7 @@ def _keeps_latents(args: Arguments) -> bool:
 
 
 def _can_shard(layer: LayerSizes, recipe: str) -> bool:
-    """Return whether a rank's tokens of a sequence shard have scales of their own."""
+    """Return whether a rank's tokens of a sequence shard have separate scales."""
     if layer.tp == 1 or not layer.args.parallel.sequence_parallel:
         return True
     return recipe != "nvfp4" and layer.rows % BLOCKS.get(recipe, 1) == 0

@@ -166,7 +166,7 @@ class SelfAttention(nn.Module):
                 gate = compact(gate.reshape(*gate.shape[:2], -1))
         v_SBGD = compact(v_SBGD)
         if self.q_layernorm is not None or rope is None or not self.rope:
-            k_SBGD = compact(k_SBGD)  # else rotated at once, into a storage of its own
+            k_SBGD = compact(k_SBGD)  # else rotated at once, into a separate storage
         if self.q_layernorm is not None:
             q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
         q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)

@@ -5,7 +5,7 @@ back. The tensors of one part form a group, and the groups of a pass (one chunk,
 of forward. When backward reads the first tensor of a group, the group before it starts to come back as well. Chains
 of different passes are independent, so any order of passes (pipeline stages, virtual stages) works.
 
-On CUDA copies in each direction run on their own stream, from and to pinned memory (torch's cached allocator);
+On CUDA copies in each direction run on a separate stream, from and to pinned memory (torch's cached allocator);
 `record_stream` keeps a tensor's memory until its copy is done, and the computation waits on the device only. On a CPU
 the same code copies synchronously. A tensor that several nodes save is copied once, also in other shapes, unless it
 was written to in between. Weights are never offloaded.

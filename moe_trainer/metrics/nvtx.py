@@ -1,7 +1,7 @@
 """Named ranges on the timeline of NVIDIA Nsight Systems (--nvtx-ranges): `scripts/analyze_nsys.py` adds them up.
 
 A range of the host's own control flow is pushed and popped on its thread. The backward of a module has no such place:
-autograd calls hooks, on a thread of its own. Its range is started by the gradient of what the module returned and ended
+autograd calls hooks, on a separate thread. Its range is started by the gradient of what the module returned and ended
 by the gradient of what it received, so it need not nest.
 
 Names: "iteration 7"; the timers' names ("optimizer", "forward-compute"); "forward microbatch 2 chunk 0" and "backward

@@ -82,7 +82,7 @@ class ExpertCloner:
 
         Returns:
             The routing over experts and clones; and the counts, so that the dispatcher need not exchange them (None
-            `on_device`, and with several ranks of etp, which exchange counts of their own).
+            `on_device`, and with several ranks of etp, which exchange separate counts).
 
         Communication: all-gather over tp_ep; the host waits for the counts unless `on_device`.
         """

@@ -144,7 +144,7 @@ def tokens_per_chunk(
         (rows * each + width * size) * columns,
         (step * each + width * (4 if size == 4 else 4 + size)) * columns,
     )
-    # adding up a narrower format in fp32 is a pass of its own: it has to pay
+    # adding up a narrower format in fp32 is a separate pass: it has to pay
     saves = whole > (1 if size >= 4 else 2) * chunked
     return step if saves and step < rows and dtype != torch.float16 else rows
 

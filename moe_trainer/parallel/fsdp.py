@@ -1,7 +1,7 @@
 """FSDP: parameters sharded over the data-parallel ranks with torch's fully_shard.
 
 Each transformer layer is a unit: it is gathered before its forward and its backward, and its gradients are
-reduce-scattered right after its backward. The experts of a layer are a unit of their own, sharded over edp instead of
+reduce-scattered right after its backward. The experts of a layer are a separate unit, sharded over edp instead of
 dp_cp. The remaining parameters (embedding, final norm, output layer) are one more unit. Shards serve as the main
 parameters, in fp32 unless the flags name the model's dtype. Tensors are sharded along dimension 0, or along dimension 1
 for a stack of experts whose number edp does not divide. With several optimizer instances, gradient shards are

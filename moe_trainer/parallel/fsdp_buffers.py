@@ -5,7 +5,7 @@ read while the other is written. torch orders a gather after the copy out of the
 into a reduction's buffer after the second reduction before it.
 
 Units of the most frequent size share the pool (with `takes_largest` all units do, and the buffers have the size of the
-largest). Others allocate as torch does, or have two buffers of their own (`keeps_others`).
+largest). Others allocate as torch does, or have two separate buffers (`keeps_others`).
 """
 
 import logging

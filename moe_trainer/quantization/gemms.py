@@ -40,7 +40,7 @@ from moe_trainer.quantization.scaled_layouts import TILE_ROWS
 from moe_trainer.quantization.scaled_mm import MX, gemm_kind, scaled_mm
 
 X, WEIGHT, GRAD = 0, 1, 2
-"""Operands with scales of their own: rows of the state of delayed scaling."""
+"""Operands with separate scales: rows of the state of delayed scaling."""
 
 Pair = tuple[Tensor, Tensor | StoredMatrix]
 """The rows of an expert, or their gradient, and its weight."""

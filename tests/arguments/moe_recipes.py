@@ -257,7 +257,7 @@ def as_file(preset_text: str, settings: str) -> str:
     }
     for word in settings.split():
         name, equals, value = word.partition("=")
-        # ratios of layers hold commas of their own
+        # ratios of layers hold commas, too
         table[name] = (
             True
             if not equals

@@ -130,7 +130,7 @@ def write_megatron_checkpoint(source, folder, optimizer, etp=1):
             for tensor in logical_tensors(index):
                 if tensor.key == key:
                     full_tensor[tensor.at] = read_logical(source, index, tensor)
-            # gate and up are boxes of their own
+            # gate and up are separate boxes
             dim, pieces = (
                 (-2, 2 * etp) if "linear_fc1.weight" in key else (-1, etp if "linear_fc2.weight" in key else 1)
             )

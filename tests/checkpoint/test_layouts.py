@@ -117,7 +117,7 @@ def test_flagscale_1188_more_tensor_ranks_than_expert_ranks(tmp_path):
 
 
 def _save_wrong_experts(rank, n, folder, same):
-    """Every rank claims the experts of rank 0 (same), or the second rank has none of its own."""
+    """Every rank claims the experts of rank 0 (same), or the second rank has none."""
     ps = ParallelState.create(n, rank, ep=2)
     model = FakeModel(ps=ps, **HOW)
     for param in model.parameters():

@@ -144,7 +144,7 @@ def test_mtp_layer_numbers_and_mla_norm_names():
 
 
 def test_gated_delta_net_projections_are_stored_separately():
-    """As Megatron-Core splits them: the parts of in_proj and conv1d under names of their own, the norm before in_proj with it."""
+    """As Megatron-Core splits them: the parts of in_proj and conv1d under separate names, the norm before in_proj with it."""
     scheme = KeyScheme.from_record(RECORD | {"experimental_attention_variant": "gdn", "linear_attention_freq": 2})
     name = "decoder.layers.0.self_attention.in_proj.weight"
     info = ParamInfo(

@@ -2,7 +2,7 @@
 
 An interpreter that imports torch takes seconds. A server process is forked from the test's process, which has torch; two small stand-ins, `python` and
 `torchrun`, come first in PATH, send their command and their standard streams to the server, and end with the exit code that it returns. Every command runs
-in a process of its own. Trainings are made small: the flags in SMALL are appended, and --train-iters is at most 6.
+in a separate process. Trainings are made small: the flags in SMALL are appended, and --train-iters is at most 6.
 """
 
 import gc

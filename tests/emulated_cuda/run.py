@@ -86,7 +86,7 @@ def run_pytest(words: list[str], capability: tuple[int, int] = (9, 0)) -> tuple[
 
 
 def device_test(test: Callable) -> Callable:
-    """Have a test run in a process of its own with one device; its parameters are pickled."""
+    """Have a test run in a separate process with one device; its parameters are pickled."""
 
     @functools.wraps(test)
     def run(**kwargs: Any) -> None:

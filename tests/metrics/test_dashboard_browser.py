@@ -85,7 +85,7 @@ def browser(records, tmp_path_factory):
 def test_dashboard_loads_without_console_messages_and_network(records, browser):
     assert browser.get_log("browser") == []
     asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    # a fresh Chromium opens a page of its own, too
+    # a fresh Chromium opens a page, too
     urls = {
         each["params"]["request"]["url"]
         for each in asked

@@ -1,4 +1,4 @@
-"""Run by tests/ops/test_fla.py in a process of its own, whose Triton interprets."""
+"""Run by tests/ops/test_fla.py in a separate process, whose Triton interprets."""
 
 import builtins
 import sys

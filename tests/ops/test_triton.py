@@ -3,7 +3,7 @@
 In Triton's interpreter against torch, and compiled for the GPUs they are meant for.
 
 Whether a kernel is interpreted is decided when triton is imported, for the full process, so the cases of
-tests/ops/triton_cases run in a process of their own (one for all of them: `TRITON_INTERPRET=1 python -m pytest
+tests/ops/triton_cases run in a separate process (one for all of them: `TRITON_INTERPRET=1 python -m pytest
 tests/ops/triton_cases/norm.py` runs one file by hand). Compiling needs neither a GPU nor a driver; it goes all the way
 to the machine code.
 """

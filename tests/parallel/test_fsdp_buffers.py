@@ -25,7 +25,7 @@ CPU, FP32 = torch.device("cpu"), torch.float32
 @pytest.mark.parametrize(
     ("options", "allocated"),
     [
-        # two buffers for the two units of size 6; the unit of size 8 allocates a new one, or has two of its own
+        # two buffers for the two units of size 6; the unit of size 8 allocates a new one, or has two
         (BufferOptions(), [6, 6]),
         (BufferOptions(keeps_others=True), [6, 6, 8, 8]),
         (BufferOptions(takes_largest=True), [8, 8]),

@@ -13,7 +13,7 @@ from moe_trainer.parallel.state import Group, ParallelState
 
 ROWS, BATCH, COLUMNS = 8, 3, 12
 ROWS_CUT, COLUMNS_CUT, WHOLE = "rows", "columns", "whole"
-# name: (state of the input, partial input, state of the output, each rank has a consumer of its own)
+# name: (state of the input, partial input, state of the output, each rank has a separate consumer)
 MAPPINGS = {
     "copy_to_group": (WHOLE, False, WHOLE, True),
     "reduce_from_group": (WHOLE, True, WHOLE, False),

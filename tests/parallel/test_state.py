@@ -101,7 +101,7 @@ def _close_groups(rank, n):
 
     close_groups(ParallelState.create(n, rank, tp=2))
     closed = not dist.is_initialized()
-    # the harness ends with a barrier of its own
+    # the harness ends with a separate barrier
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return closed
 

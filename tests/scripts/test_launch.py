@@ -594,7 +594,7 @@ def test_every_best_practice_line_of_the_model_zoo_fits(tmp_path, script):
     assert len(lines) == 33
     codes = {}
     for line in lines:
-        hardware, *words = shlex.split(line)  # (one layout comes in quotes of its own)
+        hardware, *words = shlex.split(line)  # (one layout comes in quotes)
         count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
         env = make_environment(DRY_RUN="1", HARDWARE=hardware, **dict(word.split("=", 1) for word in words[:count]))
         codes[line] = subprocess.run(

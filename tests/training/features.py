@@ -53,7 +53,7 @@ FEATURES = {
     "router in fp64": lambda a: a.moe.moe_router_dtype == "fp64",
     "MTP": lambda a: a.model.mtp_num_layers,
     "MTP over stages": lambda a: a.model.mtp_num_layers and a.parallel.pipeline_model_parallel_size > 1,
-    "MTP on a stage of its own": lambda a: a.parallel.mtp_standalone,
+    "MTP on a separate stage": lambda a: a.parallel.mtp_standalone,
     "learned positions": lambda a: a.model.position_embedding_type == "learned_absolute",
     "sliding window": lambda a: a.model.window_size,
     "sliding window under CP": lambda a: a.model.window_size and a.parallel.context_parallel_size > 1,

@@ -30,7 +30,7 @@ MODEL = (
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --init-method-std 0.2 "
     "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-grouped-gemm "
     f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
-    # at eps 1e-8 Adam turns the rounding of a gradient that all but cancels into a step of its own
+    # at eps 1e-8 Adam turns the rounding of a gradient that all but cancels into a full step
     "--adam-eps 1e-5 --lr-decay-style constant --clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --mock-data --eval-iters 0 "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 8 --transformer-impl local "
     # Triton's interpreter, which stands in for a device, takes seconds for a step

@@ -96,7 +96,7 @@ def train_reference(argv, topology, packed):
 
 
 def assert_agree(kind, flags, n, mapping, packed=False):
-    plain = make_argv(kind)  # of four layers where each has an exchange of its own
+    plain = make_argv(kind)  # of four layers where each has a separate exchange
     argv = [*(plain if "p2p allgather a2a a2a+p2p" in mapping else shallow(plain)), *flags.split()]
     outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
     parallel = parse_args([*argv, *mapping.split()], n).parallel

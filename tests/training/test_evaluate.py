@@ -14,7 +14,7 @@ SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of 4 iterations on a blend of two files, which ends with an evaluation of its own."""
+    """A run of 4 iterations on a blend of two files, which ends with a separate evaluation."""
     folder = tmp_path_factory.mktemp("trained")
     generator = np.random.default_rng(3)
     for name, high in (("a", 40), ("b", 119)):

@@ -1,6 +1,6 @@
 """Every golden run of Megatron-LM that needs one process, data-parallel or expert-parallel ranks, through the command line.
 
-The ranks are forked but for one run of every kind, which is begun as commands of their own.
+The ranks are forked but for one run of every kind, which is begun as separate commands.
 """
 
 import functools

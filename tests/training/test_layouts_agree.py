@@ -1,7 +1,7 @@
 """Parallel training equals one process: losses, every gradient, the norm, the expert bias, the weights after two steps.
 
 The ordinary suite proves few cases of 2 to 4 ranks that exercise every feature (features.py). The full matrix - every
-factorisation of 2, 4 and 8 ranks, two models each with their options - takes minutes and has a command of its own:
+factorisation of 2, 4 and 8 ranks, two models each with their options - takes minutes and has a separate command:
 
     OMP_NUM_THREADS=1 python -m pytest tests/training/test_layouts_agree.py -m slow
 """

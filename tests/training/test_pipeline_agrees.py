@@ -62,7 +62,7 @@ CASES = {
             "--account-for-loss-in-pipeline-split",
         ],
     ),
-    "pp3, MTP on a stage of its own": (
+    "pp3, MTP on a separate stage": (
         3,
         "deepseek",
         [],

@@ -1,4 +1,4 @@
-"""--pretrained-checkpoint: weights to start from, as long as --load has no checkpoint of its own."""
+"""--pretrained-checkpoint: weights to start from, as long as --load has no checkpoint."""
 
 from commands import read_metrics, run
 from training.tiny import MOCK, TINY

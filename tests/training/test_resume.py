@@ -80,7 +80,7 @@ VARIANTS = {
     "async": (["--async-save", "--use-persistent-ckpt-worker"], 1),
 }
 NEW_INTERPRETER = ("async",)
-"""Begun as commands of their own: interpreters that end while something is still being written."""
+"""Begun as separate commands: interpreters that end while something is still being written."""
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,7 +1,7 @@
 """Conversions between config.json and flags that take more than another name: one pair of functions per topic.
 
 Layer patterns (experts, windows, linear attention), key-value groups, shared experts, expert groups, tied embeddings,
-multi-token prediction; rotary positions have a file of their own. A reader gets the full config.json and returns flags
+multi-token prediction; rotary positions have a separate file. A reader gets the full config.json and returns flags
 by destination, a writer gets all flags and returns keys. families.py lists the converters of each family.
 """
 

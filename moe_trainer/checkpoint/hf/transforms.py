@@ -93,7 +93,7 @@ TRANSFORMS = MappingProxyType(
         # [q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head
         "GATED_GROUPS": Transform(_join_gated_groups, _part_gated_groups),
         # query, key, value, gate, beta and alpha of all heads; Hugging Face: grouped by key head, the last two in a
-        # tensor of their own
+        # separate tensor
         "DELTA": Transform(_join_delta, _part_delta),
         # the channels of query, key and value
         "DELTA_PARTS": Transform(

@@ -225,7 +225,7 @@ def tied_copies(names: Collection[str], record: Mapping[str, Any], pp: int) -> f
 def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> frozenset[str]:
     """Return the tensors that two pipeline stages share.
 
-    They have a bucket of their own in a distributed optimizer's buffer.
+    They have a separate bucket in a distributed optimizer's buffer.
     """
     if pipeline_size == 1:
         return frozenset()
@@ -245,7 +245,7 @@ def buffer_offsets(
         numels: (name, elements) in the order of the modules.
         bucket_size: elements, None for one bucket.
         ranks: data-parallel size.
-        alone: names with a bucket of their own.
+        alone: names with a separate bucket.
         wide: --ddp-pad-buckets-for-high-nccl-busbw.
 
     Yields:

@@ -389,7 +389,7 @@ class LegacyMetadata(VirtualMetadata):
 def bucketing(
     record: Mapping[str, Any], sizes: legacy.LayoutSizes, pp: int, chunk: int, expert: bool
 ) -> tuple[int | None, int, frozenset[str], bool]:
-    """Return bucket size, data-parallel size, names with a bucket of their own and padding, for `buffer_offsets`."""
+    """Return bucket size, data-parallel size, names with a separate bucket and padding, for `buffer_offsets`."""
     world = int(record.get("world_size") or sizes.tp * sizes.pp)
     dp_cp = world // (sizes.tp * sizes.pp)
     ranks = world // (sizes.etp * sizes.ep * sizes.pp) if expert else dp_cp

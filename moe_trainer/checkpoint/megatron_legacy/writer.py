@@ -290,7 +290,7 @@ def _buffers(
         types = {entry.value.dtype for entry in chunk}
         if len(types) > 1:
             raise CheckpointError(
-                f"parameters of several types ({', '.join(map(str, types))}) have buffers of their own, which is not "
+                f"parameters of several types ({', '.join(map(str, types))}) have separate buffers, which is not "
                 "written in the legacy format; --ckpt-format torch_dist"
             )
         (dtype,) = types

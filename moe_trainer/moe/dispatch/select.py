@@ -120,7 +120,7 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
 
 
 def _build_sliced_permutation(moe: MoEArgs, ps: ParallelState) -> SlicedPermutation:
-    """Build FineRMoE's permutation: of its own experts' columns where received tokens are permuted, else of all."""
+    """Build FineRMoE's permutation: of this rank's experts where received tokens are permuted, else of all."""
     local_columns = (moe.moe_token_dispatcher_type == "allgather" and ps.tp_ep.size > 1) or (
         moe.uses_hierarchical_dispatch and ps.ep_inter.size > 1
     )

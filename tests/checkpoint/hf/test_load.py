@@ -33,7 +33,7 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path):
     wanted = convert(gradients, groups)
     seen = set()
     for param in ours.parameters():
-        if ".indexer." in param.info.names[0]:  # without a loss of its own it has no gradient, here as there
+        if ".indexer." in param.info.names[0]:  # without a separate loss it has no gradient, here as there
             assert param.grad is None and all(wanted[key] is None for key in param.info.names)
             seen.update(param.info.names)
             continue

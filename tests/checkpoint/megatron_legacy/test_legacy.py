@@ -164,7 +164,7 @@ LAYOUTS = {
     "te": (2, dict(tp=2, etp=2), dict(transformer_impl="transformer_engine", moe_grouped_gemm=True)),
     "bf16, routers in fp32": (1, {}, dict(main_params=True, dtype=torch.bfloat16, wide="router")),
     "sgd": (1, {}, dict(optimizer="sgd")),
-    "a rate of its own for embeddings": (1, {}, dict(decoupled_lr=1e-4)),
+    "a separate rate for embeddings": (1, {}, dict(decoupled_lr=1e-4)),
     "te, distributed": (
         2,
         dict(ep=2),
@@ -482,7 +482,7 @@ def test_param_groups_record_their_own_hyperparameters(tmp_path):
 
 
 def test_parameters_without_a_legacy_location_are_rejected(tmp_path):
-    with pytest.raises(CheckpointError, match="several types .*buffers of their own"):
+    with pytest.raises(CheckpointError, match="several types .*separate buffers"):
         saved(tmp_path, distributed=True, main_params=True, dtype=torch.bfloat16, wide="router")
     name = "decoder.layers.0.self_attention.in_proj.weight"
     with pytest.raises(CheckpointError, match=f"{name}: how a legacy checkpoint cuts it"):

@@ -13,7 +13,7 @@ SIZES = [(1, 2, 1), (7, 5, 2), (40, 12, 3), (0, 8, 2), (3, 160, 6)]
 
 
 def run_both(logits: torch.Tensor, topk: int, **options):
-    """(probs, routing, gradient of the logits) of the kernel and of torch, for a gradient whose rows have a stride of their own."""
+    """(probs, routing, gradient of the logits) of the kernel and of torch, for a gradient whose rows have a separate stride."""
     num_tokens, num_experts = logits.shape
     grad = torch.randn(num_tokens, num_experts + 3)[:, :num_experts]
     results = []
