@@ -115,7 +115,11 @@ BASE = "--preset deepseek_v3 --mock-data --num-layers 8 --moe-layer-freq 1 --exp
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "kept", (0.5, 0.8)),
         ("--recompute-granularity selective --recompute-modules moe", "kept", (0.3, 0.7)),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "kept", (0.7, 0.95)),
-        ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer", "kept", (0.7, 0.95)),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer",
+            "kept",
+            (0.7, 0.95),
+        ),
         # which this program's own layers compute
         ("--fp8-format e4m3 --fp8-recipe delayed", "kept", (0.7, 0.95)),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad", "kept", (1, 1)),
