@@ -261,6 +261,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("report", type=Path, help="SQLite export of a report")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, too")
     options = parser.parse_args(words)
+    if options.json is not None and options.json.resolve() == options.report.resolve():
+        parser.error(f"--json {options.json} is the report, which it would overwrite")
     try:
         iterations = analyze(*read_report(options.report))
         if not iterations:

@@ -142,6 +142,33 @@ def test_unusable_reports_give_a_reason(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("NVTX_EVENTS", "start", "soon"),
+        ("CUPTI_ACTIVITY_KIND_RUNTIME", "start", None),
+        ("CUPTI_ACTIVITY_KIND_KERNEL", "start", b"\xff"),
+        ("StringIds", "value", b"\xff"),
+    ],
+)
+def test_columns_of_another_type_are_rejected(tmp_path, capsys, table, column, value):
+    path = write_report(tmp_path / "r.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as report:
+        report.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        report.commit()
+    assert script.main([str(path)]) == 2
+    assert "where a time (an integer) or a name (text) is needed" in capsys.readouterr().err
+
+
+def test_the_report_is_not_overwritten(tmp_path, capsys):
+    path = write_report(tmp_path / "r.sqlite")
+    before = path.read_bytes()
+    with pytest.raises(SystemExit) as stopped:
+        script.main([str(path), "--json", str(tmp_path / "." / "r.sqlite")])
+    assert stopped.value.code == 2 and "is the report" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_any_file_name_is_read_and_an_unwritable_output_is_named(tmp_path, capsys):
     path = write_report(tmp_path / "a#b?c%20.sqlite")
     assert script.main([str(path)]) == 0
