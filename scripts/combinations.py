@@ -247,6 +247,10 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.prove and options.prove not in FEATURES:
         parser.error(f"--prove {options.prove}: one of {', '.join(FEATURES)}")
+    if options.record and options.prove is None:
+        parser.error("--record needs --prove, whose results it keeps")
+    if options.write and options.prove is not None:
+        parser.error("--write and --prove are two steps: prove with --record, then write")
     if options.prove is not None:
         return prove(accepted_pairs(options.prove or None), options.record)
     text = "\n".join(page_lines()) + "\n"

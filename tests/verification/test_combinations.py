@@ -43,6 +43,14 @@ def test_pair_on_devices_equals_its_reference(shared, pair):
     assert found == "bits" if "graph" in pair[0] else found.startswith("within"), found
 
 
+@pytest.mark.parametrize("words", [["--record"], ["--write", "--record"], ["--prove", "CP", "--write"]], ids=" ".join)
+def test_options_without_effect_are_rejected(words, capsys):
+    page = combinations.PAGE.read_text()
+    with pytest.raises(SystemExit) as stopped:
+        combinations.main(words)
+    assert stopped.value.code == 2 and "--prove" in capsys.readouterr().err and combinations.PAGE.read_text() == page
+
+
 def test_alternatives_are_not_pairs():
     assert combinations.excludes("PP", "VPP") and combinations.excludes("stash", "alltoall")
     assert not combinations.excludes("stash", "HybridEP") and not combinations.excludes("PP", "PP")
