@@ -87,6 +87,17 @@ def test_ranges_are_popped_and_ended_when_something_fails():
     assert recorder.seen[-1] == ("backward of linear", ()) and not recorder.started
 
 
+def test_a_backward_that_never_ended_ends_with_the_next():
+    """A gradient may reach the output of a module and not its input."""
+    recorder = Recorder()
+    ranges, module = NvtxRanges(recorder), torch.nn.Identity()
+    module.forward = lambda x: x.detach() * torch.ones(2, requires_grad=True)
+    ranges.mark_module("cut", module)
+    for _ in range(3):
+        module(torch.zeros(2, requires_grad=True)).sum().backward()
+    assert len(recorder.started) == 1
+
+
 def test_a_cpu_has_no_ranges():
     module = torch.nn.Linear(2, 2)
     for ranges in (make_ranges(True, torch.device("cpu")), make_ranges(False, torch.device("cuda"))):

@@ -200,8 +200,9 @@ def test_full_pools_spill_to_host_or_grow(device, host, caplog):
     assert all(pool.num_host == (host > 0) * 9 * -(-host * SHARE // PAGE) for pool in stash.pools)
 
 
-def test_stash_factor_named_in_the_log_suffices(caplog):
-    stash = PagedStash(CPU, 1, 0.3)  # pages of a row: nothing is rounded up
+@pytest.mark.parametrize("host", [0.0, 0.2])
+def test_stash_factor_named_in_the_log_suffices(caplog, host):
+    stash = PagedStash(CPU, 1, 0.3, host)  # pages of a row: nothing is rounded up
     layers = build_layers(3, stash=stash)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -209,7 +210,7 @@ def test_stash_factor_named_in_the_log_suffices(caplog):
     assert stash.num_overflows
     named = float(caplog.messages[-1].removesuffix(" would suffice").split()[-1])
     for factor, enough in ((named, True), (0.9 * named, False)):
-        stash = PagedStash(CPU, 1, factor)
+        stash = PagedStash(CPU, 1, factor, host)
         layers = build_layers(3, stash=stash)
         for _ in range(2):
             gradients(layers)

@@ -52,6 +52,14 @@ def test_overflow_grows_the_budget_and_logs_the_factor(caplog):
     assert budget.size_for(0, 5) == 23, "a rank without tokens has the budget of its largest microbatch"
 
 
+def test_grown_budget_holds_what_was_received():
+    """Rounding the factor must not lose tokens, which small buffers would not show."""
+    for received in (9001, 8193, 8200):
+        budget = ReceiveBudget("layer", 1.0, topk=2)
+        assert budget.size_for(4096, received) >= received
+        assert budget.size_for(4096, received) == ReceiveBudget("layer", budget.factor, topk=2).fixed_size(4096)
+
+
 def test_pad_to_buffer_keeps_rows_and_gradients():
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     out = pad_to_buffer(x, 5)

@@ -50,6 +50,16 @@ def test_tokens_return_from_slots_and_buffer(num_slots, experts, size, multiple)
     torch.testing.assert_close(probs.grad, routing * x.sum(1, keepdim=True))
 
 
+def test_unused_rows_have_no_gradient():
+    """Experts with biases add the gradients of padding rows, and fp8 and fp4 scale blocks of rows together."""
+    slots = make_slot_map(route(11, 6, 2), 2, 20)
+    order = compact_slots(slots.counts_Se, 20, 4)
+    y_CH = torch.randn(len(order.is_used_C), 3, requires_grad=True)
+    (buffer_to_slots(order, y_CH) + 1).square().sum().backward()
+    assert not order.is_used_C.all() and order.is_used_C.any()
+    assert not y_CH.grad[~order.is_used_C].any() and y_CH.grad[order.is_used_C].all(1).all()
+
+
 def test_tokens_that_do_not_fit_are_reported():
     routing = torch.ones(4, 2, dtype=torch.bool)
     for size, left_out in ((3, 1), (4, 0)):
