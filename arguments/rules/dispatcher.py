@@ -226,6 +226,22 @@ def check_rank_capacity_backend(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         )
 
 
+def check_buffer_factors(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    """A rank receives at most all tokens: ep times an even share, and ep is at most the number of experts."""
+    if f.experts is None:
+        return
+    for dest in (
+        "moe_expert_rank_capacity_factor",
+        "moe_paged_stash_buffer_size_factor_cuda",
+        "moe_paged_stash_buffer_size_factor_cpu",
+    ):
+        factor = getattr(s, dest)
+        if factor is not None and math.isfinite(factor) and factor > f.experts:
+            yield s.violation(
+                "{} is more than {num_experts}: a rank never receives more than that many times an even share.", dest
+            )
+
+
 def check_paged_stash_needs_rank_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_paged_stash and s.moe_expert_rank_capacity_factor is None:
         yield s.violation(
@@ -256,6 +272,18 @@ def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Viola
 def note_no_cloning_without_ep(s: Settings, f: DerivedSizes) -> None:
     if s.moe_clone_hot_experts and f.experts is not None and f.ep == 1:
         s.note(f"{s.shown('moe_clone_hot_experts')}: with --expert-model-parallel-size 1 there is no load to balance.")
+
+
+def check_clone_count(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if not s.moe_clone_hot_experts or f.experts is None or f.ep == 1 or f.experts % f.ep:
+        return
+    others = f.experts - f.experts // f.ep
+    if s.moe_clone_hot_experts > others:
+        yield s.violation(
+            "{moe_clone_hot_experts} is more than the {others} experts of other ranks ({num_experts}, "
+            "{expert_model_parallel_size}).",
+            others=others,
+        )
 
 
 def limit_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

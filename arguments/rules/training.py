@@ -272,3 +272,13 @@ def check_weight_hash_needs_replicas(s: Settings, _f: DerivedSizes) -> Iterator[
 def check_straggler_port(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.straggler_ctrlr_port > 65535:
         yield s.violation("{straggler_ctrlr_port}: a port is at most 65535.")
+
+
+def check_profiled_iterations(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.profile and s.profile_step_end <= s.profile_step_start:
+        yield s.violation("{profile_step_end} must be above {profile_step_start}: otherwise nothing is recorded.")
+
+
+def note_profiled_ranks(s: Settings, f: DerivedSizes) -> None:
+    if s.profile and f.world is not None and s.profile_ranks and min(s.profile_ranks) >= f.world:
+        s.note(f"{s.shown('profile_ranks')}: nothing is recorded, since there are {f.world} ranks.")

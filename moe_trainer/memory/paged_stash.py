@@ -57,7 +57,8 @@ class PagePool:
         self.balanced_size = 1
         self.num_groups = self.peak_groups = 0
         self._num_unknown = 0  # groups in flight whose numbers of tokens the host does not know
-        self._pages_in_flight = self._peak_pages = 0  # of the others, wherever they are
+        self._pages_in_flight = 0  # of the others, wherever they are
+        self._peak_pages = 0  # of those that were not in pinned memory, which takes whole groups only
         self._num_used = self._num_pinned = 0
         self.has_overflowed = False
         self._allocate(0, 0)
@@ -70,7 +71,7 @@ class PagePool:
     @property
     def sufficient_factor(self) -> float:
         """Smallest factor of the device's pages with which everything so far would have fitted."""
-        pages_per_group = -(-max(0, self._peak_pages - self.num_host) // max(1, self.peak_groups))
+        pages_per_group = -(-self._peak_pages // max(1, self.peak_groups))
         return round_up_factor(pages_per_group * self._page_size / self.balanced_size)
 
     def begin_iteration(self, factor_device: float, factor_host: float) -> bool:
@@ -80,12 +81,14 @@ class PagePool:
             for factor in (factor_device, factor_host)
         ]
         num_host = max(self.num_host, sizes[1])
-        num_device = max(self.num_device, sizes[0], self._peak_pages - num_host if self.has_overflowed else 0)
+        num_device = max(self.num_device, sizes[0], self._peak_pages if self.has_overflowed else 0)
         self.num_groups = self._num_unknown = self._pages_in_flight = self._num_used = self._num_pinned = 0
         self.has_overflowed = False
         if (num_device, num_host) == (self.num_device, self.num_host):
             self.free_P.fill_(1)
             return False
+        if self.num_device == 0:
+            self._peak_pages = 0  # nothing could be pinned yet
         self._allocate(num_device, num_host)
         return True
 
@@ -118,14 +121,21 @@ class PagePool:
             self._num_unknown += 1
             return "pages"
         self._pages_in_flight += num_pages
-        self._peak_pages = max(self._peak_pages, self._pages_in_flight)
+        place = self._place(num_pages)
+        if place == "pages":
+            self._num_used += num_pages
+        elif place == "pinned":
+            self._num_pinned += num_pages
+        self._peak_pages = max(self._peak_pages, self._pages_in_flight - self._num_pinned)
+        return place
+
+    def _place(self, num_pages: int) -> str:
+        """Return where a group has room; note an overflow."""
         if num_pages == 0 or self._num_unknown or self.num_device == 0:
             return "device"
         if self._num_used + num_pages <= self.num_device:
-            self._num_used += num_pages
             return "pages"
         if self._num_pinned + num_pages <= self.num_host:
-            self._num_pinned += num_pages
             return "pinned"
         self.has_overflowed = True
         return "device"

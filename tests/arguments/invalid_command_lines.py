@@ -164,6 +164,7 @@ INVALID_LINES = (
     ("--moe-expert-rank-capacity-factor 2.0", "", "--moe-expert-rank-capacity-factor"),
     ("--moe-paged-stash", "", "--moe-paged-stash"),
     ("--moe-clone-hot-experts -1", "", "--moe-clone-hot-experts"),
+    ("--moe-clone-hot-experts 5 --expert-model-parallel-size 2", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2", DENSE, "--moe-clone-hot-experts"),
     ("--moe-flex-dispatcher-backend hierarchical", "", "--moe-flex-dispatcher-backend"),
     (f"{HIERARCHICAL} --moe-enable-deepep", "", "--moe-enable-deepep"),
@@ -176,6 +177,10 @@ INVALID_LINES = (
     ("--moe-clone-hot-experts 2 --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather "
      "--use-distributed-optimizer", "", "--fp8-param-gather"),
     ("--moe-clone-hot-experts 2 --fp4-format e2m1 --fp4-param-gather", "", "--fp4-param-gather"),
+    (f"{STASH.replace('1.5', '1e300')}", "", "--num-experts"),
+    (f"{STASH} --moe-paged-stash-buffer-size-factor-cuda 9", "", "--moe-paged-stash-buffer-size-factor-cuda"),
+    (f"{STASH} --moe-paged-stash-buffer-size-factor-cpu 9", "", "--moe-paged-stash-buffer-size-factor-cpu"),
+    ("--profile --profile-step-start 5 --profile-step-end 5", "", "--profile-step-end"),
     ("--moe-expert-rank-capacity-factor 0", "", "--moe-expert-rank-capacity-factor"),
     (STASH + " --fine-grained-activation-offloading --offload-modules moe_act", "", "--moe-paged-stash"),
     (STASH + " --cpu-offloading-num-layers 1", "", "--moe-paged-stash"),

@@ -237,6 +237,15 @@ def test_dense_model_reports_expert_flags(dest):
     )
 
 
+def test_profile_of_ranks_that_do_not_exist_has_a_note():
+    flags = ("--profile", "--profile-ranks", "2", "3")
+    found = [
+        any("--profile-ranks" in note for note in parse(*flags, "--global-batch-size", "8", world_size=size).notes)
+        for size in (2, 4)
+    ]
+    assert found == [True, False]
+
+
 def test_scoring_flags_have_no_effect_with_sinkhorn():
     sinkhorn = ("--num-experts", "4", "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0")
     notes = parse(*sinkhorn, "--moe-router-topk-scaling-factor", "2.5").notes
