@@ -27,7 +27,7 @@ def column_major(scales_RB: Tensor) -> Tensor:
 
 def block128_layout(scales: Tensor) -> Tensor:
     """Return scales of 128 x 128 blocks [R / 128, K / 128], padded and transposed."""
-    return F.pad(scales, (0, -scales.shape[1] % TILE_COLS)).t()
+    return F.pad(scales, (0, -scales.shape[1] % TILE_COLS)).contiguous().t()  # also those of a transposed weight
 
 
 def swizzle_scales(scales_RB: Tensor) -> Tensor:

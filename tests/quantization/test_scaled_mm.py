@@ -13,7 +13,13 @@ from torch.nn.functional import ScalingType, SwizzleType
 from moe_trainer.quantization import scaled_mm as module
 from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, QuantizedTensor, Scaling, quantize
 from moe_trainer.quantization.recipe import make_recipe
-from moe_trainer.quantization.scaled_layouts import pack_e2m1, pad_to_multiple, split_two_level, swizzle_scales
+from moe_trainer.quantization.scaled_layouts import (
+    block128_layout,
+    pack_e2m1,
+    pad_to_multiple,
+    split_two_level,
+    swizzle_scales,
+)
 from moe_trainer.quantization.scaled_mm import BLOCKS, MX, NV, TENSORS, gemm_kind, native_mm
 
 SIGNATURE = inspect.signature(F.scaled_mm)
@@ -45,6 +51,15 @@ def test_swizzled_scale_layout(shape):
 def test_e2m1_values_are_packed_in_pairs():
     values = torch.tensor([[*E2M1_VALUES, *(-value for value in E2M1_VALUES)]])
     assert pack_e2m1(values).view(torch.uint8).tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
+
+
+@pytest.mark.parametrize("blocks", [(3, 4), (3, 5)])
+def test_scales_of_square_blocks_are_by_columns_for_a_transposed_weight(blocks):
+    rows, cols = blocks
+    scales = torch.arange(float(rows * cols)).view(cols, rows).t()  # those of the weight, transposed
+    laid = block128_layout(scales)
+    assert laid.shape == (-(-cols // 4) * 4, rows) and laid.stride(0) == 1
+    assert torch.equal(laid.t()[:, :cols], scales)
 
 
 @pytest.mark.parametrize("cols", [1, 16])
