@@ -17,10 +17,12 @@ from arguments.layer_pattern import is_linear, uses_window
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
 from moe_trainer.estimate.memory import ChunkBytes
+from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.model import ModelArgs
+    from arguments.parallel import ParallelArgs
     from moe_trainer.estimate.hardware import Hardware
 
 # Memory passes: how often an element of [heads, queries, keys] is read or written in fp32. Counted in the torch code of
@@ -63,6 +65,11 @@ Estimates, without a published source.
 """
 ROUTER_KERNELS = 12
 """Kernels of `experts` that belong to the router, which a graph may capture. An estimate."""
+CLONE_PLAN_KERNELS = (66, 39)
+"""Kernels that plan the clones of hot experts: once, and in each of its 3 + slots rounds (moe/clone_plan.py).
+
+Counted in a recorded step.
+"""
 MLA_QUERY_CHANNELS = 192
 """Channels of a query head of latent attention (DeepSeek-V3: 128 + 64), for context parallelism's all-to-all."""
 GRAPH_PARTS = (("attn", "attention"), ("attn", "latent attention"), ("mlp", "feed-forward"), ("moe", "experts"))
@@ -118,6 +125,22 @@ def gemm_seconds(hardware: Hardware, m: float, n: float, k: float, width: str = 
     if size == 4 and not hardware.synchronous:
         peak /= TF32_SLOWDOWN
     return 2.0 * m * n * (k + hardware.constants.fill) / peak
+
+
+def cast_bytes(elements: float, size: int) -> float:
+    """Return the bytes that a cast to 8 bits moves: it reads an operand and writes it for both directions."""
+    return elements * (size + 2)
+
+
+def hidden_tensor_shares(parallel: ParallelArgs) -> tuple[float, float]:
+    """Return the shares of tensor-parallel communication, forward and backward, that --tp-comm-overlap may hide.
+
+    Rings hide all of a gather, four chunks all of a scatter but the last one.
+    """
+    if not parallel.tp_comm_overlap:
+        return 0.0, 0.0
+    gathers = 0.5 if parallel.tp_comm_overlap_ag else 0.0
+    return gathers + (0.375 if parallel.tp_comm_overlap_rs else 0.0), 2 * gathers
 
 
 def attention_rates(hardware: Hardware, length: float) -> tuple[float, float]:
@@ -180,7 +203,7 @@ class LayerTime:
         compute = gemm_seconds(self.hardware, m, n, k, self.gemm_format if narrow else "bf16", self.size)
         seconds = count * max(compute, traffic / self.memory_bandwidth)
         if narrow:  # quantization reads the operand and writes it for both directions
-            seconds += count * m * k * (self.size + 2) / self.memory_bandwidth
+            seconds += cast_bytes(count * m * k, self.size) / self.memory_bandwidth
         return seconds
 
     def _gathered_attention(self) -> tuple[float, float]:
@@ -307,6 +330,33 @@ class LayerTime:
         rows = self.sizes.sent + (self.sizes.received if self.ep * self.etp > 1 else 0)
         return 2.0 * rows * sum(self.moe.expert_widths(self.model.hidden_size)) * self.size / self.memory_bandwidth
 
+    def _page_copies(self, is_moe: bool) -> float:
+        """Return the seconds in which a pass copies what the experts save to or from pages."""
+        if not is_moe or not self.moe.moe_paged_stash:
+            return 0.0
+        channels = self.moe.expert_widths(self.model.hidden_size)[0] + self.fc1_factor * self.expert_ffn
+        return 2.0 * self.sizes.received * channels * self.size / self.memory_bandwidth
+
+    def _transport_casts(self, is_moe: bool) -> tuple[float, float]:
+        """Return the seconds of casts to and from what is sent in MXFP8, forward and backward, by one kernel each."""
+        moe = self.moe
+        if not is_moe or self.ep == 1:
+            return 0.0, 0.0
+        reads, makes = moe.expert_widths(self.model.hidden_size)
+        sent = self.sizes.sent if moe.moe_token_dispatcher_type == "alltoall" else self.routed_tokens
+        rows = (sent + self.sizes.received) * (self.size + ELEMENT_BYTES["mxfp8"]) / self.memory_bandwidth
+        forward = rows * reads if moe.moe_dispatch_fwd_dtype == "mxfp8" else 0.0
+        return forward, rows * makes if moe.moe_combine_bwd_dtype == "mxfp8" else 0.0
+
+    def _host_waits(self, is_moe: bool) -> float:
+        """Return the seconds in which the device waits while the host reads the token counts of an MoE layer."""
+        moe = self.moe
+        is_fixed = moe.moe_expert_rank_capacity_factor is not None or moe.moe_pad_expert_input_to_capacity
+        is_whole = self.args.training.cuda_graph_impl == "full_iteration"
+        if not is_moe or self.ep == 1 or is_fixed or is_whole or self.hardware.synchronous:
+            return 0.0
+        return self.constants.latency + self.constants.launch
+
     def host_seconds(self, is_moe: bool) -> float:
         """Return the seconds in which the host launches the kernels of a forward pass."""
         graphs = self.args.training.captured_modules
@@ -321,6 +371,14 @@ class LayerTime:
         if "experts" in parts and "moe_router" in graphs:
             count -= ROUTER_KERNELS
         return count * self.constants.launch
+
+    def _clone_plan_seconds(self, is_moe: bool) -> float:
+        """Return the seconds in which the host launches the plan of clones of a forward pass."""
+        slots, graphs = self.moe.moe_clone_hot_experts, self.args.training.captured_modules
+        if not is_moe or not slots or self.ep == 1 or graphs & {"moe", "layer", "iteration"}:
+            return 0.0
+        once, each = CLONE_PLAN_KERNELS
+        return (once + each * (3 + slots)) * self.constants.launch
 
     def _tensor_parallel(self, is_moe: bool) -> float:
         """Return the seconds of forward's tensor-parallel all-gathers and reduce-scatters of attention and MLP."""
@@ -365,15 +423,19 @@ class LayerTime:
             exchange, exchange_back, mlp, permute = 0.0, 0.0, self._mlp(self.model.ffn_hidden_size), 0.0
         attention = self._attention_gemms()
         (core, core_back), (matrices, indexer) = self._core_attention(), self._indexer()
-        saved = self.sizes.bare_layer(is_moe) / self.memory_bandwidth  # seconds to write or read all saved tensors
+        saved = self.sizes.moved_by_layer(is_moe) / self.memory_bandwidth  # seconds to write or read all saved tensors
         host = self.host_seconds(is_moe)
         tp_comm, (cp_comm, overlapped) = self._tensor_parallel(is_moe), self._context_parallel()
         core += matrices + indexer
-        compute = self._elapsed(attention + mlp + core + 2 * saved + permute, host)
+        pages, (sent, sent_back) = self._page_copies(is_moe), self._transport_casts(is_moe)
+        planned = host + self._clone_plan_seconds(is_moe)
+        compute = self._elapsed(attention + mlp + core + 2 * saved + permute + pages + sent, planned)
+        compute += self._host_waits(is_moe)
         gemms = attention + (0.0 if is_moe else mlp)
         exposed_tp, exposed_tp_back = self._exposed_tensor_parallel(tp_comm, gemms)
         forward = PassTime(compute, exchange, exposed_tp, cp_comm - min(overlapped, core))
-        compute = self._elapsed(2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute, 2 * host)
+        device = 2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute + pages + sent_back
+        compute = self._elapsed(device, 2 * host)
         cp_comm_back = 2 * cp_comm - min(2 * overlapped, core_back)
         backward = PassTime(compute, exchange_back, exposed_tp_back, cp_comm_back)
         if is_moe:
@@ -399,8 +461,7 @@ class LayerTime:
         parallel = self.args.parallel
         if not parallel.tp_comm_overlap:
             return comm, backward
-        # rings hide all of a gather, four chunks all of a scatter but the last one
-        hideable = (0.5 if parallel.tp_comm_overlap_ag else 0.0) + (0.375 if parallel.tp_comm_overlap_rs else 0.0)
+        hideable, _ = hidden_tensor_shares(parallel)
         if parallel.tp_comm_overlap_ag:
             backward = 1.5 * comm - min(1.5 * comm, 2 * gemms)
         return comm - min(hideable * comm, gemms), backward

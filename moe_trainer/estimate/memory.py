@@ -171,7 +171,7 @@ class ChunkBytes:
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.te_experts = te_quantizes(args)[1]
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
-        self._layers: dict[tuple[bool, bool], float] = {}
+        self._layers: dict[tuple[bool, bool, bool], float] = {}
 
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
         """Return the bytes of one chunk and microbatch by (module, whether on the host)."""
@@ -209,8 +209,13 @@ class ChunkBytes:
         """Return the device bytes of one layer without recompute."""
         return self._layer(is_moe, replace(self.args, training=without_recompute(self.args.training)))
 
+    def moved_by_layer(self, is_moe: bool) -> float:
+        """Return the device bytes that one layer saves, as if it kept all itself: without recompute and pages."""
+        args, moe = self.args, replace(self.args.moe, moe_paged_stash=False)
+        return self._layer(is_moe, replace(args, training=without_recompute(args.training), moe=moe))
+
     def _layer(self, is_moe: bool, args: Arguments) -> float:
-        key = is_moe, args is self.args
+        key = is_moe, args is self.args, args.moe is self.args.moe
         if key not in self._layers:
             entries = layer_activations(args, is_moe=is_moe, received=self.received)
             self._layers[key] = sum(entry.num_bytes for entry in entries)
