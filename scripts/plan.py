@@ -3,6 +3,8 @@
 
     python scripts/plan.py FLAGS --world-size N --hardware H     plan one command line (pretrain_moe.py --dry-run)
     python scripts/plan.py search FLAGS --gpus N --hardware H    rank all legal mappings, show the ten best that fit
+    python scripts/plan.py pieces FLAGS --world-size N --hardware H
+                                                                 what each piece of the stack is worth for these flags
     python scripts/plan.py calibrate --from metrics.jsonl ...    fit the constants to your own runs; writes a file for
                                                                  --hardware
     python scripts/plan.py calibrate [--write]                   predict each published run by constants fitted to the
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.tokens import FIELDS
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
-from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, run_dry_run
+from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
 from moe_trainer.estimate.hardware import GIB, Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.local_calibration import (
@@ -39,6 +41,8 @@ from moe_trainer.estimate.local_calibration import (
     read_device_name,
     read_runs,
 )
+from moe_trainer.estimate.pieces import make_rows
+from moe_trainer.estimate.pieces_text import pieces_lines
 from moe_trainer.estimate.plan import make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.search import DEFAULT_HEADROOM, search, search_formats
@@ -84,7 +88,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     parser = argparse.ArgumentParser(
         prog="plan.py",
         usage="plan.py FLAGS --world-size N [--hardware H]\n       plan.py search FLAGS --gpus N [options]\n"
-        "       plan.py calibrate [options]",
+        "       plan.py pieces FLAGS --world-size N [--hardware H]\n       plan.py calibrate [options]",
         description=__doc__,
         epilog=f"FLAGS are the trainer's, with or without --preset NAME. H: {hardware}.\n"
         "Exit code: 0; 3 if the plan of a command line does not fit;\n"
@@ -122,6 +126,15 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         "of FLAGS)",
     )
     search_parser.set_defaults(mode="search")
+    pieces_parser = modes.add_parser(
+        "pieces",
+        help="what each piece of the stack is worth",
+        description="Plan a command line with and without every piece of the published stack (dispatcher, overlap, "
+        "CUDA graphs, formats, recompute, ...). Pieces that it does not use are tried. scripts/roofline.py pieces "
+        "prints the roofline too.",
+        usage="plan.py pieces FLAGS --world-size N [--hardware H]",
+        allow_abbrev=False,
+    )
     calibrate_parser = modes.add_parser(
         "calibrate",
         help="fit the constants to your own runs, or check them against published runs",
@@ -139,7 +152,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         help="YAML file to write (default: own_hardware.yaml; an existing file is renamed with a number)",
     )
     calibrate_parser.set_defaults(mode="calibrate")
-    return parser, {"search": search_parser, "calibrate": calibrate_parser}
+    return parser, {"search": search_parser, "pieces": pieces_parser, "calibrate": calibrate_parser}
 
 
 def main(words: list[str]) -> int:
@@ -152,6 +165,8 @@ def main(words: list[str]) -> int:
             parser.print_help()
             return ExitCode.OK
         return run_dry_run(words if "--dry-run" in words else [*words, "--dry-run"])
+    if words[0] == "pieces":
+        return _pieces(modes["pieces"], words[1:])
     options, flags = parser.parse_known_args(words)
     if options.mode == "search":
         return _search(modes["search"], options, flags)
@@ -177,6 +192,19 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
         return ExitCode.USER_ERROR
     print("\n".join(search_lines(outcome, options.gpus, options.hardware)))
     return ExitCode.OK if outcome.found else ExitCode.USER_ERROR
+
+
+def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
+    if not flags or {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return ExitCode.OK if flags else ExitCode.USER_ERROR
+    try:
+        plan, rows = plan_of_flags(flags), list(make_rows(flags))
+    except ValueError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    print("\n".join(pieces_lines(plan, rows)))
+    return ExitCode.OK
 
 
 @contextmanager

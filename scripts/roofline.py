@@ -2,6 +2,11 @@
 """Estimate the time of a training step from its operators, each at the limit of the device. Needs no GPU.
 
     python scripts/roofline.py FLAGS --world-size N --hardware H     one command line
+    python scripts/roofline.py pieces FLAGS --world-size N --hardware H
+                                                                     what each piece of the stack is worth, by planner
+                                                                     and roofline
+    python scripts/roofline.py pieces --write                        DeepSeek-V3 and Qwen3-235B on H100, GB200, GB300:
+                                                                     scripts/bench_results/pieces.md
     python scripts/roofline.py models [--write]                      seven models of the zoo on H100 and GB200;
                                                                      --write: scripts/bench_results/roofline.md
 
@@ -16,8 +21,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,15 +31,13 @@ sys.path.insert(0, str(ROOT))
 
 from arguments import ArgumentError
 from moe_trainer.estimate.dry_run import plan_of_flags
+from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, rank_of_stage, recording_key, stages_to_execute
+from moe_trainer.estimate.parallel_configs import drop_flags
+from moe_trainer.estimate.pieces import PIECES, Row, make_row
+from moe_trainer.estimate.pieces_text import markdown_lines, pieces_lines
 from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
-from moe_trainer.estimate.roofline import (
-    EXECUTED_MICROBATCHES,
-    Roofline,
-    make_roofline,
-    rank_of_stage,
-    stages_to_execute,
-)
+from moe_trainer.estimate.roofline import Roofline, make_roofline
 from moe_trainer.estimate.roofline_text import roofline_json, roofline_lines, table_lines
 from moe_trainer.exit_codes import ExitCode
 
@@ -62,7 +66,40 @@ MODELS = (
     *((RUNS[name].model, "gb200", RUNS[name].gpus, RUNS[name].argv()) for name in (*PUBLISHED[:4], *ON_GB200)),
     ("qwen3_next_80b_a3b", "gb200", 128, QWEN3_NEXT),
 )
+PIECES_RECORD = RECORD.with_name("pieces.md")
+PIECES_HEAD = """\
+# What each piece of the stack is worth
+
+`python scripts/roofline.py pieces --write`. Gains of an iteration by planner and roofline, and published pairs.
+Executed on the emulated CUDA device; nothing here was measured on a GPU.
+[What the columns mean](../../docs/planning.md#what-each-piece-is-worth). The mappings are those of published runs, with
+six layers on one pipeline stage and eight microbatches, so that every piece can be executed in seconds.
+"""
+PIECE_RUNS = (
+    "DeepSeek-V3 1024xH100 FP8",
+    "DeepSeek-V3 256xGB200 MXFP8",
+    "DeepSeek-V3 256xGB300 MXFP8",
+    "Qwen3-235B 256xH100 BF16",
+    "Qwen3-235B 256xGB200 BF16",
+    "Qwen3-235B 256xGB300 MXFP8",
+)
+SIX_LAYERS = (
+    "--num-layers 6 --mtp-num-layers 0 --pipeline-model-parallel-size 1 --global-batch-size 512 --world-size 64".split()
+)
+DENSE_FIRST = ("--moe-layer-freq", "([0]+[1]*5)")
+PIPELINE_FLAGS = frozenset(
+    "pipeline_model_parallel_layout num_virtual_stages_per_pipeline_rank account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split pipeline_model_parallel_size global_batch_size".split()
+)
 NUM_PROCESSES = 2  # stages executed at the same time
+
+
+def piece_cases() -> Iterator[tuple[str, list[str]]]:
+    """Yield (title, command line) of PIECE_RUNS, with six layers."""
+    for name in PIECE_RUNS:
+        run = RUNS[name]
+        dense = DENSE_FIRST if run.model == "deepseek_v3" else ()
+        yield name, [*drop_flags(run.argv(), PIPELINE_FLAGS), *SIX_LAYERS, *dense, "--hardware", run.hardware]
 
 
 class ExecutionError(Exception):
@@ -73,7 +110,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Build the parser; a command line without a mode is one of the trainer."""
     parser = argparse.ArgumentParser(
         prog="roofline.py",
-        usage="roofline.py FLAGS --world-size N [--hardware H] [--report FILE]\n       roofline.py models [--write]",
+        usage="roofline.py FLAGS --world-size N [--hardware H] [--report FILE]\n       roofline.py pieces FLAGS "
+        "--world-size N [--hardware H]\n       roofline.py pieces --write\n       roofline.py models [--write]",
         description=__doc__,
         epilog="FLAGS are the trainer's, with or without --preset NAME. H is as for scripts/plan.py (default: h100).\n"
         "--report FILE writes all results as JSON. docs/planning.md explains the output.\n"
@@ -82,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     modes = parser.add_subparsers(title="modes", prog="roofline.py", metavar="MODE")
+    modes.add_parser("pieces", help="what each piece of the stack is worth", allow_abbrev=False)
     models_parser = modes.add_parser("models", help="print the table of seven models", allow_abbrev=False)
     models_parser.add_argument("--write", action="store_true", help="record it in scripts/bench_results/roofline.md")
     return parser
@@ -95,7 +134,13 @@ def main(words: list[str]) -> int:
     try:
         if words[0] == "models":
             return print_models(parser.parse_args(words).write)
-        if {"--help", "-h"} & set(words):
+        if words == ["pieces", "--write"]:
+            return write_pieces()
+        if words[0] == "pieces" and len(words) > 1 and not {"--help", "-h"} & set(words):
+            plan, rows = pieces_of_flags(words[1:], {})
+            print("\n".join(pieces_lines(plan, rows)))
+            return ExitCode.OK
+        if words[0] == "pieces" or {"--help", "-h"} & set(words):
             parser.parse_args(["--help"])
         plan, roofline = plan_and_roofline(words)
         print("\n".join(roofline_lines(plan, roofline)))
@@ -130,6 +175,44 @@ def print_models(write: bool) -> int:
     return ExitCode.OK
 
 
+def pieces_of_flags(flags: Sequence[str], recordings: dict[tuple, dict]) -> tuple[Plan, list[Row]]:
+    """Plan and execute a command line with and without every piece of the stack.
+
+    A step that cannot be executed gives a row with the reason.
+
+    Raises:
+        ExecutionError: if the flags allow no plan, or their own step cannot be executed.
+    """
+    plan, _ = plan_and_roofline(flags, recordings)
+
+    def step(line: Sequence[str], _plan: Plan) -> float:
+        return plan_and_roofline(line, recordings)[1].time.step
+
+    rows = []
+    for piece in PIECES:
+        print(f"{piece.name} ...", file=sys.stderr)
+        try:
+            rows.append(make_row(piece, flags, plan, step))
+        except ExecutionError as error:
+            planned = make_row(piece, flags, plan)
+            rows.append(replace(planned, difference=str(error)))
+    return plan, rows
+
+
+def write_pieces() -> int:
+    """Write PIECES_RECORD: the pieces of two models on three machines. Returns the exit code.
+
+    Raises:
+        ExecutionError: if a step cannot be executed.
+    """
+    lines, recordings = [PIECES_HEAD], {}
+    for title, argv in piece_cases():
+        print(title, file=sys.stderr)
+        lines += markdown_lines(title, " ".join(argv), pieces_of_flags(argv, recordings)[1])
+    PIECES_RECORD.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return ExitCode.OK
+
+
 def write_report(path: str, plan: Plan, roofline: Roofline) -> None:
     """Write all results as JSON.
 
@@ -145,7 +228,7 @@ def write_report(path: str, plan: Plan, roofline: Roofline) -> None:
 def plan_and_roofline(flags: Sequence[str], recordings: dict[tuple, dict] | None = None) -> tuple[Plan, Roofline]:
     """Plan a command line and execute its step.
 
-    `recordings` is a cache by command line. In bf16 a recording is valid for any hardware.
+    `recordings` is a cache by `recording_key`.
 
     Raises:
         ExecutionError: if the flags allow no plan, or the step cannot be executed.
@@ -170,7 +253,7 @@ def plan_and_roofline(flags: Sequence[str], recordings: dict[tuple, dict] | None
             "--freeze-all-layers, --train-iters 0)"
         )
     recordings = {} if recordings is None else recordings
-    key = (plan.width != "bf16" and plan.hardware.name, *(word for word in flags if word != plan.hardware.name))
+    key = recording_key(plan)
     if key not in recordings:
         recordings[key] = execute(plan, flags)
     return plan, make_roofline(plan, recordings[key])

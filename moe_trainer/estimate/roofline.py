@@ -1,36 +1,45 @@
 """Step time from the operators that a step launches, each at the limit of the device that it meets.
 
 scripts/roofline.py executes a step of one rank of every kind of pipeline stage on the emulated device, at the real
-sizes and without computing (tests/emulated_cuda/record_step.py); this module turns the recorded operators into seconds.
-An operator takes the longest of
+sizes and without computing (executed_step.py, tests/emulated_cuda/record_step.py); this module
+turns the recorded operators into seconds.
+An operator takes the longer of
 
     compute   the FLOPs of a GEMM or of attention, at the rates of the plan (layer_time.py)
     memory    the bytes that it reads and writes, at the fraction of the memory bandwidth that the plan assumes
-    launch    the host's time to launch it; nothing inside a CUDA graph
 
-and a wait of the host one latency. Collectives of tensor, context and expert parallelism last as in the plan
-(interconnect.py), minus what runs between their start and their end. Pipeline, gradients and parameters are the plan's
-too: it gets these passes instead of its own.
+and begins when the device has finished the one before and the host has launched it. The host launches one operator
+after the other, those of a CUDA graph for nothing, and runs ahead of the device until it waits for it, and continues
+one latency after the device has finished what was launched. Collectives of tensor, context and expert parallelism last
+as in the plan (interconnect.py), minus what runs between their start and their end. Pipeline, gradients and parameters
+are the plan's too: it gets these passes instead of its own.
 
-Where the emulated device or a single rank cannot follow the flags, the executed step differs from a run: see `notes`.
+Where the emulated device or a single rank cannot follow the flags, the executed step differs from a run: see
+executed_step.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from arguments.layer_pattern import is_linear, moe_layer_pattern, uses_window
-from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name, exchange_seconds
-from moe_trainer.estimate.layer_time import ATTENTION_BACKWARD_RATIO, PassTime, attention_rates, gemm_seconds
+from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
+from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
+from moe_trainer.estimate.layer_time import (
+    ATTENTION_BACKWARD_RATIO,
+    PassTime,
+    attention_rates,
+    cast_bytes,
+    gemm_seconds,
+    hidden_tensor_shares,
+)
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.step_time import StepTime, optimizer_seconds, step_from_passes
-from moe_trainer.parallel.grid import make_layout
+from moe_trainer.estimate.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -38,8 +47,6 @@ if TYPE_CHECKING:
     from moe_trainer.estimate.plan import Plan
 
 OPERATOR, WAIT, START, FINISH = range(4)
-EXECUTED_MICROBATCHES = 3
-"""Microbatches that are executed: the first, the last, and one for all between."""
 CAUSES = MappingProxyType(
     {
         "tp": "tensor",
@@ -63,6 +70,12 @@ SINGLE = ("Float", "float32", "Double", "float64")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
 """Operators that read from their first tensor, or write in place, the rows that indices name."""
+PAGE_COPIES = ("triton::copy_out_kernel", "triton::copy_back_kernel")
+CASTS, TRANSPORT = "quantization/", ("quantization/mxfp8_rowwise.", "quantization/quantize.")
+"""Source lines that quantize, arrange and pad the operands of GEMMs; those that cast what is sent, if that is MXFP8."""
+HOST_COPIES = ("copy to the host", "copy to the device")
+LARGE_COPY_BYTES = 1 << 20
+"""Bytes above which a copy between host and device is one of an offloaded tensor."""
 FORMATS = (("Float8", "fp8"), ("float8", "fp8"), ("Float4", "fp4"), ("float4", "fp4"))
 
 
@@ -103,7 +116,10 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: bytes read and written, FLOPs, and its GEMM (m, n, k, count) or None."""
+    """One operator: bytes read and written, FLOPs, and its GEMM (m, n, k, count) or None.
+
+    `rows`: of the tokens of all experts that a grouped GEMM multiplies, else 0.
+    """
 
     name: str
     bytes: int
@@ -113,6 +129,7 @@ class Operator:
     size: int = 2
     queries: int = 0
     backward: bool = False
+    rows: int = 0
 
     def compute(self, hardware: Hardware) -> float:
         """Return the seconds of its GEMMs, at the rates of the plan."""
@@ -137,6 +154,8 @@ def read_operator(text: str) -> Operator:
     name = word.removeprefix("aten::").removesuffix(" causal")
     base, _, overload = name.partition(".")
     triton = base.startswith("triton::")
+    if base in PAGE_COPIES:  # the pages of all layers are one tensor, of which it reads or writes the buffer's
+        return Operator(name, 2 * tensors[0].bytes, 0)
     matrices = [x for x in tensors if (triton or x.role == "r") and len(x.shape) >= 2]
     moved = _bytes(base, "out" in overload or "grad_input" in overload, tensors)
     shapes = [x.shape for x in matrices[:3]]
@@ -148,14 +167,17 @@ def read_operator(text: str) -> Operator:
         if len(other) != 2:
             gemm = one, shapes[1][1], rows / experts, experts
         m, n, k, count = gemm
-        return Operator(name, moved, round(2 * m * n * k * count), gemm, size=4 if matrices[0].dtype in SINGLE else 2)
+        wide = 4 if matrices[0].dtype in SINGLE else 2
+        return Operator(name, moved, round(2 * m * n * k * count), gemm, size=wide, rows=rows)
     if base in GEMMS:
         made = [x for x in tensors if x.role != "r" and len(x.shape) >= 2]
         left, right = matrices[-2:] if "add" in base else matrices[:2]
         width = next((kind for mark, kind in FORMATS if left.dtype.startswith(mark)), "bf16")
         gemm = _gemm(left.shape, right.shape, made[-1].shape if made else (), 2 if width == "fp4" else 1)
         m, n, k, count = gemm
-        return Operator(name, moved, round(2 * m * n * k * count), gemm, width, 4 if left.dtype in SINGLE else 2)
+        tokens = 0 if "grouped" not in base else left.shape[0] if len(right.shape) == 3 else left.shape[-1]
+        wide = 4 if left.dtype in SINGLE else 2
+        return Operator(name, moved, round(2 * m * n * k * count), gemm, width, wide, rows=tokens)
     if "flash_attention" in base or "efficient_attention" in base or "cudnn_attention" in base:
         backward = "backward" in base
         query, key, value = matrices[1:4] if backward else matrices[:3]
@@ -201,6 +223,11 @@ def _bytes(base: str, out: bool, tensors: Sequence[Tensor]) -> int:
     return sum(x.bytes for x in (*reads, *made)) + (1 if once else 2) * sum(x.bytes for x in writes)
 
 
+def is_large_copy(operator: Operator) -> bool:
+    """Return whether an operator copies an offloaded tensor, which overlaps the computation."""
+    return operator.name in HOST_COPIES and operator.bytes > LARGE_COPY_BYTES
+
+
 class CostSums(dict[str, float]):
     """Sums by key; a missing key is 0."""
 
@@ -229,10 +256,9 @@ class RankCosts:
     Attributes:
         passes: by (direction, chunk).
         outside: seconds of operators outside the passes (norms, update).
-        waits: seconds in which the host waits there, and of collectives.
+        waits: seconds of small collectives there.
         bound: seconds at the peaks of the data sheet.
-        ahead: seconds if the host ran ahead of the device within each pass, so that only the longer of the two counts.
-        unfilled: seconds that operators lose because they are shorter than their launch.
+        idle: seconds in which the device waits for the host to launch an operator.
         host_waits: number of waits of the host, inside the passes too.
         lines: by source line.
         layers: seconds by layer.
@@ -242,22 +268,24 @@ class RankCosts:
     outside: float = 0.0
     waits: float = 0.0
     bound: float = 0.0
-    ahead: float = 0.0
-    unfilled: float = 0.0
+    idle: float = 0.0
     host_waits: float = 0.0
     lines: dict[str, LineCost] = field(default_factory=dict)
     layers: CostSums = field(default_factory=CostSums)
 
-    def add(self, operator: Operator, times: Mapping[str, float], bound: float, weight: float, place: str) -> None:
-        """Add an operator of a source line, `weight` times."""
+    def add(
+        self, operator: Operator, times: Mapping[str, float], idle: float, bound: float, weight: float, place: str
+    ) -> None:
+        """Add an operator of a source line, `weight` times; `idle`: seconds that the device waits for its launch."""
         limit = max(times, key=times.__getitem__)
         line = self.lines.setdefault(place, LineCost())
         line.seconds[limit] += weight * times[limit]
+        line.seconds["launch"] += weight * idle
         line.bytes += weight * operator.bytes
         line.flops += weight * operator.flops
-        line.kernels[limit] += weight
+        line.kernels["launch" if idle > times[limit] else limit] += weight
         self.bound += weight * bound
-        self.unfilled += weight * (times[limit] - max(times["compute"], times["memory"]))
+        self.idle += weight * idle
 
     @property
     def total(self) -> float:
@@ -282,6 +310,13 @@ class RecordingCosts:
         self.links, self.sizes = Interconnect(hardware), ChunkBytes(args, vocab_rows)
         self.constants = hardware.constants
         self.graphs = args.training.captured_modules
+        self.is_whole = "iteration" in self.graphs  # one graph: nothing is launched and nothing waits for the host
+        self.sends_mxfp8 = "mxfp8" in (args.moe.moe_dispatch_fwd_dtype, args.moe.moe_combine_bwd_dtype)
+        self.has_te_casts = te_quantizes(args)[bool(args.moe.num_experts)]
+        # this program's linears overlap chunks themselves, but not with operands in 8 bits
+        self.hidden_tensor = hidden_tensor_shares(args.parallel) if self.has_te_casts else (0.0, 0.0)
+        has_budget = args.moe.moe_expert_rank_capacity_factor is not None
+        self.most_rows = self.sizes.received if has_budget else math.inf
         self.operators: dict[str, Operator] = {}
 
     def weight(self, microbatch: int) -> float:
@@ -291,57 +326,93 @@ class RecordingCosts:
         return (self.count - 2) / (self.executed - 2)
 
     def costs(self, recording: Mapping[str, list]) -> RankCosts:
-        texts, found, clock = recording["texts"], RankCosts(), 0.0
+        """Follow host and device through a recording: the host runs ahead until it waits for the device."""
+        texts, found = recording["texts"], RankCosts()
+        host = device = 0.0  # times that both have reached
         started: dict[str, float] = {}
-        device: defaultdict[tuple[str, int], float] = defaultdict(float)
-        host: defaultdict[tuple[str, int], float] = defaultdict(float)
+        copies: defaultdict[tuple[str, int], float] = defaultdict(float)
         for kind, text, line, layer, microbatch, action, part in recording["events"]:
             weight, place = self.weight(microbatch), texts[action]
-            seconds = 0.0
+            seconds, cause = 0.0, "compute"
+            key = self._pass_of(place)
             if kind == OPERATOR:
-                operator = self.operators.get(texts[text]) or read_operator(texts[text])
-                self.operators[texts[text]] = operator
-                is_captured = "iteration" in self.graphs or texts[part] in self.graphs
-                times = self._operator_times(operator, 0.0 if is_captured else self.constants.launch)
-                seconds = max(times.values())
-                found.add(operator, times, operator.bound(self.hardware), weight, texts[line])
-                device[place, microbatch] += max(times["compute"], times["memory"])
-                host[place, microbatch] += times["launch"]
-                clock += seconds
+                operator = self._read(texts[text])
+                times = self._operator_times(operator, texts[line])
+                if times is None:
+                    continue
+                if not self.is_whole and texts[part] not in self.graphs:
+                    host += self.constants.launch
+                idle = 0.0 if self.is_whole else max(0.0, host - device)
+                seconds = idle + max(times.values())
+                device += seconds
+                found.add(operator, times, idle, operator.bound(self.hardware), weight, texts[line])
                 found.layers[texts[layer]] += weight * seconds
-            elif kind == WAIT:
-                seconds = self.constants.latency
+                if key is not None and is_large_copy(operator):
+                    copies[key] += weight * operator.bytes / 2 / (self.hardware.host_gb_s * 1e9) / self.count
+            elif kind == WAIT and not self.is_whole:
+                host = max(host, device) + self.constants.latency
                 found.host_waits += weight
-            cause = "compute"
-            if kind in (START, FINISH):
+            elif kind in (START, FINISH):
                 collective = Collective.of_text(texts[text])
                 cause = CAUSES.get(collective.group, "")
                 if kind == START:
-                    started[texts[text]] = clock
+                    started[texts[text]] = max(host, device)
                 elif cause:
-                    seconds = max(0.0, self.collective(collective) - (clock - started[texts[text]]))
+                    seconds = max(0.0, self.collective(collective) - (device - started[texts[text]]))
+                    if cause != "exchange" or not self.args.parallel.overlap_moe_expert_parallel_comm:
+                        device += seconds
                 elif not place and collective.operation == "all_reduce":
                     found.waits += self.constants.latency
-            if place:
-                direction, chunk = place.split()
-                key = ("forward" if direction == "forward" else "backward"), int(chunk)
-                if cause:
-                    time = PassTime(**{cause: weight * seconds / self.count})
-                    found.passes[key] = found.passes.get(key, PassTime()) + time
+            if key is not None and cause:
+                time = PassTime(**{cause: weight * seconds / self.count})
+                found.passes[key] = found.passes.get(key, PassTime()) + time
             elif kind == OPERATOR:
                 found.outside += seconds
-            elif kind == WAIT:
-                found.waits += seconds
-        found.ahead = sum(self.weight(key[1]) * max(seconds, host[key]) for key, seconds in device.items())
+        for key, time in found.passes.items():
+            exposed = time.tensor - min(time.compute, self.hidden_tensor[key[0] == "backward"] * time.tensor)
+            # copies overlap the computation, as in the plan
+            found.passes[key] = replace(time, compute=max(time.compute, copies[key]), tensor=exposed)
         return found
 
-    def _operator_times(self, operator: Operator, launch: float) -> dict[str, float]:
-        """Return the seconds of an operator by what may limit it."""
-        memory = operator.bytes / (self.hardware.hbm_tb_s * 1e12 * self.constants.memory)
-        if operator.name in ("copy to the host", "copy to the device"):
-            # copies of offloaded tensors overlap the computation
-            memory = 0.0 if operator.bytes > 1 << 20 else launch
-        return {"compute": operator.compute(self.hardware), "memory": memory, "launch": launch}
+    def _pass_of(self, place: str) -> tuple[str, int] | None:
+        """Return (direction, chunk) of a recorded pass, None outside the passes."""
+        if not place:
+            return None
+        direction, chunk = place.split()
+        return ("forward" if direction == "forward" else "backward"), int(chunk)
+
+    def _read(self, text: str) -> Operator:
+        if text not in self.operators:
+            self.operators[text] = read_operator(text)
+        return self.operators[text]
+
+    def _operator_times(self, operator: Operator, line: str) -> dict[str, float] | None:
+        """Return the seconds of an operator on the device by what may limit it.
+
+        None for the casts of GEMMs that TransformerEngine computes in a run: they take what the plan's take, with the
+        GEMM.
+        """
+        bandwidth = self.hardware.hbm_tb_s * 1e12 * self.constants.memory
+        compute, memory = operator.compute(self.hardware), operator.bytes / bandwidth
+        if operator.rows > self.most_rows:  # of a larger buffer the GEMM computes the tokens that are there
+            compute *= self.most_rows / operator.rows
+        if operator.name in PAGE_COPIES and (factor := self.args.moe.moe_expert_rank_capacity_factor):
+            share = min(1.0, 1 / factor)  # the copy back writes the rest of the buffer, too
+            memory *= share if operator.name == PAGE_COPIES[0] else (1 + share) / 2
+        if is_large_copy(operator):
+            memory = 0.0
+        if self.has_te_casts:
+            if (
+                operator.gemm is None
+                and line.startswith(CASTS)
+                and not (self.sends_mxfp8 and line.startswith(TRANSPORT))
+            ):
+                return None
+            if operator.width != "bf16" and operator.gemm is not None:
+                m, _, k, count = operator.gemm
+                cast = cast_bytes(count * m * k, 2) / bandwidth
+                return {"compute": compute + cast, "memory": memory + cast}
+        return {"compute": compute, "memory": memory}
 
     def collective(self, collective: Collective) -> float:
         """Return the seconds of a collective of a pass; the token exchange is that of the flags' dispatcher."""
@@ -375,33 +446,6 @@ class Roofline:
     executed: int
 
 
-def stage_kinds(args: Arguments) -> list[tuple]:
-    """Return what the chunks of each pipeline rank hold; ranks that hold the same launch the same."""
-    pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
-
-    def kind(chunk: ChunkLayout) -> tuple:
-        layers = [
-            (pattern[number], is_linear(args.model, number), uses_window(args.model, number + 1))
-            for number in chunk.layers
-        ]
-        ends = (chunk.has_embedding, chunk.has_loss, chunk.has_final_norm)
-        return *layers, *ends, chunk.mtp, chunk.receives_normed, chunk.receives_depths
-
-    return [tuple(map(kind, chunks)) for chunks in chunk_layouts(args.model, args.parallel)]
-
-
-def stages_to_execute(args: Arguments) -> list[int]:
-    """Return one pipeline rank of every kind."""
-    kinds = stage_kinds(args)
-    return sorted(kinds.index(kind) for kind in set(kinds))
-
-
-def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
-    sizes = parallel_sizes(args)
-    axes = {name: sizes[name] for name in ("tp", "cp", "pp", "ep", "etp", "order")}
-    return next(ranks for ranks in make_layout(world_size, **axes).groups("pp") if 0 in ranks)[stage]
-
-
 def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> Roofline:
     """Return the step of a plan from the recordings of its stages (see `stages_to_execute`)."""
     args, hardware, executed = plan.args, plan.hardware, min(EXECUTED_MICROBATCHES, plan.num_microbatches)
@@ -426,29 +470,3 @@ def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> R
     )
     stage = max(range(len(of_stage)), key=lambda number: sum(each.total for pair in passes[number] for each in pair))
     return Roofline(time, of_stage[stage], tuple(notes(args)), stage, costs, executed)
-
-
-def notes(args: Arguments) -> Iterator[str]:
-    """Yield how the executed step differs from that of the flags."""
-    moe, parallel, training, optimizer = args.moe, args.parallel, args.training, args.optimizer
-    if moe.num_experts:
-        yield "tokens: an even routing, as in the plan"
-    if moe.num_experts and moe.moe_token_dispatcher_type != "alltoall" and parallel.expert_model_parallel_size > 1:
-        yield f"dispatcher: executed with all-to-all, timed as {dispatcher_name(moe)}"
-    has_capacity = moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0
-    if has_capacity and not moe.moe_pad_expert_input_to_capacity:
-        yield "capacity: executed with experts that are filled up to it"
-    if training.captured_modules:
-        yield "CUDA graphs: executed without; the operators of captured parts cost no launch"
-    if parallel.overlap_moe_expert_parallel_comm:
-        yield "overlapped exchange: executed one after the other; the planner's share of it is hidden"
-    if parallel.tp_comm_overlap:
-        yield "overlapped tensor-parallel communication: timed as if nothing hid it"
-    if args.precision.transformer_impl == "transformer_engine":
-        yield "TransformerEngine's layers: this program's own stand in for them, which launch more kernels"
-    if args.model.experimental_attention_variant is not None:
-        yield (
-            "linear and sparse attention: their Triton kernels are timed by what they move; their FLOPs are not counted"
-        )
-    if optimizer.optimizer_cpu_offload or optimizer.chunked_optimizer_state_offload:
-        yield "offloaded optimizer: executed without; its time is the planner's"

@@ -48,8 +48,7 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} "
         f"kernels, {busiest.host_waits:,.0f} host waits, {busiest.total:.3f} s",
         *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS.items()),
-        f"  they would take {busiest.ahead:.3f} s if the host ran ahead within every pass, and "
-        f"{busiest.bound:.3f} s at the peaks of the data sheet without launches",
+        f"  they would take {busiest.bound:.3f} s at the peaks of the data sheet without launches",
         "",
         "why the two differ:",
         *(f"  {reason}" for reason in reasons(plan, roofline)),
@@ -109,9 +108,9 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
             )
         elif name == "compute":
             text += (
-                f"{costs.unfilled:.3f} s are launches, of kernels that are shorter than the "
-                f"{1e6 * constants.launch:.0f} us that the host takes for one (the plan counts the kernels of a fused "
-                f"layer and lets the host run ahead), {_seconds(costs, 'memory'):.3f} s are operators limited by "
+                f"{costs.idle:.3f} s the device waits for launches, of {1e6 * constants.launch:.0f} us for a kernel "
+                f"(the plan counts the kernels of a fused layer), {_seconds(costs, 'memory'):.3f} s are operators "
+                "limited by "
                 "memory (the plan counts what backward reads again, once)"
             )
         elif name == "bubble":
@@ -193,9 +192,8 @@ def _costs(costs: RankCosts) -> dict[str, object]:
         "kernels": costs.kernels,
         "host_waits": costs.host_waits,
         "operators_s": costs.total,
-        "host_ahead_s": costs.ahead,
         "at_peaks_s": costs.bound,
-        "unfilled_launches_s": costs.unfilled,
+        "idle_s": costs.idle,
         "layers_s": dict(costs.layers),
         "passes": {f"{direction} of chunk {chunk}": vars(each) for (direction, chunk), each in costs.passes.items()},
         "lines": {

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import moe_trainer.training.setup
 from arguments import Arguments, parse_args
 from arguments.stage_layout import parallel_sizes
+from moe_trainer.estimate.executed_step import executed_args
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.roofline import FINISH, OPERATOR, START, WAIT, Collective
 from moe_trainer.memory import host_read
@@ -174,52 +174,29 @@ def split_evenly(rows: int, count: int) -> list[int]:
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
+def even_columns(args: Arguments, ep: int, sent: int) -> list[int]:
+    """Return the rows of each expert for even routing; with clones, those of each rank's experts and of its slots."""
+    rows, slots = split_evenly(sent, args.moe.num_experts), args.moe.moe_clone_hot_experts if ep > 1 else 0
+    local = len(rows) // ep
+    return [count for rank in range(ep) for count in (*rows[rank * local : (rank + 1) * local], *[0] * slots)]
+
+
 def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
-    """Return what the host would read for even routing: rows of each expert, or rows sent to each rank and received from each rank for each local expert."""
-    rows = split_evenly(ChunkBytes(args, 1).sent, num_experts)
+    """Return what the host would read for even routing.
+
+    Rows of each expert; or rows sent to each rank and received from each rank for each local expert; or a plan without
+    clones and what each rank sends (moe/cloning.py).
+    """
+    rows = even_columns(args, ps.ep.size, ChunkBytes(args, 1).sent)
+    slots = ps.ep.size * args.moe.moe_clone_hot_experts
     if num_numbers == num_experts:
         return rows
+    if slots and num_numbers == 2 * slots + ps.tp_ep.size * len(rows):
+        return [0] * (2 * slots) + rows * ps.tp_ep.size
     local = num_experts // ps.ep.size
     leaving = [sum(rows[rank * local : (rank + 1) * local]) for rank in range(ps.ep.size)]
     arriving = rows[ps.ep.rank * local : (ps.ep.rank + 1) * local]
     return leaving + arriving * ((num_numbers - ps.ep.size) // local)
-
-
-def executed_args(argv: Sequence[str], world_size: int, microbatches: int) -> Arguments:
-    """The flags as they are executed: see the notes of estimate/roofline.py."""
-    args = parse_args(list(argv), world_size)
-    sizes = parallel_sizes(args)
-    replicas = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
-    dispatcher = {} if args.moe.moe_token_dispatcher_type == "alltoall" else {"moe_token_dispatcher_type": "alltoall"}
-    drops = args.moe.moe_expert_capacity_factor is not None and args.moe.moe_expert_capacity_factor >= 0
-    training = args.training
-    return replace(
-        args,
-        training=replace(
-            training,
-            global_batch_size=microbatches * training.micro_batch_size * replicas,
-            rampup_batch_size=None,
-            train_iters=training.train_iters or 10,
-            cuda_graph_impl="none",
-            cuda_graph_modules=[],
-        ),
-        parallel=replace(
-            args.parallel,
-            overlap_moe_expert_parallel_comm=False,
-            delay_wgrad_compute=False,
-            overlap_dispatch_backward_with_experts_wgrad=False,
-        ),
-        moe=replace(args.moe, moe_pad_expert_input_to_capacity=drops, **dispatcher),
-        precision=replace(args.precision, on_missing_backend="fallback"),
-        optimizer=replace(
-            args.optimizer,
-            optimizer_cpu_offload=False,
-            chunked_optimizer_state_offload=False,
-            lr=args.optimizer.lr or 1e-4,
-        ),
-        data=replace(args.data, vocab_size=args.data.vocab_size or args.data.padded_vocab_size - 1),
-        output=replace(args.output, init_from=None, load=None, save=None),
-    )
 
 
 def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
@@ -292,7 +269,8 @@ def record(
     ps: groups of ranks that are there.
     """
     device, recording = emulation.DEVICE(), Recording()
-    args = executed_args(argv, world_size, microbatches)
+    flags = parse_args(list(argv), world_size)
+    args = executed_args(flags, world_size, microbatches)
     ps = ps or groups(args, rank, world_size)
     recording.trace = ps.trace
     if not compute:
@@ -314,7 +292,7 @@ def record(
         module.communicate = functools.partial(recording.communicate, module.communicate)
     for name, kind in (("_forward", "forward"), ("_backward", "backward"), ("weight_grads", "weight")):
         setattr(schedule._Execution, name, recording_action(recording, kind, getattr(schedule._Execution, name)))
-    report_captured_parts(recording, parse_args(list(argv), world_size).training.captured_modules)
+    report_captured_parts(recording, flags.training.captured_modules)
     torch.fx.traceback.format_stack = recording.made_at  # what anomaly mode keeps with every node of autograd
     run, state = training_trace.make_run(args, rank, ps, 2, device="cuda"), TrainState()
     for _, layer in named_transformer_layers(run.chunks):  # what follows the last one is no layer's
