@@ -35,8 +35,8 @@ NO_EFFECT = MappingProxyType(
     {
         # the model and its kernels
         **_each(
-            """use_fused_weighted_squared_relu masked_softmax_fusion bias_swiglu_fusion bias_dropout_fusion
-            apply_rope_fusion no_persist_layer_norm fused_residual_rmsnorm
+            """use_fused_weighted_squared_relu masked_softmax_fusion bias_dropout_fusion
+            no_persist_layer_norm fused_residual_rmsnorm
             use_te_activation_func use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp
             disable_jit_fuser muon_use_syrk""",
             _KERNEL,

@@ -263,11 +263,11 @@ class ModelArgs:
     bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
     """Fuse bias and GELU; with biases this is the tanh approximation of GELU, as in Megatron."""
     bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",))
-    """Fuse bias and SwiGLU."""
+    """Fuse bias and SwiGLU: with --swiglu, have `activation` among the default --triton-kernels."""
     bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",))
     """Fuse bias, dropout and residual."""
     apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",))
-    """Use a fused rotary-embedding kernel."""
+    """Use a fused rotary-embedding kernel: have `rope` among the default --triton-kernels."""
     no_persist_layer_norm: bool = False
     """Do not use the persistent fused layer-norm kernel."""
     fused_residual_rmsnorm: bool = False
@@ -287,6 +287,12 @@ class ModelArgs:
     def width_mult(self) -> float:
         """Width / base width under muP (arXiv 2203.03466), else 1."""
         return width_mult(self.use_mup, self.hidden_size, self.mup_base_hidden_size)
+
+    @property
+    def unfused_operations(self) -> tuple[str, ...]:
+        """Names of --triton-kernels that the flags switch off; a name that is given there is used all the same."""
+        rope = () if self.apply_rope_fusion else ("rope",)
+        return (*rope, "activation") if self.swiglu and not self.bias_swiglu_fusion else rope
 
     @property
     def softmax_scale(self) -> float | None:

@@ -7,7 +7,7 @@ of the torch function it replaces, and tests/ops/test_triton.py compares their r
 import importlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from types import MappingProxyType
@@ -89,15 +89,20 @@ class Kernels:
         return next((activation_fns for kind, _, activation_fns in self.activations if kind == activation), None)
 
 
-def select_kernels(names: Sequence[str], backends: BackendPolicy = BackendPolicy()) -> Kernels:
+def select_kernels(
+    names: Sequence[str], backends: BackendPolicy = BackendPolicy(), unfused: Collection[str] = ()
+) -> Kernels:
     """Return the kernels of --triton-kernels; without names, DEFAULT on a CUDA device that has triton.
+
+    Args:
+        unfused: names that DEFAULT does without (ModelArgs.unfused_operations).
 
     Raises:
         MissingBackendError: if they are unavailable and no fallback is allowed.
     """
     if "none" in names or not names and not backends.cuda:
         return Kernels()
-    asked = names or DEFAULT
+    asked = names or [name for name in DEFAULT if name not in unfused]
     wanted = NAMES if "all" in asked else tuple(name for name in NAMES if name in asked)
     if not wanted:
         return Kernels()

@@ -55,7 +55,7 @@ def build_chunks(
         missing=[],
         capability=torch.cuda.get_device_capability(device) if cuda else (0, 0),
     )
-    kernels = select_kernels(args.precision.triton_kernels, backends)
+    kernels = select_kernels(args.precision.triton_kernels, backends, args.model.unfused_operations)
     if any(is_linear(args.model, number) for number in range(args.model.num_layers)):
         kernels = with_delta_rule(kernels, args.precision.triton_kernels, args.model, dtype, backends)
     overlap = TpOverlap.from_args(args.parallel)

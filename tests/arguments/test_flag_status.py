@@ -181,7 +181,7 @@ def test_rejection_says_what_to_use_instead(argv, text):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--no-rope-fusion"],
+        ["--no-bias-dropout-fusion"],
         ["--use-flash-attn"],
         ["--tp-comm-overlap"],
         ["--use-mcore-models"],

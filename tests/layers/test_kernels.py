@@ -12,12 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from arguments import parse_args
 from arguments.container import OPTIONS
 from arguments.model import ModelArgs
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import kernels
 from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.ops.pointwise import Activation
+from tests.arguments.test_tokens import TOY
 
 
 def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):
@@ -28,6 +30,27 @@ def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):
     assert caplog.messages == [
         "Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention, paged-stash"
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "flags", "left_out"),
+    [
+        ("", "--no-rope-fusion", "rope"),
+        ("", "--swiglu --no-bias-swiglu-fusion", "activation"),
+        ("", "--no-bias-swiglu-fusion", ""),  # of another activation
+        ("--triton-kernels rope", "--no-rope-fusion", ""),
+        ("--triton-kernels all", "--no-rope-fusion --swiglu --no-bias-swiglu-fusion", ""),
+    ],
+)
+def test_fusion_flags_change_the_default_only(names, flags, left_out, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "import_problem", lambda name: None)
+    monkeypatch.setattr(kernels, "_load", lambda name: {})
+    args = parse_args([*TOY, *names.split(), *flags.split()], 1)
+    with caplog.at_level(logging.INFO):
+        select_kernels(args.precision.triton_kernels, BackendPolicy(cuda=True), args.model.unfused_operations)
+    without_flags = names.split()[1:] or list(kernels.DEFAULT)
+    expected = list(kernels.NAMES) if without_flags == ["all"] else without_flags
+    assert caplog.messages[-1] == f"Triton kernels: {', '.join(name for name in expected if name != left_out)}"
 
 
 def test_default_without_triton_logs_the_reason(monkeypatch, caplog):

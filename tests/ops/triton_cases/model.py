@@ -25,9 +25,9 @@ SPARSE = (
 )
 
 
-def select_cuda_kernels(names, _backends):
+def select_cuda_kernels(names, _backends, unfused=()):
     """Select kernels as on a CUDA device; the interpreter accepts CPU tensors."""
-    return kernels.select_kernels(names, BackendPolicy("error", cuda=True))
+    return kernels.select_kernels(names, BackendPolicy("error", cuda=True), unfused)
 
 
 def recording_kernels(called: set):
@@ -40,8 +40,8 @@ def recording_kernels(called: set):
 
         return run
 
-    def choose(names, backends):
-        made = select_cuda_kernels(names, backends)
+    def choose(names, backends, unfused):
+        made = select_cuda_kernels(names, backends, unfused)
         return replace(
             made,
             sparse_attention=type(made.sparse_attention)(*(spy("listed", step) for step in made.sparse_attention)),
@@ -107,8 +107,8 @@ def test_quantized_gemms_equal_torch_bitwise(recipe, blocks, monkeypatch):
     plain = train(parse_args(argv, 1), 0, ParallelState.single(), steps=1)
     shapes = set()
 
-    def choose(names, backends):
-        made = select_cuda_kernels(names, backends)
+    def choose(names, backends, unfused):
+        made = select_cuda_kernels(names, backends, unfused)
 
         def quantize(x, scaling, scale=None, generator=None):
             result = made.quantize(x, scaling, scale, generator)
