@@ -115,6 +115,7 @@ class MultiLatentAttention(nn.Module):
                 per_token_loss=per_token_loss,
                 quantized=factory.precision is not None,
                 kernels=factory.kernels.sparse_attention,
+                apply_rope=factory.kernels.apply_rope,
             )
         else:
             self.core_attention = factory.core_attention(model, layer_number, head_dim=key_dim, scale=scale)

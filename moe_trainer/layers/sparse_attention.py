@@ -10,7 +10,7 @@ Shapes: S local positions, K positions of the full sequence, B sequences, N loca
 latent width, I indexer heads, F their width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,9 +53,17 @@ class Indexer(nn.Module):
     """Projections of the indexer. name: e.g. "decoder.layers.0.self_attention.core_attention.indexer"."""
 
     def __init__(
-        self, model: ModelArgs, tp: Group, *, name: str, layer_number: int, queue: WeightGradQueue | None = None
+        self,
+        model: ModelArgs,
+        tp: Group,
+        *,
+        name: str,
+        layer_number: int,
+        queue: WeightGradQueue | None = None,
+        apply_rope: Callable[..., Tensor] = apply_rope,
     ):
         super().__init__()
+        self.apply_rope = apply_rope
         self.heads, self.width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
         self.rope, self.interleaved = not skips_rope(model, layer_number), model.dsa_indexer_rope_interleaved
         self.rotates = model.dsa_indexer_rotate_activation
@@ -84,7 +92,7 @@ class Indexer(nn.Module):
         q_SBIF = self.linear_wq_b(latent_SBC).unflatten(-1, (self.heads, self.width))
         k_SBIF = self.k_norm(self.linear_wk(x_SBH)).unsqueeze(2)
         if rope is not None and self.rope:
-            q_SBIF, k_SBIF = (apply_rope(each, *rope, interleaved=self.interleaved) for each in (q_SBIF, k_SBIF))
+            q_SBIF, k_SBIF = (self.apply_rope(each, *rope, interleaved=self.interleaved) for each in (q_SBIF, k_SBIF))
         if self.rotates:
             q_SBIF, k_SBIF = rotate(q_SBIF), rotate(k_SBIF)
         weights_SBI = self.linear_weights_proj(x_SBH)
@@ -101,6 +109,7 @@ class SparseAttention(ContextParallelAttention):
         name: global name, e.g. "decoder.layers.0.self_attention.core_attention".
         sequence_parallel: the indexer's inputs are the local tokens.
         kernels: of attention to listed keys.
+        apply_rope: of the indexer.
         per_token_loss: see balancing_losses.
         quantized: linears compute in fp8 or fp4.
 
@@ -123,6 +132,7 @@ class SparseAttention(ContextParallelAttention):
         per_token_loss: bool = False,
         quantized: bool = False,
         kernels: TileKernels = TORCH_TILE_KERNELS,
+        apply_rope: Callable[..., Tensor] = apply_rope,
     ):
         super().__init__(
             model,
@@ -138,7 +148,9 @@ class SparseAttention(ContextParallelAttention):
         self.topk = None if model.dsa_indexer_warmup else model.dsa_indexer_topk
         self.relu, self.selected_only = model.dsa_indexer_scoring_relu, model.dsa_indexer_use_sparse_loss
         self.coeff, self.per_token_loss = model.dsa_indexer_loss_coeff or 0.0, per_token_loss
-        self.indexer = Indexer(model, ps.tp, name=f"{name}.indexer", layer_number=layer_number, queue=queue)
+        self.indexer = Indexer(
+            model, ps.tp, name=f"{name}.indexer", layer_number=layer_number, queue=queue, apply_rope=apply_rope
+        )
         self.recorder: list[Tensor] | None = None
         # this rank's share of the loss, summed over passes, and the number of passes
         self.register_buffer("indexer_loss", torch.zeros(2, dtype=torch.float32), persistent=False)

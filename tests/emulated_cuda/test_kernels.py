@@ -80,7 +80,7 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
 
     step.run_microbatches = watched
     args, ps = parse_args(argv, 1), ParallelState.single()
-    if TRITON in flags:
+    if "--triton-kernels" in flags:
         record_step.disable_computation()
         record_step.replace_host_reads(
             lambda ask, experts: uneven_routing(record_step.even_counts(args, ps, len(ask()), experts))
@@ -118,6 +118,37 @@ def test_kernel_count_of_a_layer(name):
         pytest.importorskip("triton")
     added = added_by_a_layer(name)
     assert sum(added.values()) <= BUDGET[name][-1], listing(added)
+
+
+UNSET = "--triton-kernels None"  # the default of a device that has triton
+LATENT = "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+SPARSE = (
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 "
+    "--dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss --dsa-attention-form gathered"
+)
+
+
+@pytest.mark.parametrize(
+    ("flag", "in_torch", "in_triton"),
+    [
+        ("--no-rope-fusion", "ops/rope.py", "ops/triton_rope.py"),
+        ("--no-bias-swiglu-fusion", "ops/expert_mlp.py", "ops/triton_pointwise.py"),
+    ],
+)
+def test_flags_switch_off_default_kernels(flag, in_torch, in_triton):
+    pytest.importorskip("triton")
+    launches = {
+        more: [line for _, line in on_device(kernels, "plain", f"{HEADS} {UNSET} {more}", 2)] for more in ("", flag)
+    }
+    assert any(in_triton in line for line in launches[""]) and not any(in_triton in line for line in launches[flag])
+    assert any(in_torch in line for line in launches[flag]) and not any(in_torch in line for line in launches[""])
+
+
+def test_an_indexer_rotates_in_triton():
+    pytest.importorskip("triton")
+    launches = on_device(kernels, "deepseek", f"{UNSET} {LATENT} {SPARSE}", 2)
+    assert any("ops/triton_rope.py" in line for _, line in launches)
+    assert [where for where in launches if "ops/rope.py" in where[1]] == []
 
 
 if __name__ == "__main__":
