@@ -18,7 +18,7 @@ def _each(names: str, text: str) -> dict[str, str]:
 # ---- fields that have no effect: accepted with every value, because nothing that is computed or saved depends on them
 
 _KERNEL = "this version computes the same without that kernel"
-_NCCL = "a transport setting of NCCL; results do not depend on it"
+_SHARP = "NCCL_COLLNET_ENABLE=1 in the environment lets NCCL reduce in the switches, for all groups"
 _STORAGE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
 _INTERLEAVING = (
     "the order of gate and up in memory for a kernel of TransformerEngine; checkpoints hold [gate; up] with and "
@@ -48,8 +48,6 @@ NO_EFFECT = MappingProxyType(
         "fp16_lm_cross_entropy": "the loss reads half-precision logits directly and computes in fp32 block by block, "
         "without copying them",
         "use_torch_optimizer_for_cpu_offload": "host and device always run torch's fused update",
-        "attention_backend": "every backend computes the same attention; TransformerEngine's layers use the named one, "
-        "the local layers choose by device",
         "flash_attention_version": "every version computes the same attention",
         "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
         "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in fp32, unless --grad-reduce-in-bf16 "
@@ -72,8 +70,6 @@ NO_EFFECT = MappingProxyType(
         **_each("tp_comm_split_ag tp_comm_split_rs", _OVERLAP),
         "clone_scatter_output_in_embedding": "each rank's part of the embedding output is always a separate tensor",
         "ep_overlap_early_attn_memory_release": "attention memory is always freed as its backward runs",
-        "high_priority_a2a_comm_stream": "tokens are exchanged on the communicator's stream; results do not depend on "
-        "it",
         "mtp_standalone": "--pipeline-model-parallel-layout places the multi-token-prediction layers",
         "use_ring_exchange_p2p": "stages exchange the same messages by send and receive",
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication includes warm-up and flush here",
@@ -87,7 +83,7 @@ NO_EFFECT = MappingProxyType(
         "data_parallel_random_init": "all data-parallel ranks start with the first one's weights, as in Megatron-LM; "
         "dropout differs in any case",
         "lazy_mpu_init": "initialization is never delegated to an outer framework",
-        **_each("nccl_communicator_config_path use_sharp sharp_enabled_group high_priority_stream_groups", _NCCL),
+        **_each("use_sharp sharp_enabled_group", _SHARP),
         # fully sharded data parallelism
         "megatron_fsdp_version": "there is one implementation, torch's fully_shard",
         **_each("suggested_communication_unit_size create_all_gather_group", _FSDP),

@@ -96,7 +96,8 @@ class ParallelArgs:
     ep_overlap_early_attn_memory_release: bool = False
     """Free attention memory earlier if --overlap-moe-expert-parallel-comm is set."""
     high_priority_a2a_comm_stream: bool = False
-    """Exchange tokens on a high-priority stream."""
+    """Exchange tokens on a high-priority stream: that of NCCL's communicators of expert-parallel ranks, and HybridEP's.
+    DeepEP always has such a stream."""
 
     # ---- tensor-parallel communication
     tp_comm_overlap: bool = False
@@ -217,7 +218,8 @@ class ParallelArgs:
     fake_process_group: bool = False
     """Pretend to be one rank of many, without communication: the same as --dry-run."""
     nccl_communicator_config_path: str | None = None
-    """YAML file with options of NCCL communicators."""
+    """YAML file with options of NCCL communicators, below the names of their groups: cga_cluster_size, max_ctas,
+    min_ctas, net_name, is_high_priority_stream."""
     nccl_ub: bool = flag(False, "--use-nccl-ub")
     """Allocate the communication buffers of Megatron's FSDP in memory that is registered with NCCL."""
     disable_symmetric_registration: bool = False
@@ -227,7 +229,8 @@ class ParallelArgs:
     sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
     """Group of ranks that uses SHARP."""
     high_priority_stream_groups: list[str] = flag([])
-    """Groups of ranks whose communication runs on high-priority streams."""
+    """Groups of ranks whose NCCL communicators run on high-priority streams (tp, cp, pp, dp, dp_cp, ep, ep_dp, ...);
+    groups with the same ranks and kind of traffic share a communicator."""
     disable_jit_fuser: bool = False
     """Do not compile groups of small operations."""
     flight_recorder_dump_path: str | None = None
@@ -248,6 +251,12 @@ class ParallelArgs:
         True, off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec")
     )
     """Write the flight recorder's file once more when a program is executed."""
+
+    @property
+    def high_priority_groups(self) -> frozenset[str]:
+        """Groups whose communicators run on high-priority streams."""
+        exchanging = ("ep", "tp_ep") if self.high_priority_a2a_comm_stream else ()
+        return frozenset({*self.high_priority_stream_groups, *exchanging})
 
     @property
     def has_wgrad_in_ep_overlap(self) -> bool:

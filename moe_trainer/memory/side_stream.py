@@ -16,7 +16,9 @@ class SideStream:
     `record_stream`. A CPU runs the work at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
+        """Create no stream yet; `priority` is CUDA's, -1 for a high one."""
+        self._priority = priority
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, work: Callable[[], T], device: torch.device) -> tuple[T, "torch.cuda.Event | None"]:
@@ -24,7 +26,7 @@ class SideStream:
         if device.type != "cuda":
             return work(), None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device, self._priority)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

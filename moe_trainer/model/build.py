@@ -163,7 +163,12 @@ def _dispatch_buffer_spec(
     sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
     tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
     return DispatchBufferSpec(
-        args.moe.expert_widths(args.model.hidden_size)[0], tokens, dtype, device, args.training.deterministic_mode
+        args.moe.expert_widths(args.model.hidden_size)[0],
+        tokens,
+        dtype,
+        device,
+        args.training.deterministic_mode,
+        args.parallel.high_priority_a2a_comm_stream,
     )
 
 

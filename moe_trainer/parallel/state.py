@@ -5,7 +5,7 @@ has no communicator. Groups with the same kind of traffic ("lane") and the same 
 do, so that a small all-reduce does not queue behind overlapped gradient reductions.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from moe_trainer.parallel.groups import plan_groups
+from moe_trainer.parallel.nccl_options import Options, make_options
 from moe_trainer.parallel.trace import Trace, TracedWork
 
 
@@ -133,7 +134,13 @@ class ParallelState:
 
     @staticmethod
     def create(
-        world_size: int, rank: int, *, backend: str | None = None, timeout: timedelta | None = None, **sizes: Any
+        world_size: int,
+        rank: int,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        nccl: Options | None = None,
+        **sizes: Any,
     ) -> "ParallelState":
         """Create every communicator. Collective: all ranks pass the same arguments.
 
@@ -142,23 +149,42 @@ class ParallelState:
             rank: global rank.
             backend: default: that of the default group.
             timeout: default: torch's default (NOTE: not that of the default group).
+            nccl: options of communicators, if they are NCCL's.
             sizes: see groups.plan_groups.
 
         Raises:
             ValueError: see grid.make_layout.
         """
-        factory = _GroupFactory(rank, backend, timeout)
+        plans = plan_groups(world_size, **sizes)
+        factory = _GroupFactory(rank, backend, timeout, _options_of_communicators(plans, nccl or {}))
         handle = dist.group.WORLD if world_size > 1 else None
         world = Group("world", tuple(range(world_size)), rank, world_size, handle, factory.trace)
-        plans = plan_groups(world_size, **sizes)
         return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in plans.items()})
+
+
+def _options_of_communicators(
+    plans: Mapping[str, tuple[Iterable[tuple[int, ...]], str]], nccl: Options
+) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+    """Return the options of every communicator that has some; groups that share it contribute theirs."""
+    found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for name, options in nccl.items():
+        partition, lane = plans[name]
+        for ranks in partition:
+            found.setdefault((lane, ranks), {}).update(options)
+    return found
 
 
 class _GroupFactory:
     """Creates the communicators of partitions, one per lane and set of ranks."""
 
-    def __init__(self, rank: int, backend: str | None, timeout: timedelta | None):
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int,
+        backend: str | None,
+        timeout: timedelta | None,
+        nccl: Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]],
+    ):
+        self.rank, self.nccl = rank, nccl
         self.trace = Trace(rank)
         self.options: dict[str, Any] = {"backend": backend, "timeout": timeout}
         self.handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
@@ -167,12 +193,19 @@ class _GroupFactory:
         group = None
         for ranks in partition:
             if len(ranks) > 1 and (lane, ranks) not in self.handles:
-                self.handles[lane, ranks] = dist.new_group(list(ranks), group_desc=f"{lane}: {name}", **self.options)
+                nccl = self.nccl.get((lane, ranks))
+                options = None if nccl is None or not self._is_nccl() else make_options(nccl)
+                self.handles[lane, ranks] = dist.new_group(
+                    list(ranks), group_desc=f"{lane}: {name}", pg_options=options, **self.options
+                )
             if self.rank in ranks:
                 handle = self.handles.get((lane, ranks))
                 group = Group(name, ranks, ranks.index(self.rank), len(ranks), handle, self.trace)
         assert group is not None, f"rank {self.rank} is in no {name} group"
         return group
+
+    def _is_nccl(self) -> bool:
+        return "nccl" in (self.options["backend"] or dist.get_backend())
 
 
 def communicator_timeout(seconds: float, device: torch.device) -> timedelta:

@@ -30,6 +30,7 @@ from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.groups import group_table, plan_groups
+from moe_trainer.parallel.nccl_options import read_options
 from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout
 from moe_trainer.parallel.trace import CommunicationError, backend_reason, is_communication_failure
 
@@ -138,7 +139,7 @@ def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timede
     """Create the process groups. Collective.
 
     Raises:
-        ValueError: if the sizes do not fit.
+        ValueError: if the sizes do not fit, or for options of groups that do not exist.
     """
     sizes = parallel_sizes(args)
     if sizes["ranks_per_node"] is None and args.moe.uses_hierarchical_dispatch:
@@ -146,8 +147,13 @@ def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timede
     if args.parallel.print_groups and launch_env.rank == 0:
         table = group_table(plan_groups(launch_env.world_size, **sizes))
         print(f"groups of {launch_env.world_size} ranks:\n{table}", flush=True)
+    nccl = read_options(
+        args.parallel.nccl_communicator_config_path,
+        args.parallel.high_priority_groups,
+        plan_groups(launch_env.world_size, **sizes),
+    )
     try:
-        return ParallelState.create(launch_env.world_size, launch_env.rank, **sizes, timeout=timeout)
+        return ParallelState.create(launch_env.world_size, launch_env.rank, **sizes, timeout=timeout, nccl=nccl)
     except RuntimeError as error:
         if not is_communication_failure(error):
             raise

@@ -1,10 +1,13 @@
 """Hierarchical dispatch, and NCCL EP over its stand-in, on emulated devices: host waits, races, results."""
 
+import sys
+
 import pytest
 import torch
 from emulated_cuda.run import check_races, on_device
 from emulated_cuda.test_deep_ep import run
 from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
+from training.layouts import make_argv
 
 EXPERTS = "--bf16 --moe-token-dispatcher-type flex --expert-model-parallel-size"
 NODES = f"{EXPERTS} 4 --moe-flex-dispatcher-backend hierarchical --moe-hierarchical-domain-size 2"
@@ -64,3 +67,29 @@ def test_hierarchical_dispatch_equals_all_to_all_without_races(topk, kind):
         assert plain[:3] == hierarchical[:3], "counts, rows and probabilities of the experts"
         for ours, theirs in zip(plain[3:], hierarchical[3:], strict=True):
             torch.testing.assert_close(torch.tensor(theirs), torch.tensor(ours), atol=2e-6, rtol=2e-6)
+
+
+def stream_priorities(rank: int, n: int) -> list[int]:
+    """Priorities of the streams on which HybridEP exchanges, with the flag and without it."""
+    import types
+
+    from arguments import parse_args
+    from moe_trainer.backends import BackendPolicy
+    from moe_trainer.model import build
+    from moe_trainer.parallel.state import ParallelState
+
+    sys.modules["deep_ep"] = types.SimpleNamespace(HybridEPBuffer=lambda **_: None)
+    stream, found = torch.cuda.Stream, []
+    torch.cuda.Stream = lambda device, priority: found.append(priority) or stream(device, priority)
+    ps, device = ParallelState.create(n, rank, ep=n), torch.device("cuda", torch.cuda.current_device())
+    flex = "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+    for flag in ("--high-priority-a2a-comm-stream", ""):
+        args = parse_args([*make_argv("plain"), "--bf16", *flex.split(), *flag.split()], n)
+        rows = build._dispatch_buffer_spec(args, ps, torch.bfloat16, device)
+        dispatcher = build.build_dispatcher(args.moe, ps, rows, BackendPolicy("error", cuda=True))
+        assert dispatcher._stream.run(lambda: 7, device)[0] == 7
+    return found
+
+
+def test_hybridep_exchanges_on_a_stream_of_the_priority_of_the_flag():
+    assert on_device(stream_priorities, devices=2, ranks=2) == [[-1, 0]] * 2

@@ -264,12 +264,13 @@ class HybridEPDispatcher(TokenDispatcher):
         fused: bool = False,
         pad_to: int | None = None,
         mxfp8: Mxfp8Transport = HIGH_PRECISION,
+        high_priority: bool = False,
     ):
         """Store the buffer; inputs are padded to `pad_to` tokens, the same number on all ranks."""
         self.group, self.mxfp8 = ps.tp_ep, mxfp8
         self.etp_expansion = EtpExpansion(ps)
         self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
-        self._stream = SideStream()
+        self._stream = SideStream(priority=-1 if high_priority else 0)
         self.fixed_buffer_problem = FUSED_NEEDS_COUNTS if fused else None
 
     def dispatch_preprocess(
@@ -336,6 +337,7 @@ def make_dispatcher(
     fused: bool,
     pad_uneven: bool,
     mxfp8: Mxfp8Transport = HIGH_PRECISION,
+    high_priority: bool = False,
 ) -> HybridEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices; options that are None are left to the library.
 
@@ -356,4 +358,11 @@ def make_dispatcher(
         num_local_experts=num_experts // ps.ep.size,
         **{name: value for name, value in options.items() if value is not None},
     )
-    return HybridEPDispatcher(ps, buffer, fused=fused, pad_to=max_tokens if pad_uneven else None, mxfp8=mxfp8)
+    return HybridEPDispatcher(
+        ps,
+        buffer,
+        fused=fused,
+        pad_to=max_tokens if pad_uneven else None,
+        mxfp8=mxfp8,
+        high_priority=high_priority,
+    )

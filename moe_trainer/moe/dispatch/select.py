@@ -27,13 +27,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DispatchBufferSpec:
-    """Sizes of a communication buffer; max_tokens is the maximum that a rank dispatches at a time."""
+    """Sizes of a communication buffer; max_tokens is the maximum that a rank dispatches at a time.
+
+    Attributes:
+        high_priority: whether tokens are exchanged on a high-priority stream.
+    """
 
     hidden_size: int
     max_tokens: int
     dtype: torch.dtype
     device: torch.device
     deterministic: bool = False
+    high_priority: bool = False
 
 
 def build_dispatcher(
@@ -223,6 +228,7 @@ def _build_flex(
         fused=moe.moe_permute_fusion_into_hybridep,
         pad_uneven=moe.moe_hybridep_pad_uneven_dispatch_inputs,
         mxfp8=mxfp8,
+        high_priority=buffer.high_priority,
     )
 
 
