@@ -112,7 +112,9 @@ class ModelArgs:
 
     # ---- attention
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    """Library of the attention kernel. All compute the same function."""
+    """Kernel of attention on CUDA devices: flash (FlashAttention), fused (cuDNN), unfused (scores are stored), local
+    (as unfused, and by the local layers), or auto. Sparse attention has its own; blocks of the local layers (context
+    parallelism, packed documents, attention sinks) know flash and unfused only."""
     flash_attention_version: Literal[2, 3, 4] | None = None
     """Generation of FlashAttention. All compute the same function."""
     use_flash_attn: bool = False

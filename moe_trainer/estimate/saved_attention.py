@@ -146,6 +146,8 @@ def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, disc
         yield from inputs
         shape = (layer.batch, heads // shards, _num_visible(layer.length * shards))
         yield SavedTensor("probs", shape, layer.size, part)
+    elif not layer.cpu and layer.model.attention_backend in ("unfused", "local"):
+        yield from _unfused(layer, heads, key, max(key, value), shards)
     else:
         yield from _flash(layer, q, k, v, heads, discarded)
     yield SavedTensor("core_attn.y", (tokens, heads * value), layer.size, "attn_proj")
@@ -168,6 +170,14 @@ def _num_visible(length: int) -> int:
     """Return the saved probabilities of a head: every block of queries with the keys up to its end."""
     ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
     return sum((end - start) * end for start, end in zip(range(0, length, QUERY_BLOCK), ends))
+
+
+def _unfused(layer: LayerSizes, heads: int, key: int, value: int, shards: int) -> Iterator[SavedTensor]:
+    """Yield what torch's math kernel saves: scaled queries and keys, values and probabilities of all heads in fp32."""
+    for name, width in (("q", key), ("k", key), ("v", value)):
+        yield SavedTensor(f"{name}.fp32", (layer.tokens, heads, width), WIDE, "core_attn")
+    length = layer.length * shards
+    yield SavedTensor("probs", (layer.batch, heads // shards, length, length), WIDE, "core_attn")
 
 
 def _flash(

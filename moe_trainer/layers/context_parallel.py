@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from arguments.model import ModelArgs
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
@@ -39,10 +40,11 @@ def make_core_attention(
     scale: float | None = None,
     ps: ParallelState,
     comm_types: Sequence[str],
+    backend: SDPBackend | None = None,
 ) -> nn.Module:
     """Build the core attention of one layer; see CoreAttention for the arguments."""
     if ps.cp.size == 1:
-        return CoreAttention(model, layer_number, head_dim=head_dim, scale=scale)
+        return CoreAttention(model, layer_number, head_dim=head_dim, scale=scale, backend=backend)
     kind = get_cp_comm_type(layer_number, comm_types)
     single = Group.single("no heads travel")
     heads, positions = {
@@ -57,6 +59,7 @@ def make_core_attention(
         layer_number,
         head_dim=head_dim,
         scale=scale,
+        backend=backend,
         heads=heads,
         positions=positions,
         gathered=kind in ("allgather", "all_gather"),
@@ -79,11 +82,12 @@ class ContextParallelAttention(CoreAttention):
         *,
         head_dim: int,
         scale: float | None = None,
+        backend: SDPBackend | None = None,
         heads: Group,
         positions: Group,
         gathered: bool = False,
     ):
-        super().__init__(model, layer_number, head_dim=head_dim, scale=scale)
+        super().__init__(model, layer_number, head_dim=head_dim, scale=scale, backend=backend)
         self.heads, self.positions = heads, positions
         self.attend = gathered_attention if gathered else ring_attention
 

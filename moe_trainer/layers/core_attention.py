@@ -1,20 +1,56 @@
 """The parameter-free heart of attention: scores, mask, softmax, values."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.attention import SDPBackend
 
 from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
+from moe_trainer.errors import UserError
 from moe_trainer.layers.init import hidden_std, make_parameter
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attention import attention, should_pad_values, sliding_window_mask
 from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
+
+BACKENDS = MappingProxyType(
+    {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "fused": SDPBackend.CUDNN_ATTENTION,
+        "unfused": SDPBackend.MATH,
+        "local": SDPBackend.MATH,
+    }
+)
+"""--attention-backend -> torch's kernel."""
+FLASH_MAX_WIDTH = 256
+
+
+def backend_problem(model: ModelArgs, params_dtype: str, cuda: bool) -> str | None:
+    """Return why the local layers cannot use the kernel of --attention-backend; None if they may, or it is auto.
+
+    Windows, dropout and what cuDNN supports are left to torch, which checks them when it computes.
+    """
+    backend = BACKENDS.get(model.attention_backend)
+    if backend is None:
+        return None
+    if not cuda:
+        return "the kernels run on CUDA devices, and this rank computes on a CPU"
+    if backend == SDPBackend.MATH:
+        return None
+    if params_dtype not in ("bf16", "fp16"):
+        return f"its kernel takes bf16 and fp16, not {params_dtype}"
+    width = model.qk_head_dim + model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
+    if backend == SDPBackend.FLASH_ATTENTION and width > FLASH_MAX_WIDTH:
+        return f"its kernel takes heads of up to {FLASH_MAX_WIDTH} channels, and these have {width}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -76,6 +112,20 @@ def make_attention_sinks(model: ModelArgs, name: str, tp: Group) -> Parameter | 
     )
 
 
+@contextlib.contextmanager
+def _without_traceback(backend: SDPBackend | None, q_SBND: Tensor) -> Iterator[None]:
+    """Turn torch's error for a kernel that cannot run into one of the user."""
+    try:
+        yield
+    except RuntimeError as error:
+        if backend is None or "No available kernel" not in str(error):
+            raise
+        raise UserError(
+            f"torch's {backend.name.lower()} kernel cannot compute queries of shape "
+            f"{' x '.join(map(str, q_SBND.shape))} in {str(q_SBND.dtype)[6:]} here: use --attention-backend auto"
+        ) from error
+
+
 class CoreAttention(nn.Module):
     """Causal attention of one layer over the full sequence.
 
@@ -84,14 +134,25 @@ class CoreAttention(nn.Module):
     --apply-query-key-layer-scaling (which guards fp16 scores against overflow) have no effect.
     """
 
-    def __init__(self, model: ModelArgs, layer_number: int, *, head_dim: int, scale: float | None = None):
+    def __init__(
+        self,
+        model: ModelArgs,
+        layer_number: int,
+        *,
+        head_dim: int,
+        scale: float | None = None,
+        backend: SDPBackend | None = None,
+    ):
         """Create the attention of a layer.
 
         Args:
             head_dim: width of a key.
             scale: of the scores; None for 1/sqrt(head_dim).
+            backend: torch's kernel; None for torch's choice. Attention in blocks (context parallelism, packed
+                documents, sinks) is by flash kernels, with SDPBackend.MATH by plain matmuls.
         """
         super().__init__()
+        self.backend = backend
         self.has_sinks, self.one_more = model.softmax_type != "vanilla", model.softmax_type == "off-by-one"
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.dropout_p = model.attention_dropout
@@ -116,6 +177,7 @@ class CoreAttention(nn.Module):
 
         Raises:
             ValueError: for sinks with an explicit mask.
+            UserError: if the kernel of --attention-backend cannot compute this.
         """
         if self._goes_by_blocks(visible):
             block_mask = self.block_mask(visible, q_SBND.device)
@@ -127,7 +189,18 @@ class CoreAttention(nn.Module):
         if self._window_cuts(q_SBND.shape[0]):
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
             mask = window if mask is None else mask & window
-        return attention(q_SBND, k_SBGD, v_SBGE, self.scale, mask, dropout_p, self.should_save_inputs, self.value_width)
+        with _without_traceback(self.backend, q_SBND):
+            return attention(
+                q_SBND,
+                k_SBGD,
+                v_SBGE,
+                self.scale,
+                mask,
+                dropout_p,
+                self.should_save_inputs,
+                self.value_width,
+                self.backend,
+            )
 
     def sinks(self, q_SBND: Tensor, learned_N: Tensor | None) -> Tensor | None:
         """Return the score of every head's extra key, fp32 or wider; zero for --softmax-type off-by-one."""
@@ -161,4 +234,5 @@ class CoreAttention(nn.Module):
             documents=None if visible is None else visible.documents,
             dropout_p=dropout_p,
             seed=int(torch.randint(1 << 62, (), device=device)) if dropout_p > 0.0 else 0,
+            fused=self.backend != SDPBackend.MATH,
         )

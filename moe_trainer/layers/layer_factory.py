@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
@@ -24,7 +25,7 @@ from moe_trainer.backends import BackendPolicy
 from moe_trainer.estimate import te_support
 from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.context_parallel import make_core_attention
-from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.layers.core_attention import BACKENDS, CoreAttention, backend_problem
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
@@ -178,7 +179,8 @@ def select_layer_factory(
             row_linear=functools.partial(RowParallelLinear, overlap=overlap),
         )
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
-        return local
+        backend = _attention_backend(model, precision, backends, for_all=True)
+        return replace(local, core_attention=functools.partial(local.core_attention, backend=backend))
     selection = _FusedSelection(local, ps, backends, model, moe, precision, stored_format, tensors_of_experts)
     return selection.make_factory(tuple(cp_comm_types), defers, overlap)
 
@@ -194,6 +196,29 @@ def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> b
         remedy=remedy,
         instead="the local layers (plain torch)",
     )
+
+
+def _attention_backend(
+    model: ModelArgs, precision: PrecisionArgs, backends: BackendPolicy, *, for_all: bool
+) -> SDPBackend | None:
+    """Return torch's kernel for --attention-backend; None for torch's choice.
+
+    Args:
+        for_all: the local layers compute all attention, not only what TransformerEngine's cannot.
+
+    Raises:
+        MissingBackendError: if they cannot use it and no fallback is allowed.
+    """
+    problem = backend_problem(model, precision.params_dtype_name, backends.cuda)
+    if for_all:
+        backends.should_use(
+            ("attention_backend",),
+            flag=f"--attention-backend {model.attention_backend}",
+            problem=problem,
+            remedy="Use --attention-backend auto",
+            instead="what torch chooses",
+        )
+    return BACKENDS.get(model.attention_backend) if problem is None else None
 
 
 @dataclass(frozen=True)
@@ -218,7 +243,7 @@ class _FusedSelection:
             loud=True,
         )
         attention_problem = te_layers.attention_problem(self.model, self.precision.params_dtype_name, self.ps)
-        attends = self._fits("core attention", attention_problem)
+        attends = self.model.attention_backend != "local" and self._fits("core attention", attention_problem)
         self._fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
         if attends and self.ps.cp.size > 1:
             stream = torch.cuda.Stream()
@@ -233,6 +258,7 @@ class _FusedSelection:
             stream,
             overlap=overlap,
             stores=self.stored_format == "fp8",
+            backend=_attention_backend(self.model, self.precision, self.backends, for_all=not attends),
             **experts,
         )
         return replace(

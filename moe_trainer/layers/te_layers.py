@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
@@ -294,6 +295,7 @@ class FusedLayers:
         plain_host_problem, quantized_host_problem: why the pipeline reads token counts on the host.
         overlap: of tensor-parallel linears.
         stores: quantized weights are stored in fp8.
+        backend: torch's kernel where the local attention computes; None for torch's choice.
     """
 
     library: ModuleType
@@ -311,6 +313,7 @@ class FusedLayers:
     quantized_host_problem: str | None = None
     overlap: TpOverlap | None = None
     stores: bool = False
+    backend: SDPBackend | None = None
 
     def column_linear(self, *sizes: int, **options) -> nn.Module:
         return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, overlap=self.overlap, **options)
@@ -328,7 +331,13 @@ class FusedLayers:
         self, model: ModelArgs, layer_number: int, *, head_dim: int, scale: float | None = None
     ) -> nn.Module:
         local = make_core_attention(
-            model, layer_number, head_dim=head_dim, scale=scale, ps=self.ps, comm_types=self.comm_types
+            model,
+            layer_number,
+            head_dim=head_dim,
+            scale=scale,
+            ps=self.ps,
+            comm_types=self.comm_types,
+            backend=self.backend,
         )
         if not self.fused_attention:
             return local

@@ -2,7 +2,8 @@
 
 A static rule chooses one of two implementations:
 
-* torch's fused kernel, with values padded to the width of keys where they are narrower (latent attention);
+* torch's scaled_dot_product_attention, which chooses a kernel unless one is named, with values padded to the width of
+  keys where they are narrower (latent attention);
 * for causal sequences up to BLOCKED_MAX_LENGTH on a CPU, batched matmuls over blocks of queries that save their
   probabilities. The fused CPU kernel takes 1.3 (fp32) to 3 times (bf16) as long at S 256, 8/4 heads of 32: its tiles
   are too small for matrix units.
@@ -10,9 +11,12 @@ A static rule chooses one of two implementations:
 Shapes: S positions, B sequences, N query heads, G key-value heads (n = N / G queries each), D key width, E value width.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BLOCKED_MAX_LENGTH = 512
 QUERY_BLOCK = 64
@@ -134,6 +138,7 @@ def attention(
     dropout_p: float = 0.0,
     should_save_inputs: bool = False,
     value_width: int | None = None,
+    backend: SDPBackend | None = None,
 ) -> Tensor:
     """Compute softmax(scale * q k^T + mask) v.
 
@@ -141,25 +146,30 @@ def attention(
         visible: None for causal, or a bool mask broadcastable to [B, N, S, S], True = visible.
         should_save_inputs: save q, k and v for backward as they are, not what was made of them.
         value_width: E, if v is padded (see `should_pad_values`); None for the width of v.
+        backend: torch's kernel; None for torch's choice.
 
     Returns:
         [S, B, N * E], contiguous.
+
+    Raises:
+        RuntimeError: if that kernel cannot compute this.
     """
     seq_len, batch, heads, width = q_SBND.shape
     if not should_pad_values(seq_len, visible is not None, dropout_p, q_SBND.device):
         return _BlockedCausal.apply(q_SBND, k_SBGD, v_SBGE, scale, should_save_inputs)
     value_width = value_width or v_SBGE.shape[-1]
     v_SBGE = pad_values(v_SBGE, width)
-    o_BNSE = F.scaled_dot_product_attention(
-        q_SBND.permute(1, 2, 0, 3),
-        k_SBGD.permute(1, 2, 0, 3),
-        v_SBGE.permute(1, 2, 0, 3),
-        attn_mask=visible,
-        dropout_p=dropout_p,
-        is_causal=visible is None,
-        scale=scale,
-        enable_gqa=k_SBGD.shape[2] != heads,
-    )
+    with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+        o_BNSE = F.scaled_dot_product_attention(
+            q_SBND.permute(1, 2, 0, 3),
+            k_SBGD.permute(1, 2, 0, 3),
+            v_SBGE.permute(1, 2, 0, 3),
+            attn_mask=visible,
+            dropout_p=dropout_p,
+            is_causal=visible is None,
+            scale=scale,
+            enable_gqa=k_SBGD.shape[2] != heads,
+        )
     if value_width < width:
         o_BNSE = o_BNSE[..., :value_width]
     return o_BNSE.permute(2, 0, 1, 3).reshape(seq_len, batch, heads * value_width)

@@ -128,6 +128,7 @@ class BlockMask:
         left: query i sees keys i - left .. i; negative for all up to i.
         documents: of the full sequence; a query sees its own document only. None for a single one.
         selection: keys that count among the visible ones; None for all.
+        fused: flash kernels may compute blocks.
     """
 
     left: int = -1
@@ -135,6 +136,7 @@ class BlockMask:
     dropout_p: float = 0.0
     seed: int = 0
     selection: Selection | None = None
+    fused: bool = True
 
     def clip(self, queries: PositionRange, keys: PositionRange) -> PositionRange | None:
         """Return the keys that some of the queries may see, or None."""
@@ -156,7 +158,7 @@ class BlockMask:
         """Return None if the block needs tiles; else whether a flash kernel computes it with a causal mask."""
         outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
         apart = self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start
-        if outside or apart or self.dropout_p > 0.0 or self.selection is not None:
+        if not self.fused or outside or apart or self.dropout_p > 0.0 or self.selection is not None:
             return None
         if keys.stop - 1 <= queries.start:
             return False

@@ -72,7 +72,8 @@ _MACHINE = frozenset(
     distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init local_rank world_size
     on_missing_backend triton_kernels fake_process_group pipeline_model_parallel_comm_backend grad_reduce_in_bf16
     ddp_pad_buckets_for_high_nccl_busbw megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
-    megatron_fsdp_main_params_dtype fp32_residual_connection
+    megatron_fsdp_main_params_dtype fp32_residual_connection high_priority_a2a_comm_stream high_priority_stream_groups
+    nccl_communicator_config_path
     """.split()
 )
 NOT_IN_REFERENCE = frozenset(
@@ -85,7 +86,7 @@ NOT_IN_REFERENCE = frozenset(
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm
     moe_expert_rank_capacity_factor moe_clone_hot_experts moe_paged_stash moe_paged_stash_page_size
     moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather fp4_param_gather
-    dsa_attention_form
+    dsa_attention_form attention_backend
     """.split()
 )
 NOISE = MappingProxyType(

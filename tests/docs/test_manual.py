@@ -45,7 +45,7 @@ def test_flag_reference_entry_of_a_flag():
     ("dest", "status"),
     [
         ("moe_router_topk", "acts"),
-        ("attention_backend", "accepted, has no effect"),
+        ("flash_attention_version", "accepted, has no effect"),
         ("mtp_hsm", "not implemented: rejected by name"),
         ("batch_size", "old name"),
         ("spec", "not supported: rejected by name"),

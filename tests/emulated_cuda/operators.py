@@ -74,6 +74,29 @@ def flash_attention_backward(
     return d_query, d_key.unflatten(1, (groups, -1)).sum(2), d_value.unflatten(1, (groups, -1)).sum(2)
 
 
+def cudnn_attention(
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
+    out, logsumexp, *rest = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    return out, logsumexp.unsqueeze(-1), *rest
+
+
+def cudnn_attention_backward(
+    grad, query, key, value, out, logsumexp, seed, offset, attn_bias, *sizes_dropout_causal, scale=None
+):
+    inputs = grad, query, key, value, out, logsumexp.squeeze(-1)
+    return flash_attention_backward(*inputs, *sizes_dropout_causal, seed, offset, scale=scale)
+
+
 def mm_dtype(a, b, out_dtype):
     _refuse(
         a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"mm: {a.dtype} and {b.dtype} into {out_dtype}"
@@ -303,6 +326,8 @@ KERNELS = {
     "_scaled_grouped_mm_v2": scaled_grouped_mm,
     "_scaled_dot_product_flash_attention": flash_attention,
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
+    "_scaled_dot_product_cudnn_attention": cudnn_attention,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_attention_backward,
     "mm.dtype": mm_dtype,
     "addmm.dtype": addmm_dtype,
     "addmm.dtype_out": addmm_into,
@@ -320,14 +345,19 @@ KERNELS = {
 def _attention(
     general: Callable, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """A build of torch without CUDA does not look for CUDA's flash attention by itself."""
-    half = (
+    """A build of torch without CUDA does not look for CUDA's kernels by itself: flash, cuDNN, then plain GEMMs."""
+    fits = (
         query.dtype in (torch.bfloat16, torch.float16)
         and not query.shape[-1] % 8
         and query.shape[-1] == value.shape[-1] <= 256
+        and attn_mask is None
     )
-    if query.is_cuda and half and attn_mask is None:
+    if query.is_cuda and fits and torch.backends.cuda.flash_sdp_enabled():
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if query.is_cuda and fits and torch.backends.cuda.cudnn_sdp_enabled():
+        inputs = query, key, value, None, query.requires_grad
+        return aten._scaled_dot_product_cudnn_attention(*inputs, dropout_p, is_causal, scale=scale)[0]
+    _refuse(query.is_cuda and not torch.backends.cuda.math_sdp_enabled(), "No available kernel. Aborting execution.")
     return general(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -22,6 +22,8 @@ CASES = {
     "Mixtral, folded, recompute": "--preset mixtral_8x7b --seq-length 4096 --num-layers 3 --tensor-model-parallel-size 2 --sequence-parallel "
     "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --recompute-granularity selective "
     "--recompute-modules moe_act layernorm",
+    "Mixtral, unfused attention": "--preset mixtral_8x7b --seq-length 1024 --num-layers 3 --expert-model-parallel-size 8 "
+    "--use-distributed-optimizer --attention-backend unfused --transformer-impl local",
     "Qwen3": "--preset qwen3_30b_a3b --seq-length 4096 --num-layers 3 --expert-model-parallel-size 8 --use-distributed-optimizer",
     "Qwen3, MXFP8": "--preset qwen3_30b_a3b --seq-length 2048 --num-layers 2 --expert-model-parallel-size 32 --use-distributed-optimizer "
     "--fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl local",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import run_ranks
 from layers.fake_te import PYTORCH, RECIPE, install, install_fake_te, without_packages
+from torch.nn.attention import SDPBackend
 from training.layouts import compare, create_groups, make_argv, train, train_ranks
 
 from arguments import parse_args
@@ -384,6 +385,30 @@ def test_unsupported_context_parallelism_uses_local_attention(fake_package, capl
     ] * bool(reason)
     made = factory.core_attention(make_options(flags, CP2)["model"], 1, head_dim=4)
     assert type(made).__name__ == ("FusedAttention" if reason is None else "ContextParallelAttention")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "kernel"),
+    [
+        ("local", "CoreAttention", SDPBackend.MATH),
+        ("unfused", "FusedAttention", SDPBackend.MATH),
+        ("auto", "FusedAttention", None),
+    ],
+)
+def test_attention_backend_of_packed_documents_and_of_local(fake_package, backend, kind, kernel):
+    options = make_options(f"--bf16 --attention-backend {backend}")
+    made = select_factory(replace(CUDA, typed=frozenset({"attention_backend"})), **options).core_attention(
+        options["model"], 1, head_dim=4
+    )
+    assert type(made).__name__ == kind and getattr(made, "local", made).backend == kernel
+
+
+def test_a_backend_that_only_the_library_can_run_leaves_documents_to_torch(fake_package):
+    options = make_options("--attention-backend flash")  # in fp32
+    made = select_factory(replace(CUDA, typed=frozenset({"attention_backend"})), **options).core_attention(
+        options["model"], 1, head_dim=4
+    )
+    assert type(made).__name__ == "FusedAttention" and made.local.backend is None
 
 
 def test_fp32_residual_uses_local_norms(fake_package, caplog):

@@ -351,7 +351,8 @@ VALUES = {
 }  # fmt: skip
 WITHOUT_EFFECT_ON_NUMBERS = set(
     "world_size local_rank on_missing_backend triton_kernels distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init "
-    "ddp_pad_buckets_for_high_nccl_busbw fake_process_group".split()
+    "ddp_pad_buckets_for_high_nccl_busbw fake_process_group high_priority_a2a_comm_stream high_priority_stream_groups "
+    "nccl_communicator_config_path".split()
 )
 NOTED_AS = {"num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank"}
 GUESSES = ("2", "4", "0.5", "8,0", "a")

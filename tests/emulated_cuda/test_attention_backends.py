@@ -1,0 +1,69 @@
+"""--attention-backend chooses the kernel of the local layers' attention."""
+
+import pytest
+import torch
+from emulated_cuda.run import on_device
+from emulated_cuda.test_kernels import HEADS, LATENT
+from torch.nn.attention import SDPBackend
+from training.layouts import make_argv
+
+from arguments import parse_args
+from moe_trainer.errors import UserError
+from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.verification.compare_runs import FP32, compare
+from moe_trainer.verification.training_trace import TrainingTrace, train
+
+FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+
+
+def trained(kind: str, flags: str) -> tuple[TrainingTrace, set[str]]:
+    """Train on this process's device; return what became of the model, and the kernels of attention."""
+    import emulation
+
+    args = parse_args([*make_argv(kind), *flags.split()], 1)
+    with emulation.Ledger(emulation.DEVICE()) as ledger:
+        trace = train(args, 0, ParallelState.single(), 1, device="cuda")
+    found = {
+        operator.removeprefix("aten::") for operator, line in ledger.launches if "attention" in f"{operator}{line}"
+    }
+    return trace, {name for name in found if name == "_softmax" or "attention" in name}
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("plain", HEADS), ("deepseek", LATENT)])
+def test_backends_run_their_kernels_and_agree(kind, heads):
+    expected = {
+        "auto": {FLASH, f"{FLASH}_backward"},
+        "flash": {FLASH, f"{FLASH}_backward"},
+        "fused": {CUDNN, f"{CUDNN}_backward"},
+        "unfused": {"_softmax"},
+        "local": {"_softmax"},
+    }
+    outcomes = {
+        backend: on_device(trained, kind, f"{heads} --bf16 --attention-backend {backend}") for backend in expected
+    }
+    assert {backend: found for backend, (_, found) in outcomes.items()} == expected
+    for backend in ("flash", "fused"):  # here the same arithmetic
+        assert [str(difference) for difference in compare(outcomes["auto"][0], outcomes[backend][0], FP32)] == []
+    chosen, unfused = (
+        on_device(trained, kind, f"{heads} --attention-backend {each}")[0] for each in ("auto", "unfused")
+    )
+    assert [str(difference) for difference in compare(chosen, unfused, FP32)] == []
+
+
+@pytest.mark.parametrize(("backend", "flash"), [("auto", True), ("fused", True), ("unfused", False)])
+def test_attention_in_blocks_is_by_flash_kernels_unless_unfused(backend, flash):
+    flags = f"{HEADS} --bf16 --softmax-type off-by-one --attention-backend {backend}"
+    assert (FLASH in on_device(trained, "plain", flags)[1]) == flash
+
+
+def forced_flash_with_a_window() -> None:
+    x = torch.ones(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda")
+    model = parse_args([*make_argv("plain"), "--window-size", "1,0"], 1).model
+    core = CoreAttention(model, 1, head_dim=8, backend=SDPBackend.FLASH_ATTENTION)
+    with pytest.raises(UserError, match="flash_attention kernel .* 4 x 1 x 2 x 8 in bfloat16 .*backend auto"):
+        core(x, x, x)
+
+
+def test_a_kernel_that_cannot_run_is_an_error_of_the_user():
+    on_device(forced_flash_with_a_window)
