@@ -17,9 +17,9 @@ def _each(names: str, text: str) -> dict[str, str]:
 
 # ---- fields that have no effect: accepted with every value, because nothing that is computed or saved depends on them
 
-_KERNEL = "this version computes the same without that kernel"
+_ONE_GROUP = "a grouped GEMM of one group is the GEMM that is run"
 _SHARP = "NCCL_COLLNET_ENABLE=1 in the environment lets NCCL reduce in the switches, for all groups"
-_STORAGE = "a storage layout of TransformerEngine; results and checkpoint names do not depend on it"
+_STORAGE = "the weights of a rank's experts are always one tensor; checkpoints name every expert"
 _INTERLEAVING = (
     "the order of gate and up in memory for a kernel of TransformerEngine; checkpoints hold [gate; up] with and "
     "without it, in Megatron-LM too, and results are the same"
@@ -34,13 +34,19 @@ _ASYNC = "the background writer needs no such tuning here"
 NO_EFFECT = MappingProxyType(
     {
         # the model and its kernels
-        **_each(
-            """use_fused_weighted_squared_relu masked_softmax_fusion bias_dropout_fusion
-            no_persist_layer_norm fused_residual_rmsnorm
-            use_te_activation_func use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp
-            disable_jit_fuser muon_use_syrk""",
-            _KERNEL,
-        ),
+        "use_fused_weighted_squared_relu": "the kernel of the experts' activation multiplies by the probability in any "
+        "case (--triton-kernels activation)",
+        "masked_softmax_fusion": "the kernels of attention mask and normalize the scores",
+        "bias_dropout_fusion": "bias, dropout and residual are added one by one; without biases and dropout, as in "
+        "most MoE models, nothing is left to fuse",
+        "fused_residual_rmsnorm": "residual and norm stay two kernels, because recomputation and offloading treat them "
+        "separately",
+        "no_persist_layer_norm": "there is one kernel of each norm",
+        "use_te_activation_func": "activations have kernels of this program (--triton-kernels activation), or are part "
+        "of --use-transformer-engine-op-fuser",
+        **_each("use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", _ONE_GROUP),
+        "disable_jit_fuser": "no operations are compiled; --triton-kernels none leaves out the Triton kernels",
+        "muon_use_syrk": "Newton-Schulz multiplies with torch's GEMMs, which have no form for symmetric results",
         "dsa_indexer_k_norm_fp32": "norms are computed in fp32, whatever the format of their input",
         "mla_down_proj_fusion": "the two down projections are computed, stored and saved separately",
         "cross_entropy_loss_fusion": "the loss never makes a full fp32 copy of the logits, with or without this flag",
@@ -48,7 +54,7 @@ NO_EFFECT = MappingProxyType(
         "fp16_lm_cross_entropy": "the loss reads half-precision logits directly and computes in fp32 block by block, "
         "without copying them",
         "use_torch_optimizer_for_cpu_offload": "host and device always run torch's fused update",
-        "flash_attention_version": "every version computes the same attention",
+        "flash_attention_version": "TransformerEngine takes the newest version that is installed, torch has its own",
         "use_flash_attn": "every backend computes the same attention; nothing reads this flag any more",
         "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in fp32, unless --grad-reduce-in-bf16 "
         "or --main-grads-dtype bf16 is set",
@@ -69,7 +75,8 @@ NO_EFFECT = MappingProxyType(
         # communication
         **_each("tp_comm_split_ag tp_comm_split_rs", _OVERLAP),
         "clone_scatter_output_in_embedding": "each rank's part of the embedding output is always a separate tensor",
-        "ep_overlap_early_attn_memory_release": "attention memory is always freed as its backward runs",
+        "ep_overlap_early_attn_memory_release": "the backward of a layer's attention always runs before the forward of "
+        "the other microbatch's next attention",
         "mtp_standalone": "--pipeline-model-parallel-layout places the multi-token-prediction layers",
         "use_ring_exchange_p2p": "stages exchange the same messages by send and receive",
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication includes warm-up and flush here",
@@ -97,8 +104,7 @@ NO_EFFECT = MappingProxyType(
         "gradient_reduce_div_fusion": "the mean is computed in one pass over the reduced shards",
         # the run
         "test_mode": "it adds checks of Megatron-LM's test suite",
-        "empty_unused_memory_level": "cached device memory is not returned; results do not depend on it",
-        "train_sync_interval": "the loop synchronizes when it logs",
+        "train_sync_interval": "the host reads the loss of every iteration, which waits for the device",
         "exit_signal_handler_for_training": "it shortens the traceback of a stopped run; --exit-signal-handler saves "
         "first",
         "exit_signal_handler_for_dataloader": "data workers end with their rank",

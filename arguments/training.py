@@ -256,7 +256,8 @@ class TrainingArgs:
     manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval"))
     """Collect garbage before and after evaluations as well."""
     empty_unused_memory_level: Literal[0, 1, 2] = 0
-    """Return cached device memory: never (0), after each iteration (1), or more often (2)."""
+    """Return cached device memory: never (0), after the backward passes of each iteration (1), or after its update as
+    well (2)."""
     gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))
     """Accumulate weight gradients into the main gradient inside the GEMM: in the local linear layers, router, experts
     computed one by one, and output layer. Grouped GEMMs, TransformerEngine's layers, quantized and deferred gradients

@@ -113,6 +113,8 @@ def train_step(
         return evaluate(eager, repeated=True)
 
     result, skipped = validate_result(ctx, state, evaluate(), rerun)
+    if args.training.empty_unused_memory_level >= 1:
+        torch.cuda.empty_cache()
     dumps.write(result.tokens)
     if observer is not None:
         observer.before_update()
@@ -147,6 +149,8 @@ def train_step(
             if model.qk_clip
             else {},
         )
+    if args.training.empty_unused_memory_level >= 2:
+        torch.cuda.empty_cache()
     max_logit = global_max_logit(peaks, ps, ctx.runtime.device) if args.output.log_max_attention_logit else None
     dumps.write_params()
     return StepResult(

@@ -5,6 +5,7 @@ import pytest
 import torch
 from data_pipeline.corpora import attention_mask
 from training.forked import pretrain
+from training.layouts import make_argv, make_run
 from training.tiny import MOCK, TINY
 
 import arguments
@@ -16,6 +17,8 @@ from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training.context import TrainState
+from moe_trainer.training.step import train_step
 
 PLAIN = ["--moe-aux-loss-coeff", "0", "--clip-grad", "0"]
 
@@ -240,3 +243,16 @@ def test_decoupled_rate_weight_decay_schedule_and_cyclic_order(tmp_path):
     assert indices != [0, 1, 2, 3]
     assert records[0]["lm loss"] == pytest.approx(hand.loss(indices).item(), rel=2e-6)
     assert abs(hand.loss(range(4)).item() - hand.loss(indices).item()) > 1e-4
+
+
+@pytest.mark.parametrize(("level", "order"), [(0, "update"), (1, "empty update"), (2, "empty update empty")])
+def test_cached_memory_is_returned_around_the_update(level, order, monkeypatch):
+    run, calls = (
+        make_run([*make_argv("plain"), "--empty-unused-memory-level", str(level)], 0, ParallelState.single(), 1),
+        [],
+    )
+    update = run.optimizer.step
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    run.optimizer.step = lambda **rates: calls.append("update") or update(**rates)
+    train_step(run, TrainState(), run.args.training.global_batch_size // run.args.training.micro_batch_size)
+    assert " ".join(calls) == order
