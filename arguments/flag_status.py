@@ -48,7 +48,6 @@ NO_EFFECT = MappingProxyType(
         "disable_jit_fuser": "no operations are compiled; --triton-kernels none leaves out the Triton kernels",
         "muon_use_syrk": "Newton-Schulz multiplies with torch's GEMMs, which have no form for symmetric results",
         "dsa_indexer_k_norm_fp32": "norms are computed in fp32, whatever the format of their input",
-        "mla_down_proj_fusion": "the two down projections are computed, stored and saved separately",
         "cross_entropy_loss_fusion": "the loss never makes a full fp32 copy of the logits, with or without this flag",
         "cross_entropy_fusion_impl": "there is one implementation of the loss, and both names give the same numbers",
         "fp16_lm_cross_entropy": "the loss reads half-precision logits directly and computes in fp32 block by block, "
@@ -317,6 +316,7 @@ REQUIRES = (
     ),
     (("fim_split_sample",), "fim_fragment_rate"),
     (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
+    (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor"),
     (

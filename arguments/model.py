@@ -157,7 +157,7 @@ class ModelArgs:
     mscale_all_dim: float = 0.0
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
     mla_down_proj_fusion: bool = False
-    """Compute the query and key/value down projections in one GEMM."""
+    """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
     experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net"] | None = None

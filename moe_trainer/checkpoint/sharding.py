@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_trainer.checkpoint import layer_spec
-from moe_trainer.parallel.params import ParamInfo, part_lengths
+from moe_trainer.parallel.params import ParamInfo, named_shapes, part_lengths
 from moe_trainer.parallel.state import ParallelState
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
@@ -157,11 +157,10 @@ class KeyScheme:
 
     def placements(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement]:
         """Split a local parameter of this shape into its runs, in memory order."""
-        named_shape = tuple(shape[1:] if info.stacked else shape)
-        numel = math.prod(named_shape)
-        runs = []
-        for position, name in enumerate(info.names):
-            runs += self._named_placements(name, info, named_shape, position * numel)
+        runs, start = [], 0
+        for name, named_shape in named_shapes(info, shape):
+            runs += self._named_placements(name, info, named_shape, start)
+            start += math.prod(named_shape)
         return runs
 
     def _named_placements(self, name: str, info: ParamInfo, local: tuple[int, ...], start: int) -> list[Placement]:

@@ -14,6 +14,7 @@ Shapes: S sequence, B microbatch, H hidden, N local heads, D key width (nope + r
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from moe_trainer.layers.sparse_attention import SparseAttention
 from moe_trainer.ops.attention import compact, pad_values
 from moe_trainer.ops.rope import yarn_mscale
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -88,14 +90,21 @@ class MultiLatentAttention(nn.Module):
             return factory.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
 
         up, down = factory.column_linear, factory.replicated_linear
+        self.linear_qkv_down_proj = self.q_layernorm = None
+        kv_width = self.kv_rank + self.rope_dim
+        self.down_widths = model.q_lora_rank, kv_width
         if model.q_lora_rank is None:
             self.linear_q_proj = linear(up, model.hidden_size, heads * key_dim, "linear_q_proj")
         else:
             self.linear_q_proj = None
-            self.linear_q_down_proj = linear(down, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
+            if model.mla_down_proj_fusion:
+                self.linear_qkv_down_proj = self._fused_down_proj(linear, down, model, name, kv_width)
+            else:
+                self.linear_q_down_proj = linear(down, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
             self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
             self.linear_q_up_proj = linear(up, model.q_lora_rank, heads * key_dim, "linear_q_up_proj")
-        self.linear_kv_down_proj = linear(down, model.hidden_size, self.kv_rank + self.rope_dim, "linear_kv_down_proj")
+        if self.linear_qkv_down_proj is None:
+            self.linear_kv_down_proj = linear(down, model.hidden_size, kv_width, "linear_kv_down_proj")
         self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
         kv_rows = heads * (self.nope_dim + self.value_dim)
         self.linear_kv_up_proj = linear(up, self.kv_rank, kv_rows, "linear_kv_up_proj")
@@ -134,12 +143,29 @@ class MultiLatentAttention(nn.Module):
             **options,
         )
 
-    def _query_latent(self, x_SBH: Tensor) -> Tensor:
-        """Return the normalized query latent, or the queries if there is none."""
-        if self.linear_q_proj is not None:
-            return self.linear_q_proj(x_SBH)
-        latent_SBC = self.linear_q_down_proj(x_SBH)
-        return latent_SBC if self.q_layernorm is None else self.q_layernorm(latent_SBC)
+    def _fused_down_proj(
+        self,
+        linear: Callable[..., nn.Module],
+        down: Callable[..., nn.Module],
+        model: ModelArgs,
+        name: str,
+        kv_width: int,
+    ) -> nn.Module:
+        """Return one projection to both latents; initial values and checkpoints are those of two."""
+        counts = model.q_lora_rank, kv_width
+        fused = linear(down, model.hidden_size, sum(counts), "linear_qkv_down_proj")
+        names = tuple(f"{name}.{leaf}.weight" for leaf in ("linear_q_down_proj", "linear_kv_down_proj"))
+        fused.weight.info = replace(get_param_info(fused.weight), names=names, row_counts=counts)
+        return fused
+
+    def _project_down(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalized query latent, or the queries if there is none, and latents with their rotary key."""
+        if self.linear_qkv_down_proj is not None:
+            q_latent, kv = self.linear_qkv_down_proj(x_SBH).split(self.down_widths, dim=-1)
+        else:
+            q_latent = (self.linear_q_proj or self.linear_q_down_proj)(x_SBH)
+            kv = self.linear_kv_down_proj(x_SBH)
+        return q_latent if self.q_layernorm is None else self.q_layernorm(q_latent), kv
 
     def _queries(self, rope: Tables | None, q_latent: Tensor) -> Tensor:
         """Return q_SBND, rotated."""
@@ -199,8 +225,8 @@ class MultiLatentAttention(nn.Module):
             grad_scale: of an indexer's loss.
         """
         with self.activations.offload_scope("qkv_linear"):
-            q_latent = self._query_latent(x_SBH)
-            latent_SBC, k_rope = self.linear_kv_down_proj(x_SBH).split([self.kv_rank, self.rope_dim], dim=-1)
+            q_latent, kv = self._project_down(x_SBH)
+            latent_SBC, k_rope = kv.split([self.kv_rank, self.rope_dim], dim=-1)
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
             sparse = isinstance(self.core_attention, SparseAttention)

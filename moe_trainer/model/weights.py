@@ -16,7 +16,14 @@ from torch.nn import Parameter
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.coordination import run_on_rank0
-from moe_trainer.parallel.params import ParamInfo, get_param_info, is_global_owner, part_lengths, unique_params
+from moe_trainer.parallel.params import (
+    ParamInfo,
+    get_param_info,
+    is_global_owner,
+    named_slices,
+    part_lengths,
+    unique_params,
+)
 from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
 
@@ -136,7 +143,7 @@ def _gather(tensors: Sequence[_LocalTensor], ps: ParallelState, device: torch.de
             get_by_index[index[:2]]() if header.rank == 0 else _receive(header, ps, device) for header in shard_headers
         ]
         full = join_shards(shards, info)
-        yield from zip(info.names, full.unbind(0) if info.stacked else (full,))
+        yield from named_slices(info, full)
 
 
 def _receive(header: _ShardHeader, ps: ParallelState, device: torch.device) -> Tensor:
@@ -176,11 +183,11 @@ def _full_shape(shape: Sequence[int], info: ParamInfo) -> list[int]:
 
 
 def _named_tensors(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Tensor, ParamInfo]]:
-    """Yield the storage of all parameters, stacks split by expert."""
+    """Yield the storage of all named tensors."""
     for chunk in chunks:
         for param in unique_params(chunk.parameters()):
             info = get_param_info(param)
-            for name, tensor in zip(info.names, param.data.unbind(0) if info.stacked else (param.data,)):
+            for name, tensor in named_slices(info, param.data):
                 yield name, tensor, info
 
 

@@ -63,6 +63,9 @@ class Muon:
 
     def _orthogonal(self, info: ParamInfo, x: Tensor) -> Tensor:
         """Orthogonalize and scale this rank's shard of a matrix, or of every matrix of a stack."""
+        if info.row_counts:
+            matrices = x.split(info.row_counts)
+            return torch.cat([self._scaled(each.unsqueeze(0), *each.shape, None, None)[0] for each in matrices])
         stack = x if info.stacked else x.unsqueeze(0)
         mode = self._settings.muon_tp_mode if info.shard_count > 1 else "blockwise"
         group = self._etp if info.kind == "expert" else self._tp

@@ -1,8 +1,9 @@
 """Parameter metadata: `param.info`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from moe_trainer.parallel.state import Group, ParallelState
@@ -16,7 +17,8 @@ class ParamInfo:
     """All that the optimizer and checkpoints need from the model about a parameter.
 
     Attributes:
-        names: global Megatron-Core names: one, or with `stacked` one per slice of the leading dimension.
+        names: global Megatron-Core names: one, or with `stacked` one per slice of the leading dimension, or with
+            `row_counts` one per block of rows.
         kind: "dense" (gradient reduced over dp_cp) or "expert" (over edp).
         sharded_dim: dimension of one named tensor that is sharded over tp (experts: etp).
         parts: number of equal parts along sharded_dim that are sharded separately (2 for a gated fc1: [gate; up]).
@@ -28,6 +30,7 @@ class ParamInfo:
         tied: several pipeline stages hold it; the gradient must be all-reduced over ps.embedding.
         is_replica: an earlier stage owns it; not counted in norms and not saved.
         stacked: the leading dimension enumerates `names` (local experts).
+        row_counts: rows of each of `names`, if the parameter is their concatenation; it is not sharded then.
         init: initial distribution; "log_uniform" is the logarithm of uniform values (decay of a gated DeltaNet head).
         init_std: used by "normal" and "uniform" only.
     """
@@ -45,12 +48,16 @@ class ParamInfo:
     tied: bool = False
     is_replica: bool = False
     stacked: bool = False
+    row_counts: tuple[int, ...] = ()
     init: str = "normal"
     init_std: float = 0.0
 
     def __post_init__(self):
         assert self.names and all(isinstance(name, str) for name in self.names), f"ParamInfo.names: {self.names!r}"
-        assert self.stacked or len(self.names) == 1, f"several names need stacked=True: {self.names}"
+        assert self.stacked or len(self.names) == (len(self.row_counts) or 1), (
+            f"several names need stacked=True or row_counts: {self.names}"
+        )
+        assert not self.row_counts or (self.sharded_dim is None and not self.stacked), f"{self.names[0]}: row_counts"
         assert self.kind in KINDS, f"ParamInfo.kind {self.kind!r} of {self.names[0]}: one of {KINDS}"
         assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
         assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
@@ -66,6 +73,20 @@ def part_lengths(info: ParamInfo, length: int) -> list[int]:
     sizes = info.part_sizes or (1,) * info.parts
     assert all(size * length % sum(sizes) == 0 for size in sizes), f"{info.names[0]}: {length} in parts like {sizes}"
     return [size * length // sum(sizes) for size in sizes]
+
+
+def named_slices(info: ParamInfo, x: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the named tensors, as views, of a parameter or of what has its shape."""
+    slices = x.unbind(0) if info.stacked else x.split(info.row_counts) if info.row_counts else (x,)
+    return list(zip(info.names, slices, strict=True))
+
+
+def named_shapes(info: ParamInfo, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of `named_slices` of a parameter of this shape."""
+    rest = tuple(shape[1:])
+    if info.row_counts:
+        return [(name, (rows, *rest)) for name, rows in zip(info.names, info.row_counts, strict=True)]
+    return [(name, rest if info.stacked else tuple(shape)) for name in info.names]
 
 
 def get_param_info(param: Parameter) -> ParamInfo:

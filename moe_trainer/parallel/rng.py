@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
+from moe_trainer.parallel.params import ParamInfo, get_param_info, named_slices, part_lengths
 
 BLOCK_NUMEL = 1 << 16
 LOG_RANGE = (1.0, 16.0)
@@ -37,8 +37,7 @@ def init_parameter(param: Parameter, seed: int) -> None:
     info = get_param_info(param)
     if param.is_meta:
         return
-    tensors = param.data.unbind(0) if info.stacked else (param.data,)
-    for name, local in zip(info.names, tensors):
+    for name, local in named_slices(info, param.data):
         if info.init == "zeros":
             local.zero_()
         elif info.init == "ones":

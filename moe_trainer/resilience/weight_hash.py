@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import KINDS, get_param_info, is_fp8_param, replica_group, unique_params
+from moe_trainer.parallel.params import KINDS, get_param_info, is_fp8_param, named_slices, replica_group, unique_params
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.trace import format_ranks
 
@@ -74,8 +74,10 @@ def _tensors(param: Parameter) -> Iterator[tuple[str, Tensor]]:
     if is_fp8_param(param):
         parts = param.fp8_weight.tensors()
     for suffix, x in parts.items():
-        slices = x if info.stacked else [x]
-        yield from ((name + suffix, piece) for name, piece in zip(info.names, slices, strict=True))
+        if info.row_counts and suffix:  # scales may span rows of both
+            yield info.names[0] + suffix, x
+        else:
+            yield from ((name + suffix, piece) for name, piece in named_slices(info, x))
 
 
 def _differences(named: Sequence[tuple[str, Tensor]], group: Group) -> list[str]:

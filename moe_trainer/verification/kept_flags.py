@@ -86,7 +86,7 @@ NOT_IN_REFERENCE = frozenset(
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm
     moe_expert_rank_capacity_factor moe_clone_hot_experts moe_paged_stash moe_paged_stash_page_size
     moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather fp4_param_gather
-    dsa_attention_form attention_backend
+    dsa_attention_form attention_backend mla_down_proj_fusion
     """.split()
 )
 NOISE = MappingProxyType(

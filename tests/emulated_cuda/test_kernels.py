@@ -144,6 +144,16 @@ def test_flags_switch_off_default_kernels(flag, in_torch, in_triton):
     assert any(in_torch in line for line in launches[flag]) and not any(in_torch in line for line in launches[""])
 
 
+def test_fused_down_projections_are_one_gemm():
+    """Per layer and microbatch one GEMM less in forward and two in backward, of input and weight."""
+    separate, fused = (
+        sum(count for (name, _), count in on_device(kernels, "deepseek", f"{LATENT} {flag}", 2).items() if "mm" in name)
+        for flag in ("", "--mla-down-proj-fusion")
+    )
+    layers = 3  # with that of multi-token prediction
+    assert separate - fused == 3 * layers * MICROBATCHES
+
+
 def test_an_indexer_rotates_in_triton():
     pytest.importorskip("triton")
     launches = on_device(kernels, "deepseek", f"{UNSET} {LATENT} {SPARSE}", 2)

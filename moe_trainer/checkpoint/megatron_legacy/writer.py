@@ -7,7 +7,7 @@ format.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.nn import Parameter
 
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint import common_state
@@ -30,7 +31,7 @@ from moe_trainer.checkpoint.sharding import KeyScheme, TensorShard, make_shards
 from moe_trainer.checkpoint.virtual_index import tensor_entry
 from moe_trainer.io import flush_file
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, get_param_info, unique_params
+from moe_trainer.parallel.params import ParamInfo, get_param_info, named_shapes, unique_params
 from moe_trainer.parallel.state import ParallelState
 
 _EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
@@ -181,8 +182,7 @@ def _sharded_params(
     chunk: Any, record: Mapping[str, Any], ps: ParallelState
 ) -> Iterator[tuple[ParamInfo, tuple[int, ...], bool]]:
     """Yield (info, shape of the shard, whether trained) of parameters and buffers, sharded as in Megatron-LM."""
-    for param in unique_params(chunk.parameters()):
-        info, shape = get_param_info(param), tuple(param.shape)
+    for info, shape in _unfused(unique_params(chunk.parameters())):
         group = ps.etp if info.kind == "expert" else ps.tp
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
         dim, parts = legacy.tp_split(name, named_shape, record, group.size)
@@ -199,6 +199,17 @@ def _sharded_params(
         yield info, shape, True
     for name, buffer in chunk.named_state_buffers():
         yield ParamInfo((name,)), tuple(buffer.shape), False
+
+
+def _unfused(params: Iterable[Parameter]) -> Iterator[tuple[ParamInfo, tuple[int, ...]]]:
+    """Yield (info, shape); of a parameter that is a concatenation, those of its tensors."""
+    for param in params:
+        info, shape = get_param_info(param), tuple(param.shape)
+        if not info.row_counts:
+            yield info, shape
+            continue
+        for name, named_shape in named_shapes(info, shape):
+            yield replace(info, names=(name,), row_counts=()), named_shape
 
 
 def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
