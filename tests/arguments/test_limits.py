@@ -64,8 +64,16 @@ def test_sources_are_rules_of_megatron(shared):
     assert len(named) > 70 and named <= errors
 
 
+def test_limits_are_yielded_without_conditions():
+    """What is yielded only under some flags would be missing on the page."""
+    for rule in rules.LIMITS:
+        nodes = list(ast.walk(ast.parse(inspect.getsource(rule))))
+        branches = [node for node in nodes if isinstance(node, ast.If | ast.While | ast.Try | ast.Match)]
+        assert not any(isinstance(node, ast.Return | ast.Continue | ast.Break) for node in nodes), rule
+        assert not any(isinstance(node, ast.Yield) for branch in branches for node in ast.walk(branch)), rule
+
+
 def test_limits_are_listed_whatever_the_settings():
-    """A limit that is yielded only under some flags would be missing on the page."""
     listed = listed_messages([])
     assert len(listed) > 90
     for case in recorded("rule_cases")["cases"]:
