@@ -40,7 +40,8 @@ def with_quantized_inputs(layer: LayerSizes, entries: Iterable[SavedTensor]) -> 
             yield entry
         else:
             groups = layer.num_experts // layer.ep if entry.name.startswith("experts.") else 1
-            yield from _quantized(entry, recipe, groups)
+            in_buffer = entry.name == "experts.x" and layer.moe.moe_expert_rank_capacity_factor is not None
+            yield from _quantized(entry, recipe, groups, in_buffer and not layer.te_experts)
 
 
 def _recipe(layer: LayerSizes) -> str | None:
@@ -58,8 +59,8 @@ def _recipe(layer: LayerSizes) -> str | None:
 def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
     model, parts = layer.model, layer.parts
     keeps_latents = _keeps_latents(layer.args)
-    if name == "experts.x":  # with counts on the device ours save the tokens as they are (quantization/expert_mlp.py)
-        return layer.te_experts or layer.moe.moe_expert_rank_capacity_factor is None
+    if name == "experts.x":  # ours save the tokens of pages as they are
+        return layer.te_experts or not layer.moe.moe_paged_stash
     if name in _ALWAYS:
         return True
     if name == "core_attn.y":
@@ -90,14 +91,19 @@ def _can_shard(layer: LayerSizes, recipe: str) -> bool:
     return recipe != "nvfp4" and layer.rows % BLOCKS.get(recipe, 1) == 0
 
 
-def _quantized(entry: SavedTensor, recipe: str, groups: int) -> Iterator[SavedTensor]:
-    """Yield values and scales of an input; `groups` of its tokens are quantized apart, evenly many in each."""
+def _quantized(entry: SavedTensor, recipe: str, groups: int, in_buffer: bool) -> Iterator[SavedTensor]:
+    """Yield values and scales of an input; `groups` of its tokens are quantized apart, evenly many in each.
+
+    `in_buffer`: their counts are on the device, and two-level scales are saved in one byte.
+    """
     tokens, channels = math.prod(entry.shape[:-1]), entry.shape[-1]
     block = BLOCKS.get(recipe)
     num_blocks = groups * -(-tokens // (groups * block)) if block else groups
     if recipe == "nvfp4":
         yield replace(entry, shape=(channels, num_blocks * 8), itemsize=1)
-        yield replace(entry, name=f"{entry.name}.scales", shape=(channels, num_blocks), itemsize=WIDE)
+        yield replace(
+            entry, name=f"{entry.name}.scales", shape=(channels, num_blocks), itemsize=1 if in_buffer else WIDE
+        )
         return
     yield replace(entry, itemsize=1)
     shape = (channels, num_blocks) if block else (num_blocks,)

@@ -22,7 +22,7 @@ from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, check_token_c
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.grouped import TokenGroups, make_token_groups
-from moe_trainer.quantization.saved_input import SavedInput, StackedInputs
+from moe_trainer.quantization.saved_input import SavedInput, SavedTokens, StackedInputs
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _QuantizedMLPOptions:
         counts: tokens per expert on the host, or the groups of those on the device.
         gemms: of fc1 and fc2.
         queue: takes weight gradients.
-        saves_quantized: save quantized tokens; not with counts on the device.
+        saves_quantized: save quantized tokens.
     """
 
     counts: tuple[int, ...] | TokenGroups
@@ -128,14 +128,18 @@ class _BufferMLP(torch.autograd.Function):
         if b2 is not None:
             bias_CH = _per_token(b2, groups)
             y_CH = y_CH + (bias_CH if probs_C is None else (bias_CH * probs_C.unsqueeze(1)).to(y_CH.dtype))
-        ctx.save_for_backward(x_CH, probs_C, h_CG, w1, w2, b2)
+        saved = fc1.saved_tokens(x_CH, groups) if options.saves_quantized else None
+        tables = (x_CH, None, None) if saved is None else saved[:3]
+        ctx.save_for_backward(*tables, probs_C, h_CG, w1, w2, b2)
+        ctx.scaling = None if saved is None else saved.scaling
         ctx.options, ctx.owners, ctx.has_b1 = options, (grad_owner(w1), grad_owner(w2)), b1 is not None
         return y_CH
 
     @staticmethod
     def backward(ctx, grad_CH):
-        x_CH, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
+        *tables, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
         (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
+        x = tables[0] if ctx.scaling is None else SavedTokens(*tables, ctx.scaling)
         grad_CH = grad_CH.contiguous()
         grad_a = fc2.grouped_input_grad(grad_CH, w2, groups)
         a_CF, grad_h, grad_p = ctx.options.activation.backward(h_CG, probs_C, grad_a)
@@ -146,7 +150,7 @@ class _BufferMLP(torch.autograd.Function):
             grad_b2 = groups.gemms.sum_tokens(weighed, groups.offsets_e)
             if grad_p is not None:
                 grad_p = grad_p + (grad_CH * _per_token(b2, groups)).sum(-1)
-        of_w2, of_w1 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups), fc1.make_grouped_wgrad_fn(grad_h, x_CH, groups)
+        of_w2, of_w1 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups), fc1.make_grouped_wgrad_fn(grad_h, x, groups)
         grad_x = fc1.grouped_input_grad(grad_h, w1, groups)
         grad_w1, grad_w2 = _weight_grads(ctx, of_w1, of_w2)
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
@@ -196,7 +200,7 @@ def quantized_expert_mlp(
         counts: on the device they include each expert's padding to a multiple (QuantizedGemms.token_multiple), which
             is zeros and has zero gradients.
         gemms: of fc1 and fc2.
-        saves_quantized: save quantized tokens for backward (saved_input.py); not with counts on the device.
+        saves_quantized: save quantized tokens for backward (saved_input.py).
         grouped: grouped GEMMs that read counts on the device, instead of torch's. Everything else as
             expert_mlp.expert_mlp.
 
@@ -206,9 +210,9 @@ def quantized_expert_mlp(
     probs_R = None if probs_R is None else probs_R.contiguous()
     fns = activation_fns or get_activation_fns(activation)
     inputs = x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH
+    saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
     if isinstance(counts, Tensor):
         groups = make_token_groups(counts, x_RH.shape[0], grouped or GROUPED_MM)
-        return _BufferMLP.apply(*inputs, _QuantizedMLPOptions(groups, fns, gemms, queue))
+        return _BufferMLP.apply(*inputs, _QuantizedMLPOptions(groups, fns, gemms, queue, saves_quantized))
     check_token_counts("quantized_expert_mlp", counts, x_RH.shape[0] - unused)
-    saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
     return _QuantizedExpertMLP.apply(*inputs, _QuantizedMLPOptions(tuple(counts), fns, gemms, queue, saves_quantized))

@@ -34,7 +34,7 @@ from moe_trainer.quantization.quantize import (
     quantize,
 )
 from moe_trainer.quantization.recipe import QuantizationRecipe
-from moe_trainer.quantization.saved_input import SavedInput
+from moe_trainer.quantization.saved_input import SavedInput, SavedTokens
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
 from moe_trainer.quantization.scaled_layouts import TILE_ROWS
 from moe_trainer.quantization.scaled_mm import MX, gemm_kind, scaled_mm
@@ -89,6 +89,9 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
         return weights_eNK[expert]
 
     def saved_input(self, x_RK: Tensor) -> None:
+        """Return None: x itself is saved for backward."""
+
+    def saved_tokens(self, x_CK: Tensor, groups: TokenGroups) -> None:
         """Return None: x itself is saved for backward."""
 
 
@@ -184,23 +187,36 @@ class QuantizedGemms(nn.Module):
         weights = self._expert_weights(weight_eNK, True, grad_CN.dtype, groups)
         return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype)
 
-    def make_grouped_wgrad_fn(self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups) -> Callable[[], Tensor]:
-        """Return a function that computes `weight_grad` of every expert, with the scales of this moment."""
+    def saved_tokens(self, x_CK: Tensor, groups: TokenGroups) -> SavedTokens | None:
+        """Return x as make_grouped_wgrad_fn takes it, for backward; None if x itself is to be saved."""
+        if not self.recipe.wgrad or not self.training:
+            return None
+        scale = self._scale(X)
+        return SavedTokens.of(quantize_tokens(x_CK, self.recipe.x_t, groups, self.quantizer, scale, transposed=True))
+
+    def make_grouped_wgrad_fn(
+        self, grad_CN: Tensor, x: Tensor | SavedTokens, groups: TokenGroups
+    ) -> Callable[[], Tensor]:
+        """Return a function that computes `weight_grad` of every expert, with the scales of this moment.
+
+        x [C, K], or what `saved_tokens` has made of it.
+        """
         self._note_tokens(GRAD, grad_CN, groups)
         if not self.recipe.wgrad:
-            return lambda: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
+            return lambda: groups.gemms.weight_grad(grad_CN, x, groups.offsets_e)
         noise = self._noise(self.recipe.grad_t, "weight", grad_CN.device)
         scales = self._scale(GRAD), self._scale(X)
 
         def compute() -> Tensor:
-            grad, x = (
-                quantize_tokens(tokens, scaling, groups, self.quantizer, scale, generator, transposed=True)
-                for tokens, scaling, scale, generator in (
-                    (grad_CN, self.recipe.grad_t, scales[0], noise),
-                    (x_CK, self.recipe.x_t, scales[1], None),
-                )
-            )
-            return grouped_mm_over_tokens(grad, x, groups, grad_CN.dtype)
+            def transposed(
+                tokens: Tensor, scaling: Scaling, scale: Tensor | None, noise: torch.Generator | None
+            ) -> GroupedOperand:
+                return quantize_tokens(tokens, scaling, groups, self.quantizer, scale, noise, transposed=True)
+
+            grad = transposed(grad_CN, self.recipe.grad_t, scales[0], noise)
+            saved = isinstance(x, SavedTokens)
+            operand = x.operand(groups) if saved else transposed(x, self.recipe.x_t, scales[1], None)
+            return grouped_mm_over_tokens(grad, operand, groups, grad_CN.dtype)
 
         return compute
 

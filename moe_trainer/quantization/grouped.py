@@ -72,17 +72,39 @@ class GroupedOperand(NamedTuple):
 
     Attributes:
         values: on the format's grid.
-        inverse: scales to multiply by: one per block of a row, or per token if that is [C, 1] or [1, C].
-        blocks, factor_e: `inverse` as the product of numbers with few bits, None if these are 1, and of an fp32 number
-            per expert, None if that is 1.
+        inverse: scales to multiply by: one per block of a row, or per token if that is [C, 1] or [C].
+        blocks, scale_e: `inverse` is numbers with few bits, None if these are 1, divided by an fp32 number per expert,
+            None if that is 1.
         scaling: how they were scaled.
     """
 
     values: Tensor
     inverse: Tensor
     blocks: Tensor | None
-    factor_e: Tensor | None
+    scale_e: Tensor | None
     scaling: Scaling
+
+    @staticmethod
+    def of(
+        values: Tensor,
+        blocks: Tensor | None,
+        scale_e: Tensor | None,
+        scaling: Scaling,
+        groups: TokenGroups,
+        transposed: bool,
+    ) -> "GroupedOperand":
+        """Return the operand with these scales; `transposed` with the tokens as its columns."""
+        inverse = blocks
+        if scale_e is not None:
+            step = scaling.cols if transposed and not scaling.per_tensor else 1
+            scales = groups.per_token(scale_e, 1.0)[::step]
+            inverse = (1.0 if blocks is None else blocks) / (scales if transposed else scales.unsqueeze(1))
+        return GroupedOperand(values, inverse, blocks, scale_e, scaling)
+
+    @property
+    def factor_e(self) -> Tensor | None:
+        """The fp32 number that multiplies each expert's tokens, None if that is 1."""
+        return None if self.scale_e is None else 1.0 / self.scale_e
 
     def of_gemm(self, in_bf16: bool) -> Tensor:
         """Return what a grouped GEMM multiplies: bf16 without `factor_e`, or all in fp32."""
@@ -126,17 +148,15 @@ def quantize_tokens(
         scale_e = (
             compute_scale(amax_e, scaling.fmt) if scale is None else torch.where(finite_e, scale.float(), torch.nan)
         )
-        inverse_e = 1.0 / scale_e
-        return GroupedOperand(
-            _round(x * per_expert(scale_e), scaling, generator), per_expert(inverse_e), None, inverse_e, scaling
-        )
+        values = _round(x * per_expert(scale_e), scaling, generator)
+        return GroupedOperand.of(values, None, scale_e, scaling, groups, transposed)
     amax = block_amax(x, 1, scaling.cols)
     whole_e = groups.amax(amax.amax(0 if transposed else 1))
     step = scaling.cols if transposed else 1
     whole = per_expert(whole_e, step, fill=0.0)
-    block_scale, inverse, stored = two_level_scales(amax, whole, scaling.fmt)
+    block_scale, _, stored = two_level_scales(amax, whole, scaling.fmt)
     values = _round(x * expand_scales(block_scale, scaling, x.shape), scaling, generator)
-    return GroupedOperand(values, inverse, stored, 1.0 / tensor_scale(whole_e, scaling.fmt), scaling)
+    return GroupedOperand.of(values, stored, tensor_scale(whole_e, scaling.fmt), scaling, groups, transposed)
 
 
 def _round(x: Tensor, scaling: Scaling, generator: torch.Generator | None) -> Tensor:

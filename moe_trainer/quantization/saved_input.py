@@ -5,7 +5,7 @@ in forward and saved instead of x: the numbers are the same, and bf16 takes twic
 recomputed, or that something else keeps for backward anyway, are saved as they are (layers/linear.py:
 save_original_input).
 
-Shape letters: R tokens, K input width, B blocks, G ranks.
+Shape letters: R tokens, C tokens in a buffer, K input width, B blocks, G ranks, e experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.quantize import POWER_OF_TWO, TWO_LEVEL, QuantizedTensor, Scaling, unpack_e2m1
+from moe_trainer.quantization.grouped import GroupedOperand, TokenGroups
+from moe_trainer.quantization.quantize import (
+    E4M3,
+    POWER_OF_TWO,
+    TWO_LEVEL,
+    NumberFormat,
+    QuantizedTensor,
+    Scaling,
+    unpack_e2m1,
+)
 from moe_trainer.quantization.scaled_layouts import pack_e2m1
 
 
@@ -41,16 +50,14 @@ class SavedInput(NamedTuple):
     def of(x: QuantizedTensor) -> "SavedInput":
         """Return an operand in as few bytes as hold it exactly."""
         scaling, inverse = x.scaling, x.inverse
-        values = pack_e2m1(x.values) if scaling.fmt.dtype is None else x.values.to(scaling.fmt.dtype)
         if scaling.scales == POWER_OF_TWO:
             inverse = inverse.to(torch.float8_e8m0fnu).view(torch.uint8)
-        return SavedInput(values.view(torch.uint8), inverse, InputFormat(scaling, x.values.dtype))
+        return SavedInput(_to_bytes(x.values, scaling.fmt), inverse, InputFormat(scaling, x.values.dtype))
 
     def operand(self) -> QuantizedTensor:
         """Return the operand."""
         scaling, dtype = self.form
-        fmt, inverse = scaling.fmt, self.inverse
-        values = unpack_e2m1(self.values) if fmt.dtype is None else self.values.view(fmt.dtype)
+        inverse, values = self.inverse, _from_bytes(self.values, scaling.fmt)
         if dtype == torch.float64:
             values = values.to(dtype)
         if scaling.scales == POWER_OF_TWO:
@@ -102,3 +109,43 @@ class StackedInputs(NamedTuple):
         tables = (table.split(size) for table, size in zip((self.values, self.inverse), sizes))
         for values, inverse, shape in zip(*tables, self.shapes):
             yield SavedInput(values.view(shape[0]), inverse.view(shape[1]), self.form)
+
+
+class SavedTokens(NamedTuple):
+    """The tokens of all experts in a buffer, transposed and quantized, [K, C].
+
+    Args:
+        values: bytes, as of SavedInput.
+        blocks: bytes [K, B], powers of two as E8M0 or E4M3 numbers; None if there are no blocks.
+        scale_e: as of GroupedOperand.
+        scaling: how they were scaled.
+    """
+
+    values: Tensor
+    blocks: Tensor | None
+    scale_e: Tensor | None
+    scaling: Scaling
+
+    @staticmethod
+    def of(x: GroupedOperand) -> "SavedTokens":
+        """Return transposed tokens in as few bytes as hold them exactly."""
+        blocks = None if x.blocks is None else x.blocks.to(_block_dtype(x.scaling)).view(torch.uint8)
+        return SavedTokens(_to_bytes(x.values, x.scaling.fmt), blocks, x.scale_e, x.scaling)
+
+    def operand(self, groups: TokenGroups) -> GroupedOperand:
+        """Return the operand."""
+        values, scaling = _from_bytes(self.values, self.scaling.fmt), self.scaling
+        blocks = None if self.blocks is None else self.blocks.view(_block_dtype(scaling)).float()
+        return GroupedOperand.of(values, blocks, self.scale_e, scaling, groups, transposed=True)
+
+
+def _block_dtype(scaling: Scaling) -> torch.dtype:
+    return torch.float8_e8m0fnu if scaling.scales == POWER_OF_TWO else E4M3.dtype
+
+
+def _to_bytes(values: Tensor, fmt: NumberFormat) -> Tensor:
+    return (pack_e2m1(values) if fmt.dtype is None else values.to(fmt.dtype)).view(torch.uint8)
+
+
+def _from_bytes(values: Tensor, fmt: NumberFormat) -> Tensor:
+    return unpack_e2m1(values) if fmt.dtype is None else values.view(fmt.dtype)

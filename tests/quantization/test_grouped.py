@@ -10,7 +10,7 @@ from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
 from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms
-from moe_trainer.quantization.grouped import make_token_groups
+from moe_trainer.quantization.grouped import make_token_groups, quantize_tokens
 from moe_trainer.quantization.recipe import make_recipe
 
 HIDDEN, FFN, COUNTS = 64, 32, (70, 0, 33, 5)
@@ -94,6 +94,27 @@ def test_counts_on_device_give_the_same_bits(name, dtype):
     gemms = make_gemms(name, stochastic=False)
     for one, other in zip(*(run(gemms, dtype, False, on_device) for on_device in (False, True)), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", RECIPES)
+def test_saved_tokens_are_the_operand_in_few_bytes(name, dtype):
+    """Also where an expert has a number that is not finite, whose block or tensor is NaN, and after the last expert."""
+    gemms, padding = make_gemms(name, stochastic=False)[0], Padding(128)
+    x = padding.pad(torch.randn(sum(COUNTS), HIDDEN, dtype=dtype))
+    x[3, 5] = torch.inf
+    groups = make_token_groups(torch.tensor(padding.counts), len(x), GROUPED_MM)
+    expected = quantize_tokens(x, gemms.recipe.x_t, groups, gemms.quantizer, gemms._scale(0), transposed=True)
+    saved = gemms.saved_tokens(x, groups)
+    found = saved.operand(groups)
+    for in_bf16 in (False, True):
+        assert torch.equal(found.of_gemm(in_bf16).nan_to_num(), expected.of_gemm(in_bf16).nan_to_num())
+        assert torch.equal(found.of_gemm(in_bf16).isnan(), expected.of_gemm(in_bf16).isnan())
+    for one, other in ((found.inverse, expected.inverse), (found.factor_e, expected.factor_e)):
+        assert (one is None and other is None) or torch.equal(one.nan_to_num(), other.nan_to_num())
+    size = sum(table.nbytes for table in saved[:3] if table is not None)
+    block = {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}.get(name, 1)
+    assert size == x.numel() * block + (0 if name in ("blockwise", "mxfp8") else 4 * len(COUNTS))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
