@@ -130,7 +130,7 @@ class PagePool:
         return place
 
     def _place(self, num_pages: int) -> str:
-        """Return where a group has room; note an overflow."""
+        """Return where a group is stored; note an overflow."""
         if num_pages == 0 or self._num_unknown or self.num_device == 0:
             return "device"
         if self._num_used + num_pages <= self.num_device:
