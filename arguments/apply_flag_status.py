@@ -9,7 +9,6 @@ from arguments.flag_status import (
     NOT_IMPLEMENTED,
     RENAMED,
     REQUIRES,
-    TUNED_FEATURE,
     UNSUPPORTED,
 )
 from arguments.settings import Settings, Violation
@@ -71,8 +70,6 @@ def note_flag_status(s: Settings) -> None:
             s.note_renamed(s.flag(dest), RENAMED[dest])
         elif dest in NO_EFFECT and dest not in rejected:
             s.note_no_effect(s.shown(dest), NO_EFFECT[dest])
-        elif dest in TUNED_FEATURE and TUNED_FEATURE[dest] not in rejected:
-            s.note_no_effect(s.shown(dest), f"without {_requirement(s, TUNED_FEATURE[dest])}")
     for required, dests in REQUIRES:
         if not any(_is_on(s, name) for name in required):
             requirement = " or ".join(_requirement(s, name) for name in required)

@@ -12,7 +12,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
-from arguments.parallel import ParallelArgs
+from arguments.parallel import ParallelArgs, sequence_padding_multiple
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
 from arguments.training import TrainingArgs
@@ -67,6 +67,24 @@ class Arguments:
     def has_frozen_weights(self) -> bool:
         """Whether the weights stay unchanged, so that there are no gradients and no optimizer."""
         return self.is_eval_only or self.optimizer.freeze_all_layers
+
+    @property
+    def sequence_padding_multiple(self) -> int:
+        """Multiple to which packed sequences are padded."""
+        parallel = self.parallel
+        by_tensor_ranks = bool(parallel.sequence_parallel or self.moe.num_experts)
+        return sequence_padding_multiple(
+            parallel.context_parallel_size, parallel.tensor_model_parallel_size, by_tensor_ranks
+        )
+
+    @property
+    def packed_capacity(self) -> int | None:
+        """Largest number of tokens of a packed microbatch; None without packing."""
+        parallel = self.parallel
+        if parallel.sequence_packing_scheduler is None or parallel.max_seqlen_per_dp_cp_rank is None:
+            return None
+        longest = -(-self.data.seq_length // self.sequence_padding_multiple) * self.sequence_padding_multiple
+        return max(parallel.max_seqlen_per_dp_cp_rank * parallel.context_parallel_size, longest)
 
     @property
     def stored_weight_format(self) -> Literal["fp8", "mxfp8", "nvfp4"] | None:

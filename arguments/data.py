@@ -60,6 +60,14 @@ class DataArgs:
     """JSON file with the number of sequences of each dataset."""
     mock_data: bool = False
     """Train on synthetic tokens."""
+    use_varlen_dataset: bool = False
+    """Train on samples of different lengths: a sequence of the data is a sample, of at most --seq-length tokens."""
+    varlen_sbhd_validation: bool = False
+    """Pad every sample of --use-varlen-dataset to --seq-length instead of packing them."""
+    varlen_mock_dataset_config_json: str | None = None
+    """Lengths of samples with --use-varlen-dataset --mock-data: JSON, or a file with it. mode "distribution" needs type
+    "lognormal", min_seq_len, max_seq_len, mean_seq_len and lognormal_sigma; "file" needs path, a CSV file with lengths;
+    "verification" needs data_path, a data prefix that tokens are taken from. Unset: lognormal up to --seq-length."""
     phase_transition_iterations: str | None = None
     """Iterations at which a training phase ends: save, stop, continue with another data blend."""
     data_cache_path: str | None = None

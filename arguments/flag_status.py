@@ -182,18 +182,13 @@ NOT_IMPLEMENTED = MappingProxyType(
         "offload_modules": MissingFeature("the layers that have this module", ("gdp_qkv",)),
         "mtp_hsm": MissingFeature("hidden-state matching"),
         "hybrid_context_parallel": MissingFeature("hybrid context parallelism"),
+        "sequence_packing_scheduler": MissingFeature("dynamic context parallelism", ("default_dynamic_cp",)),
+        "varlen_sbhd_validation": MissingFeature("padding instead of packing samples of different lengths"),
         "phase_transition_iterations": MissingFeature("changing data blends during the run"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
         "object_storage_cache_path": MissingFeature("data in object storage"),
     }
 )
-
-TUNED_FEATURE = MappingProxyType(
-    {
-        "max_seqlen_per_dp_cp_rank": "hybrid_context_parallel",
-    }
-)
-"""Destination that only tunes a missing feature -> the destination that requests it."""
 
 ARCHITECTURE_FLAGS = ("experimental_attention_variant", "mtp_hsm")
 """Keys of NOT_IMPLEMENTED that would change the number of parameters."""
@@ -315,6 +310,12 @@ REQUIRES = (
         "fim_pad_token fim_eod_token",
     ),
     (("fim_split_sample",), "fim_fragment_rate"),
+    (("use_varlen_dataset",), "varlen_mock_dataset_config_json"),
+    (
+        ("sequence_packing_scheduler",),
+        "max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
+    ),
+    (("pad_packed_seq_alignment",), "thd_tail_padding_policy"),
     (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
@@ -544,10 +545,6 @@ _WITHOUT_EFFECT = (
     ),
     ("--min-dynamic-context-parallel-size=1", "without --dynamic-context-parallel"),
     (
-        "--pad-packed-seq-alignment=1 --thd-tail-padding-policy=1 --thd-max-packed-sequences=1",
-        "without packed sequences",
-    ),
-    (
         "--csa-window-size=1 --csa-compress-rotary-base=1 --csa-dense-mode --o-groups=1 --o-lora-rank=1",
         "without compressed sparse attention",
     ),
@@ -560,7 +557,6 @@ _WITHOUT_EFFECT = (
         "--megatron-fsdp-prefetch-recompute-forward-weights --megatron-fsdp-cache-param-bucket-views",
         "without --use-megatron-fsdp",
     ),
-    ("--varlen-sbhd-validation --varlen-mock-dataset-config-json=1", "without --use-varlen-dataset"),
     (
         """--no-one-logger --one-logger-project=1 --one-logger-run-name=1 --one-logger-async --app-tag-run-name=1
         --app-tag-run-version=1 --enable-one-logger""",
@@ -596,8 +592,6 @@ _WITHOUT_EFFECT = (
 _MISSING = (
     # (spelling, feature, values that request nothing)
     ("--dynamic-context-parallel", "dynamic context parallelism", ()),
-    ("--sequence-packing-scheduler=1", "packed sequences", ()),
-    ("--use-varlen-dataset", "packed sequences", ()),
     ("--rotary-base-per-layer=+", "a rotary base per layer", ()),
     ("--head-wise-attn-gate", "gated attention", ()),
     ("--csa-compress-ratios=1", "compressed sparse attention", ()),
@@ -867,8 +861,6 @@ def get_flag_status(dest: str) -> tuple[str, str]:
         return "renamed", RENAMED[dest]
     if dest in NO_EFFECT:
         return "no effect", NO_EFFECT[dest]
-    if dest in TUNED_FEATURE:
-        return "not implemented", f"part of {TUNED_FEATURE[dest]}"
     if dest in NOT_IMPLEMENTED:
         feature = NOT_IMPLEMENTED[dest]
         return ("not implemented" if feature.values is None else "acts"), feature.what

@@ -10,6 +10,14 @@ from typing import Literal
 from arguments.schema import flag
 
 
+def sequence_padding_multiple(cp: int, tp: int, by_tensor_ranks: bool) -> int:
+    """Return the multiple to which packed sequences are padded, so that ranks can shard each of them.
+
+    `by_tensor_ranks`: tensor ranks shard tokens, for sequence parallelism or experts.
+    """
+    return (2 * cp if cp > 1 else 1) * (tp if by_tensor_ranks else 1)
+
+
 @dataclass(frozen=True)
 class ParallelArgs:
     """How work is split over ranks, and how ranks talk."""
@@ -84,7 +92,18 @@ class ParallelArgs:
     hybrid_context_parallel: bool = False
     """Choose the context-parallel size for each sample."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Largest number of tokens of a sequence on one rank with hybrid context parallelism."""
+    """Largest number of packed tokens of a microbatch on one context-parallel rank. Unset: enough for one sequence of
+    --seq-length."""
+    sequence_packing_scheduler: Literal["dp_balanced", "default_dynamic_cp"] | None = None
+    """How sequences of different lengths are packed into microbatches. Unset: dp_balanced with --use-varlen-dataset."""
+    pad_packed_seq_alignment: str | None = None
+    """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
+    --max-seqlen-per-dp-cp-rank (max)."""
+    thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = None
+    """What the padding of --pad-packed-seq-alignment is: a sequence of its own, or a part of the last one. Unset:
+    append_dummy_seq."""
+    thd_max_packed_sequences: int | None = None
+    """Largest number of sequences in a packed microbatch, with the one that append_dummy_seq adds."""
 
     # ---- expert communication
     overlap_moe_expert_parallel_comm: bool = False

@@ -60,10 +60,7 @@ def _values(dest: str, values: tuple[str, ...] | None) -> str:
 def _not_implemented() -> Iterator[str]:
     yield "## Not yet\n"
     for dest, feature in flag_status.NOT_IMPLEMENTED.items():
-        tuning = [_flag(child) for child, parent in flag_status.TUNED_FEATURE.items() if parent == dest]
-        yield _entry(
-            [_values(dest, feature.values)], feature.what + (f" (with `{'`, `'.join(tuning)}`)" if tuning else "")
-        )
+        yield _entry([_values(dest, feature.values)], feature.what)
     for (dest, value), what in flag_status.NOT_IMPLEMENTED_VALUES.items():
         yield _entry([f"{_flag(dest)} {value}"], what)
     for old in flag_status.OLD_SPELLINGS.values():

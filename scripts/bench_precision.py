@@ -84,7 +84,7 @@ def evaluate(run: TrainContext, text: torch.Tensor) -> float:
         chunk.train(False)
     with torch.no_grad():
         batches = (make_batch(rows) for rows in text.split(BATCH))
-        sums = run_microbatches(run, batches, len(text) // BATCH, BATCH, forward_only=True)
+        sums = run_microbatches(run, batches, len(text) // BATCH, forward_only=True)
     loss, tokens = reduce_loss(run, sums)
     return loss / tokens
 

@@ -26,6 +26,7 @@ from arguments.rules import (
     numbers,
     optimizer,
     overlap,
+    packing,
     parallel,
     pipeline,
     precision,
@@ -62,6 +63,7 @@ AREAS = (
     kernels,
     training,
     data,
+    packing,
     checkpoint,
 )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from arguments.data import DEFAULT_SPLIT, DataArgs
+from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
@@ -18,6 +19,7 @@ from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.sources import domain_names, get_blends_per_split, get_common_blend, requested_sizes, source_flag
 from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
 from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
-AnyDataset = GPTDataset | BlendedDataset
+AnyDataset = GPTDataset | VarlenDataset | BlendedDataset
 Sizes = tuple[int | None, int | None, int | None]
 """Samples of the train, valid and test splits."""
 
@@ -95,7 +97,7 @@ def build_datasets(
     sizes = requested_sizes(training) if sizes is None else sizes
     datasets = _Plan(data, training, tokenizer).datasets(sizes)
     domains = (dataset for _, dataset in datasets.domains)
-    everything = list(filter(None, (datasets.train, *datasets.valid, datasets.test, *domains)))
+    everything: list[AnyDataset] = list(filter(None, (datasets.train, *datasets.valid, datasets.test, *domains)))
     try:
         if is_builder:
             for dataset in everything:
@@ -118,6 +120,7 @@ class _Plan:
     def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer):
         self._data, self._training = data, training
         self._opened: dict[str, IndexedDataset] = {}
+        self._mock: MockSequences | None = None
         self._per_split = get_blends_per_split(data)
         self._blend = get_common_blend(data)
         per_split_flags = "--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path"
@@ -245,17 +248,35 @@ class _Plan:
         size = None if size is None else min(size, sum(lengths))
         return BlendedDataset(datasets, lengths, size, SPLIT_NAMES[number], self._config)
 
-    def _single(self, prefix: str | None, number: int, size: int | None) -> GPTDataset:
+    def _single(self, prefix: str | None, number: int, size: int | None) -> GPTDataset | VarlenDataset:
         """Return a split of one token file, or of mock data."""
+        share = self._get_share(number)
+        assert share is not None, "a split without a share has no dataset"
+        if self._data.use_varlen_dataset:
+            sequences = self._sequences(prefix, number)
+            begin, end = split_range(share, len(sequences))
+            return VarlenDataset(sequences, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
         source = (
             self._open(prefix, number)
             if prefix is not None
             else MockTokens(self._config.tokenizer.vocab_size, self._config.tokenizer.eod)
         )
-        share = self._get_share(number)
-        assert share is not None, "a split without a share has no dataset"
         begin, end = split_range(share, len(source))
         return GPTDataset(source, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
+
+    def _sequences(self, prefix: str | None, number: int) -> Sequences:
+        tokenizer = self._config.tokenizer
+        if tokenizer.eod is None:
+            raise UserError(
+                "--use-varlen-dataset: every sample ends with the end-of-document token, and the tokenizer has none"
+            )
+        if prefix is not None:
+            return FileSequences(self._open(prefix, number), prefix, tokenizer.eod)
+        if self._mock is None:
+            length = self._data.seq_length
+            lengths = read_mock_lengths(self._data.varlen_mock_dataset_config_json, length)
+            self._mock = MockSequences(lengths, tokenizer.vocab_size, length)
+        return self._mock
 
     def _open(self, prefix: str, number: int) -> IndexedDataset:
         if prefix not in self._opened:

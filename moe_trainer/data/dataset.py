@@ -45,6 +45,19 @@ class TokenDataset(Protocol):
     def locate(self, index: int, position: int) -> str: ...
 
 
+class SampleSource(TokenDataset, Protocol):
+    """What a blend needs of its datasets."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def identifiers(self) -> dict[str, Any]: ...
+    def write_cache(self) -> None: ...
+    def load(self) -> None: ...
+    def part_lengths(self, index: int) -> list[int]: ...
+    def length(self, index: int) -> int: ...
+
+
 @dataclass(frozen=True)
 class DatasetConfig:
     """What the indices of a dataset depend on, besides files and sizes.
@@ -257,6 +270,10 @@ class GPTDataset(CachedIndex):
             end = last_offset + 1 if position == last else int(self._source.sequence_lengths[document])
             yield document, offset, end - offset
 
+    def length(self, index: int) -> int:
+        """Return the number of tokens that the model reads of a sample."""
+        return self._config.sequence_length
+
     def part_lengths(self, index: int) -> list[int]:
         """Return how many tokens of sample `index` come from each of its documents (they sum to L+1).
 
@@ -294,7 +311,7 @@ class BlendedDataset(CachedIndex):
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[SampleSource],
         weights: Sequence[float],
         size: int | None,
         split_name: str,
@@ -342,7 +359,7 @@ class BlendedDataset(CachedIndex):
                 )
         return index
 
-    def _find(self, index: int) -> tuple[GPTDataset, int]:
+    def _find(self, index: int) -> tuple[SampleSource, int]:
         dataset, inside = self.index
         return self.datasets[dataset[index]], int(inside[index])
 
@@ -353,6 +370,11 @@ class BlendedDataset(CachedIndex):
     def part_lengths(self, index: int) -> list[int]:
         dataset, inside = self._find(index)
         return dataset.part_lengths(inside)
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens that the model reads of a sample."""
+        dataset, inside = self._find(index)
+        return dataset.length(inside)
 
     def locate(self, index: int, position: int) -> str:
         dataset, inside = self._find(index)

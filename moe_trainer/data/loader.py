@@ -19,13 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_trainer.data.dataset import NO_PAD, TokenDataset
+from moe_trainer.data.packing import PackingPlanner
 from moe_trainer.errors import UserError
+from moe_trainer.ops.packed_sequences import PackedSequences
 
 _BATCHES_AHEAD_PER_WORKER = 2
 
@@ -38,6 +41,7 @@ class Batch:
         tokens_BS: int64, as labels_BS and position_ids_BS.
         loss_mask_BS: float32.
         document_ids_BS: int32, counts the documents of a sequence from 0; None unless attention stops at their borders.
+        packed: lengths of packed sequences, of which B = 1 row consists; None for samples of equal length.
     """
 
     tokens_BS: Tensor
@@ -45,6 +49,7 @@ class Batch:
     loss_mask_BS: Tensor
     position_ids_BS: Tensor
     document_ids_BS: Tensor | None = None
+    packed: PackedSequences | None = None
 
     def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.
@@ -52,15 +57,18 @@ class Batch:
         Document ids stay on the host, which needs the borders (Documents) and would have to wait for them, unless
         `with_documents`: a CUDA graph reads them on the device.
         """
-        fields = {
+        fields: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()
-            if value is not None and (with_documents or name != "document_ids_BS")
+            if isinstance(value, Tensor) and (with_documents or name != "document_ids_BS")
         }
         return replace(self, **fields)
 
     def pin_memory(self) -> Batch:
-        return replace(self, **{name: value.pin_memory() for name, value in vars(self).items() if value is not None})
+        tensors: dict[str, Any] = {
+            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,7 @@ def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) 
         UserError: naming file, document and id when a token lies outside the vocabulary.
     """
     ids = np.stack([dataset.tokens(index) for index in indices])
-    if fmt.vocab_size is not None:
-        _check_vocabulary(dataset, indices, ids, fmt.vocab_size)
+    _check_vocabulary(dataset, indices, ids, fmt.vocab_size)
     tokens, labels = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
     loss_mask = np.ones(tokens.shape, dtype=np.float32)
     is_eod = tokens == fmt.eod if fmt.eod is not None else np.zeros(tokens.shape, dtype=bool)
@@ -112,7 +119,40 @@ def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) 
     )
 
 
+def make_packed_batch(
+    dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat, pack: Callable[[list[int]], PackedSequences]
+) -> Batch:
+    """Read samples of different lengths and pack them.
+
+    Padding has token, label and position 0, and no loss.
+
+    Args:
+        dataset: where samples are read.
+        indices: of the samples.
+        fmt: only its vocabulary counts.
+        pack: pads the lengths of the samples.
+
+    Raises:
+        UserError: as make_batch.
+    """
+    samples = [dataset.tokens(index) for index in indices]
+    for index, ids in zip(indices, samples):
+        _check_vocabulary(dataset, [index], ids[None], fmt.vocab_size)
+    packed = pack([len(ids) - 1 for ids in samples])
+    tokens, labels, positions = (np.zeros(packed.num_tokens, dtype=np.int64) for _ in range(3))
+    loss_mask = np.zeros(packed.num_tokens, dtype=np.float32)
+    for start, ids in zip(packed.cu_seqlens_padded, samples):
+        own = slice(start, start + len(ids) - 1)
+        tokens[own], labels[own], positions[own], loss_mask[own] = ids[:-1], ids[1:], np.arange(len(ids) - 1), 1.0
+    tokens_BS, labels_BS, mask_BS, positions_BS = (
+        torch.from_numpy(x[None]) for x in (tokens, labels, loss_mask, positions)
+    )
+    return Batch(tokens_BS, labels_BS, mask_BS, positions_BS, packed=packed)
+
+
 def _check_vocabulary(dataset, indices, ids, vocab_size) -> None:
+    if vocab_size is None:
+        return
     # NOTE: one comparison for both ends: a negative id is a huge unsigned one.
     outside = ids.view(np.uint64) >= vocab_size
     if outside.any():
@@ -188,34 +228,27 @@ class BatchLoader:
     """Batches of one rank, from `consumed_samples` on.
 
     Args:
-        dataset: where samples are read.
+        read: makes the batch of some samples.
         order: returns an iterator over the sample numbers of every batch, which need not end.
-        remaining: microbatches to the end of the dataset (of the current epoch, when cyclic).
-        fmt: from `build.batch_format`.
         num_workers: threads that read ahead; 0 reads when a batch is asked for.
         pin_memory: whether batches are in pinned memory.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
-        order: Callable[[], Iterator[list[int]]],
-        remaining: int,
-        fmt: BatchFormat,
+        read: Callable[[Sequence[int]], Batch],
+        order: Callable[[], Iterator[Sequence[int]]],
         num_workers: int,
         pin_memory: bool,
     ):
-        self.dataset, self.indices, self._remaining, self._format = dataset, order, remaining, fmt
+        self._make, self.indices = read, order
         self._num_workers, self._pin = num_workers, pin_memory
-
-    def __len__(self) -> int:
-        return self._remaining
 
     def __iter__(self) -> Iterator[Batch]:
         return self._prefetched() if self._num_workers > 0 else map(self._read, self.indices())
 
-    def _read(self, indices: list[int]) -> Batch:
-        batch = make_batch(self.dataset, indices, self._format)
+    def _read(self, indices: Sequence[int]) -> Batch:
+        batch = self._make(indices)
         return batch.pin_memory() if self._pin else batch
 
     def _prefetched(self) -> Iterator[Batch]:
@@ -261,19 +294,49 @@ def build_loader(
             f"{micro_batch_size} needs {chunk}"
         )
     place = total, consumed_samples, micro_batch_size, dp_rank, dp_size
-    order: Callable[[], Iterator[list[int]]]
+    order: Callable[[], Iterator[Sequence[int]]]
     if dataloader_type == "single":
         if consumed_samples > total:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or "
                 "--train-samples, or start the data afresh (--finetune)"
             )
-        remaining, order = (total - consumed_samples) // chunk, partial(single_order, *place)
+        order = partial(single_order, *place)
     elif dataloader_type == "cyclic":
-        per_epoch = total - total % chunk
-        remaining, order = (per_epoch - consumed_samples % per_epoch) // chunk, partial(cyclic_order, *place, sharded)
+        order = partial(cyclic_order, *place, sharded)
     else:
         raise ValueError(
             f"--dataloader-type {dataloader_type}: needed single or cyclic (external loaders have no command-line form)"
         )
-    return BatchLoader(dataset, order, remaining, fmt, num_workers, pin_memory)
+    return BatchLoader(partial(make_batch, dataset, fmt=fmt), order, num_workers, pin_memory)
+
+
+def build_packed_loader(
+    dataset: TokenDataset,
+    planner: PackingPlanner,
+    batch_size: Callable[[int], int],
+    dp_rank: int,
+    consumed_samples: int = 0,
+    num_workers: int = 0,
+    *,
+    fmt: BatchFormat,
+    pin_memory: bool = False,
+) -> BatchLoader:
+    """Make the loader of one rank over samples of different lengths; a batch is one pack.
+
+    Args:
+        dataset: where samples are read.
+        planner: of this dataset.
+        batch_size: global batch size after a number of consumed samples.
+        dp_rank: this data-parallel rank.
+        consumed_samples: counted over all ranks.
+        num_workers: as in BatchLoader.
+        fmt: from `build.batch_format`.
+        pin_memory: as in BatchLoader.
+    """
+    return BatchLoader(
+        partial(make_packed_batch, dataset, fmt=fmt, pack=planner.format.pack),
+        partial(planner.order, len(dataset), consumed_samples, batch_size, dp_rank),
+        num_workers,
+        pin_memory,
+    )

@@ -1,7 +1,7 @@
 """Rotary frequencies of a model, and cos/sin tables of the local positions.
 
 Positions are those in the full sequence, also with --reset-position-ids: Megatron-LM's rotary embedding ignores the
-position ids.
+position ids. Only packed sequences (THD) have positions of their own.
 """
 
 import logging
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.model import ModelArgs
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group
@@ -35,8 +36,11 @@ class Rotary:
         self.amplitude = amplitude
         self._tables: dict[tuple, Tables] = {}
 
-    def tables(self, length: int, device: torch.device) -> Tables:
+    def tables(self, length: int, device: torch.device, packed: PackedSequences | None = None) -> Tables:
         """Return cos, sin of the local positions in a sequence of `length`, fp32 [length / cp, R/2]."""
+        if packed is not None:
+            positions_S = self.sequence.local(packed.positions(), 0).to(device, non_blocking=True)
+            return rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)
         key = (length, device)
         if key not in self._tables:
             positions_S = self.sequence.positions(length, device)

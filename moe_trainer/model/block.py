@@ -18,6 +18,7 @@ from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.moe.layer import MoELayer, RoutingOutput
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -80,9 +81,22 @@ class TransformerLayer(nn.Module):
             )
 
     def forward(
-        self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
+        self,
+        x_SBH: Tensor,
+        rope: Tables | None,
+        visible: AttentionMask | None,
+        grad_scale: float | Tensor,
+        valid: ValidTokens | None = None,
     ) -> Tensor:
-        """Run the layer; `rope` is cos and sin, `grad_scale` the factor of the auxiliary losses' gradients."""
+        """Run the layer.
+
+        Args:
+            x_SBH: the previous layer's output.
+            rope: cos and sin.
+            visible: see CoreAttention.
+            grad_scale: factor of the auxiliary losses' gradients.
+            valid: see TopKRouter.forward.
+        """
         scale = self.graphs.scale_tensor(grad_scale)
         forced = self.mlp.draw_forced_logits(x_SBH) if self.is_moe else ()
         seen = () if visible is None else visible.graph_inputs
@@ -90,7 +104,7 @@ class TransformerLayer(nn.Module):
         def run(x_SBH: Tensor, *inputs: Tensor) -> Tensor:
             own = AttentionMask.of_graph_inputs(*inputs[: len(seen)]) if seen else visible
             x_SBH = self._attention_sublayer(x_SBH, rope, own, scale)
-            return self._mlp_sublayer(x_SBH, scale, inputs[len(seen) :])
+            return self._mlp_sublayer(x_SBH, scale, inputs[len(seen) :], valid)
 
         return self.graphs.run("layer", run, [self], x_SBH, *seen, *forced)
 
@@ -112,7 +126,9 @@ class TransformerLayer(nn.Module):
 
         return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH, *seen)
 
-    def _mlp_sublayer(self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...]) -> Tensor:
+    def _mlp_sublayer(
+        self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], valid: ValidTokens | None
+    ) -> Tensor:
         """Run norm, MLP or experts, and residual; `forced` are logits that replace the router's, or nothing."""
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
@@ -121,7 +137,7 @@ class TransformerLayer(nn.Module):
             with scope:
                 if self.is_moe:
                     y_SBH = self.activations.recompute_region(
-                        "moe", lambda x: self.mlp(x, grad_scale, None, *forced), normed
+                        "moe", lambda x: self.mlp(x, grad_scale, None, *forced, valid=valid), normed
                     )
                 else:
                     y_SBH = self.activations.recompute_region("mlp", self.mlp, normed)
@@ -131,7 +147,7 @@ class TransformerLayer(nn.Module):
             with self.activations.offload_scope("mlp_norm"):
                 normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
             with scope:
-                routed = self.mlp.route(normed, grad_scale, *forced)
+                routed = self.mlp.route(normed, grad_scale, *forced, valid=valid)
             return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed
 
         if self.is_moe and self.graphs.is_captured("moe_router"):

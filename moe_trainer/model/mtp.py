@@ -28,12 +28,15 @@ from moe_trainer.layers.rotary import Tables
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
+from moe_trainer.ops.packed_sequences import PackedSequences, ValidTokens
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
 
-def shift_left(x_BS: Tensor) -> Tensor:
-    """Return the next position's value at every position, zero at the last."""
+def shift_left(x_BS: Tensor, packed: PackedSequences | None = None) -> Tensor:
+    """Return the next position's value at every position, zero at the last (of every packed sequence)."""
+    if packed is not None:
+        return packed.shift_left(x_BS)
     shifted = torch.roll(x_BS, -1, dims=1)
     shifted[:, -1] = 0
     return shifted
@@ -90,12 +93,14 @@ class MTPLayer(nn.Module):
         rope: Tables | None,
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
+        valid: ValidTokens | None = None,
     ) -> Tensor:
         """Run the depth on the normed hidden state of the previous one and the embeddings of the shifted tokens."""
 
         def run(x_SBH: Tensor, embedded_SBH: Tensor) -> Tensor:
             joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
-            return self.final_layernorm(self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale))
+            x_SBH = self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale, valid)
+            return self.final_layernorm(x_SBH)
 
         return self.activations.recompute_region("mtp", run, x_SBH, embedded_SBH)
 
@@ -126,17 +131,19 @@ class MultiTokenPrediction(nn.Module):
         rope: Tables | None,
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
+        packed: PackedSequences | None = None,
+        valid: ValidTokens | None = None,
     ) -> list[Tensor]:
         """Return the normed hidden state of every depth, from the decoder's normed output."""
         local, states = self.sequence.local, []
         hidden = _ZeroGrad.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
-            tokens_BS, position_ids_BS = shift_left(tokens_BS), shift_left(position_ids_BS)
+            tokens_BS, position_ids_BS = shift_left(tokens_BS, packed), shift_left(position_ids_BS, packed)
             layer = self.layers[min(depth, len(self.layers) - 1)]
             embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
             if self.detached:
                 embedded = _ZeroGrad.apply(embedded)
-            hidden = layer(hidden, embedded, rope, visible, grad_scale)
+            hidden = layer(hidden, embedded, rope, visible, grad_scale, valid)
             states.append(hidden)
         return states
 
@@ -167,13 +174,14 @@ class MTPLosses(nn.Module):
         loss_mask_BS: Tensor | None,
         loss_BS: Callable[..., Tensor],
         grad_scale: float | Tensor,
+        packed: PackedSequences | None = None,
     ) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
         local = self.sequence.local
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
         original_count = local(mask_BS, 1).sum()
         for depth, state in enumerate(states):
-            labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
+            labels_BS, mask_BS = shift_left(labels_BS, packed), shift_left(mask_BS, packed)
             local_mask_BS = local(mask_BS, 1)
             masked_BS = loss_BS(state, local(labels_BS, 1), local_mask_BS) * local_mask_BS
             count = local_mask_BS.sum().clamp(min=1)

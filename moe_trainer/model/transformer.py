@@ -30,6 +30,7 @@ from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.ops.packed_sequences import PackedSequences, ValidTokens
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.sequence import SequenceShard
@@ -176,7 +177,7 @@ class Transformer(nn.Module):
         )
         self.spans = args.training.recompute_spans(len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
-        self.sequence = SequenceShard(ps.cp)
+        self.sequence, self.tp = SequenceShard(ps.cp), ps.tp
         self.num_sequence_shards = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
         self.hidden_size = model.hidden_size
         self.fp32_residual = model.fp32_residual_connection
@@ -237,6 +238,7 @@ class Transformer(nn.Module):
         grad_scale: float | Tensor = 1.0,
         x_SBH: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
+        packed: PackedSequences | None = None,
     ) -> Tensor:
         """Run the chunk. All per-token inputs have the full sequence; the chunk shards them over cp.
 
@@ -250,6 +252,8 @@ class Transformer(nn.Module):
             x_SBH: the previous chunk's output; None on the first one.
             document_ids_BS: packed documents, instead of a mask; on the CPU, or in a captured iteration on the device
                 (see Documents).
+            packed: lengths of packed sequences [1, T], instead of document ids. Rotary positions restart too, and
+                padding does not count in the balancing losses.
 
         Returns:
             The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
@@ -266,17 +270,22 @@ class Transformer(nn.Module):
         self.graphs.begin_pass(self.training, grad_scale)
         if document_ids_BS is not None and self.graphs.is_replayed("attn", "layer"):
             document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
+        if packed is not None:
+            document_ids_BS = packed.ids()
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device)
+        valid = None if packed is None else self._valid_tokens(packed)
         rope = None
         if self.rotary is not None:
-            rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device)
+            rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
         self.activations.begin_pass(*(rope or ()))
         assert x_SBH is not None
-        x_SBH = self._layers(x_SBH, rope, visible, grad_scale)
+        x_SBH = self._layers(x_SBH, rope, visible, grad_scale, valid)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
         if self.mtp is not None and with_mtp:
-            states = self.mtp(x_SBH, tokens_BS, position_ids_BS, self.embedding, rope, visible, grad_scale)
+            states = self.mtp(
+                x_SBH, tokens_BS, position_ids_BS, self.embedding, rope, visible, grad_scale, packed, valid
+            )
         if not self.layout.has_loss:
             return torch.cat([x_SBH, *states]) if states else x_SBH
         if labels_BS is None:
@@ -285,19 +294,36 @@ class Transformer(nn.Module):
         if states:
             assert self.mtp_losses is not None
             x_SBH = self.mtp_losses(
-                x_SBH, states, labels_BS, loss_mask_BS, partial(self._lm_loss, detached=self.mtp_detached), grad_scale
+                x_SBH,
+                states,
+                labels_BS,
+                loss_mask_BS,
+                partial(self._lm_loss, detached=self.mtp_detached),
+                grad_scale,
+                packed,
             )
         return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
+    def _valid_tokens(self, packed: PackedSequences) -> ValidTokens:
+        """Return which of the tokens are valid that this rank's routers read: sharded over cp, then over tp."""
+        mask_S = self.sequence.local(packed.is_valid(), 0)
+        mask_T = mask_S.chunk(self.tp.size)[self.tp.rank].to(self.device, non_blocking=True)
+        return ValidTokens(mask_T, sum(packed.lengths))
+
     def _layers(
-        self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
+        self,
+        x_SBH: Tensor,
+        rope: Tables | None,
+        visible: AttentionMask | None,
+        grad_scale: float | Tensor,
+        valid: ValidTokens | None,
     ) -> Tensor:
         """Run the decoder's layers; those of a span are one recomputed region."""
 
         def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
             for index in range(first, stop):
                 with self.activations.offload_scope("layer") if index < self.offloaded_layers else nullcontext():
-                    x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale)
+                    x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale, valid)
             return x_SBH
 
         for first, stop, recomputed in self.spans:

@@ -47,6 +47,7 @@ from arguments.moe import MoEArgs
 from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.quantile_balancing import update_quantile_bias
 from moe_trainer.ops.attach_loss import Balancing
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -126,17 +127,26 @@ def normalized_scores(logits_TE: Tensor, score_function: str) -> tuple[Tensor, T
 
 
 def scores_and_counts(
-    logits_TE: Tensor, topk: int, score_function: str, num_sequences: int, chosen_TE: Tensor | None = None
+    logits_TE: Tensor,
+    topk: int,
+    score_function: str,
+    num_sequences: int,
+    valid_T: Tensor | None = None,
+    *,
+    chosen_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scores and slopes [T, E], and per sequence sums of scores and counts of the chosen experts [B, E].
 
-    Without chosen_TE (bool) the plain top-k is counted.
+    Without chosen_TE (bool) the plain top-k is counted. Where valid_T is False, nothing is summed or counted.
     """
     scores_TE, slope_TE = normalized_scores(logits_TE, score_function)
     if chosen_TE is None:
         chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
+    tables = (scores_TE, chosen_TE)
+    if valid_T is not None:
+        tables = tuple(table * valid_T.unsqueeze(1) for table in tables)
     probs_BE, counts_BE = (
-        table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in (scores_TE, chosen_TE)
+        table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in tables
     )
     return scores_TE, slope_TE, probs_BE, counts_BE
 
@@ -155,12 +165,14 @@ def balancing_losses(
     ps: ParallelState,
     counts: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = scores_and_counts,
     kernels: Balancing | None = None,
+    valid: ValidTokens | None = None,
 ) -> BalancingLosses:
     """Compute all balancing losses of one microbatch.
 
     `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
     global_aux_loss, updated in place. per_token_loss multiplies the gradient by the microbatch's token count over tp
-    and cp, because the gradients are divided by the token count later. `kernels` compute all of it, if given.
+    and cp, because the gradients are divided by the token count later. `kernels` compute all of it, if given. Only `valid`
+    tokens count; their number may differ between ranks.
 
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
     """
@@ -172,46 +184,52 @@ def balancing_losses(
         return _by_kernels(
             kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps
         )
+    total: int = num_tokens * num_shards if valid is None else valid.total
+    valid_T = None if valid is None else valid.mask_T
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     values = logits_TE.new_zeros(len(LOSS_NAMES))
     grad_TE = None
     scores_TE = None
     if any(coefficients.values()):
         num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
-        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows)
-        weights_BE = _loss_weights(probs_BE, counts_BE, num_tokens, topk, coefficients, running, ps, values)
+        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows, valid_T)
+        weights_BE = _loss_weights(
+            probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid is not None
+        )
         weights_TE = weights_BE.repeat(num_tokens // num_rows, 1)
         if slope_TE is scores_TE:
             grad_TE = torch._softmax_backward_data(weights_TE, scores_TE, -1, scores_TE.dtype)
         else:
             grad_TE = slope_TE * (weights_TE - (scores_TE * weights_TE).sum(-1, keepdim=True))
+        if per_token_loss:
+            grad_TE *= total
     if z_loss_coeff is not None:
         log_softmax_TE = logits_TE.log_softmax(-1)
         log_sum_T1 = logits_TE[:, :1] - log_softmax_TE[:, :1]
-        torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
+        num_local: int | Tensor = num_tokens
+        if valid_T is None:
+            torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
+        else:
+            num_local = valid_T.sum().clamp(min=1)
+            values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() / num_local
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
-        factor = 2 * z_loss_coeff / (num_shards * num_tokens)
-        grad_TE = (
-            softmax_TE * (log_sum_T1 * factor)
-            if grad_TE is None
-            else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
-        )
-    if per_token_loss:
-        grad_TE *= num_tokens * num_shards
+        log_sum_T1 = log_sum_T1 * (2 * z_loss_coeff / (1 if per_token_loss else num_shards * num_local))
+        grad_TE = softmax_TE * log_sum_T1 if grad_TE is None else grad_TE.addcmul_(softmax_TE, log_sum_T1)
+    if valid_T is not None:
+        grad_TE *= valid_T.unsqueeze(1)
     return BalancingLosses(values, grad_TE)
 
 
 def _scales(
     coefficients: Mapping[str, float],
-    num_tokens: int,
+    total: int,
     num_sequences: int,
     num_experts: int,
     topk: int,
     ps: ParallelState,
 ) -> tuple[float, float, float]:
-    """Return the factors of the counts in the three losses; 0 for unused ones."""
-    tokens, length = num_tokens * ps.tp_cp.size, num_tokens // num_sequences * ps.tp_cp.size
-    divisors = (tokens**2, length**2 * num_sequences, (num_tokens * ps.tp_dp_cp.size) ** 2)
+    """Return the factors of the counts in the three losses; 0 for unused ones. `total`: tokens over tp and cp."""
+    divisors = (total**2, (total // num_sequences) ** 2 * num_sequences, (total * ps.dp.size) ** 2)
     return tuple(
         num_experts / (topk * divisor) if coefficients[name] and divisor else 0.0
         for name, divisor in zip(LOSS_NAMES, divisors)
@@ -238,7 +256,7 @@ def _by_kernels(
         steps += 1
     if ps.tp_cp.size > 1 and (coefficients["load_balancing_loss"] or coefficients["seq_load_balancing_loss"]):
         counts_BE = all_reduce(counts_BE.contiguous(), ps.tp_cp)
-    scales = _scales(coefficients, logits_TE.shape[0], num_sequences, logits_TE.shape[1], topk, ps)
+    scales = _scales(coefficients, logits_TE.shape[0] * ps.tp_cp.size, num_sequences, logits_TE.shape[1], topk, ps)
     return BalancingLosses(
         *kernels.gradient(
             logits_TE,
@@ -257,16 +275,20 @@ def _by_kernels(
 def _loss_weights(
     probs_BE: Tensor,
     counts_BE: Tensor,
-    num_tokens: int,
+    total: int,
     topk: int,
     coefficients: Mapping[str, float],
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
     values: Tensor,
+    varies: bool,
 ) -> Tensor:
-    """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`."""
+    """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`.
+
+    `total`: tokens over tp and cp. `varies`: data ranks may have other numbers.
+    """
     num_sequences, num_experts = counts_BE.shape
-    aux_scale, seq_scale, global_scale = _scales(coefficients, num_tokens, num_sequences, num_experts, topk, ps)
+    aux_scale, seq_scale, global_scale = _scales(coefficients, total, num_sequences, num_experts, topk, ps)
     probs_E, counts_E = (probs_BE[0], counts_BE[0]) if num_sequences == 1 else (probs_BE.sum(0), counts_BE.sum(0))
     weights = []
     if coefficients["load_balancing_loss"]:
@@ -279,9 +301,11 @@ def _loss_weights(
         weights.append(coefficients["seq_load_balancing_loss"] * weight_BE)
     if coefficients["global_load_balancing_loss"]:
         sums_E, steps = running
-        sums_E += _sum_over_ranks(counts_E, ps.tp_dp_cp)
+        all_counts_E = _sum_over_ranks(counts_E, ps.tp_dp_cp)
+        sums_E += all_counts_E
         steps += 1
-        weight_E = (sums_E / steps).to(probs_E.dtype) * global_scale
+        scale = num_experts * topk / all_counts_E.sum().square() if varies else global_scale
+        weight_E = (sums_E / steps).to(probs_E.dtype) * scale
         torch.dot(probs_E, weight_E, out=values[2])
         weights.append(coefficients["global_load_balancing_loss"] * weight_E)
     return functools.reduce(torch.add, weights).view(-1, num_experts)

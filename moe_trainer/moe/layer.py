@@ -27,6 +27,7 @@ from moe_trainer.moe.padding import pad_routing
 from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.moe.topk import expert_capacity
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
 from moe_trainer.parallel.overlap_threads import yield_point
 from moe_trainer.parallel.state import Group, ParallelState
@@ -165,6 +166,7 @@ class MoELayer(nn.Module):
         grad_scale: float | Tensor = 1.0,
         routed: RoutingOutput | None = None,
         forced_TE: Tensor | None = None,
+        valid: ValidTokens | None = None,
     ) -> Tensor:
         """Run the layer.
 
@@ -173,6 +175,7 @@ class MoELayer(nn.Module):
             grad_scale: factor of the auxiliary losses' gradients.
             routed: output of `route`, if that has run.
             forced_TE: output of `draw_forced_logits`.
+            valid: see TopKRouter.forward.
 
         Raises:
             ValueError: without sequence parallelism, if tp does not divide S.
@@ -180,7 +183,7 @@ class MoELayer(nn.Module):
         Shapes: x_SBH [S, B, hidden] -> y_SBH.
         """
         if routed is None:
-            routed = self._route_tokens(x_SBH, grad_scale, forced_TE)
+            routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid)
         dispatcher, clone_routing, state, shared_SBH = self.dispatcher, None, routed.state, routed.shared_SBH
         if state is None:
             probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
@@ -214,13 +217,19 @@ class MoELayer(nn.Module):
             return y_SBH
         return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
 
-    def route(self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0, forced_TE: Tensor | None = None) -> RoutingOutput:
+    def route(
+        self,
+        x_SBH: Tensor,
+        grad_scale: float | Tensor = 1.0,
+        forced_TE: Tensor | None = None,
+        valid: ValidTokens | None = None,
+    ) -> RoutingOutput:
         """Run the part that can be captured apart from the experts; nothing in it waits for other ranks' tokens.
 
         This is routing, dispatch_preprocess if that is captured too, and the shared experts unless they overlap the
         dispatch.
         """
-        routed = self._route_tokens(x_SBH, grad_scale, forced_TE)
+        routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid)
         known = self._known_counts(routed.shape)
         if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
             state = self.dispatcher.dispatch_preprocess(
@@ -240,9 +249,11 @@ class MoELayer(nn.Module):
         modules = [self.router, self.fc1_latent_proj, None if self.overlap_shared else self.shared_experts]
         return [module for module in modules if module is not None]
 
-    def _route_tokens(self, x_SBH: Tensor, grad_scale: float | Tensor, forced_TE: Tensor | None) -> RoutingOutput:
+    def _route_tokens(
+        self, x_SBH: Tensor, grad_scale: float | Tensor, forced_TE: Tensor | None, valid: ValidTokens | None
+    ) -> RoutingOutput:
         x_SBH = scatter_rows_to_group(x_SBH, self.replicas)
-        probs_TE, routing_TE = self.router(x_SBH, grad_scale, forced_TE)
+        probs_TE, routing_TE = self.router(x_SBH, grad_scale, forced_TE, valid)
         if self._pads_routing:
             routing_TE = pad_routing(routing_TE, self.padding_multiple)
         shape = x_SBH.shape

@@ -38,6 +38,7 @@ from moe_trainer.moe.sinkhorn import sinkhorn_topk
 from moe_trainer.moe.topk import drop_beyond_capacity, expert_capacity, score_topk, to_routing_map
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.main_grad import can_accumulate_in_fp32, get_main_grad_sum
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
@@ -78,6 +79,10 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return grad, None
+
+
+def _counted(routing_TE: Tensor, valid: ValidTokens | None) -> Tensor:
+    return routing_TE if valid is None else routing_TE & valid.mask_T.unsqueeze(1)
 
 
 class TopKRouter(nn.Module):
@@ -179,7 +184,11 @@ class TopKRouter(nn.Module):
         )
 
     def forward(
-        self, x_SBH: Tensor, grad_scale: float | Tensor = 1.0, forced_TE: Tensor | None = None
+        self,
+        x_SBH: Tensor,
+        grad_scale: float | Tensor = 1.0,
+        forced_TE: Tensor | None = None,
+        valid: ValidTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Route the tokens of one microbatch.
 
@@ -187,6 +196,7 @@ class TopKRouter(nn.Module):
             x_SBH: tokens.
             grad_scale: factor of the auxiliary losses' gradients.
             forced_TE: output of `draw_forced_logits`; with None they are drawn here, if they are needed.
+            valid: tokens that are no padding; padding is routed but counts in no loss or bias. None for all.
 
         Returns:
             probs_TE in the dtype of the logits and routing_TE bool.
@@ -204,22 +214,24 @@ class TopKRouter(nn.Module):
         routing_TE = None if chosen_TK is None else to_routing_map(chosen_TK, raw_logits_TE)
         if needs_losses:
             grad_TE = self.activations.cached_for_recompute(
-                lambda: self._losses(raw_logits_TE, x_SBH.shape, routing_TE)
+                lambda: self._losses(raw_logits_TE, x_SBH.shape, routing_TE, valid)
             )
             attach = attach_gradient if self.balancing is None else self.balancing.attach
             logits_TE = attach(logits_TE, grad_TE, grad_scale)
         probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
-            self.tokens_per_expert += routing_TE.sum(0)
+            self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         if self._drops_tokens:
             probs_TE, routing_TE = self._drop_tokens(probs_TE, routing_TE)
         if not self.activations.is_recomputing:
-            self._record_routing(raw_logits_TE, probs_TE, routing_TE, active)
+            self._record_routing(raw_logits_TE, probs_TE, routing_TE, active, valid)
         return probs_TE, routing_TE
 
-    def _record_routing(self, logits_TE: Tensor, probs_TE: Tensor, routing_TE: Tensor, active: bool) -> None:
+    def _record_routing(
+        self, logits_TE: Tensor, probs_TE: Tensor, routing_TE: Tensor, active: bool, valid: ValidTokens | None
+    ) -> None:
         if self.expert_bias is not None and active:
-            self.local_tokens_per_expert += routing_TE.sum(0)
+            self.local_tokens_per_expert += _counted(routing_TE, valid).sum(0)
         if self.recorder is not None:
             self.recorder.append({"logits": logits_TE, "probs": probs_TE.detach(), "map": routing_TE})
 
@@ -319,7 +331,9 @@ class TopKRouter(nn.Module):
             self.expert_bias,
         )
 
-    def _losses(self, logits_TE: Tensor, shape: torch.Size, routing_TE: Tensor | None) -> Tensor:
+    def _losses(
+        self, logits_TE: Tensor, shape: torch.Size, routing_TE: Tensor | None, valid: ValidTokens | None = None
+    ) -> Tensor:
         """Accumulate the losses and return their gradient; `routing_TE` is the plain top-k, if it is known."""
         moe = self.moe
         running = None
@@ -340,7 +354,8 @@ class TopKRouter(nn.Module):
             counts=scores_and_counts
             if routing_TE is None
             else functools.partial(scores_and_counts, chosen_TE=routing_TE),
-            kernels=self.balancing if self.grid is None else None,
+            kernels=self.balancing if self.grid is None and valid is None else None,
+            valid=valid,
         )
         self.loss_sums += losses.values
         return losses.grad_TE

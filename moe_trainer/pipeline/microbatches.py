@@ -19,11 +19,18 @@ class MicrobatchCache(Generic[Batch]):
 
     def __call__(self, microbatch: int) -> Batch:
         """Return a microbatch of this iteration; each chunk asks once for each."""
-        while self._next <= microbatch:
-            self._cached[self._next] = self._read(), 0
-            self._next += 1
-        batch, uses = self._cached[microbatch]
+        batch, uses = self._get(microbatch)
         self._cached[microbatch] = batch, uses + 1
         if uses + 1 == self._num_chunks:
             del self._cached[microbatch]
         return batch
+
+    def peek(self, microbatch: int) -> Batch:
+        """Return a microbatch that some chunk will still ask for."""
+        return self._get(microbatch)[0]
+
+    def _get(self, microbatch: int) -> tuple[Batch, int]:
+        while self._next <= microbatch:
+            self._cached[self._next] = self._read(), 0
+            self._next += 1
+        return self._cached[microbatch]

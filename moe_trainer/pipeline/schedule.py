@@ -56,7 +56,7 @@ class ScheduleInputs(Generic[Result]):
     """Inputs of one run of a schedule.
 
     Args:
-        specs: by local chunk, shape and dtype of its input (ignored on the first chunk of the model).
+        spec: of local chunk and microbatch, shape and dtype of the input (not called for the first chunk of the model).
         grad_scale: factor of each loss in the gradient (loss_scale * cp / num_microbatches, or loss_scale per token).
         accumulate: context of backwards that must not reduce gradients.
         timer: context of a phase by its name.
@@ -66,7 +66,7 @@ class ScheduleInputs(Generic[Result]):
 
     forward_step: ForwardStep
     num_microbatches: int
-    specs: Sequence[Spec]
+    spec: Callable[[int, int], Spec]
     grad_scale: float | Tensor = 1.0
     accumulate: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     timer: NamedContext = lambda name: contextlib.nullcontext()
@@ -243,7 +243,9 @@ class _Execution(Generic[Result]):
             assert consumer is not None
             return p2p.Send(self.outgoing.pop(action), consumer[0])
         shape, dtype = (
-            self.work.specs[action.chunk] if action.kind == FORWARD else self.edges[action.chunk, action.microbatch][1]
+            self.work.spec(action.chunk, action.microbatch)
+            if action.kind == FORWARD
+            else self.edges[action.chunk, action.microbatch][1]
         )
         buffer = torch.empty(shape, dtype=dtype, device=self.schedule.device)
         producer = source(pp.rank, action, pp.size, chunks)

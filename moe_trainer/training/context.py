@@ -15,6 +15,7 @@ from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import Datasets
 from moe_trainer.data.fingerprint import Fingerprint
 from moe_trainer.data.loader import Batch, BatchFormat
+from moe_trainer.data.packing import PackingPlanner
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger
@@ -69,6 +70,7 @@ class TrainContext:
     Attributes:
         may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
         iteration_graph: CUDA graph of the full iteration.
+        packing: plans of the training batches, of samples of different lengths; None for equal ones.
     """
 
     args: Arguments
@@ -92,6 +94,7 @@ class TrainContext:
     datasets: Datasets | None = None
     batch_format: BatchFormat | None = None
     train_batches: Iterator[Batch] | None = None
+    packing: PackingPlanner | None = None
     may_lose_tokens: bool = False
     metrics: MetricsLogger | None = None
     monitors: RankMonitors | None = None

@@ -22,7 +22,7 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.training.context import TrainContext, TrainState
-from moe_trainer.training.setup import make_batch_iterator
+from moe_trainer.training.setup import make_batch_iterator, make_packing_planner
 from moe_trainer.training.step import reduce_loss, run_microbatches
 
 
@@ -97,10 +97,16 @@ def evaluate(
     micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
     assert micro is not None and batch_size is not None
     # a full pass ends with the last full microbatch of all ranks, not with the last full batch
-    one_pass = len(dataset) // (micro * ps.dp.size)
-    microbatches = one_pass if full_pass else training.eval_iters * (batch_size // (micro * ps.dp.size))
+    chunk = micro * ps.dp.size
+    samples = len(dataset) // chunk * chunk if full_pass else training.eval_iters * batch_size
+    microbatches, stop = samples // chunk, consumed + samples
     with as_user_error(f"the {kind} set"):
-        batches = make_batch_iterator(ctx, dataset, micro, consumed)
+        packing = make_packing_planner(ctx, dataset, micro)
+        if packing is not None:
+            microbatches = packing.count_microbatches(consumed, stop, batch_size)
+        batches = make_batch_iterator(
+            ctx, dataset, micro, consumed, packing, lambda consumed: min(batch_size, stop - consumed)
+        )
     count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths)
     if count is not None:
         batches = count.through(batches)
@@ -111,11 +117,11 @@ def evaluate(
     with ctx.timers("evaluate"), torch.no_grad():
         ctx.wait_params()
         if microbatches > 0:
-            sums = run_microbatches(ctx, batches, microbatches, micro, forward_only=True)
+            sums = run_microbatches(ctx, batches, microbatches, forward_only=True)
     set_training(ctx.chunks, True)
     loss_sum, tokens = reduce_loss(ctx, sums)
     num_bytes = None if count is None else _sum_bytes(ctx, count.total)
-    result = EvaluationResult(kind, microbatches * micro * ps.dp.size, loss_sum, int(tokens), num_bytes)
+    result = EvaluationResult(kind, samples, loss_sum, int(tokens), num_bytes)
     if ctx.metrics is not None:
         losses, evaluated = {"lm loss": result.loss}, result if bytes_of else None
         ctx.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples, evaluated)

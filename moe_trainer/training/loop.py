@@ -6,6 +6,7 @@ import gc
 import logging
 import resource
 import time
+from collections import Counter
 from contextlib import nullcontext
 from signal import Signals
 from typing import NamedTuple
@@ -95,8 +96,11 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     begin = time.perf_counter()
     iteration = state.iteration + 1
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
-    microbatches = ctx.batch_size.num_microbatches(state.consumed_train_samples)
-    samples = microbatches * ctx.args.training.micro_batch_size * ctx.ps.dp.size
+    consumed = state.consumed_train_samples
+    microbatches, samples = ctx.batch_size.num_microbatches(consumed), ctx.batch_size.global_batch_size(consumed)
+    plan = None if ctx.packing is None else ctx.packing.plan(consumed, samples)
+    if plan is not None:
+        microbatches = plan.num_microbatches
     if iteration in ctx.args.training.iterations_to_skip:
         skip_iteration(ctx, state, microbatches, samples)
         return
@@ -115,7 +119,8 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     if result.updated:
         state.scheduled_samples += samples
     seq_length = ctx.args.data.seq_length
-    flops = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size)
+    lengths = {seq_length: samples} if plan is None else Counter(plan.lengths.values())
+    flops = sum(training_flops(ctx.args, count, length, ctx.padded_vocab_size) for length, count in lengths.items())
     if ctx.args.has_frozen_weights:
         flops /= 3  # forward only; backward is twice as much
     state.total_flops += flops
@@ -136,7 +141,7 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
             global_batch_size=samples,
             skipped=not result.updated and ctx.optimizer is not None,
             elapsed_s=elapsed,
-            tokens=samples * seq_length,
+            tokens=sum(length * count for length, count in lengths.items()),
             flops=flops,
             max_memory_mb=peak_memory_mb(ctx.runtime.device),
             skipped_samples=state.skipped_train_samples,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from moe_trainer.checkpoint.manager import saved_padded_vocab_size
 from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import AnyDataset, batch_format, build_datasets, requested_sizes
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
-from moe_trainer.data.loader import Batch, build_loader
+from moe_trainer.data.loader import Batch, build_loader, build_packed_loader
+from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
@@ -346,18 +347,43 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:
             micro, consumed = args.training.micro_batch_size, state.consumed_train_samples
-            ctx = replace(ctx, train_batches=make_batch_iterator(ctx, datasets.train, micro, consumed))
+            packing, get_size = make_packing_planner(ctx, datasets.train, micro), ctx.batch_size.global_batch_size
+            batches = make_batch_iterator(ctx, datasets.train, micro, consumed, packing, get_size)
+            ctx = replace(ctx, train_batches=batches, packing=packing)
     return ctx
 
 
+def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int) -> PackingPlanner | None:
+    """Return the planner of a dataset with samples of different lengths; None without packing."""
+    parallel, fmt = ctx.args.parallel, PackFormat.from_args(ctx.args)
+    if fmt is None:
+        return None
+    group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
+    return PackingPlanner(dataset.length, fmt, micro_batch_size, ctx.ps.dp.size, group_size)
+
+
 def make_batch_iterator(
-    ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int, consumed: int
+    ctx: TrainContext,
+    dataset: AnyDataset,
+    micro_batch_size: int,
+    consumed: int,
+    packing: PackingPlanner | None,
+    get_batch_size: Callable[[int], int],
 ) -> Iterator[Batch]:
-    """Return this rank's batches of a dataset after `consumed` samples, counted over all ranks."""
+    """Return this rank's batches of a dataset after `consumed` samples, counted over all ranks.
+
+    With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given.
+    """
     args, dp, fmt = ctx.args, ctx.ps.dp, ctx.batch_format
     assert fmt is not None
     kind, workers = args.training.dataloader_type or "single", args.data.num_workers
     pinned = ctx.runtime.device.type == "cuda"
+    if packing is not None:
+        return iter(
+            build_packed_loader(
+                dataset, packing, get_batch_size, dp.rank, consumed, workers, fmt=fmt, pin_memory=pinned
+            )
+        )
     return iter(
         build_loader(dataset, micro_batch_size, dp.rank, dp.size, consumed, kind, workers, fmt=fmt, pin_memory=pinned)
     )

@@ -169,9 +169,7 @@ def frozen_step(ctx: TrainContext, num_microbatches: int) -> StepResult:
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
     assert ctx.train_batches is not None
     with ctx.timers("forward-backward"), torch.no_grad():
-        sums = run_microbatches(
-            ctx, ctx.train_batches, num_microbatches, ctx.args.training.micro_batch_size, forward_only=True
-        )
+        sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True)
     loss_sum, tokens = reduce_loss(ctx, sums)
     return StepResult({"lm loss": loss_sum / max(tokens, 1.0)})
 
@@ -238,13 +236,13 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
     Returns:
         As run_microbatches.
     """
-    size, source, optimizer, grads = ctx.args.training.micro_batch_size, ctx.train_batches, ctx.optimizer, ctx.grads
+    source, optimizer, grads = ctx.train_batches, ctx.optimizer, ctx.grads
     assert source is not None and optimizer is not None and grads is not None
 
     def run(ctx: TrainContext, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
         optimizer.start_deferred_gather(always=captured)
         with ctx.timers("forward-backward"):
-            sums = run_microbatches(ctx, batches, num_microbatches, size, grad_scale)
+            sums = run_microbatches(ctx, batches, num_microbatches, grad_scale)
         with ctx.timers("all-grads-sync"):
             grads.finish()
         finalize_grads(grads, ctx.ps, ctx.timers)
@@ -277,7 +275,6 @@ def run_microbatches(
     ctx: TrainContext,
     batches: Iterator[Batch],
     num_microbatches: int,
-    micro_batch_size: int,
     grad_scale: float | Tensor = 1.0,
     forward_only: bool = False,
 ) -> list[Tensor]:
@@ -304,13 +301,14 @@ def run_microbatches(
             grad_scale=grad_scale,
             x_SBH=x_SBH,
             document_ids_BS=batch.document_ids_BS,
+            packed=batch.packed,
         )
         return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
 
     inputs: ScheduleInputs[Tensor] = ScheduleInputs(
         forward_step,
         num_microbatches,
-        specs=[chunk.input_spec(micro_batch_size, ctx.args.data.seq_length) for chunk in chunks],
+        spec=lambda index, microbatch: chunks[index].input_spec(*get_batch.peek(microbatch).tokens_BS.shape),
         grad_scale=grad_scale,
         accumulate=nullcontext if ctx.grads is None else ctx.grads.accumulate,
         timer=ctx.timers,

@@ -22,6 +22,7 @@ from moe_trainer.moe.balancing import LOSS_NAMES
 from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.moe.topk import to_routing_map
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.pipeline.schedule import ScheduleInputs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order
 from moe_trainer.training.context import TrainContext
@@ -69,7 +70,9 @@ class GlobalBalance:
         """Discard the counts of the previous iteration."""
         self._sums_E, self._steps = torch.zeros(self.router.num_experts), 0
 
-    def __call__(self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None) -> Tensor:
+    def __call__(
+        self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None = None
+    ) -> Tensor:
         """Return the gradient of all losses; that of the global loss is added later, in place."""
         grad_TE = self._others(logits_TE, shape, routing_TE)
         calls = self._pending.setdefault(self.microbatch(), [])

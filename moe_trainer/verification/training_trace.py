@@ -151,7 +151,7 @@ def _evaluate(run: TrainContext, batches: list[Batch]) -> float:
     for chunk in run.chunks:
         chunk.train(False)
     with torch.no_grad():
-        sums = run_microbatches(run, iter(batches), len(batches), run.args.training.micro_batch_size, forward_only=True)
+        sums = run_microbatches(run, iter(batches), len(batches), forward_only=True)
     loss_sum, tokens = reduce_loss(run, sums)
     return loss_sum / max(tokens, 1.0)
 

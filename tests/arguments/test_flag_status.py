@@ -30,8 +30,6 @@ def test_tables_contain_only_flags():
     requires = [dest.partition("=")[0] for names, text in flag_status.REQUIRES for dest in (*names, *text.split())]
     tables = [
         flag_status.NOT_IMPLEMENTED,
-        flag_status.TUNED_FEATURE,
-        flag_status.TUNED_FEATURE.values(),
         flag_status.NO_EFFECT,
         flag_status.UNSUPPORTED,
         flag_status.RENAMED,
@@ -41,15 +39,9 @@ def test_tables_contain_only_flags():
     assert [dest for dest, _ in flag_status.RENAMED_VALUES if dest not in OPTIONS] == []
 
 
-def test_tuned_features_are_not_implemented():
-    assert set(flag_status.TUNED_FEATURE.values()) <= set(flag_status.NOT_IMPLEMENTED)
-
-
 def test_tables_do_not_contradict_each_other():
     rejected = {dest for dest, feature in flag_status.NOT_IMPLEMENTED.items() if feature.values is None}
     assert not rejected & set(flag_status.NO_EFFECT)
-    assert not rejected & set(flag_status.TUNED_FEATURE)
-    assert not set(flag_status.NO_EFFECT) & set(flag_status.TUNED_FEATURE)
 
 
 def test_rejected_values_are_choices():

@@ -51,8 +51,14 @@ class Chunk(nn.Module):
         return torch.tanh(_Linear.apply(x, self.weight, self.queue) + self.bias)
 
 
+def input_spec(chunk, microbatch):
+    return (ROWS + microbatch % 2, WIDTH), torch.float64
+
+
 def make_input(microbatch):
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + microbatch), dtype=torch.float64)
+    """Microbatches differ in size."""
+    shape, dtype = input_spec(0, microbatch)
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(100 + microbatch))
 
 
 def one_process(num_chunks, m):
@@ -96,10 +102,9 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
         loss = y.square().mean()
         return (loss, loss.item()) if last else (y, None)
 
-    specs = [((ROWS, WIDTH), torch.float64)] * vpp
     with torch.no_grad():
-        evaluated = schedule.run(ScheduleInputs(forward_step, m, specs, forward_only=True))
-    losses = schedule.run(ScheduleInputs(forward_step, m, specs, grad_scale=0.25, accumulate=accumulate))
+        evaluated = schedule.run(ScheduleInputs(forward_step, m, input_spec, forward_only=True))
+    losses = schedule.run(ScheduleInputs(forward_step, m, input_spec, grad_scale=0.25, accumulate=accumulate))
     # two ranks: a communicator for what each sends; else one for what goes forward and one for what goes back
     assert [group for group, _ in used] == [
         (ps.pp, ps.pp_second)[rank if pp == 2 else to != (rank + 1) % pp] for _, to in used
@@ -150,7 +155,7 @@ def _outputs_are_freed(rank, pp):
         weakest.append(sum(len(entry) for entry in alive))
         return (y.square().mean(), None) if rank == pp - 1 else (y, None)
 
-    Schedule("1f1b", ps.pp, 1, CPU).run(ScheduleInputs(forward_step, 4, [((ROWS, WIDTH), torch.float64)]))
+    Schedule("1f1b", ps.pp, 1, CPU).run(ScheduleInputs(forward_step, 4, input_spec))
     return max(weakest)
 
 
@@ -173,7 +178,7 @@ def test_one_rank_gradients_equal_the_mean_over_microbatches():
         return loss, microbatch
 
     results = make_schedule().run(
-        ScheduleInputs(forward_step, 3, [None], grad_scale=1 / 3, accumulate=grads.accumulate)
+        ScheduleInputs(forward_step, 3, input_spec, grad_scale=1 / 3, accumulate=grads.accumulate)
     )
     grads.finish()
     assert results == [0, 1, 2]
@@ -199,14 +204,16 @@ def test_last_backward_runs_outside_accumulate():
 
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda grad: seen.append((depth[0], grad.item())))
-    make_schedule().run(ScheduleInputs(lambda *_: (x.sum() * 2, None), 3, [None], torch.tensor(0.5), accumulate, timer))
+    make_schedule().run(
+        ScheduleInputs(lambda *_: (x.sum() * 2, None), 3, input_spec, torch.tensor(0.5), accumulate, timer)
+    )
     assert seen == [(1, 1.0), (1, 1.0), (0, 1.0)]
     assert names == ["forward-compute", "backward-compute"] * 3
 
 
 def test_zero_microbatches_are_rejected():
     with pytest.raises(AssertionError, match="num_microbatches 0"):
-        make_schedule().run(ScheduleInputs(lambda *_: None, 0, [None]))
+        make_schedule().run(ScheduleInputs(lambda *_: None, 0, input_spec))
 
 
 def test_microbatch_is_kept_until_its_last_chunk():

@@ -128,7 +128,7 @@ def evaluate_rank(rank, n, argv):
     run = training_trace.make_run(args, rank, create_groups(argv, rank, n) if n > 1 else ParallelState.single(), 1)
     set_training(run.chunks, False)
     with torch.no_grad():
-        return reduce_loss(run, run_microbatches(run, run.train_batches, 2, 2, forward_only=True))
+        return reduce_loss(run, run_microbatches(run, run.train_batches, 2, forward_only=True))
 
 
 def test_context_parallel_validation_equals_one_process():

@@ -319,7 +319,7 @@ def _train_and_evaluate(rank, n, argv):
         chunk.train(False)
     with torch.no_grad():
         run.optimizer.wait_params()
-        sums = run_microbatches(run, run.train_batches, 2, run.args.training.micro_batch_size, forward_only=True)
+        sums = run_microbatches(run, run.train_batches, 2, forward_only=True)
     for chunk in run.chunks:
         chunk.train(True)
     state = [gemms.amax.tolist() for _, gemms in _stored(run) if gemms.recipe.delayed is not None]

@@ -1,0 +1,190 @@
+"""Samples of different lengths (--use-varlen-dataset), packed into microbatches (--sequence-packing-scheduler).
+
+The rules follow Megatron-LM's dev branch (commit d48bd6be0a, validate_args, TransformerConfig and GPTDatasetConfig).
+"""
+
+from collections.abc import Iterator
+
+from arguments.mock_lengths import read_mock_lengths
+from arguments.parallel import sequence_padding_multiple
+from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.settings import Settings, Violation
+
+SCHEDULER, CAPACITY, ALIGNMENT = "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pad_packed_seq_alignment"
+QUANTIZED_TOKENS = 32
+"""Multiple of the numbers of tokens that GEMMs in every fp8 and fp4 recipe take."""
+
+
+def is_packed(s: Settings) -> bool:
+    """Return whether microbatches are packed sequences."""
+    return s.sequence_packing_scheduler == "dp_balanced"
+
+
+def _padding_multiple(s: Settings, f: DerivedSizes) -> int:
+    return sequence_padding_multiple(f.cp, f.tp, bool(s.sequence_parallel or s.num_experts))
+
+
+# Derived values.
+
+
+def resolve_scheduler(s: Settings, _f: DerivedSizes) -> None:
+    if s.use_varlen_dataset and not s.varlen_sbhd_validation and s.sequence_packing_scheduler is None:
+        s.set_derived(SCHEDULER, "dp_balanced", f"with {s.flag('use_varlen_dataset')}")
+
+
+def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
+    if is_packed(s) and s.max_seqlen_per_dp_cp_rank is None and positive(s.seq_length):
+        s.set_derived(CAPACITY, -(-s.seq_length // f.cp), "one sequence of --seq-length")
+
+
+def note_flags_without_use(s: Settings, _f: DerivedSizes) -> None:
+    if not s.use_varlen_dataset:
+        return
+    if s.given("varlen_mock_dataset_config_json") and not s.mock_data:
+        s.note_no_effect(s.flag("varlen_mock_dataset_config_json"), f"without {s.flag('mock_data')}")
+    if s.eod_mask_loss:
+        s.note_no_effect(s.flag("eod_mask_loss"), f"with {s.flag('use_varlen_dataset')}")
+
+
+# Checks.
+
+
+def check_scheduler_has_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.sequence_packing_scheduler is None:
+        return
+    if s.varlen_sbhd_validation:
+        yield s.violation(
+            "{varlen_sbhd_validation} pads samples instead of packing them: leave {sequence_packing_scheduler} out."
+        )
+    elif not s.use_varlen_dataset:
+        yield s.violation(
+            "{sequence_packing_scheduler} needs {use_varlen_dataset:flag}: other samples are all of --seq-length."
+        )
+
+
+def check_validation_data(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.varlen_sbhd_validation and s.mock_data:
+        yield s.violation("{varlen_sbhd_validation} needs data: it is not supported with {mock_data:flag}.")
+
+
+def check_mock_lengths(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if not s.use_varlen_dataset or not s.mock_data or not positive(s.seq_length):
+        return
+    try:
+        lengths = read_mock_lengths(s.varlen_mock_dataset_config_json, s.seq_length)
+    except ValueError as error:
+        yield s.violation("{varlen_mock_dataset_config_json:flag}: {error}.", error=error)
+        return
+    if lengths.min_seq_len < 2:
+        yield s.violation("{seq_length} is too short for samples of different lengths: at least 4.")
+
+
+def check_capacity(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if not is_packed(s) or not positive(s.max_seqlen_per_dp_cp_rank) or not positive(s.seq_length):
+        return
+    size = s.max_seqlen_per_dp_cp_rank * f.cp
+    if size < s.seq_length:
+        yield s.violation(
+            "{max_seqlen_per_dp_cp_rank} on {cp} context-parallel ranks holds {size} tokens; the longest sample has "
+            "{seq_length}.",
+            cp=f.cp,
+            size=size,
+        )
+
+
+def check_alignment(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    text = s.pad_packed_seq_alignment
+    if text is None:
+        return
+    if text != "max" and not (text.isdigit() and int(text) > 0):
+        yield s.violation("{pad_packed_seq_alignment} must be max or a positive number of tokens.")
+        return
+    capacity = s.max_seqlen_per_dp_cp_rank
+    if capacity is None:
+        yield s.violation("{pad_packed_seq_alignment} needs {max_seqlen_per_dp_cp_rank:flag}.")
+        return
+    size = capacity if text == "max" else int(text)
+    if size > capacity:
+        yield s.violation("{pad_packed_seq_alignment} must not exceed {max_seqlen_per_dp_cp_rank}.")
+    elif is_packed(s) and not divides(_padding_multiple(s, f) // f.cp, size):
+        yield s.violation(
+            "{pad_packed_seq_alignment}: {size} tokens of a context-parallel rank cannot be sharded over tensor- and "
+            "context-parallel ranks; it must be a multiple of {needed}.",
+            CAPACITY,
+            size=size,
+            needed=_padding_multiple(s, f) // f.cp,
+        )
+
+
+def check_max_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    appends = s.pad_packed_seq_alignment is not None and s.thd_tail_padding_policy != "extend_last"
+    if is_packed(s) and appends and s.thd_max_packed_sequences == 1:
+        yield s.violation(
+            "{thd_max_packed_sequences} must be at least 2: the padding of {pad_packed_seq_alignment:flag} is a "
+            "sequence too."
+        )
+
+
+def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if (
+        s.experimental_attention_variant == "gated_delta_net"
+        and s.pad_packed_seq_alignment is not None
+        and s.thd_tail_padding_policy == "extend_last"
+    ):
+        yield s.violation(
+            "{experimental_attention_variant} with {pad_packed_seq_alignment:flag} needs "
+            "{thd_tail_padding_policy:flag} append_dummy_seq."
+        )
+
+
+def check_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if not is_packed(s) or not (s.fp8 or s.fp4):
+        return
+    text = s.pad_packed_seq_alignment
+    size = s.max_seqlen_per_dp_cp_rank if text == "max" else int(text) if text and text.isdigit() else 1
+    if positive(size) and size % QUANTIZED_TOKENS:
+        yield s.violation(
+            "{} with packed sequences needs {pad_packed_seq_alignment:flag} with a multiple of {tokens} tokens: the "
+            "GEMMs take no other numbers of tokens.",
+            "fp8" if s.fp8 else "fp4",
+            tokens=QUANTIZED_TOKENS,
+        )
+
+
+def check_order(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if is_packed(s) and s.dataloader_type not in (None, "single"):
+        yield s.violation(
+            "{dataloader_type} is not implemented with packed sequences: use {dataloader_type:flag} single.",
+            SCHEDULER,
+            kind="later",
+        )
+
+
+def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Check the flags of other samples, which are cut from documents one after another."""
+    for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
+        if s.use_varlen_dataset and getattr(s, dest):
+            yield s.violation(
+                "{} does not apply to {use_varlen_dataset:flag}: every sample is one sequence of its own.", dest
+            )
+
+
+def check_fixed_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Check for what needs microbatches of equal size."""
+    for dest, is_on, reason in (
+        ("cuda_graph_impl", s.cuda_graph_impl != "none", "a CUDA graph repeats the shapes of its capture"),
+        ("tp_comm_overlap", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
+        ("record_step", s.record_step is not None, "a record has samples of equal length"),
+        (
+            "moe_router_load_balancing_type",
+            s.moe_router_load_balancing_type in ("quantile_balancing", ["quantile_balancing"]),
+            "its estimate counts padding",
+        ),
+    ):
+        if is_packed(s) and is_on:
+            yield s.violation(
+                "{} is not implemented with packed sequences ({sequence_packing_scheduler:shown}): {reason}.",
+                dest,
+                kind="later",
+                reason=reason,
+            )

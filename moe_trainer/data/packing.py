@@ -1,0 +1,197 @@
+"""Which sequences of a global batch share a microbatch, on which data-parallel rank: arithmetic on lengths.
+
+A plan is a function of the lengths alone, so every rank computes the same one, without communication, and a resumed
+run continues with it. `dp_balanced` is Megatron-LM's scheduler of that name: sequences are packed in order until the
+next one does not fit. All data ranks run equally many microbatches; where the number of packs does not divide, the last
+sequences of the last packs get packs of their own.
+
+Lengths are with padding (PackedSequences.padded_lengths).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from arguments import Arguments
+from moe_trainer.errors import UserError
+from moe_trainer.ops.packed_sequences import PackedSequences
+
+_PLANS_KEPT = 16
+
+Packs = list[list[int]]
+"""Positions in the global batch of the sequences of every pack."""
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Packs of a global batch.
+
+    Attributes:
+        packs: by microbatch and data-parallel rank, the samples of a pack.
+        lengths: of every sample, without padding.
+    """
+
+    packs: tuple[tuple[tuple[int, ...], ...], ...]
+    lengths: Mapping[int, int]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of every data-parallel rank."""
+        return len(self.packs)
+
+
+@dataclass(frozen=True)
+class PackFormat:
+    """How sequences become a pack.
+
+    Attributes:
+        capacity: largest number of tokens, over all context-parallel ranks.
+        sequence_multiple: sequences are padded to multiples of it.
+        tail_multiple: packs are padded to multiples of it.
+        extend_last: the padding of a pack belongs to its last sequence; otherwise it is a sequence of its own.
+        max_sequences: of a pack, with that of padding; None for any number.
+    """
+
+    capacity: int
+    sequence_multiple: int = 1
+    tail_multiple: int = 1
+    extend_last: bool = False
+    max_sequences: int | None = None
+
+    @staticmethod
+    def from_args(args: Arguments) -> PackFormat | None:
+        """Return the format that the flags ask for; None without packing."""
+        parallel, capacity = args.parallel, args.packed_capacity
+        if capacity is None:
+            return None
+        alignment, extend_last = parallel.pad_packed_seq_alignment, parallel.thd_tail_padding_policy == "extend_last"
+        tail = 1
+        if alignment is not None:
+            assert parallel.max_seqlen_per_dp_cp_rank is not None
+            tail = parallel.max_seqlen_per_dp_cp_rank if alignment == "max" else int(alignment)
+            tail *= parallel.context_parallel_size
+        limit = parallel.thd_max_packed_sequences
+        return PackFormat(capacity, args.sequence_padding_multiple, tail, extend_last, limit)
+
+    def pack(self, lengths: Sequence[int]) -> PackedSequences:
+        """Pad the sequences of a pack."""
+        return PackedSequences.of(lengths, self.sequence_multiple).pad_tail(self.tail_multiple, self.extend_last)
+
+    @property
+    def max_samples(self) -> int | None:
+        """Largest number of samples of a pack."""
+        appends = self.tail_multiple > 1 and not self.extend_last
+        return None if self.max_sequences is None else self.max_sequences - appends
+
+
+def pack_in_order(lengths: Sequence[int], capacity: int, multiple: int, max_sequences: int | None = None) -> Packs:
+    """Fill packs of at most `capacity` tokens in order, as many as a multiple of `multiple` (dp_balanced).
+
+    Args:
+        lengths: of the sequences, each at most `capacity`.
+        capacity: tokens of a pack.
+        multiple: the number of packs is a multiple of it.
+        max_sequences: of a pack; None for any number.
+
+    Raises:
+        ValueError: if there are fewer sequences than packs.
+    """
+    packs: Packs = []
+    space = 0
+    for position, length in enumerate(lengths):
+        if not packs or length > space or len(packs[-1]) == max_sequences:
+            packs.append([])
+            space = capacity
+        packs[-1].append(position)
+        space -= length
+    missing = -len(packs) % multiple
+    if len(packs) + missing > len(lengths):
+        raise ValueError(f"{len(lengths)} sequences do not fill {len(packs) + missing} packs")
+    donor = len(packs) - 1
+    for _ in range(missing):
+        while len(packs[donor]) == 1:
+            donor -= 1
+        packs.append([packs[donor].pop()])
+    return packs
+
+
+def sample_order(first: int, num_samples: int, micro_batch_size: int, dp_size: int) -> list[int]:
+    """Return the samples of a global batch in the order in which Megatron-LM's scheduler sees them.
+
+    Data ranks one after the other, each with the samples that it reads without packing.
+    """
+    chunk = micro_batch_size * dp_size
+    return [
+        start + rank * micro_batch_size + index
+        for rank in range(dp_size)
+        for start in range(first, first + num_samples, chunk)
+        for index in range(micro_batch_size)
+    ]
+
+
+class PackingPlanner:
+    """Plans of the global batches of one dataset.
+
+    Args:
+        get_length: of a sample, in tokens without padding.
+        fmt: of packs.
+        micro_batch_size: samples that a data rank would read at once without packing; part of the order.
+        dp_size: number of data-parallel ranks.
+        group_size: the number of microbatches is a multiple of it (virtual pipeline stages).
+    """
+
+    def __init__(
+        self, get_length: Callable[[int], int], fmt: PackFormat, micro_batch_size: int, dp_size: int, group_size: int
+    ):
+        self._get_length, self.format, self._micro = get_length, fmt, micro_batch_size
+        self._dp_size, self._group_size = dp_size, group_size
+        # the loader plans ahead of training
+        self.plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
+
+    def _plan(self, first: int, num_samples: int) -> PackingPlan:
+        """Plan the global batch of `num_samples` samples from `first` on.
+
+        Raises:
+            UserError: if it has fewer samples than packs are needed.
+        """
+        samples = sample_order(first, num_samples, self._micro, self._dp_size)
+        lengths = [self._get_length(sample) for sample in samples]
+        padded = PackedSequences.of(lengths, self.format.sequence_multiple).padded_lengths
+        multiple = self._dp_size * self._group_size
+        try:
+            packs = pack_in_order(padded, self.format.capacity, multiple, self.format.max_samples)
+        except ValueError as error:
+            raise UserError(
+                f"--sequence-packing-scheduler dp_balanced: {error}, a multiple of {self._dp_size} data-parallel ranks"
+                + (f" times groups of {self._group_size} microbatches" if self._group_size > 1 else "")
+                + "; raise --global-batch-size"
+            ) from error
+        of_samples = [tuple(samples[position] for position in pack) for pack in packs]
+        steps = range(0, len(packs), self._dp_size)
+        return PackingPlan(
+            tuple(tuple(of_samples[start : start + self._dp_size]) for start in steps), dict(zip(samples, lengths))
+        )
+
+    def count_microbatches(self, start: int, stop: int, batch_size: int) -> int:
+        """Return the number of microbatches of the samples from `start` to `stop` in batches of `batch_size`."""
+        return sum(
+            self.plan(first, min(batch_size, stop - first)).num_microbatches for first in range(start, stop, batch_size)
+        )
+
+    def order(
+        self, total: int, consumed: int, batch_size: Callable[[int], int], dp_rank: int
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the samples of this rank's packs; an incomplete last global batch is dropped.
+
+        Args:
+            total: samples of the dataset.
+            consumed: samples that were read before, over all ranks.
+            batch_size: global batch size after a number of consumed samples.
+            dp_rank: this data-parallel rank.
+        """
+        while 0 < (samples := batch_size(consumed)) <= total - consumed:
+            for microbatch in self.plan(consumed, samples).packs:
+                yield microbatch[dp_rank]
+            consumed += samples
