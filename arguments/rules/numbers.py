@@ -15,7 +15,8 @@ POSITIVE = tuple(
     ffn_hidden_size moe_ffn_hidden_size kv_channels vocab_size padded_vocab_size make_vocab_size_divisible_by
     kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-    ddp_num_buckets ddp_bucket_size max_seqlen_per_dp_cp_rank thd_max_packed_sequences num_query_groups linear_num_key_heads
+    ddp_num_buckets ddp_bucket_size max_seqlen_per_dp_cp_rank thd_max_packed_sequences num_query_groups
+    linear_num_key_heads
     linear_num_value_heads dsa_indexer_topk_freq dsa_indexer_k_norm_epsilon
     yarn_original_max_position_embeddings moe_router_num_groups finermoe_intermediate_granularity
     finermoe_output_granularity moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size

@@ -65,10 +65,10 @@ class Batch:
         return replace(self, **fields)
 
     def pin_memory(self) -> Batch:
-        tensors: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **tensors)
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,8 @@ def balancing_losses(
 
     `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
     global_aux_loss, updated in place. per_token_loss multiplies the gradient by the microbatch's token count over tp
-    and cp, because the gradients are divided by the token count later. `kernels` compute all of it, if given. Only `valid`
-    tokens count; their number may differ between ranks.
+    and cp, because the gradients are divided by the token count later. `kernels` compute all of it, if given. Only
+    `valid` tokens count; their number may differ between ranks.
 
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
     """

@@ -151,7 +151,7 @@ class _Check:
         self, number: int, blend: Blend, share: tuple[float, float], opened: dict[str, np.ndarray], samples: int | None
     ) -> None:
         """Compare the tokens of a split with what the run reads; `samples` is None for one pass."""
-        length = self.args.data.seq_length
+        length = None if self.args.data.use_varlen_dataset else self.args.data.seq_length
         found: list[int] = []
         empty: list[str] = []
         small: list[str] = []

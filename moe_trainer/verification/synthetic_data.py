@@ -1,13 +1,13 @@
 """Random tokens for a parity check: the same sequences for every layout, from a seed and the index of a sample.
 
 The loader's own `make_batch` makes batches of them, so flags about documents, positions and masks act as in a training.
-Every sequence holds several documents.
+Every sequence holds several documents. Packed samples (--use-varlen-dataset) have random lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +15,9 @@ import torch
 
 from arguments import Arguments
 from moe_trainer.data.build import batch_format
-from moe_trainer.data.loader import Batch, make_batch
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.data.loader import Batch, make_batch, make_packed_batch
+from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.parallel.state import Group, ParallelState
 
 MASKED_FRACTION = 0.2
 """Fraction of the labels that have no loss."""
@@ -24,18 +25,18 @@ _NUM_DOCUMENT_ENDS = 2
 
 
 class RandomTokenDataset:
-    """Dataset of random sequences; see data.dataset.TokenDataset."""
+    """Dataset of random sequences of `longest` tokens; see data.dataset.TokenDataset."""
 
-    def __init__(self, seed: int, length: int, end: int):
+    def __init__(self, seed: int, longest: int, end: int):
         self.seed = seed
-        self.length = length
+        self.longest = longest
         self.end = end
 
     def tokens(self, index: int) -> np.ndarray:
         """Return the token ids of a sample, [length + 1] int64: ids below `end`, and `end` after every document."""
         rng = np.random.default_rng((self.seed, index))
-        ids = rng.integers(0, self.end, self.length + 1)
-        ids[rng.integers(1, self.length - 1, _NUM_DOCUMENT_ENDS)] = self.end
+        ids = rng.integers(0, self.end, self.longest + 1)
+        ids[rng.integers(1, self.longest - 1, _NUM_DOCUMENT_ENDS)] = self.end
         # equal first tokens would have equal scores up to rounding; chance would choose which ones a full expert drops
         ids[0] = (index * 37 + self.seed) % self.end
         return ids
@@ -43,7 +44,19 @@ class RandomTokenDataset:
     def part_lengths(self, index: int) -> np.ndarray:
         """Return the lengths of the documents of a sample, including their ends."""
         ends = np.flatnonzero(self.tokens(index) == self.end) + 1
-        return np.diff(np.concatenate([[0], ends, [self.length + 1]]))
+        return np.diff(np.concatenate([[0], ends, [self.longest + 1]]))
+
+
+class VaryingTokenDataset(RandomTokenDataset):
+    """Dataset of random sequences of random lengths, up to `longest` tokens."""
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens that the model reads of a sample."""
+        return int(np.random.default_rng((self.seed, index, 2)).integers(1, self.longest + 1))
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Return the first ids of a random sequence, [length + 1] int64."""
+        return super().tokens(index)[: self.length(index) + 1]
 
 
 def make_null_tokenizer(args: Arguments) -> SimpleNamespace:
@@ -51,17 +64,72 @@ def make_null_tokenizer(args: Arguments) -> SimpleNamespace:
     return SimpleNamespace(vocab_size=args.data.vocab_size + 1, eod=args.data.vocab_size, pad=None)
 
 
-def draw_batches(args: Arguments, ps: ParallelState, first_step: int, steps: int, seed: int = 0) -> list[Batch]:
-    """Draw this rank's microbatches of some steps: full sequences on every tp, cp and pp rank, some labels masked."""
+@dataclass(frozen=True)
+class PackLayout:
+    """What the packs of a global batch depend on, besides lengths.
+
+    Attributes:
+        format: of packs.
+        num_data_ranks: that share the global batch. Fewer ranks run the same packs as more microbatches.
+        group_size: see PackingPlanner.
+    """
+
+    format: PackFormat
+    num_data_ranks: int
+    group_size: int = 1
+
+    @staticmethod
+    def of(args: Arguments, num_data_ranks: int, group_size: int = 1) -> PackLayout:
+        """Return the layout of a run with these flags."""
+        fmt = PackFormat.from_args(args)
+        assert fmt is not None, "no flag asks for packing"
+        return PackLayout(fmt, num_data_ranks, group_size)
+
+
+def draw_batches(
+    args: Arguments, ps: ParallelState, first_step: int, steps: int, seed: int = 0, layout: PackLayout | None = None
+) -> list[list[Batch]]:
+    """Draw this rank's microbatches of some steps: full sequences on every tp, cp and pp rank, some labels masked.
+
+    `layout`: of packs (default: that of the flags).
+    """
     training, dp = args.training, ps.dp
     micro, size = training.micro_batch_size, training.global_batch_size
     fmt = batch_format(args.data, make_null_tokenizer(args))
+    all_steps = range(first_step, first_step + steps)
+    if args.packed_capacity is not None:
+        layout = layout or PackLayout.of(args, dp.size)
+        return [_draw_packs(args, layout, dp, step, seed) for step in all_steps]
     dataset = RandomTokenDataset(seed, args.data.seq_length, fmt.eod)
     return [
-        _mask_labels(make_batch(dataset, range(start, start + micro), fmt), range(start, start + micro), seed)
-        for step in range(first_step, first_step + steps)
-        for start in range(step * size + dp.rank * micro, (step + 1) * size, dp.size * micro)
+        [
+            _mask_labels(make_batch(dataset, range(start, start + micro), fmt), range(start, start + micro), seed)
+            for start in range(step * size + dp.rank * micro, (step + 1) * size, dp.size * micro)
+        ]
+        for step in all_steps
     ]
+
+
+def _draw_packs(args: Arguments, layout: PackLayout, dp: Group, step: int, seed: int) -> list[Batch]:
+    micro, size = args.training.micro_batch_size, args.training.global_batch_size
+    fmt = batch_format(args.data, make_null_tokenizer(args))
+    dataset = VaryingTokenDataset(seed, args.data.seq_length, fmt.eod)
+    planner = PackingPlanner(dataset.length, layout.format, micro, layout.num_data_ranks, layout.group_size)
+    packs = [pack for packs in planner.plan(step * size, size).packs for pack in packs]
+    return [
+        _mask_packed_labels(make_packed_batch(dataset, pack, fmt, layout.format.pack), pack, seed)
+        for pack in packs[dp.rank :: dp.size]
+    ]
+
+
+def _mask_packed_labels(batch: Batch, indices: Sequence[int], seed: int) -> Batch:
+    """Remove the loss of some labels."""
+    assert batch.packed is not None
+    mask = batch.loss_mask_BS.clone()
+    for index, start, length in zip(indices, batch.packed.cu_seqlens_padded, batch.packed.lengths):
+        keep = np.random.default_rng((seed, index, 1)).random(length) >= MASKED_FRACTION
+        mask[0, start : start + length] *= torch.from_numpy(keep)
+    return replace(batch, loss_mask_BS=mask)
 
 
 def _mask_labels(batch: Batch, indices: Sequence[int], seed: int) -> Batch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from moe_trainer.training.rerun import with_rewindable_batches
 from moe_trainer.training.setup import build_context
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.activation_sums import ActivationSums, Coordinates, record_rank_sums
-from moe_trainer.verification.synthetic_data import draw_batches, make_null_tokenizer
+from moe_trainer.verification.synthetic_data import PackLayout, draw_batches, make_null_tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,31 @@ class TrainingTrace:
 
 
 def make_run(
-    args: Arguments, rank: int, ps: ParallelState, steps: int, skip: int = 0, seed: int = 0, device: str = "cpu"
+    args: Arguments,
+    rank: int,
+    ps: ParallelState,
+    steps: int,
+    skip: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+    layout: PackLayout | None = None,
 ) -> TrainContext:
-    """Build the context of a run on synthetic batches, without those of the first `skip` steps. Collective."""
+    """Build the context of a run on synthetic batches, without those of the first `skip` steps. Collective.
+
+    `layout`: see draw_batches.
+    """
     launch_env = LaunchEnv(rank, ps.world.size, rank, None, None, "verification")
     # with an index, as training/initialize.py sets it
     torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     run = build_context(args, Runtime(launch_env, torch_device, ps), make_null_tokenizer(args))
-    return with_rewindable_batches(replace(run, train_batches=iter(_batches(run, skip, steps, seed))))
+    return with_rewindable_batches(replace(run, train_batches=chain(*_batches(run, skip, steps, seed, layout))))
 
 
-def _batches(run: TrainContext, first: int, steps: int, seed: int) -> list[Batch]:
-    batches = draw_batches(run.args, run.runtime.ps, first, steps, seed)
-    return [batch.pin_memory() for batch in batches] if run.runtime.device.type == "cuda" else batches
+def _batches(
+    run: TrainContext, first: int, steps: int, seed: int, layout: PackLayout | None = None
+) -> list[list[Batch]]:
+    drawn = draw_batches(run.args, run.runtime.ps, first, steps, seed, layout)
+    return [[batch.pin_memory() for batch in step] for step in drawn] if run.runtime.device.type == "cuda" else drawn
 
 
 def train(
@@ -102,17 +115,19 @@ def train(
     seed: int = 0,
     prepare: Callable[[TrainContext], ActivationSums | None] | None = None,
     device: str = "cpu",
+    layout: PackLayout | None = None,
 ) -> TrainingTrace:
     """Train from the layout-independent initialization, on batches of `seed`. Collective over the world.
 
     `prepare` is called with the context first. It may return the recorder of activation sums; otherwise this rank's
-    outputs are summed.
+    outputs are summed. `layout`: see draw_batches.
     """
-    run, state, results = make_run(args, rank, ps, steps, seed=seed, device=device), TrainState(), []
+    run = make_run(args, rank, ps, steps, seed=seed, device=device, layout=layout)
+    counts = [len(batches) for batches in draw_batches(args, ps, 0, steps, seed, layout)]
+    state, results = TrainState(), []
     activation_sums = (prepare(run) if prepare is not None else None) or record_rank_sums(run)
     grads: dict[str, Tensor] = {}
     fingerprints: dict[str, list] = {}
-    microbatches = args.training.global_batch_size // (args.training.micro_batch_size * ps.dp.size)
     step = run.optimizer.step
 
     def record_and_step(**rates):
@@ -124,12 +139,12 @@ def train(
         return step(**rates)
 
     run.optimizer.step = record_and_step
-    for _ in range(steps):
+    for microbatches in counts:
         results.append(train_step(run, state, microbatches))
         state.iteration += 1
         activation_sums.tracer.stop()
     run.optimizer.wait_params()
-    evaluation = _evaluate(run, _batches(run, steps, 1, seed))
+    evaluation = _evaluate(run, _batches(run, steps, 1, seed, layout)[0])
     weights = {name: tensor.clone().cpu() for name, tensor in export_named_weights(run.chunks, ps)}
     for name, value in _fingerprints(run, full_tensor).items():
         fingerprints[name] = [*fingerprints.get(name, []), value[0]]

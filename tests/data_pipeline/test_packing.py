@@ -1,0 +1,78 @@
+"""Plans of packed global batches: every sample once, as many packs on every rank, in Megatron-LM's order."""
+
+import random
+
+import pytest
+
+from moe_trainer.data.packing import PackFormat, PackingPlanner, pack_in_order, sample_order
+from moe_trainer.errors import UserError
+from moe_trainer.ops.packed_sequences import PackedSequences
+
+
+def test_packs_are_filled_in_order():
+    assert pack_in_order([4, 4, 3, 8, 2], 8, 1) == [[0, 1], [2], [3], [4]]
+    assert pack_in_order([4, 4, 3, 2, 2, 2], 8, 1, max_sequences=2) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_last_sequences_of_last_packs_fill_the_missing_packs():
+    """As dp_balanced: from the last pack backwards, one sequence at a time, while a pack has two."""
+    assert pack_in_order([2, 2, 2, 2, 8], 8, 4) == [[0, 1], [4], [3], [2]]
+    assert pack_in_order([1] * 4, 8, 4) == [[0], [3], [2], [1]]
+    with pytest.raises(ValueError, match="3 sequences do not fill 4 packs"):
+        pack_in_order([1] * 3, 8, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_plans(seed):
+    rng = random.Random(seed)
+    dp_size, group_size, micro = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2])
+    fmt = PackFormat(rng.choice([32, 50]), rng.choice([1, 4]), max_sequences=rng.choice([None, 3]))
+    lengths = [rng.randint(1, 32) for _ in range(200)]
+    planner = PackingPlanner(lengths.__getitem__, fmt, micro, dp_size, group_size)
+    size = 12 * micro * dp_size
+    plan = planner.plan(24, size)
+    assert plan.num_microbatches % group_size == 0 and {len(packs) for packs in plan.packs} == {dp_size}
+    assert sorted(sample for packs in plan.packs for pack in packs for sample in pack) == list(range(24, 24 + size))
+    for pack in (pack for packs in plan.packs for pack in packs):
+        packed = fmt.pack([lengths[sample] for sample in pack])
+        assert (
+            pack
+            and packed.num_tokens <= fmt.capacity
+            and all(n % fmt.sequence_multiple == 0 for n in packed.padded_lengths)
+        )
+        assert fmt.max_sequences is None or len(pack) <= fmt.max_sequences
+    ranks = [list(planner.order(200, 24, lambda consumed: size, rank)) for rank in range(dp_size)]
+    assert [pack for packs in zip(*ranks) for pack in packs][: plan.num_microbatches * dp_size] == [
+        pack for packs in plan.packs for pack in packs
+    ]
+    later = [list(planner.order(200, 24 + size, lambda consumed: size, rank)) for rank in range(dp_size)]
+    assert [packs[plan.num_microbatches :] for packs in ranks] == later, "a resumed run continues with the same packs"
+
+
+def test_samples_are_ordered_by_data_rank():
+    assert sample_order(8, 8, 2, 2) == [8, 9, 12, 13, 10, 11, 14, 15]
+
+
+def test_order_ends_with_the_last_full_batch():
+    planner = PackingPlanner(lambda sample: 4, PackFormat(8), 1, 1, 1)
+    assert list(planner.order(7, 0, lambda consumed: 3, 0)) == [(0, 1), (2,), (3, 4), (5,)]
+    assert list(planner.order(6, 0, lambda consumed: min(4, 6 - consumed), 0)) == [(0, 1), (2, 3), (4, 5)]
+    assert planner.count_microbatches(0, 6, 4) == 3
+
+
+def test_too_few_samples_are_an_error_that_names_the_flag():
+    planner = PackingPlanner(lambda sample: 4, PackFormat(8), 1, 2, 4)
+    with pytest.raises(UserError, match="4 sequences do not fill 8 packs.*2 data-parallel ranks.*--global-batch-size"):
+        planner.plan(0, 4)
+
+
+def test_padding_of_a_pack_is_a_sequence_or_part_of_the_last():
+    packed = PackedSequences.of([3, 5], 4)
+    assert packed.padded_lengths == (4, 8) and packed.cu_seqlens == (0, 3, 8) and packed.cu_seqlens_padded == (0, 4, 12)
+    assert packed.pad_tail(16) == PackedSequences((3, 5, 0), (4, 8, 4))
+    assert packed.pad_tail(16, extend_last=True) == PackedSequences((3, 5), (4, 12))
+    assert packed.pad_tail(6) is packed
+    assert packed.is_valid().tolist() == [True] * 3 + [False] + [True] * 5 + [False] * 3
+    assert packed.positions().tolist() == [*range(4), *range(8)] and packed.ids().tolist() == [[0] * 4 + [1] * 8]
+    assert PackFormat(16, 4, 16, max_sequences=3).max_samples == 2
+    assert PackFormat(16, 4, 16, extend_last=True, max_sequences=3).max_samples == 3

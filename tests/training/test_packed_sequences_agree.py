@@ -1,0 +1,126 @@
+"""Packed sequences: every token's loss and all gradients equal those of the sequences alone; layouts equal one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import run_ranks
+from training.layouts import MODEL, assert_equal, create_groups
+
+from arguments import parse_args
+from moe_trainer.model.build import build_chunks
+from moe_trainer.moe.balancing import start_iteration
+from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.verification import training_trace
+from moe_trainer.verification.synthetic_data import PackLayout
+
+LENGTHS = (5, 16, 1, 9, 2)
+GQA = "--group-query-attention --num-query-groups 2"
+MLA = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
+    "--qk-layernorm"
+)
+LINEAR = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 4 "
+    "--linear-value-head-dim 4 --linear-num-key-heads 4 --linear-num-value-heads 8"
+)
+SPARSE = (
+    f"{MLA} --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4"
+)
+KINDS = {
+    "gqa": GQA,
+    "window": f"{GQA} --window-size 3,0",
+    "sinks": f"{GQA} --softmax-type learnable",
+    "yarn": f"{GQA} --position-embedding-type yarn --rotary-scaling-factor 4",
+    "learned positions": "--position-embedding-type learned_absolute",
+    "mla": MLA,
+    "mtp": f"{GQA} --mtp-num-layers 2",
+    "linear attention": LINEAR,
+    "sparse": SPARSE,
+    "recompute": f"{GQA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective recompute": f"{MLA} --recompute-granularity selective --recompute-modules core_attn moe mla_up_proj",
+}
+DROPPED = ("--moe-aux-loss-coeff", "1e-2", "--moe-z-loss-coeff", "1e-3", "--num-layers", "4")
+
+
+def make_packed_argv(kind: str, *more: str) -> list[str]:
+    argv = [*MODEL, "--num-layers", "2", *KINDS.get(kind, kind).split(), "--use-varlen-dataset"]
+    return [*argv, "--moe-token-dispatcher-type", "alltoall", "--calculate-per-token-loss", *more]
+
+
+def token_losses(chunk, ids: list[torch.Tensor], packed: PackedSequences | None) -> torch.Tensor:
+    """Losses of the tokens of some sequences in one pass, and their gradients."""
+    multiple = [(0, 0)] * len(ids)
+    if packed is not None:
+        multiple = [(length, padded) for length, padded in zip(packed.lengths, packed.padded_lengths)]
+    rows = [[], [], [], []]
+    for sequence, (length, padded) in zip(ids, multiple):
+        pad = (0, padded - length)
+        rows[0].append(torch.nn.functional.pad(sequence[:-1], pad))
+        rows[1].append(torch.nn.functional.pad(torch.arange(len(sequence) - 1), pad))
+        rows[2].append(torch.nn.functional.pad(sequence[1:], pad))
+        rows[3].append(torch.nn.functional.pad(torch.ones(len(sequence) - 1), pad))
+    tokens, positions, labels, mask = (torch.cat(row)[None] for row in rows)
+    loss = chunk(tokens, positions, labels, mask, packed=packed)
+    (loss * mask).sum().backward()
+    return loss.detach()[mask.bool()]
+
+
+def run_both(argv: list[str], multiple: int):
+    """Token losses and gradients of packed sequences, and of the sequences one by one."""
+    args = parse_args(argv, 1)
+    args = replace(args, moe=replace(args.moe, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None))
+    ids = [torch.randint(0, 60, (length + 1,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
+    found = []
+    for passes in ([ids], [[each] for each in ids]):
+        (chunk,) = build_chunks(args, ParallelState.single(), 64, torch.device("cpu"))
+        start_iteration([chunk])
+        losses = []
+        for sequences in passes:
+            packed = PackedSequences.of([len(each) - 1 for each in sequences], multiple) if len(sequences) > 1 else None
+            losses.append(token_losses(chunk, sequences, packed))
+        found.append((torch.cat(losses), {name: param.grad for name, param in chunk.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_tokens_equal_those_of_sequences_alone(kind, multiple):
+    (losses, grads), (expected, expected_grads) = run_both(make_packed_argv(kind), multiple)
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
+    assert len(losses) == sum(LENGTHS) and grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=2e-5, atol=2e-6 * float(grad.abs().max()), msg=name)
+
+
+def train_packed(rank, n, argv, layout):
+    return training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 2, layout=layout)
+
+
+def assert_layout_agrees(argv: list[str], flags: list[str], ranks: int, num_data_ranks: int, group_size: int = 1):
+    """Train on some ranks and on one process, with the packs of the ranks."""
+    ranked = [*argv, *flags]
+    layout = PackLayout.of(parse_args(ranked, ranks), num_data_ranks, group_size)
+    outcome = run_ranks(train_packed, ranks, ranked, layout)[0]
+    expected = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, layout=layout)
+    assert_equal(outcome, expected, " ".join(flags))
+
+
+@pytest.mark.parametrize(
+    "kind, flags, ranks, num_data_ranks, group_size",
+    [
+        ("gqa", "", 2, 2, 1),
+        ("mla", "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2", 4, 2, 1),
+        ("mtp", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", 4, 2, 1),
+        ("gqa", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", 2, 1, 2),
+        ("gqa", "--context-parallel-size 2", 2, 1, 1),
+        ("mla", "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4, 1, 1),
+        ("linear attention", "--context-parallel-size 2", 2, 1, 1),
+        ("sparse", "--context-parallel-size 2", 2, 1, 1),
+        ("gqa", "--pad-packed-seq-alignment 8 --thd-max-packed-sequences 3", 1, 1, 1),
+    ],
+)
+def test_layouts_agree(kind, flags, ranks, num_data_ranks, group_size):
+    argv = make_packed_argv(kind, "--max-seqlen-per-dp-cp-rank", "40", "--num-layers", "4")
+    assert_layout_agrees(argv, flags.split(), ranks, num_data_ranks, group_size)
