@@ -310,10 +310,9 @@ REQUIRES = (
         "fim_pad_token fim_eod_token",
     ),
     (("fim_split_sample",), "fim_fragment_rate"),
-    (("use_varlen_dataset",), "varlen_mock_dataset_config_json"),
     (
-        ("sequence_packing_scheduler",),
-        "max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
+        ("use_varlen_dataset",),
+        "varlen_mock_dataset_config_json max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
     ),
     (("pad_packed_seq_alignment",), "thd_tail_padding_policy"),
     (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),

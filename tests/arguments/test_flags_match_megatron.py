@@ -20,6 +20,8 @@ OWN = {
     "fim_suffix_token", "fim_pad_token", "fim_eod_token",
     "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power",
     "moe_hierarchical_domain_size",
+    "use_varlen_dataset", "varlen_sbhd_validation", "varlen_mock_dataset_config_json", "sequence_packing_scheduler", "pad_packed_seq_alignment",
+    "thd_tail_padding_policy", "thd_max_packed_sequences",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 OWN_CHOICES = {"moe_flex_dispatcher_backend": ["hierarchical"]}
